@@ -12,7 +12,8 @@ from typing import Any
 
 from scripts.measure import servers
 from scripts.measure.adapters import adapters
-from scripts.measure.curve import curve, shards
+from scripts.measure.curve import curve
+from scripts.measure.delayed import delayed
 from scripts.measure.disk import disk
 from scripts.measure.first import first
 from scripts.measure.hops import hops
@@ -24,6 +25,7 @@ from scripts.measure.moves import moves
 from scripts.measure.neighbours import neighbours
 from scripts.measure.page import page
 from scripts.measure.settings import Row, Settings, Table
+from scripts.measure.shards import shards
 from scripts.measure.single import single
 from scripts.measure.training import training
 from serve import __version__
@@ -47,6 +49,7 @@ ROWS: dict[str, Callable[[Settings], Row]] = {
     "neighbours": neighbours,
     "page": page,
     "shards": shards,
+    "delayed": delayed,
     "single": single,
     "train": training,
 }

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import httpx2
@@ -38,7 +39,7 @@ def passes(settings: Settings) -> Row:
     seconds: dict[int, list[float]] = {batch: [] for batch in batches}
     for _ in range(settings.rounds):
         for batch in batches:
-            times = run_passes(settings, [(0, NUM_LAYERS)], batch)[0]
+            times = run_passes(settings, [Part(0, NUM_LAYERS)], batch)[0]
             seconds[batch].append(p50(times))
     t = {batch: p50(times) for batch, times in seconds.items()}
     rows = [
@@ -55,21 +56,36 @@ def passes(settings: Settings) -> Row:
     return Row({"pass_seconds": t}, {"one decode pass of the whole model": (columns, rows)})
 
 
-def run_passes(
-    settings: Settings, parts: Sequence[tuple[int, int]], batch: int
-) -> list[list[float]]:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Layers [start, end) of the model, or one shard of them."""
+
+    start: int
+    end: int
+    num_shards: int = 1
+    shard: int = 0
+
+    @property
+    def flags(self) -> list[str]:
+        words: list[str] = []
+        for name, value in asdict(self).items():
+            words += [f"--{name.replace('_', '-')}", str(value)]
+        return words
+
+
+def run_passes(settings: Settings, parts: Sequence[Part], batch: int) -> list[list[float]]:
     """Seconds of each pass of each part; the parts run at the same time, uncoupled."""
     words = [sys.executable, "-m", "scripts.measure.passes", "--model", str(settings.model)]
     words += ["--batch", str(batch), "--seconds", str(settings.pass_seconds)]
     processes = [
         subprocess.Popen(
-            [*words, "--start", str(start), "--end", str(end)],
+            [*words, *part.flags],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=with_openblas(os.environ),
         )
-        for start, end in parts
+        for part in parts
     ]
     try:
         for process in processes:
@@ -107,7 +123,7 @@ def decode(settings: Settings) -> Row:
             ask_server(name, settings, ask)
             return
         for n in levels:
-            halves = [(0, NUM_LAYERS // 2), (NUM_LAYERS // 2, NUM_LAYERS)]
+            halves = [Part(0, NUM_LAYERS // 2), Part(NUM_LAYERS // 2, NUM_LAYERS)]
             slower = max(p50(times) for times in run_passes(settings, halves, n // 2))
             bounds[n].append(n // 2 / slower)
 

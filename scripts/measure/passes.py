@@ -16,16 +16,22 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
+from serve.model.sharding import StandIn, shard
+
 CONTEXT = 66
 MAX_POSITIONS = CONTEXT + 128
 WARM_UP_PASSES = 3
 
 
 class Passes:
-    """Layers [start, end) of the model, decoding `batch` rows; nothing leaves the process."""
+    """Layers [start, end) of the model, or one shard of them, decoding `batch` rows. Nothing leaves
+    the process: a shard goes on with its own part of each sum."""
 
-    def __init__(self, folder: Path, start: int, end: int) -> None:
+    def __init__(self, folder: Path, start: int, end: int, group: StandIn) -> None:
         self._model: Any = load_model(folder, lazy=True)[0]
+        if group.num_shards > 1:
+            shard(self._model, group)
+            vars(mx.distributed)["all_sum"] = _own_part
         layers = self._model.model.layers
         self._first, self._last = start == 0, end == len(layers)
         self._layers = layers[start:end]
@@ -66,15 +72,24 @@ class Passes:
         return mx.argmax(self._model.lm_head(model.norm(hidden[:, -1:])), axis=-1)
 
 
+def _own_part(x: mx.array, **_: Any) -> mx.array:
+    """Stands in for all_sum. serve.model.sharding.without_sums also turns off compiled functions,
+    which a server uses."""
+    return x
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--start", type=int, required=True)
     parser.add_argument("--end", type=int, required=True)
+    parser.add_argument("--num-shards", type=int, default=1)
+    parser.add_argument("--shard", type=int, default=0)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)
     flags = parser.parse_args()
-    passes = Passes(flags.model, flags.start, flags.end)
+    group = StandIn(flags.num_shards, flags.shard)
+    passes = Passes(flags.model, flags.start, flags.end, group)
     passes.begin(flags.batch)
     print("ready", flush=True)
     sys.stdin.readline()

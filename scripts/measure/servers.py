@@ -23,12 +23,17 @@ MAX_SEQUENCES = 64
 BRIGADE_1 = "Brigade, 1 rank"
 BRIGADE_2 = "Brigade, 2 ranks"
 SHARDS_2 = "Brigade, 2 shards"
+AUTO_2 = "Brigade, layout of auto"
 LOCKSTEP = "Brigade, 2 ranks, one group"
 MLX_LM_1 = "mlx_lm.server, 1 rank"
 MLX_LM_2 = "mlx_lm.server --pipeline, 2 ranks"
 SERVERS = (BRIGADE_1, BRIGADE_2, LOCKSTEP, MLX_LM_1, MLX_LM_2)
-_NUM_RANKS = dict(zip((*SERVERS, SHARDS_2), (1, 2, 2, 1, 2, 2), strict=True))
-_FLAGS = {LOCKSTEP: ("--num-groups", "1"), SHARDS_2: ("--tensor-parallel", "2")}
+_NUM_RANKS = dict(zip((*SERVERS, SHARDS_2, AUTO_2), (1, 2, 2, 1, 2, 2, 2), strict=True))
+_FLAGS = {
+    LOCKSTEP: ("--num-groups", "1"),
+    SHARDS_2: ("--tensor-parallel", "2"),
+    AUTO_2: ("--tensor-parallel", "auto"),
+}
 
 
 class StartError(Exception):
@@ -81,7 +86,7 @@ def running(
             (until or until_it_answers)(url, model_name(name, model), processes, log)
             yield url
         finally:
-            _end(processes)
+            end(processes)
 
 
 Command = tuple[list[str], dict[str, str]]
@@ -144,7 +149,7 @@ def until_ready(
     raise StartError(f"{model} did not become ready:\n{log.read_text()[-3000:]}")
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """`brigade launch` ends its ranks itself, and they end when it is killed."""
     for process in processes:
         process.terminate()

@@ -2,7 +2,8 @@
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -76,6 +77,18 @@ class Asked:
         return prompts.take(f"{name}/{num_tokens}", count)
 
 
+@asynccontextmanager
+async def asked_of(url: str, model: str, seed: int) -> AsyncIterator[Asked]:
+    """A running server, after some probes of how many words make a prompt."""
+    async with connected(url, model, None, TIMEOUT) as server:
+        probes = []
+        for count in PROBE_WORDS:
+            words = random_words(Random(count), count)
+            record = await server.ask([{"role": "user", "content": words}], 1)
+            probes.append(record.prompt_tokens)
+        yield Asked(server, probes, seed)
+
+
 def ask_server(
     name: str,
     settings: Settings,
@@ -86,13 +99,8 @@ def ask_server(
 
     async def run(url: str) -> None:
         model = servers.model_name(name, settings.model)
-        async with connected(url, model, None, TIMEOUT) as server:
-            probes = []
-            for count in PROBE_WORDS:
-                words = random_words(Random(count), count)
-                record = await server.ask([{"role": "user", "content": words}], 1)
-                probes.append(record.prompt_tokens)
-            await questions(Asked(server, probes, settings.seed), url)
+        async with asked_of(url, model, settings.seed) as asked:
+            await questions(asked, url)
 
     with servers.running(name, settings.model, *more) as url:
         asyncio.run(run(url))

@@ -32,6 +32,9 @@ def layout_table(compared: Comparison) -> Table:
 
 def layout_notes(compared: Comparison) -> Iterator[str]:
     """Yields the sentences below the table."""
+    for layout, plan in compared.plans.items():
+        if plan.warning:
+            yield f"{layout}: {plan.warning}"
     for layout, reason in compared.refused.items():
         yield f"{layout} is not possible: {reason}"
     speed = format_bytes(compared.speeds.memory_bytes_per_second)

@@ -165,6 +165,8 @@ def run(argv: Sequence[str]) -> int:
     layers = f"{plan.num_layers} layers of {plan.model_type}"
     print_table(plan_table(plan.stages, config.is_promise), f"{config.model.name}: {layers}")
     promise = plan.demand if config.is_promise else None
+    if plan.warning:
+        print(plan.warning)
     for line in _notes(plan.stages, plan.kv_tokens, promise, plan.hop_bytes_per_token):
         print(line)
     return 0

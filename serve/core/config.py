@@ -300,7 +300,7 @@ class ServeConfig(ModelSource):
         _check_origins(self.cors_origin)
         _check_hosts(self.allowed_host)
         _check_adapters(self.lora, self.model_name)
-        check_layout(self.num_shards, self.split, self.replan)
+        check_layout(self.num_shards, self.split)
 
     @property
     def url(self) -> str:

@@ -117,15 +117,20 @@ def parse_num_shards(text: str) -> int | None:
     return int(text)
 
 
-def check_layout(num_shards: int | None, split: str, replan: bool) -> None:
-    """Raises UsageError if other flags do not work with this number of shards."""
+def shard_counts(num_ranks: int, num_shards: int) -> tuple[int, ...]:
+    """The numbers of shards that stages of num_ranks ranks can have, the largest first. None is
+    larger than num_shards."""
+    counts = range(min(num_ranks, num_shards), 0, -1)
+    return tuple(count for count in counts if num_ranks % count == 0)
+
+
+def check_layout(num_shards: int | None, split: str) -> None:
+    """Raises UsageError if --split does not work with this number of shards."""
     if num_shards is None and split not in ("auto", "even"):
         raise UsageError(
             "--split with numbers of layers needs a number of stages: give --tensor-parallel a "
             "number instead of auto."
         )
-    if replan and num_shards != 1:
-        raise UsageError("--replan does not work with --tensor-parallel: leave out one of them.")
 
 
 def parse_link(text: str) -> Link:

@@ -175,11 +175,13 @@ class Pong(Message, frozen=True):
 class MakePlan(Message, frozen=True):
     """Rank 0's parent asks its engine, before its order, to divide the model in this folder. With
     link, the slowest one between the ranks, the engine also chooses the layout of stages and
-    shards. The answer is Planned or Fault."""
+    shards. With shard_counts, it takes the first of these numbers of shards that is possible. The
+    answer is Planned or Fault."""
 
     model: str
     request: PlanRequest
     link: LinkSpeed | None = None
+    shard_counts: tuple[int, ...] = ()
 
 
 class Leave(Message, frozen=True):
@@ -254,11 +256,13 @@ class ForgetPrefixFiles(Message, frozen=True):
 
 class Planned(Message, frozen=True):
     """Rank 0's engine reports which layers each rank gets, rank 0 first. choice is a sentence
-    about the layout, if the engine has chosen it. refusal is the reason if the model does not fit
+    about the layout, if the engine has chosen it. warning is one about layers that cannot be
+    divided among the shards, if there are any. refusal is the reason if the model does not fit
     these ranks; then there are no stages."""
 
     stages: list[StagePlan]
     choice: str = ""
+    warning: str = ""
     refusal: str = ""
 
 

@@ -165,8 +165,8 @@ class PlanRequest:
 class StagePlan:
     """The layers and bytes of one rank, and its share of the time of a decode step.
 
-    num_shards ranks hold parts of the same layers, and this one is number `shard` of them. The
-    bytes are those of its own part.
+    num_shards ranks hold parts of the same layers, and this one is number `shard` of them. Stages
+    are counted like ranks: stage 0 has the last layers. The bytes are those of the rank's own part.
 
     A sequence takes cache_bytes_per_token for each token and, in layers that look back a limited
     way, up to cache_bytes_per_sequence. cache_bytes is the sum for the demand, without slack.
@@ -182,17 +182,10 @@ class StagePlan:
     fetch_bytes: int
     step_share: float
     memory_bytes: int | None
+    stage: int = 0
     num_shards: int = 1
+    shard: int = 0
     draft_bytes: int = 0
-
-    @property
-    def stage(self) -> int:
-        """The number of the stage, counted like ranks: stage 0 has the last layers."""
-        return self.rank // self.num_shards
-
-    @property
-    def shard(self) -> int:
-        return self.rank % self.num_shards
 
     @property
     def total_bytes(self) -> int:
@@ -354,11 +347,11 @@ def plan_stages(
     sums = _Sums(cost, demand, len(ranges))
     times = [sums.time(*layers) for layers in ranges]
     stages: list[StagePlan] = []
-    for layers, time in zip(ranges, times, strict=True):
-        for _ in range(num_shards):
+    for number, (layers, time) in enumerate(zip(ranges, times, strict=True)):
+        for shard in range(num_shards):
             rank = len(stages)
             plan = stage_plan(cost, rank, layers, demand, memory, time / sum(times))
-            stages.append(replace(plan, num_shards=num_shards))
+            stages.append(replace(plan, stage=number, num_shards=num_shards, shard=shard))
     if not all(map(_fits, stages)):
         raise _does_not_fit(cost, len(stages), demand, memory, stages)
     return stages

@@ -1,5 +1,6 @@
 """Compares the layouts of stages and shards that are possible for a model, without loading it."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from serve.core.errors import PlanError
 from serve.core.layouts import Forecast, Speeds, best, forecast
 from serve.core.plan import PlanRequest, format_bytes
 from serve.model.planning import Plan, make_plan
+
+_MIN_DIVIDED_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +79,34 @@ def compare(folder: Path, request: PlanRequest, speeds: Speeds) -> Comparison:
     if not found.plans:
         raise PlanError("; ".join(found.refused.values()))
     return found
+
+
+def plan_with_fewer_shards(
+    folder: Path,
+    request: PlanRequest,
+    shard_counts: Sequence[int],
+) -> tuple[Plan, str]:
+    """Plans with the first of these numbers of shards that is possible. The request has the number
+    that the user has chosen; a smaller one must also divide most of the weights. Returns the plan
+    and, with shards, a sentence that says why it has this layout. Raises PlanError with all reasons
+    if no number is possible."""
+    wanted = request.num_shards
+    num_ranks = request.num_ranks
+    if wanted == 1:
+        return make_plan(folder, request), ""
+    reasons: list[str] = []
+    if wanted not in shard_counts:
+        reasons.append(f"stages of {wanted} shards are not possible with {num_ranks} ranks.")
+    for num_shards in shard_counts:
+        try:
+            plan = make_plan(folder, replace(request, num_shards=num_shards))
+        except PlanError as error:
+            reasons.append(f"with {num_shards} shards: {error}")
+            continue
+        if num_shards in (1, wanted) or plan.divided_share >= _MIN_DIVIDED_SHARE:
+            layout = f"{num_ranks // num_shards} x {num_shards}"
+            choice = f"Layout {layout} (stages x shards) for {num_ranks} ranks"
+            reason = f", because {reasons[0]}" if reasons else "."
+            return plan, choice + reason
+        reasons.append(f"{num_shards} shards would divide {plan.divided_share:.0%} of the weights.")
+    raise PlanError(" ".join(reasons))

@@ -39,8 +39,11 @@ from serve.core.plan import (
 from serve.model.costs import growing_values, measure
 from serve.model.mtp import head_bytes
 from serve.model.sharding import Divisions, StandIn, shard, without_sums
-from serve.model.trial import Crossing, Trial, crossings
+from serve.model.trial import Crossing, Trial, crossings, named_arrays
 from serve.model.weights import build_model, open_model
+
+_MIN_DIVIDED_SHARE = 0.9  # below it, a warning names the share
+_MIN_SHOWN_SHARE = 0.01
 
 _Accept = Callable[[tuple[Crossing, ...]], bool]
 """Whether a cut that these arrays cross is good enough."""
@@ -48,8 +51,8 @@ _Accept = Callable[[tuple[Crossing, ...]], bool]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan: its stages, and the room for keys and values (None if no limit of memory is
-    given)."""
+    """A plan: its stages, and the room for keys and values (None if no limit of memory is given).
+    divided_share is the share of the layers' weights that is divided among the shards."""
 
     model_type: str
     num_layers: int
@@ -57,6 +60,24 @@ class Plan:
     hop_bytes_per_token: int
     stages: list[StagePlan]
     room: KvRoom | None
+    divided_share: float = 0.0
+
+    @property
+    def warning(self) -> str:
+        """One sentence about layers that the shards cannot divide; "" if they divide them."""
+        num_shards = self.stages[0].num_shards
+        if num_shards == 1 or self.divided_share >= _MIN_DIVIDED_SHARE:
+            return ""
+        flag = f"--tensor-parallel {num_shards}"
+        if self.divided_share < _MIN_SHOWN_SHARE:
+            return (
+                f"{flag} divides nothing of this model: every shard of a stage computes all of its "
+                "layers, which is no faster than one rank. Use stages alone."
+            )
+        return (
+            f"{flag} divides only {self.divided_share:.0%} of the weights of this model's layers: "
+            "every shard of a stage holds and computes the others."
+        )
 
     @property
     def kv_tokens(self) -> int | None:
@@ -76,6 +97,7 @@ class Plan:
             "hop_bytes_per_token": self.hop_bytes_per_token,
             "kv_tokens": self.kv_tokens,
             "kv_sequences": self.room.num_sequences if self.room else None,
+            "divided_share": round(self.divided_share, 3),
             "stages": stages,
         }
 
@@ -92,11 +114,22 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
     if request.num_shards == 1:
         plan = _plan(model, checkpoint, request, memory)
     else:
-        stand_in = StandIn(request.num_shards)
-        sharding = shard(model, stand_in)
+        whole_bytes = _layer_bytes(model)
+        sharding = shard(model, StandIn(request.num_shards))
+        own_bytes = _layer_bytes(model)
         with without_sums():
             plan = _plan(model, checkpoint, request, memory, sharding.divisions)
+        most = whole_bytes - whole_bytes / request.num_shards
+        plan = replace(plan, divided_share=(whole_bytes - own_bytes) / most)
     return _with_draft(plan, draft_bytes)
+
+
+def _layer_bytes(model: nn.Module) -> int:
+    """The bytes of the weights of all layers."""
+    num_bytes = 0
+    for layer in model.layers:
+        num_bytes += sum(array.nbytes for _, array in named_arrays(layer))
+    return num_bytes
 
 
 def _draft_bytes(source: DraftSource) -> int:

@@ -21,6 +21,7 @@ from serve.model.probe import LINEAR, Slices
 from serve.model.trial import FAILURES
 
 _Numbers = dict[str, int]
+_Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,10 @@ class StandIn:
     """Stands in for MLX's group of the shards, so that one process can plan what a shard holds."""
 
     num_shards: int
+    shard: int = 0
 
     def rank(self) -> int:
-        return 0
+        return self.shard
 
     def size(self) -> int:
         return self.num_shards
@@ -68,6 +70,17 @@ class Division:
         for start, end in self.ranges:
             num_own += end - start
         return num_own / self.num_whole
+
+    def before_repetition(self, num_whole: int) -> "Division":
+        """The same part of a weight of num_whole rows, of which this one is a repetition. mlx-lm
+        repeats heads of keys and values until every shard has one: all copies of the first head,
+        then all copies of the next."""
+        ((start, end),) = self.ranges
+        size_of_head = end - start
+        num_copies = self.num_whole // num_whole
+        head = start // size_of_head // num_copies
+        first = head * size_of_head
+        return Division(self.axis, num_whole, ((first, first + size_of_head),))
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the whole weight, from that of the own part."""
@@ -136,6 +149,7 @@ class _State:
 def _shard_as_mlx_lm(model: Any, group: Any) -> Sharding:
     """Divides a model with its own `shard`. Raises PlanError if that is not even."""
     numbers = [(module, _numbers(module)) for module in model.modules()]
+    shapes = _weight_shapes(model)
     outside = [(module, dict(module), dict(vars(module))) for module in _outside_layers(model)]
     num_shards = group.size()
     divider = _Divider()
@@ -148,12 +162,13 @@ def _shard_as_mlx_lm(model: Any, group: Any) -> Sharding:
         _check_numbers(before, _numbers(module), num_shards)
     for module, children, attributes in outside:
         _restore(module, children, attributes, group)
-    return _sharding(model, divider, None, group)
+    return _sharding(model, divider, None, group, shapes)
 
 
 def _shard_pairs(model: nn.Module, pairs: Pairs, group: Any) -> Sharding:
     """Divides matrices, arrays and numbers of a model as they were found."""
     modules: dict[str, Any] = dict(model.named_modules())
+    shapes = _weight_shapes(model)
     roles = pairs.roles
     divider = _Divider()
     with divider.in_place_of_mlx():
@@ -188,7 +203,12 @@ def _shard_pairs(model: nn.Module, pairs: Pairs, group: Any) -> Sharding:
         vars(module)[attribute] = value
     for name in pairs.summed:
         _sum_outputs(modules[name], group)
-    return _sharding(model, divider, pairs, group)
+    return _sharding(model, divider, pairs, group, shapes)
+
+
+def _weight_shapes(model: nn.Module) -> _Shapes:
+    modules = model.named_modules()
+    return {name: module["weight"].shape for name, module in modules if "weight" in module}
 
 
 def _sharding(
@@ -196,9 +216,11 @@ def _sharding(
     divider: "_Divider",
     pairs: Pairs | None,
     group: Any,
+    shapes: _Shapes,
 ) -> Sharding:
-    """Returns the result for a divided model. pairs is None if mlx-lm has divided it."""
-    divisions = divider.divisions(model)
+    """Returns the result for a divided model. pairs is None if mlx-lm has divided it. shapes are
+    those of the weights of the whole model, by module."""
+    divisions = divider.divisions(model, shapes)
     digest = hashlib.sha256(repr(pairs).encode())
     for name, module in model.named_modules():
         division = divisions.get(name)
@@ -307,12 +329,17 @@ class _Divider:
         finally:
             vars(distributed)["_shard"] = original
 
-    def divisions(self, model: nn.Module) -> Divisions:
+    def divisions(self, model: nn.Module, shapes: _Shapes) -> Divisions:
         found: Divisions = {}
         for name, module in model.named_modules():
             made = self.made.get(id(module.get("weight")))
-            if made:
-                found[name] = made.division
+            if made is None:
+                continue
+            division = made.division
+            num_whole = shapes[name][division.axis]
+            if num_whole < division.num_whole:
+                division = division.before_repetition(num_whole)
+            found[name] = division
         return found
 
     def _divide(

@@ -19,7 +19,7 @@ from serve.core.messages import (
     ToEngine,
 )
 from serve.core.wire import FrameReader, frame
-from serve.model.layouts import compare
+from serve.model.layouts import compare, plan_with_fewer_shards
 from serve.model.planning import make_plan
 from serve.rank.memory import memory_speed
 
@@ -72,12 +72,17 @@ def planned(message: MakePlan) -> Planned:
 
 def _plan(message: MakePlan) -> Planned:
     folder = Path(message.model)
-    if message.link is None:
-        plan = make_plan(folder, message.request)
-        return Planned(plan.stages)
-    speeds = Speeds(memory_speed(), message.link)
-    compared = compare(folder, message.request, speeds)
-    return Planned(compared.plan.stages, compared.choice)
+    request = message.request
+    choice = ""
+    if message.link is not None:
+        compared = compare(folder, request, Speeds(memory_speed(), message.link))
+        plan = compared.plan
+        choice = compared.choice
+    elif message.shard_counts:
+        plan, choice = plan_with_fewer_shards(folder, request, message.shard_counts)
+    else:
+        plan = make_plan(folder, request)
+    return Planned(plan.stages, choice, plan.warning)
 
 
 def fail(parent: Parent, error: BaseException, name: str = "The engine") -> NoReturn:

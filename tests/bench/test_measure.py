@@ -11,6 +11,8 @@ from scripts.measure import training
 from scripts.measure.__main__ import markdown
 from scripts.measure.adapters import write
 from scripts.measure.hops import hop_seconds
+from scripts.measure.limits import Part, run_passes
+from scripts.measure.settings import Settings
 from scripts.measure.sums import (
     busy_shares,
     gaps_in,
@@ -20,6 +22,7 @@ from scripts.measure.sums import (
 )
 from serve.bench.records import Record
 from serve.lora.files import read_adapter
+from tests.models import save
 
 EARLY = Record(start=0.0, end=5.0, times=(1.0, 2.0, 3.0, 4.0, 5.0))
 LATE = Record(start=0.0, end=7.0, times=(2.5, 3.5, 4.5, 6.0, 7.0))
@@ -131,3 +134,12 @@ def test_the_cpu_seconds_of_a_run_are_those_of_each_rank(tmp_path: Path) -> None
     first, second = training._watched("a", words)
     assert first == pytest.approx(0.4, abs=0.15)
     assert second == pytest.approx(0.2, abs=0.15)
+
+
+@pytest.mark.slow
+def test_passes_of_uncoupled_shards_need_no_other_process(tmp_path: Path) -> None:
+    folder = save(tmp_path, "llama", vocab_size=512)
+    settings = Settings(folder, (1,), 1, 1, pass_seconds=0.2, seed=0)
+    parts = [Part(0, 4, num_shards=2, shard=number) for number in range(2)]
+    for seconds in run_passes(settings, parts, batch=2):
+        assert len(seconds) > 1

@@ -40,6 +40,7 @@ FLAGS = ("--lora", f"pirate={ADAPTERS / 'pirate'}", "--max-restarts", "1000")
 LIST = {"type": "array", "items": {"type": "string", "maxLength": 8}, "minItems": 3, "maxItems": 9}
 OBJECT = {"type": "object", "properties": {"words": LIST}, "required": ["words"]}
 NUM_DRAFT_LAYERS = 2
+LAYOUTS = [(2, ()), (2, ("--tensor-parallel", "2")), (4, ("--tensor-parallel", "2"))]
 TEXT = "red green blue red green blue one two three one two three"
 FIELDS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -157,26 +158,17 @@ def test_replies_are_the_same_with_a_draft_model(
     expected: list[Any], draft_model: Path, num_ranks: int, flags: tuple[str, ...]
 ) -> None:
     """Engines are killed as well, and the new ones load it again."""
-    is_sharded = bool(flags)
-    own_flags = () if is_sharded else FLAGS
-    with running(num_ranks, *own_flags, *flags, "--draft-model", str(draft_model)) as server:
+    with running(num_ranks, *FLAGS, *flags, "--draft-model", str(draft_model)) as server:
         assert re.search(r"draft\s", server.text), "the plan has no column for it"
-        compared = 0
         for n, (body, wanted) in enumerate(zip(bodies(), expected, strict=True)):
-            if is_sharded and body["model"] != "tiny-chat":
-                continue  # Adapters do not work on shards.
             assert comparable(ask(server, body)) == wanted, body
-            compared += 1
             if n in (4, 12):
-                os.kill(server.engines()[n % 2].pid, signal.SIGKILL)
+                os.kill(server.engines()[n % num_ranks].pid, signal.SIGKILL)
         with ThreadPoolExecutor(4) as threads:
-            own_bodies = [b for b in bodies() if not is_sharded or b["model"] == "tiny-chat"]
-            together = list(threads.map(lambda body: ask(server, body), own_bodies))
+            together = list(threads.map(lambda body: ask(server, body), bodies()))
         drafts = server.get("/admin/pipeline")["drafts"]
         metrics = httpx2.get(f"{server.url}/metrics", timeout=10).text
-    assert compared > 15
-    wanted_of = [w for b, w in zip(bodies(), expected, strict=True) if b in own_bodies]
-    assert [comparable(reply) for reply in together] == wanted_of
+    assert [comparable(reply) for reply in together] == expected
     assert drafts["model"]["drafted"] > 0, drafts
     assert 'brigade_draft_tokens_total{drafter="model"}' in metrics
 
@@ -207,15 +199,18 @@ def serving(model: Path, num_ranks: int, *more: str) -> Iterator[Server]:
 
 
 @pytest.mark.slow
-def test_replies_are_the_same_with_a_prediction_head(expected: list[Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_ranks", "flags"), LAYOUTS)
+def test_replies_are_the_same_with_a_prediction_head(
+    expected: list[Any], tmp_path: Path, num_ranks: int, flags: tuple[str, ...]
+) -> None:
     """The embedded model with a random head. Engines are killed as well, and the new ones load it
     again."""
     folder = heads.chat_model(tmp_path / "tiny-chat", TINY_CHAT)
-    with serving(folder, 2, "--mtp", *FLAGS) as server:
+    with serving(folder, num_ranks, "--mtp", *FLAGS, *flags) as server:
         for n, (body, wanted) in enumerate(zip(bodies(), expected, strict=True)):
             assert comparable(ask(server, body)) == wanted, body
             if n in (4, 12):
-                os.kill(server.engines()[n % 2].pid, signal.SIGKILL)
+                os.kill(server.engines()[n % num_ranks].pid, signal.SIGKILL)
         with ThreadPoolExecutor(4) as threads:
             together = list(threads.map(lambda body: ask(server, body), bodies()))
         drafts = server.get("/admin/pipeline")["drafts"]
@@ -224,14 +219,17 @@ def test_replies_are_the_same_with_a_prediction_head(expected: list[Any], tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "flags"), LAYOUTS)
 @pytest.mark.parametrize("reads", ["hidden", "embedding"])
-def test_a_head_that_knows_the_answer_is_always_right(tmp_path: Path, reads: str) -> None:
+def test_a_head_that_knows_the_answer_is_always_right(
+    tmp_path: Path, reads: str, num_ranks: int, flags: tuple[str, ...]
+) -> None:
     """Each token determines the next. The head finds it in the hidden state of the position before,
     or in the newest token, so it is wrong if it reads those of another position."""
     folder = heads.cyclic_model(tmp_path / "tiny-chat", TINY_CHAT, reads)
     body = {"model": "tiny-chat", "max_tokens": 120, "ignore_eos": True, "temperature": 0}
     prompts = ["One two three.", "Blue and green, red and blue.", "Why?"]
-    with serving(folder, 2, "--mtp") as server:
+    with serving(folder, num_ranks, "--mtp", *flags) as server:
         for prompt in prompts:
             message = {"role": "user", "content": prompt}
             reply = ask(server, body | {"messages": [message]})

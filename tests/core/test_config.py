@@ -195,7 +195,6 @@ def test_mtp_excludes_other_settings_of_speculation(flags: list[str], reason: st
         (["--tensor-parallel", "0"], "--tensor-parallel 0 is not a number of ranks"),
         (["--tensor-parallel", "two"], "--tensor-parallel two is not a number of ranks"),
         (["--tensor-parallel", "auto", "--split", "2,2"], "--split .* needs a number of stages"),
-        (["--tensor-parallel", "auto", "--replan"], "--replan does not work"),
     ],
 )
 def test_tensor_parallel_is_a_number_or_auto(flags: list[str], reason: str) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from serve.core.errors import UsageError
-from serve.core.layouts import Forecast, Link, Speeds, best, forecast, parse_link
+from serve.core.layouts import Forecast, Link, Speeds, best, forecast, parse_link, shard_counts
 from serve.core.plan import StagePlan
 
 HIDDEN_BYTES = 8192
@@ -17,7 +17,8 @@ def forecast_layout(num_stages: int, num_shards: int, clients: int, link: Link) 
     stages = []
     num_layers = NUM_LAYERS // num_stages
     for rank in range(num_stages * num_shards):
-        start = num_layers * (rank // num_shards)
+        stage, shard = divmod(rank, num_shards)
+        start = num_layers * stage
         stages.append(
             StagePlan(
                 rank=rank,
@@ -29,7 +30,9 @@ def forecast_layout(num_stages: int, num_shards: int, clients: int, link: Link) 
                 fetch_bytes=0,
                 step_share=0.0,
                 memory_bytes=None,
+                stage=stage,
                 num_shards=num_shards,
+                shard=shard,
             )
         )
     return forecast(stages, HIDDEN_BYTES, clients, Speeds(400e9, link))
@@ -41,6 +44,26 @@ def test_best_layout_depends_on_the_link(clients: int, link: Link, layout: str) 
     """Sums wait for the link 64 times in a step, hops only four times."""
     found = [forecast_layout(4 // shards, shards, clients, link) for shards in (1, 2, 4)]
     assert best(found).layout == layout
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_shards", "counts"),
+    [
+        (4, 2, (2, 1)),
+        (3, 2, (1,)),
+        (2, 2, (2, 1)),
+        (1, 2, (1,)),
+        (3, 4, (3, 1)),
+        (6, 4, (3, 2, 1)),
+        (5, 1, (1,)),
+    ],
+)
+def test_shard_counts_divide_the_ranks_that_are_left(
+    num_ranks: int,
+    num_shards: int,
+    counts: tuple[int, ...],
+) -> None:
+    assert shard_counts(num_ranks, num_shards) == counts
 
 
 def test_forecast_counts_reading_sums_and_hops() -> None:

@@ -15,7 +15,7 @@ from serve.cli.plan import plan_table, print_table
 from serve.core.checkpoint import read_checkpoint
 from serve.core.config import ServeConfig
 from serve.core.errors import PlanError, UsageError
-from serve.core.layouts import Link, Speeds
+from serve.core.layouts import Link, Speeds, shard_counts
 from serve.core.plan import (
     MAX_DRAFT_ROWS,
     MAX_DRAFT_TOKENS,
@@ -26,7 +26,7 @@ from serve.core.plan import (
 )
 from serve.front.pipeline.orders import replan_request
 from serve.model.caches import quantized
-from serve.model.layouts import compare
+from serve.model.layouts import compare, plan_with_fewer_shards
 from serve.model.planning import make_plan
 from serve.model.sharding import Sharding, StandIn, shard, without_sums
 from serve.model.weights import load_stage
@@ -266,8 +266,7 @@ def test_plan_explains_and_chooses_layouts(
     assert f"clients with {layout}" in explained.replace("\n", " ")
     assert plan_command.run([*words, "--tensor-parallel", "auto", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    ranks = [stage["rank"] // stage["num_shards"] for stage in plan["stages"]]
-    assert ranks == stages
+    assert [stage["stage"] for stage in plan["stages"]] == stages
     assert len(plan["layouts"]) == 4
 
 
@@ -346,3 +345,60 @@ def test_compare_chooses_a_layout_by_the_link(tmp_path: Path) -> None:
         assert found.choice.startswith(f"Layout {found.fastest.layout} ")
         layouts.append(found.fastest.num_shards)
     assert layouts == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_shards", "layout", "reason"),
+    [
+        (2, 2, "1 x 2", "for 2 ranks."),
+        (3, 2, "3 x 1", "stages of 2 shards are not possible with 3 ranks"),
+        (4, 2, "2 x 2", "for 4 ranks."),
+        # Four heads and inner sizes of 64 or 48 are divided by two, but hardly by three.
+        (3, 4, "3 x 1", "stages of 4 shards are not possible with 3 ranks"),
+    ],
+)
+def test_plan_with_fewer_shards_keeps_as_many_as_the_ranks_allow(
+    tmp_path: Path,
+    num_ranks: int,
+    num_shards: int,
+    layout: str,
+    reason: str,
+) -> None:
+    folder = save(tmp_path, "llama", intermediate_size=64)
+    request = PlanRequest(num_ranks=num_ranks, num_shards=num_shards)
+    counts = shard_counts(num_ranks, num_shards)
+    plan, choice = plan_with_fewer_shards(folder, request, counts)
+    last = plan.stages[-1]
+    assert f"{last.stage + 1} x {last.num_shards}" == layout
+    assert choice.startswith(f"Layout {layout} (stages x shards) ")
+    assert reason in choice
+
+
+def test_plan_with_fewer_shards_says_why_no_number_is_possible(tmp_path: Path) -> None:
+    folder = save(tmp_path, "llama")
+    request = PlanRequest(num_ranks=2, num_shards=2, memory="1KB")
+    with pytest.raises(PlanError, match=r"with 2 shards: .* does not fit .* with 1 shards: "):
+        plan_with_fewer_shards(folder, request, (2, 1))
+    with pytest.raises(PlanError, match=r"^The model does not fit"):
+        plan_with_fewer_shards(folder, replace(request, num_shards=1), (1,))
+
+
+@pytest.mark.parametrize(
+    ("name", "warning"),
+    [
+        ("llama", ""),
+        ("lfm2", "--tensor-parallel 2 divides only 68% of the weights"),
+        ("gemma3_text", "--tensor-parallel 2 divides nothing of this model"),
+    ],
+)
+def test_plan_warns_of_layers_that_shards_cannot_divide(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    warning: str,
+) -> None:
+    folder = save_architecture(tmp_path, name)
+    plan_command.run(["--model", str(folder), "-n", "2", "--tensor-parallel", "2"])
+    printed = capsys.readouterr().out
+    assert warning in printed
+    assert ("--tensor-parallel 2 divides" in printed) == bool(warning)

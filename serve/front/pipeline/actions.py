@@ -25,11 +25,12 @@ class ReplaceEngine:
 
 @dataclass(frozen=True, slots=True)
 class AskForPlan:
-    """Asks rank 0's engine for a plan. With link, the engine also chooses the layout. It answers
-    with a report of Planned or Fault."""
+    """Asks rank 0's engine for a plan, as MakePlan says. It answers with a report of Planned or
+    Fault."""
 
     request: PlanRequest
     link: Link | None = None
+    shard_counts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,8 +173,8 @@ class Driver:
         match action:
             case actions.ReplaceEngine(life, dump, keep):
                 self._spawn(self._replace_engine(life, dump, keep))
-            case actions.AskForPlan(request, link):
-                self._send_to_engine(MakePlan(str(self._folder), request, link))
+            case actions.AskForPlan(request, link, shard_counts):
+                self._send_to_engine(MakePlan(str(self._folder), request, link, shard_counts))
             case actions.MeasureLinks(life, ranks):
                 self._spawn(self._measure_links(life, ranks))
             case actions.RenewRank(rank, life, dump, keep):

@@ -6,7 +6,6 @@ ring in time. docs/architecture.md shows the states. The caller has the clock, p
 in order, and sends `Ticked` when `deadline` has passed.
 """
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,7 +34,7 @@ from serve.core.plan import StagePlan
 from serve.front.pipeline import actions, events
 from serve.front.pipeline.events import LastFault, State
 from serve.front.pipeline.machine import Machine
-from serve.front.pipeline.orders import plan_request, replan_request
+from serve.front.pipeline.orders import plan_request
 from serve.front.pipeline.status import StageStatus, is_silent, shard_disagreement, stall_cause
 from serve.parent.control import Gone, Joined
 from serve.parent.restarts import Judgement, Restarts, better_reason, may_pass, reason_seconds
@@ -58,7 +57,6 @@ class Lifecycle(Machine):
         self.recovery_seconds = 0.0
         self._plans: dict[tuple[int, ...], list[StagePlan] | PlanError] = {}
         self._tried: tuple[int, ...] = ()  # the ranks of the latest plan
-        self._choice = ""  # why its layout was chosen, if it was
         self._settled: tuple[int, ...] = ()  # the ring that has had room
         self._restarts = Restarts(config.max_restarts, config.restart_window)
         # For how many seconds a state may last without progress of any stage.
@@ -180,8 +178,8 @@ class Lifecycle(Machine):
                 self._do(actions.PassOn(rank, message))
             case Planned(refusal=refusal) if refusal and is_planning and not rank:
                 self._on_no_plan(PlanError(refusal))
-            case Planned(stages, choice) if is_planning and not rank:
-                self._on_plan(stages, choice)
+            case Planned() if is_planning and not rank:
+                self._on_plan(message)
             case _ if is_planning and not rank:
                 name = type(message).__name__
                 self._fail(ClusterError(f"The engine answered {name} instead of a plan."))
@@ -259,21 +257,21 @@ class Lifecycle(Machine):
             self._gather()  # The links are measured again when the lost rank is back.
             return
         if silent is not None:
-            self._choice = self._choice_without(silent)
-        self._ask_for_plan(link)
+            self._choices[self.ring] = self._choice_without(silent)
+        self._link = link
+        self._ask_for_plan()
 
-    def _ask_for_plan(self, link: Link | None = None) -> None:
-        """Asks for a plan of all ranks. With a link, the engine also chooses the layout."""
+    def _ask_for_plan(self) -> None:
+        """Asks for a plan of all ranks. If a link is known, the engine also chooses the layout."""
         self._tried = self.ring
         self._enter(State.PLANNING, self._config.load_timeout)
-        self._do(actions.AskForPlan(plan_request(self._config, len(self.ring)), link))
+        self._do(actions.AskForPlan(plan_request(self._config, len(self.ring)), self._link))
 
-    def _on_plan(self, stages: Sequence[StagePlan], choice: str) -> None:
-        self._choice = choice or self._choice
-        if self._choice:
-            self._log(logging.INFO, f"event=layout reason={json.dumps(self._choice)}")
+    def _on_plan(self, planned: Planned) -> None:
         ring = self._tried
-        plan = [replace(stage, rank=rank) for stage, rank in zip(stages, ring, strict=True)]
+        self._note_choice(ring, planned)
+        stages = zip(planned.stages, ring, strict=True)
+        plan = [replace(stage, rank=rank) for stage, rank in stages]
         self._plans[ring] = plan
         if self.state is State.PLANNING:
             self._gather()
@@ -315,7 +313,7 @@ class Lifecycle(Machine):
         self._on_gathered(self._not_gathered())
 
     def _on_gathered(self, error: ClusterError | None) -> None:
-        if self.number and self._config.replan:
+        if self._plans and self.number and self._config.replan:
             if error:
                 self._warn("event=going_on", error)
             self._gather_until = self._now + self._config.return_timeout
@@ -347,9 +345,7 @@ class Lifecycle(Machine):
         elif plan is not None:
             self._follow(plan)
         else:
-            memory = [self.ranks[rank].memory_bytes for rank in there]
-            self._enter(State.REPLANNING, self._config.load_timeout)
-            self._do(actions.AskForPlan(replan_request(self._config, there, memory)))
+            self._ask_to_replan(there)
 
     def _lack(self, error: PlanError) -> None:
         """Waits for more ranks, with a new engine where the old one has ended."""
@@ -367,7 +363,7 @@ class Lifecycle(Machine):
             self.stages = [self.ranks[planned.rank] for planned in plan]
             for stage, planned in zip(self.stages, plan, strict=True):
                 stage.assign(planned)
-            self._do(actions.ShowPlan(tuple(plan), self._choice))
+            self._do(actions.ShowPlan(tuple(plan), self._choices.get(self.ring, "")))
         if plan[0].num_shards > 1 and self._have_stayed and self._reason is None:
             self._renew(ClusterError("The layers, which engines hold whole, are divided."))
         else:

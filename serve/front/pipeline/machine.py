@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError, ClusterError
+from serve.core.layouts import Link, shard_counts
+from serve.core.messages import Planned
 from serve.front.pipeline import actions, events
 from serve.front.pipeline.events import LastFault, State
+from serve.front.pipeline.orders import replan_request
 from serve.front.pipeline.status import StageStatus
 from serve.parent.roster import Roster
 
@@ -31,6 +34,8 @@ class Machine:
         self.deadline: float | None = None
         self.number = 0
         self.last_fault: LastFault | None = None
+        self._link: Link | None = None  # the slowest one, if the layout is chosen by it
+        self._choices: dict[tuple[int, ...], str] = {}  # why layouts were chosen, by their ring
         self._now = 0.0
         self._actions: list[actions.Action] = []
 
@@ -136,6 +141,24 @@ class Machine:
             f"{self.ranks[silent].host} could not be measured: its parent did not answer in time. "
             "To choose shards anyway, give --tensor-parallel a number."
         )
+
+    def _ask_to_replan(self, ring: tuple[int, ...]) -> None:
+        """Asks for a plan of the ranks that are there. Their stages have at most as many shards as
+        the user has chosen. With --tensor-parallel auto, the engine chooses again."""
+        known = [self.ranks[rank].memory_bytes for rank in ring]
+        request = replan_request(self._config, ring, known)
+        counts = shard_counts(len(ring), self._config.num_shards or 1)
+        self._enter(State.REPLANNING, self._config.load_timeout)
+        self._do(actions.AskForPlan(request, self._link, counts))
+
+    def _note_choice(self, ring: tuple[int, ...], planned: Planned) -> None:
+        """Logs why the layout of a ring was chosen, and which layers cannot be divided."""
+        if planned.choice:
+            self._choices[ring] = planned.choice
+        if ring in self._choices:
+            self._log(logging.INFO, f"event=layout reason={json.dumps(self._choices[ring])}")
+        if planned.warning:
+            self._warn("event=not_divided", planned.warning)
 
     def _late_stages(self) -> list[StageStatus]:
         states, _ = events.AWAITED[self.state]

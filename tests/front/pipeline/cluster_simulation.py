@@ -10,7 +10,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,7 @@ class PlayedCluster:
         self.asked: list[Asked] = []
         self.links: list[Link | None] = []  # of the plans that were asked for
         self.choices: list[str] = []  # of the plans that were shown
+        self.warning = ""  # of the plans
         self.num_measured = 0
         self.measure_seconds = 0.0
         self.silent: int | None = None  # a rank whose link cannot be measured
@@ -240,9 +241,11 @@ class PlayedCluster:
                 parents = [self.parents[rank] for rank in ranks]
                 seconds = self.measure_seconds or self.delay()
                 self.after(seconds, lambda: self.measured(life, parents))
-            case actions.AskForPlan(request, link):
+            case actions.AskForPlan(request, link, shard_counts):
                 self.links.append(link)
                 engine = self.engine
+                if shard_counts:
+                    request = replace(request, num_shards=shard_counts[0])
                 self.after(self.delay(), lambda: self.plan(engine, life, request, link))
             case actions.ShowPlan(_, choice):
                 self.choices.append(choice)
@@ -330,9 +333,10 @@ class PlayedCluster:
         layers = even_split(12, request.num_stages)
         stages = []
         for rank in range(request.num_ranks):
-            own = layers[rank // request.num_shards]
-            stages.append(StagePlan(rank, own, 0, 0, 10, 0, 0, 0.5, None, request.num_shards))
-        self.say(0, life, Planned(stages, "Chosen." if link else ""))
+            stage, shard = divmod(rank, request.num_shards)
+            place = (stage, request.num_shards, shard)
+            stages.append(StagePlan(rank, layers[stage], 0, 0, 10, 0, 0, 0.5, None, *place))
+        self.say(0, life, Planned(stages, "Chosen." if link else "", self.warning))
 
     def measured(self, life: int, parents: list[PlayedParent]) -> None:
         """As ControlServer measures: the link of a parent that was lost meanwhile has no speed."""

@@ -101,7 +101,7 @@ class Standin:
             self.send(Fault(PlanError.exit_code, "Too large."))
             os._exit(PlanError.exit_code)
         layers = even_split(12, num_ranks)
-        stages = [StagePlan(n, layers[n], 0, 0, 10, 0, 0, 0.5, None) for n in range(num_ranks)]
+        stages = [StagePlan(n, layers[n], 0, 0, 10, 0, 0, 0.5, None, n) for n in range(num_ranks)]
         self.send(Planned(stages))
 
     def leave(self, life: int) -> None:

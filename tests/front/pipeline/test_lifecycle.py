@@ -14,6 +14,7 @@ from serve.core.errors import (
     ModelError,
     PlanError,
 )
+from serve.core.layouts import Link
 from serve.core.messages import Fault
 from serve.front.pipeline import events
 from serve.front.pipeline.events import State
@@ -520,6 +521,65 @@ def test_a_link_that_cannot_be_measured_is_named_below_the_plan_and_in_the_log()
     assert "rank 2" in choice
     (line,) = [line for line in cluster.logged if "event=layout" in line]
     assert choice in line
+
+
+def test_lifecycle_plans_fewer_shards_when_a_rank_is_lost_and_the_same_when_it_is_back() -> None:
+    """Three ranks have no stages of two shards; two ranks have one. Stages and shards are those of
+    the ring, in which some ranks of the launch are missing."""
+    cluster = begun(tensor_parallel="2", num_ranks=4, replan=True, join_timeout=2.0)
+    asked = cluster.ask(10, 50)
+    cluster.run(1)
+    cluster.disconnect(1, "Rank 1 is gone.", back_seconds=60.0)
+    assert cluster.run(30, lambda: cluster.lifecycle.ring == (0, 2, 3))
+    assert layout(cluster) == {0: (0, 0), 2: (1, 0), 3: (2, 0)}
+    assert cluster.run(30, lambda: cluster.lifecycle.is_working)
+    assert cluster.lifecycle.num_shards == 1
+    cluster.disconnect(2, "Rank 2 is gone.", back_seconds=60.0)
+    assert cluster.run(30, lambda: cluster.lifecycle.ring == (0, 3))
+    assert layout(cluster) == {0: (0, 0), 3: (0, 1)}
+    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
+    assert layout(cluster) == {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}
+    assert not check_answer(asked)
+
+
+def layout(cluster: PlayedCluster) -> dict[int, tuple[int, int]]:
+    """The stage and the shard of each rank that takes part."""
+    plans = [stage.plan for stage in cluster.lifecycle.stages if stage.plan]
+    return {plan.rank: (plan.stage, plan.shard) for plan in plans}
+
+
+@pytest.mark.parametrize("tensor_parallel", ["2", "auto"])
+@pytest.mark.parametrize("seed", range(10))
+def test_random_lives_of_shards_that_are_planned_again(seed: int, tensor_parallel: str) -> None:
+    cluster = PlayedCluster(
+        seed,
+        num_ranks=4,
+        replan=True,
+        min_ranks=1 + seed % 4,
+        tensor_parallel=tensor_parallel,
+    )
+    live(cluster, num_faults=seed, num_requests=12, poison_share=0.0)
+    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet), cluster.logged[-5:]
+    assert cluster.failure is None
+    assert seed >= 4 or not cluster.check_answers()
+
+
+def test_auto_layout_is_chosen_again_for_fewer_ranks_by_the_same_link() -> None:
+    cluster = begun(tensor_parallel="auto", replan=True, join_timeout=2.0)
+    cluster.disconnect(2, "Rank 2 is gone.", back_seconds=20.0)
+    assert cluster.run(30, lambda: cluster.lifecycle.ring == (0, 1))
+    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
+    assert cluster.num_measured == 1
+    assert cluster.links == [Link(0.0002, 1e9)] * 2
+    assert cluster.choices == ["Chosen."] * 3
+
+
+def test_layers_that_shards_cannot_divide_are_named_in_one_line_of_the_log() -> None:
+    cluster = PlayedCluster(1, num_ranks=2, tensor_parallel="2")
+    cluster.warning = "Nothing is divided."
+    assert cluster.run(60, lambda: cluster.is_quiet)
+    lines = [line for line in cluster.logged if "Nothing is divided." in line]
+    assert lines == ['event=not_divided reason="Nothing is divided."']
 
 
 def test_shards_that_divide_their_layers_differently_end_the_cluster() -> None:

@@ -31,7 +31,7 @@ from serve.front.pipeline.status import (
 def make_stage(
     rank: int, layers: tuple[int, int], decode: float, prefill: float = 0.001, steps: int = 500
 ) -> StageStatus:
-    plan = StagePlan(rank, layers, 100, 0, 10, 1000, 100, 0.5, None)
+    plan = StagePlan(rank, layers, 100, 0, 10, 1000, 100, 0.5, None, rank)
     stage = StageStatus(rank, "127.0.0.1", plan, free_bytes=300_000 * (rank + 1))
     stage.pace.update([Span(n, 0, 4, 4, 0.0, decode) for n in range(steps)])
     stage.pace.update([Span(9999, 5, 1, 100, 0.0, decode + 100 * prefill)])

@@ -23,7 +23,7 @@ def two_shards(sent: list[ToPrefixCache]) -> Requests:
     )
     stages = []
     for rank in range(2):
-        plan = StagePlan(rank, (0, 4), 0, 0, 10, 0, 0, 0.5, None, num_shards=2)
+        plan = StagePlan(rank, (0, 4), 0, 0, 10, 0, 0, 0.5, None, num_shards=2, shard=rank)
         stages.append(StageStatus(rank, "h", plan, free_bytes=10**6, reuse="any"))
     requests.settle(stages)
     return requests

@@ -1,0 +1,61 @@
+"""Stages with shards whose ranks are lost for good: the others form another layout, and no token of
+an answer changes."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from launcher.process import free_ports
+from tests.cluster.recovery.test_links import Ranks
+from tests.cluster.recovery.test_recovery import check_same, run_streams
+from tests.cluster.servers import READY_SECONDS, Server, started
+
+Places = dict[int, tuple[int, int]]
+"""The stage and the shard of each rank."""
+
+WHOLE: Places = {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}
+
+
+def places(server: Server) -> Places:
+    stages = server.get("/admin/pipeline")["stages"]
+    return {stage["rank"]: (stage["stage"], stage["shard"]) for stage in stages}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("tensor_parallel", ["2", "auto"])
+def test_shards_form_other_layouts_when_ranks_go_and_when_they_return(
+    tmp_path: Path, tensor_parallel: str
+) -> None:
+    """2 x 2, then 3 x 1 without rank 1, then 1 x 2 without rank 2, and 2 x 2 again. The processes
+    of a lost rank are killed, and nothing starts it until the end."""
+    flags = ("--tensor-parallel", tensor_parallel, "--replan", "--join-timeout", "20")
+    ranks = Ranks(tmp_path, free_ports(6), [], flags)
+    with ExitStack() as stack:
+        others = {rank: stack.enter_context(started(ranks.command(rank))) for rank in (1, 2, 3)}
+        server = stack.enter_context(started(ranks.command(0), ranks.ports[-1]))
+        server.wait_until_ready()
+        is_fixed = tensor_parallel == "2"
+        whole = places(server)
+        assert whole == WHOLE or not is_fixed
+        expected = run_streams(server)
+
+        check_same(run_streams(server, others[1].process.kill), expected)
+        assert places(server) == {0: (0, 0), 2: (1, 0), 3: (2, 0)} or not is_fixed
+        assert sorted(places(server)) == [0, 2, 3]
+
+        check_same(run_streams(server, others[2].process.kill), expected)
+        assert places(server) == {0: (0, 0), 3: (0, 1)} or not is_fixed
+        assert sorted(places(server)) == [0, 3]
+        check_same(run_streams(server), expected)
+
+        def bring_back() -> None:
+            for rank in (1, 2):
+                stack.enter_context(started(ranks.command(rank)))
+
+        check_same(run_streams(server, bring_back), expected)
+        server.wait_for_log(r"event=ready num_ranks=4 .*\n.* event=recovered", READY_SECONDS)
+        assert places(server) == whole
+        check_same(run_streams(server), expected)
+        assert "event=layout" in server.text
