@@ -93,8 +93,10 @@ class Stream(threading.Thread):
                 self.scores.append(entry["logprob"])
 
 
-def run_streams(server: Server, disturb: Any = lambda: None) -> list[Stream]:
-    streams = [Stream(server, number) for number in range(NUM_STREAMS)]
+def run_streams(
+    server: Server, disturb: Any = lambda: None, num_streams: int = NUM_STREAMS
+) -> list[Stream]:
+    streams = [Stream(server, number) for number in range(num_streams)]
     for stream in streams:
         stream.start()
     disturb()

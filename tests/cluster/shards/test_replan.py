@@ -1,6 +1,7 @@
 """Stages with shards whose ranks are lost for good: the others form another layout, and no token of
 an answer changes."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.cluster.servers import READY_SECONDS, Server, started
 Places = dict[int, tuple[int, int]]
 """The stage and the shard of each rank."""
 
+NUM_STREAMS = 3
 WHOLE: Places = {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}
 
 
@@ -32,30 +34,32 @@ def test_shards_form_other_layouts_when_ranks_go_and_when_they_return(
     of a lost rank are killed, and nothing starts it until the end."""
     flags = ("--tensor-parallel", tensor_parallel, "--replan", "--join-timeout", "20")
     ranks = Ranks(tmp_path, free_ports(6), [], flags)
+    is_fixed = tensor_parallel == "2"
+
+    def check_streams(disturb: Callable[[], None]) -> None:
+        check_same(run_streams(server, disturb, NUM_STREAMS), expected)
+
     with ExitStack() as stack:
         others = {rank: stack.enter_context(started(ranks.command(rank))) for rank in (1, 2, 3)}
         server = stack.enter_context(started(ranks.command(0), ranks.ports[-1]))
         server.wait_until_ready()
-        is_fixed = tensor_parallel == "2"
         whole = places(server)
         assert whole == WHOLE or not is_fixed
-        expected = run_streams(server)
+        expected = run_streams(server, num_streams=NUM_STREAMS)
 
-        check_same(run_streams(server, others[1].process.kill), expected)
+        check_streams(others[1].process.kill)
         assert places(server) == {0: (0, 0), 2: (1, 0), 3: (2, 0)} or not is_fixed
         assert sorted(places(server)) == [0, 2, 3]
 
-        check_same(run_streams(server, others[2].process.kill), expected)
+        check_streams(others[2].process.kill)
         assert places(server) == {0: (0, 0), 3: (0, 1)} or not is_fixed
         assert sorted(places(server)) == [0, 3]
-        check_same(run_streams(server), expected)
 
         def bring_back() -> None:
             for rank in (1, 2):
                 stack.enter_context(started(ranks.command(rank)))
 
-        check_same(run_streams(server, bring_back), expected)
+        check_streams(bring_back)
         server.wait_for_log(r"event=ready num_ranks=4 .*\n.* event=recovered", READY_SECONDS)
         assert places(server) == whole
-        check_same(run_streams(server), expected)
         assert "event=layout" in server.text
