@@ -172,6 +172,13 @@ def _open_store(
     return open_store(order, config, loaded.stage.weights(), caches, report)
 
 
+def why_it_cannot_stay(order: Order) -> str | None:
+    """Returns the reason why an engine with this order cannot outlive a fault, or None."""
+    if order.num_shards > 1:
+        return "its layers are divided among shards, which use the group that a fault ends"
+    return objection()
+
+
 def _what_is_loaded(order: Order, loaded: LoadedStage, loop: StepLoop, model: Model) -> Loaded:
     num_ranks_here = order.hosts.count(order.hosts[order.rank])
     logits_bytes_per_token = 0
@@ -196,7 +203,7 @@ def _what_is_loaded(order: Order, loaded: LoadedStage, loop: StepLoop, model: Mo
         scoring_bytes=bytes_to_score,
         hidden_size=hidden_size,
         is_causal=model.causal,
-        objection=objection(),
+        objection=why_it_cannot_stay(order),
         files=order.commit or stamp(Path(order.model)),
         sharding=loaded.sharding_digest,
     )

@@ -144,6 +144,26 @@ def test_the_same_weights_as_from_a_whole_folder(
         assert seen[-1] == ("loading", mine.bytes_owned, mine.bytes_owned)
 
 
+@pytest.mark.parametrize(
+    "repo",
+    [_CHECKPOINTS[name] for name in ("llama-tied", "mixtral-experts", "gpt2-transposed")],
+    indirect=True,
+)
+def test_weights_that_are_held_are_not_fetched(hub: FakeHub, home: Path, repo: Path) -> None:
+    """As after a replan, on a host whose cache is empty."""
+    headers = header_sizes(repo)
+    held = from_hub(home / "first", (0, 4)).stage.weights()
+    hub.served.clear()
+    model = open_partial(REPO, COMMIT, home / "second")
+    mine = load_stage(model, 2, 6, lambda *_: None, held=held)
+    assert_equal(mine, load_stage(repo, 2, 6, lambda *_: None))
+    assert held == {}
+    assert mine.bytes_fetched == hub.data_bytes(headers)
+    missing = mine.bytes_owned - mine.bytes_kept
+    assert 0 < missing < 0.7 * mine.bytes_owned
+    assert 0.99 <= mine.bytes_fetched / missing <= 1.01
+
+
 class Second(StandIn):
     """The second shard."""
 

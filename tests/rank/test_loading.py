@@ -13,6 +13,7 @@ import mlx.core as mx
 import msgspec
 import pytest
 
+from serve.core.checkpoint import read_checkpoint
 from serve.core.errors import ClusterError, EngineError
 from serve.core.messages import Leave, Left, Loaded, Order
 from serve.core.plan import DraftSource
@@ -20,8 +21,10 @@ from serve.core.types import Row, Sampling, Step
 from serve.core.wire import FrameReader
 from serve.model.stage import Stage
 from serve.model.weights import load_stage
+from serve.rank.loading import why_it_cannot_stay
 from serve.rank.parent import Parent
 from serve.rank.worker import Worker
+from tests import heads
 from tests.models import save
 from tests.rank.test_worker import ORDER
 
@@ -137,7 +140,7 @@ def test_engine_with_other_layers_holds_nothing_of_sequences(ordered: Ordered) -
     ids=lambda change: next(iter(change)),
 )
 def test_engine_keeps_nothing_for_an_order_of_another_kind(
-    ordered: Ordered, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+    ordered: Ordered, change: dict[str, Any]
 ) -> None:
     ordered.load()
     with pytest.raises(EngineError, match="holds something else"):
@@ -154,18 +157,37 @@ def test_engine_refuses_to_mix_layers_of_two_versions_of_the_files(
         ordered.load(layers=(0, 4))
 
 
-def test_engine_keeps_its_draft_model(ordered: Ordered, tmp_path: Path) -> None:
-    draft = DraftSource(str(save(tmp_path / "draft", "llama", **SIZES)), None, None)
-    first = ordered.load(layers=(0, 4), draft=draft, draft_bytes=10_000_000)
+def guesses(ordered: Ordered, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens of the model and of its draft model behind a prompt."""
     loop = ordered.worker.loop
     assert loop
-    assert loop.draft_model
-    again = ordered.load(layers=(1, 4), draft_bytes=11_000_000)
-    assert again.draft_bytes == first.draft_bytes > 0
-    if again.bytes_read is not None:
-        assert again.bytes_read < SMALL
-    assert ordered.worker.loop
-    assert ordered.worker.loop.draft_model
+    loop.chooser.admit(5, Sampling(temperature=0), len(prompt), list(prompt))
+    results = loop.run()
+    loop.transport.send(step(1, 0, prompt[:-1], sample=False), [])
+    asking = step(2, len(prompt) - 1, prompt[-1:], sample=True)
+    loop.transport.send(msgspec.structs.replace(asking, num_guesses=(4,)), [])
+    next(results)
+    result = next(results)
+    (guessed,) = result.guesses
+    assert len(guessed) == 4
+    return result.tokens + guessed
+
+
+@pytest.mark.parametrize("is_head", [False, True])
+def test_engine_keeps_its_draft_model(ordered: Ordered, tmp_path: Path, is_head: bool) -> None:
+    """Also a prediction head, which reads the hidden states of the new stage."""
+    model = heads.make(tmp_path / "model-with-head", "mimo")
+    num_layers = read_checkpoint(model).num_layers
+    draft = DraftSource(str(model), None, None, is_head)
+    order = {"model": str(model), "draft": draft, "draft_bytes": 1_000_000}
+    first = ordered.load(layers=(0, num_layers), **order)
+    expected = guesses(ordered, (5, 6, 7, 8))
+    fewer = ordered.load(layers=(1, num_layers), draft_bytes=1_100_000)
+    assert fewer.draft_bytes == first.draft_bytes > 0
+    assert fewer.bytes_kept == fewer.bytes_owned
+    again = ordered.load(layers=(0, num_layers))
+    assert 0 < again.bytes_kept < again.bytes_owned == first.bytes_owned
+    assert guesses(ordered, (5, 6, 7, 8)) == expected
 
 
 def test_engine_keeps_its_folder_of_the_prefix_cache_and_lists_other_files(
@@ -182,6 +204,12 @@ def test_engine_keeps_its_folder_of_the_prefix_cache_and_lists_other_files(
     assert second.prefix_store
     assert len(second.prefix_store.files().weights) > len(first.prefix_store.files().weights)
     second.prefix_store.close()
+
+
+def test_engine_of_a_shard_says_that_it_cannot_stay(order: Order) -> None:
+    assert why_it_cannot_stay(order) is None
+    of_shard = msgspec.structs.replace(order, num_shards=2)
+    assert "shards" in (why_it_cannot_stay(of_shard) or "")
 
 
 def test_worker_of_a_lone_rank_leaves_and_takes_other_layers(order: Order) -> None:

@@ -131,6 +131,7 @@ class PlayedCluster:
         self.warning = ""  # of the plans
         self.num_measured = 0
         self.measure_seconds = 0.0
+        self.renew_seconds = 0.0
         self.silent: int | None = None  # a rank whose link cannot be measured
         self.shardings: dict[int, str] = {}  # of ranks with others than rank 0's
         self.states: Counter[State] = Counter()
@@ -251,7 +252,8 @@ class PlayedCluster:
                 self.choices.append(choice)
             case actions.RenewRank(rank, _, _, keep):
                 parent = self.parents[rank]
-                self.after(self.delay(), lambda: self.renew(rank, parent, life, keep))
+                seconds = self.renew_seconds or self.delay()
+                self.after(seconds, lambda: self.renew(rank, parent, life, keep))
             case actions.GiveOrders(stages):
                 assert life not in self.ordered, "a life has one order"
                 self.ordered.append(life)

@@ -367,6 +367,25 @@ def test_lifecycle_with_replan_keeps_engines_when_layers_change_owner(seed: int)
     assert not any(check_answer(each) for each in asked)
 
 
+def test_lifecycle_keeps_no_sequence_for_an_engine_that_left_after_the_layers_were_planned() -> (
+    None
+):
+    """What it reports then belongs to its old layers."""
+    cluster = begun(2, replan=True, join_timeout=2.0)
+    assert cluster.can_rewind
+    asked = cluster.ask(10, 500)
+    cluster.run(1)
+    cluster.renew_seconds = 4.0
+    cluster.disconnect(2, "Rank 2 is gone.", back_seconds=60.0)
+    assert cluster.run(30, lambda: cluster.lifecycle.ring == (0, 1))
+    assert not cluster.lifecycle.ranks[1].has_stayed
+    assert cluster.run(30, lambda: cluster.lifecycle.is_working)
+    assert cluster.lifecycle.ranks[1].has_stayed
+    assert (cluster.num_reloaded, cluster.num_kept_sequences) == (2, 0)
+    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
+    assert not check_answer(asked)
+
+
 def test_lifecycle_keeps_rank_0s_engine_when_the_model_does_not_fit_the_remaining_ranks() -> None:
     """Its plan is refused, and it waits with its layers until the lost rank is back."""
     cluster = begun(replan=True, min_ranks=3, join_timeout=2.0)
