@@ -102,7 +102,7 @@ EVALUATING_FILES = {
     "table",
     "reading",
     "loop",
-    "prefix_store",
+    "store",
     "probe",
 }
 EVALUATIONS = {"mlx.core.eval", "mlx.core.async_eval"}

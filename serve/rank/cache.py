@@ -20,10 +20,11 @@ from mlx_lm.models.cache import (
 
 from serve.core.errors import EngineError
 from serve.core.types import NO_CHECKPOINT, Step, Write
-from serve.rank import checkpoints, placement, prefix_parts
+from serve.rank import checkpoints, placement
 from serve.rank.checkpoints import Checkpoint
 from serve.rank.placement import Batch, Joining, Layout, Rules
-from serve.rank.prefix_parts import FileContent
+from serve.rank.prefixes import contents
+from serve.rank.prefixes.contents import FileContent
 from serve.rank.slots import SlotBatch
 
 _PLAIN_CACHES = (KVCache, QuantizedKVCache)
@@ -90,7 +91,7 @@ class GroupCaches:
         self,
         make_cache: Callable[[], list[Any]],
         can_batch: bool = True,
-        numbers: prefix_parts.Numbers | None = None,
+        numbers: contents.Numbers | None = None,
     ) -> None:
         self._make_cache = make_cache
         caches = make_cache()
@@ -197,13 +198,13 @@ class GroupCaches:
             )
         if write.is_state and has_checkpoint:
             states = self._states(write.checkpoint, write.end, 0)
-            return prefix_parts.state(states, self._numbers, write.end)
+            return contents.state(states, self._numbers, write.end)
         batch = self._layout.batch_of(sequence)
         if write.is_state:
-            return prefix_parts.state(batch.states(sequence), self._numbers, write.end)
+            return contents.state(batch.states(sequence), self._numbers, write.end)
         # A row that runs stays in its batch: to take it out and back in would copy all rows.
         caches = batch.extract(sequence, write.end)
-        return prefix_parts.segment(caches, self._numbers, write.start, write.end)
+        return contents.segment(caches, self._numbers, write.start, write.end)
 
     def moved(self) -> list[list[mx.array]]:
         """Returns the arrays of each layer's caches whose rows were copied. They have to be

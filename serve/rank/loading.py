@@ -21,8 +21,8 @@ from serve.rank.chooser import scoring_bytes
 from serve.rank.drafts.draft_model import LoadedDraft
 from serve.rank.drafts.mtp import LoadedHead, load_drafter
 from serve.rank.memory import free_bytes
-from serve.rank.prefix_parts import StageCaches
-from serve.rank.prefix_store import PrefixStore, open_store
+from serve.rank.prefixes.contents import StageCaches
+from serve.rank.prefixes.store import PrefixStore, open_store
 from serve.rank.step_loop import StepLoop
 from serve.ring.grid import GridTransport
 from serve.ring.regroup import objection

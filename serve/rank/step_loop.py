@@ -22,8 +22,8 @@ from serve.rank.chooser import Chooser
 from serve.rank.drafts.draft_model import Drafter
 from serve.rank.embedder import Embedder
 from serve.rank.outbox import Outbox
-from serve.rank.prefix_parts import StageCaches
-from serve.rank.prefix_store import PrefixStore
+from serve.rank.prefixes.contents import StageCaches
+from serve.rank.prefixes.store import PrefixStore
 from serve.ring.transport import Transport
 
 OpenStore = Callable[[StageCaches], PrefixStore | None]

@@ -12,9 +12,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from serve.core.types import Write
-from serve.rank import prefix_parts
-from serve.rank.prefix_parts import StageCaches
-from serve.rank.prefix_store import PrefixStore
+from serve.rank.prefixes import contents
+from serve.rank.prefixes.contents import StageCaches
+from serve.rank.prefixes.store import PrefixStore
 
 NUM_TOKENS = 64
 DIGEST = "a" * 32
@@ -36,7 +36,7 @@ def main(folder: Path) -> None:
         caches = STAGE.make()
         for cache in caches:
             cache.update_and_fetch(array, array)
-        content = prefix_parts.segment(caches, STAGE.numbers, 0, NUM_TOKENS)
+        content = contents.segment(caches, STAGE.numbers, 0, NUM_TOKENS)
         mx.eval(content.arrays)
         asked = Write(1, f"{number:032x}", "0" * 32, 0, NUM_TOKENS)
         store.write(asked, content)

@@ -17,7 +17,7 @@ from serve.core.messages import (
     PrefixRead,
     ReadPrefix,
 )
-from serve.rank.prefix_store import PrefixStore
+from serve.rank.prefixes.store import PrefixStore
 from tests.faults import prefix_writer
 from tests.faults.prefix_writer import DIGEST, NUM_TOKENS, STAGE
 

@@ -32,8 +32,8 @@ from serve.rank.drafts.draft_model import LoadedDraft
 from serve.rank.drafts.mtp import LoadedHead
 from serve.rank.embedder import Embedder
 from serve.rank.outbox import Outbox
-from serve.rank.prefix_parts import StageCaches
-from serve.rank.prefix_store import PrefixStore, weight_digests
+from serve.rank.prefixes.contents import StageCaches
+from serve.rank.prefixes.store import PrefixStore, weight_digests
 from serve.rank.step_loop import StepLoop
 from serve.ring.transport import local_ring
 from tests import architectures

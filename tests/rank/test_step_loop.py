@@ -11,8 +11,8 @@ import pytest
 
 from serve.core.types import Row, Step, Write
 from serve.model.stage import Stage
-from serve.rank.prefix_parts import FileContent, StageCaches
-from serve.rank.prefix_store import PrefixStore
+from serve.rank.prefixes.contents import FileContent, StageCaches
+from serve.rank.prefixes.store import PrefixStore
 from serve.rank.step_loop import StepLoop
 from serve.ring.transport import LocalTransport, local_ring
 from tests.models import build

@@ -34,9 +34,9 @@ from serve.core.messages import (
     ReadPrefix,
 )
 from serve.core.types import Write
-from serve.rank import prefix_files, prefix_parts
-from serve.rank.prefix_files import SUFFIX, UNFINISHED, StoredFile
-from serve.rank.prefix_parts import FileContent, StageCaches
+from serve.rank.prefixes import contents, stored_files
+from serve.rank.prefixes.contents import FileContent, StageCaches
+from serve.rank.prefixes.stored_files import SUFFIX, UNFINISHED, StoredFile
 
 _logger = logging.getLogger(__name__)
 
@@ -76,7 +76,8 @@ class PrefixStore:
         self._root = folder
         self._folder = folder / digest
         self._max_bytes = max_bytes
-        self._stage, self._report = stage, report
+        self._stage = stage
+        self._report = report
         self._weights = dict(weights or {})
         for path in (folder.parent, folder, self._folder):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -163,13 +164,13 @@ class PrefixStore:
                 num_bytes = _check_length(file.fileno(), content.arrays)
                 checksum = _checksum(file.fileno())
                 os.fsync(file.fileno())
-            path = prefix_files.path_of(self._folder, write, self._stage.layers, checksum)
+            path = stored_files.path_of(self._folder, write, self._stage.layers, checksum)
             unfinished.rename(path)
         except BaseException:
             unfinished.unlink(missing_ok=True)
             raise
         _sync_folder(self._folder)
-        stored = prefix_files.stored_file(path, is_own=True)
+        stored = stored_files.stored_file(path, is_own=True)
         assert stored
         with self._lock:
             self._known[write.name] = [stored]
@@ -195,7 +196,7 @@ class PrefixStore:
         segments = [self._content(name) for name in message.names]
         state = self._content(message.state) if message.state else None
         try:
-            restored = prefix_parts.restore(self._stage, segments, state, message.num_tokens)
+            restored = contents.restore(self._stage, segments, state, message.num_tokens)
             caches, arrays = restored
             mx.eval(arrays)
         except (KeyError, ValueError) as error:
@@ -208,7 +209,7 @@ class PrefixStore:
             files = self._known.get(name)
         if files is None:
             raise _DamagedFile(name)
-        return prefix_parts.merged([_checked(file) for file in files])
+        return contents.merged([_checked(file) for file in files])
 
     def _forget(self, message: ForgetPrefixFiles) -> None:
         for sequence in message.sequences:
@@ -245,15 +246,15 @@ class PrefixStore:
         # glob skips folders that cannot be read, such as those of another user.
         for path in self._root.parent.glob(f"*/{self._folder.name}/*"):
             with suppress(OSError):  # Another rank may delete its files meanwhile.
-                if file := prefix_files.stored_file(path, path.parent == self._folder):
+                if file := stored_files.stored_file(path, path.parent == self._folder):
                     by_name[file.name].append(file)
         found: list[tuple[float, PrefixFile]] = []
         for name, files in by_name.items():
-            chosen = prefix_files.covering(files, self._stage.layers)
+            chosen = stored_files.covering(files, self._stage.layers)
             if chosen:
                 self._known[name] = chosen
                 last_used = max(file.modified for file in chosen)
-                found.append((last_used, prefix_files.reported(chosen)))
+                found.append((last_used, stored_files.reported(chosen)))
             self._others += [file for file in files if file.is_own and file not in chosen]
         self._others += self._files_of_other_models()
         self._others.sort(key=lambda file: file.modified)
@@ -263,7 +264,7 @@ class PrefixStore:
     def _files_of_other_models(self) -> list[StoredFile]:
         """Describes this rank's files of other models and versions, whatever their names are."""
         paths = [path for path in self._root.glob(f"*/*{SUFFIX}") if path.parent != self._folder]
-        return [prefix_files.unusable_file(path) for path in paths]
+        return [stored_files.unusable_file(path) for path in paths]
 
     def _make_room(self) -> None:
         with self._lock:
@@ -316,23 +317,27 @@ def open_store(
     works without a prefix cache on disk."""
     if order.prefix_dir is None:
         return None
+    rank = order.ring[order.rank]
+    folder = Path(order.prefix_dir) / f"rank-{rank}"
     shard = f"{order.rank % order.num_shards} of {order.num_shards}"
     facts = {"shard": shard, "kv_bits": str(order.kv_bits), "config": config}
+    digest = facts_digest(versions() | facts)
     digests = weight_digests(weights)
-    folder = Path(order.prefix_dir) / f"rank-{order.ring[order.rank]}"
+    digests_of_shard = {f"{shard}: {name}": each for name, each in digests.items()}
     try:
         return PrefixStore(
             folder,
-            facts_digest(versions() | facts),
+            digest,
             order.prefix_bytes,
             stage,
             report,
-            {f"{shard}: {name}": digest for name, digest in digests.items()},
+            digests_of_shard,
         )
     except OSError as error:
+        path = json.dumps(str(folder))
+        reason = json.dumps(str(error))
         _logger.warning(
-            "event=prefix_cache_disk_failed action=open path=%s reason=%s",
-            *(json.dumps(str(folder)), json.dumps(str(error))),
+            "event=prefix_cache_disk_failed action=open path=%s reason=%s", path, reason
         )
         return None
 
@@ -340,14 +345,17 @@ def open_store(
 def facts_digest(facts: Mapping[str, str]) -> str:
     """Computes the name of the folder for files that depend on facts, such as the versions of
     packages."""
-    return hashlib.blake2b(json.dumps(sorted(facts.items())).encode(), digest_size=16).hexdigest()
+    in_order = sorted(facts.items())
+    text = json.dumps(in_order)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def weight_digests(weights: Mapping[str, mx.array]) -> dict[str, str]:
     """Computes a digest of each weight of a stage. Keys and values depend on them."""
     digests: dict[str, str] = {}
     for name, array in weights.items():
-        digest = hashlib.blake2b(f"{array.shape} {array.dtype}".encode(), digest_size=8)
+        kind = f"{array.shape} {array.dtype}"
+        digest = hashlib.blake2b(kind.encode(), digest_size=8)
         # Sums of the bits differ for other weights, and need no copy of the weights.
         bits = array.view(_BITS[array.dtype.size])
         sums = bits.sum(axis=-1) if bits.ndim else bits
@@ -376,7 +384,7 @@ def _checked(file: StoredFile) -> FileContent:
         if is_right:
             arrays, metadata = mx.load(str(file.path), return_metadata=True)
             content = FileContent(arrays, metadata)  # type: ignore[arg-type]
-            if prefix_parts.has_tokens(content.arrays, file.start, file.end):
+            if contents.has_tokens(content.arrays, file.start, file.end):
                 os.utime(file.path)
                 return content
     except (OSError, RuntimeError) as error:
@@ -399,7 +407,8 @@ def _check_length(descriptor: int, arrays: Mapping[str, mx.array]) -> int:
     """Returns the length of a file. Raises OSError if the file is too short for its arrays, because
     MLX does not notice when a disk is full."""
     num_bytes = os.fstat(descriptor).st_size
-    header_bytes = int.from_bytes(os.pread(descriptor, _LENGTH_BYTES, 0), "little")
+    length = os.pread(descriptor, _LENGTH_BYTES, 0)
+    header_bytes = int.from_bytes(length, "little")
     array_bytes = sum(array.nbytes for array in arrays.values())
     if num_bytes < _LENGTH_BYTES + header_bytes + array_bytes:
         raise OSError("the file was not written completely")
@@ -418,4 +427,5 @@ def _unlink(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        _logger.warning("event=prefix_file_kept path=%s reason=%s", path, json.dumps(str(error)))
+        reason = json.dumps(str(error))
+        _logger.warning("event=prefix_file_kept path=%s reason=%s", path, reason)

@@ -26,10 +26,10 @@ from serve.core.types import Row, Sampling, Sequence, Step, Write
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.prefixes.disk import DiskRules
 from serve.model.stage import Stage
-from serve.rank import prefix_parts
-from serve.rank.prefix_files import UNFINISHED, StoredFile, covering, unusable_file
-from serve.rank.prefix_parts import StageCaches
-from serve.rank.prefix_store import PrefixStore, facts_digest, open_store, weight_digests
+from serve.rank.prefixes import contents
+from serve.rank.prefixes.contents import StageCaches
+from serve.rank.prefixes.store import PrefixStore, facts_digest, open_store, weight_digests
+from serve.rank.prefixes.stored_files import UNFINISHED, StoredFile, covering, unusable_file
 from serve.rank.step_loop import StepLoop
 from serve.ring.transport import LocalTransport
 from tests import architectures
@@ -214,7 +214,7 @@ def write(
     caches = stage.make()
     for cache in caches:
         cache.update_and_fetch(*[mx.full((1, 2, num_tokens, 4), float(number))] * 2)
-    content = prefix_parts.segment(caches, stage.numbers, 0, num_tokens)
+    content = contents.segment(caches, stage.numbers, 0, num_tokens)
     mx.eval(content.arrays)
     store.write(asked, content)
     return asked
