@@ -39,6 +39,7 @@ from serve.core.plan import (
 from serve.model.costs import growing_values, measure
 from serve.model.mtp import head_bytes
 from serve.model.sharding import Divisions, StandIn, shard, without_sums
+from serve.model.stage import shows_hidden_states
 from serve.model.trial import Crossing, Trial, crossings, named_arrays
 from serve.model.weights import build_model, open_model
 
@@ -114,6 +115,11 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
     if request.num_shards == 1:
         plan = _plan(model, checkpoint, request, memory)
     else:
+        if not shows_hidden_states(model):
+            raise PlanError(
+                "--tensor-parallel does not work with this model, because the code that calls its "
+                "layers also computes the logits: leave the option out."
+            )
         whole_bytes = _layer_bytes(model)
         sharding = shard(model, StandIn(request.num_shards))
         own_bytes = _layer_bytes(model)

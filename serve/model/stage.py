@@ -226,6 +226,27 @@ class Stage:
         raise _LeftStage
 
 
+def shows_hidden_states(model: nn.Module) -> bool:
+    """Whether a last stage of this model can give its hidden states after the norm."""
+    layers = list(model.layers)
+    backbone = _backbone(model, layers)
+    if backbone is None:
+        return False
+    is_called = False
+
+    def seam(_: int) -> trace.Seam:
+        def note(call: trace.Call, args: Any, kwargs: Any) -> Any:
+            nonlocal is_called
+            is_called = True
+            return call(*args, **kwargs)
+
+        return note
+
+    with trial.without_weights(model), trace.seams([backbone], seam):
+        Trial(model, layers, cached=False)
+    return is_called
+
+
 def _backbone(model: nn.Module, layers: Layers) -> nn.Module | None:
     """The module within a model that holds the layers and calls them."""
     modules: list[nn.Module] = model.modules()

@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.nn as nn
 import msgspec
 
-from serve.core.errors import ClusterError, EngineError, PlanError
+from serve.core.errors import ClusterError, EngineError
 from serve.core.facts import stamp
 from serve.core.messages import FromPrefixCache, Loaded, Order
 from serve.lora.table import HeldAdapters
@@ -131,8 +131,6 @@ def load(
         _check_files(order, leftovers.files, what_is_loaded.files)
     if draft_model:
         what_is_loaded = draft_model.noted(what_is_loaded, order.draft_bytes)
-    if order.num_shards > 1 and loaded.stage.is_last and not what_is_loaded.hidden_size:
-        raise PlanError("--tensor-parallel: this model does not show its hidden states.")
     return Engine(order, model, loop, what_is_loaded, draft)
 
 

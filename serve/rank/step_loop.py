@@ -168,7 +168,7 @@ class StepLoop:
         if self.transport.num_shards == 1:
             return
         if self.stage.is_last:
-            assert hidden is not None, "Worker refuses models that show no hidden states"
+            assert hidden is not None, "make_plan refuses models without hidden states"
             outputs = [hidden]
         self.transport.evaluate(outputs)
 

@@ -402,3 +402,13 @@ def test_plan_warns_of_layers_that_shards_cannot_divide(
     printed = capsys.readouterr().out
     assert warning in printed
     assert ("--tensor-parallel 2 divides" in printed) == bool(warning)
+
+
+def test_shards_of_a_model_without_visible_hidden_states_are_refused(tmp_path: Path) -> None:
+    """auto chose them on a fast link, and then the engines refused to start."""
+    folder = save_architecture(tmp_path, "plamo")
+    request = PlanRequest(num_ranks=2, num_shards=2, concurrency=8)
+    with pytest.raises(PlanError, match="--tensor-parallel does not work with this model"):
+        make_plan(folder, request)
+    found = compare(folder, request, Speeds(1e6, Link(1e-6, 1e10)))
+    assert found.fastest.layout == "2 x 1"
