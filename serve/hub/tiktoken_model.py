@@ -40,8 +40,9 @@ PATTERN = "|".join(
 def tokenizer_source(folder: Path) -> str:
     """Returns the path of the folder's tokenizer.json, or the JSON text of one where there is none.
     Raises ModelError."""
-    file = folder / "tokenizer.json"
-    return str(file) if file.exists() or not is_tiktoken(folder) else tokenizer_json(folder)
+    if is_tiktoken(folder):
+        return tokenizer_json(folder)
+    return str(folder / "tokenizer.json")
 
 
 def is_tiktoken(folder: Path) -> bool:
@@ -52,12 +53,18 @@ def tokenizer_json(folder: Path) -> str:
     """Returns the tokenizer.json of a folder's tiktoken file. This takes about two seconds for
     160,000 tokens. Raises ModelError if the file cannot be read."""
     ranks = _read_ranks(folder / _FILE)
-    written = {token: "".join(map(character_of.__getitem__, token)) for token in ranks}
+    written: dict[bytes, str] = {}
+    for token in ranks:
+        characters = [character_of[byte] for byte in token]
+        written[token] = "".join(characters)
+    vocabulary = {written[token]: rank for token, rank in ranks.items()}
+    merges = [[written[left], written[right]] for left, right in _merges(ranks)]
+    added_tokens = list(_added_tokens(folder, len(ranks)))
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": list(_added_tokens(folder, len(ranks))),
+        "added_tokens": added_tokens,
         "normalizer": None,
         "pre_tokenizer": {
             "type": "Sequence",
@@ -83,8 +90,8 @@ def tokenizer_json(folder: Path) -> str:
             "byte_fallback": False,
             # As in tiktoken, a piece that is a token needs no merges.
             "ignore_merges": True,
-            "vocab": {written[token]: rank for token, rank in ranks.items()},
-            "merges": [[written[left], written[right]] for left, right in _merges(ranks)],
+            "vocab": vocabulary,
+            "merges": merges,
         },
     }
     return json.dumps(tokenizer, ensure_ascii=False)
@@ -100,13 +107,15 @@ def _byte_level(*, use_regex: bool) -> dict[str, Any]:
 
 
 def _read_ranks(file: Path) -> dict[bytes, int]:
-    """Lines of a token in base64 and its rank, which is its id."""
-    ranks = {}
+    """Reads lines that have a token in base64 and its rank, which is its id."""
+    ranks: dict[bytes, int] = {}
     try:
         for line in file.read_bytes().splitlines():
-            if line:
-                token, rank = line.split()
-                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            if not line:
+                continue
+            text, rank = line.split()
+            token = base64.b64decode(text, validate=True)
+            ranks[token] = int(rank)
     except (OSError, ValueError, binascii.Error) as error:
         raise ModelError(
             f"{file} is not a tiktoken file ({error}): fetch the model again."
@@ -116,18 +125,24 @@ def _read_ranks(file: Path) -> dict[bytes, int]:
 
 def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
     """Yields all pairs of tokens that make a token, in the order in which tiktoken merges."""
+
+    def order(pair: tuple[bytes, bytes]) -> tuple[int, int]:
+        left, right = pair
+        return ranks[left], ranks[right]
+
     for token in sorted(ranks, key=ranks.__getitem__):
         cuts = [(token[:size], token[size:]) for size in range(1, len(token))]
         pairs = [(left, right) for left, right in cuts if left in ranks and right in ranks]
-        yield from sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        yield from sorted(pairs, key=order)
 
 
 def _added_tokens(folder: Path, num_ranks: int) -> Iterator[dict[str, Any]]:
     file = folder / "tokenizer_config.json"
     config = read_json(file) if file.exists() else {}
-    decoder = config.get("added_tokens_decoder")
-    named = {int(id): token for id, token in (decoder or {}).items()}
-    last = max([num_ranks + _NUM_RESERVED - 1, *named])
+    decoder = config.get("added_tokens_decoder") or {}
+    named = {int(id): token for id, token in decoder.items()}
+    last_reserved = num_ranks + _NUM_RESERVED - 1
+    last = max([last_reserved, *named])
     for id in range(num_ranks, last + 1):
         token = named.get(id) or {"content": f"<|reserved_token_{id}|>"}
         yield {

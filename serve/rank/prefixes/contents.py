@@ -15,12 +15,14 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 
 from serve.core.errors import EngineError
+from serve.model.trace import Arrays
 from serve.rank.checkpoints import can_cut
 
 _BUFFERS = ("keys", "values")
 _ATTRIBUTES = "attributes"
 _RANGE = "range"
 
+_Named = Iterator[tuple[str, Any]]
 _PartsOf = Callable[[Any], Iterable[Any] | None]  # None for what does not consist of parts
 
 
@@ -29,7 +31,7 @@ class FileContent:
     """The content of a file of the prefix cache: named arrays, and text beside them. The arrays of
     a file to be written share no memory with a cache, once they are evaluated."""
 
-    arrays: dict[str, mx.array]
+    arrays: Arrays
     metadata: dict[str, str] = field(default_factory=dict)
 
 
@@ -64,7 +66,7 @@ def segment(caches: list[Any], numbers: Numbers, start: int, end: int) -> FileCo
     return FileContent(arrays)
 
 
-def has_tokens(arrays: Mapping[str, mx.array], start: int, end: int) -> bool:
+def has_tokens(arrays: Arrays, start: int, end: int) -> bool:
     """Whether the arrays of a segment have a column for each of the tokens [start, end). A state,
     whose end is its start, has arrays of any shape."""
     if start == end:
@@ -94,7 +96,7 @@ def state(states: list[Any], numbers: Numbers, num_tokens: int) -> FileContent:
     return FileContent(arrays, {_ATTRIBUTES: text})
 
 
-def _attributes(cache: Any) -> Iterator[tuple[str, Any]]:
+def _attributes(cache: Any) -> _Named:
     """Yields all attributes of a cache, the entries of lists and tuples one by one."""
     for entry in tree_flatten(vars(cache)):
         yield entry[0], entry[1]
@@ -102,7 +104,7 @@ def _attributes(cache: Any) -> Iterator[tuple[str, Any]]:
 
 def merged(files: list[FileContent]) -> FileContent:
     """Joins the contents of files with different layers."""
-    arrays: dict[str, mx.array] = {}
+    arrays: Arrays = {}
     attributes: dict[str, Any] = {}
     for file in files:
         arrays |= file.arrays
@@ -185,7 +187,7 @@ def _joined(segments: list[FileContent], prefix: str) -> list[mx.array]:
 def _restore_state(
     cache: Any,
     prefix: str,
-    arrays: Mapping[str, mx.array],
+    arrays: Arrays,
     attributes: Mapping[str, Any],
 ) -> list[mx.array]:
     """Sets the attributes of a cache, and returns its arrays."""
@@ -216,24 +218,24 @@ def _below(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-def _leaves(caches: list[Any], numbers: Numbers) -> Iterator[tuple[str, Any]]:
+def _leaves(caches: list[Any], numbers: Numbers) -> _Named:
     """Yields all caches with their numbers as names. A cache that consists of several is replaced
     by these. Caches that only count positions are left out."""
     return _named(caches, numbers, lambda cache: getattr(cache, "caches", None))
 
 
-def _flat(states: list[Any], numbers: Numbers) -> Iterator[tuple[str, Any]]:
+def _flat(states: list[Any], numbers: Numbers) -> _Named:
     """Yields states with the names that `_leaves` gives to their caches."""
     return _named(states, numbers, lambda state: state if isinstance(state, list) else None)
 
 
-def _named(values: list[Any], numbers: Numbers, parts_of: _PartsOf) -> Iterator[tuple[str, Any]]:
+def _named(values: list[Any], numbers: Numbers, parts_of: _PartsOf) -> _Named:
     for value, number in zip(values, numbers, strict=True):
         if number is not None:
             yield from _named_parts(value, str(number), parts_of)
 
 
-def _named_parts(value: Any, name: str, parts_of: _PartsOf) -> Iterator[tuple[str, Any]]:
+def _named_parts(value: Any, name: str, parts_of: _PartsOf) -> _Named:
     parts = parts_of(value)
     if parts is None:
         yield name, value
