@@ -51,7 +51,7 @@ REPORT_SECONDS = 0.25
 class PlayedEngine:
     """An engine process of one rank. order is the life whose order it has, None before that and
     after it has left its ring. loaded_for is the ring for which it has loaded its layers. If it is
-    stuck, it cannot leave its ring."""
+    stuck, it cannot leave its ring. If it is confused, it reports other positions than it holds."""
 
     rank: int
     order: int | None = None
@@ -59,6 +59,7 @@ class PlayedEngine:
     is_stopped: bool = False
     is_dead: bool = False
     is_stuck: bool = False
+    is_confused: bool = False
     loaded_for: list[int] | None = None
     files: str = ""
     model: StageModel = field(default_factory=StageModel)
@@ -298,7 +299,13 @@ class PlayedCluster:
     def leave_ring(self, engine: PlayedEngine, life: int) -> Left:
         engine.order, engine.state = None, "starting"
         self.num_stays += 1
-        return Left(life, {id: len(tokens) for id, tokens in engine.model.held.items()})
+        positions = {id: len(tokens) for id, tokens in engine.model.held.items()}
+        if engine.is_confused:
+            engine.is_confused = False
+            for id, position in positions.items():
+                positions[id] = max(0, position + self.chance.choice([-3, 0, 3]))
+            positions[10**6] = 5
+        return Left(life, positions)
 
     def keep_engine(self, life: int) -> None:
         """Rank 0's engine leaves its ring, unless it has ended or stopped meanwhile."""
@@ -379,6 +386,9 @@ class PlayedCluster:
         if engine.loaded_for and engine.loaded_for != ring:
             assert not positions, "a sequence goes on with keys and values of other layers"
             self.num_reloaded += 1
+        if any(len(engine.model.held.get(id, ())) < num for id, num in positions.items()):
+            self.kill(engine.rank)  # It refuses the order.
+            return
         engine.order, engine.state = life, "joining"
         kept = {id: tokens for id, tokens in engine.model.held.items() if id in positions}
         for id, position in positions.items():
@@ -558,6 +568,12 @@ class PlayedCluster:
             if (engine := self.engine_of(end)) and engine.runs and engine.order == life:
                 engine.is_stuck = self.chance.random() < 0.2
                 self.after(self.delay(0.2), lambda e=engine: self.say_ring_lost(e, life))
+
+    def confuse(self, rank: int) -> None:
+        """Its link is lost, and it reports something wrong."""
+        if engine := self.engine_of(rank):
+            engine.is_confused = True
+        self.reset_link(rank)
 
     def _break_ring(self, ring: tuple[int, ...]) -> None:
         """No step goes on. Some stages, the last rank's first, have run one whose result is lost,

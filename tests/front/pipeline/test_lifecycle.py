@@ -273,6 +273,20 @@ def test_lifecycle_keeps_engines_and_sequences_when_only_a_link_is_lost(seed: in
     assert not any(check_answer(each) for each in asked)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_lifecycle_computes_again_what_an_engine_reports_wrongly(seed: int) -> None:
+    """An engine that does not hold what it has reported refuses its order."""
+    cluster = begun(seed)
+    asked = [cluster.ask(10, 200) for _ in range(4)]
+    cluster.run(1)
+    for rank in range(3):
+        if engine := cluster.engine_of(rank):
+            engine.is_confused = True
+    cluster.reset_link(seed % 3)
+    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
+    assert not any(check_answer(each) for each in asked)
+
+
 @pytest.mark.parametrize("rank", range(3))
 def test_lifecycle_replaces_only_the_engine_that_ended(rank: int) -> None:
     cluster = begun()
@@ -370,7 +384,7 @@ def test_lifecycle_with_replan_keeps_engines_when_layers_change_owner(seed: int)
 def test_lifecycle_keeps_no_sequence_for_an_engine_that_left_after_the_layers_were_planned() -> (
     None
 ):
-    """What it reports then belongs to its old layers."""
+    """Its report belongs to its old layers."""
     cluster = begun(2, replan=True, join_timeout=2.0)
     assert cluster.can_rewind
     asked = cluster.ask(10, 500)

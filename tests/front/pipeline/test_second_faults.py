@@ -20,6 +20,7 @@ def lose(cluster: PlayedCluster, rank: int) -> None:
 
 FAULTS: dict[str, Fault] = {
     "link": PlayedCluster.reset_link,
+    "wrong report": PlayedCluster.confuse,
     "engine": PlayedCluster.kill,
     "rank": lose,
     "parent": PlayedCluster.stop_parent,
@@ -38,12 +39,21 @@ def recovering(seed: int, first: str, replan: bool, num_events: int) -> PlayedCl
     cluster = PlayedCluster(seed, replan=replan, join_timeout=2.0)
     assert cluster.run(60, lambda: cluster.lifecycle.is_working)
     for length in (5, 10, 20):
-        cluster.ask(length, 400)
+        cluster.ask(length, 200)
     cluster.run(1)
     FAULTS[first](cluster, 1)
     end = cluster.num_events + num_events
     cluster.run(60, lambda: cluster.num_events >= end or is_whole_again(cluster))
     return cluster
+
+
+def situation(cluster: PlayedCluster) -> object:
+    """The states of the life cycle, of the ranks and of their engines."""
+    lifecycle = cluster.lifecycle
+    engines = [cluster.engine_of(rank) for rank in range(3)]
+    states = [(engine.state, engine.order, engine.runs) for engine in engines if engine]
+    ranks = [(stage.state, stage.has_stayed) for stage in lifecycle.ranks]
+    return lifecycle.state, lifecycle.number, lifecycle.ring, ranks, states
 
 
 def check_healing(cluster: PlayedCluster) -> None:
@@ -60,14 +70,16 @@ def check_second_faults(
     replan: bool,
     stride: int = 1,
 ) -> Counter[State]:
-    """Repeats a recovery, and has the second fault some events later each time. Returns the states
-    in which it has come."""
+    """Repeats a recovery, and has the second fault some events later each time, if these events
+    have changed anything. Returns the states in which it has come."""
     states: Counter[State] = Counter()
+    earlier: object = None
     num_events = 0
     while not is_whole_again(cluster := recovering(seed, first, replan, num_events)):
-        states[cluster.lifecycle.state] += 1
-        FAULTS[second](cluster, (seed + num_events) % 3)
-        check_healing(cluster)
+        if earlier != (earlier := situation(cluster)):
+            states[cluster.lifecycle.state] += 1
+            FAULTS[second](cluster, (seed + num_events) % 3)
+            check_healing(cluster)
         num_events += stride
         assert num_events < MAX_TICKS
     return states
