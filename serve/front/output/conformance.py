@@ -36,7 +36,7 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _Said:
+class _Collected:
     """The text and the calls of one answer so far."""
 
     text: StringIO = field(default_factory=StringIO)
@@ -54,43 +54,44 @@ class Conformance:
         checker: SchemaChecker,
         in_turn: InTurn,
     ) -> None:
-        self._parameters, self._format_schema = parameters, format_schema
-        self._checker, self._in_turn = checker, in_turn
-        self._said: dict[int, _Said] = {}
+        self._parameters = parameters
+        self._format_schema = format_schema
+        self._checker = checker
+        self._in_turn = in_turn
+        self._collected: dict[int, _Collected] = {}
 
     async def checked(self, update: Update) -> Update:
         """Returns the update; the one that ends an answer with the violations of the whole
         answer."""
-        said = self._said.setdefault(update.number, _Said())
+        collected = self._collected.setdefault(update.number, _Collected())
         for delta in update.deltas:
-            _note(said, delta)
+            _note(collected, delta)
         end = update.end
         if end is None:
             return update
-        del self._said[update.number]
-        violations = await self._violations(said, end)
-        return replace(update, deltas=(*update.deltas[:-1], replace(end, violations=violations)))
+        del self._collected[update.number]
+        violations = await self._violations(collected, end)
+        end = replace(end, violations=violations)
+        return replace(update, deltas=(*update.deltas[:-1], end))
 
-    async def _violations(self, said: _Said, end: End) -> tuple[Violation, ...]:
-        unknown = [call.name for call in said.calls if call.name not in self._parameters]
+    async def _violations(self, collected: _Collected, end: End) -> tuple[Violation, ...]:
+        unknown = [call.name for call in collected.calls if call.name not in self._parameters]
         found = [Violation("name", f"There is no tool {name[:80]!r}.") for name in unknown]
-        if claims := self._claims(said, end):
+        if claims := self._claims(collected, end):
             found += await self._checked_claims(claims)
         return tuple(found)
 
-    def _claims(self, said: _Said, end: End) -> list[Claim]:
+    def _claims(self, collected: _Collected, end: End) -> list[Claim]:
         """Returns the texts to check. A text that was cut off cannot follow a schema."""
-        claims = [
-            Claim(
-                f"tool_calls[{number}] ({call.name})",
-                self._parameters[call.name],
-                call.arguments.getvalue(),
-            )
-            for number, call in enumerate(said.calls)
-            if call.is_whole and call.name in self._parameters
-        ]
-        if self._format_schema is not None and not said.calls and end.reason == "stop":
-            claims.append(Claim("content", self._format_schema, said.text.getvalue()))
+        claims: list[Claim] = []
+        for number, call in enumerate(collected.calls):
+            schema = self._parameters.get(call.name)
+            if call.is_whole and schema is not None:
+                place = f"tool_calls[{number}] ({call.name})"
+                claims.append(Claim(place, schema, call.arguments.getvalue()))
+        is_content = not collected.calls and end.reason == "stop"
+        if self._format_schema is not None and is_content:
+            claims.append(Claim("content", self._format_schema, collected.text.getvalue()))
         return claims
 
     async def _checked_claims(self, claims: Sequence[Claim]) -> list[Violation]:
@@ -107,15 +108,15 @@ class Conformance:
         return list(found)
 
 
-def _note(said: _Said, delta: Delta) -> None:
+def _note(collected: _Collected, delta: Delta) -> None:
     match delta:
         case Text(text):
-            said.text.write(text)
+            collected.text.write(text)
         case CallBegin(_, name):
-            said.calls.append(_Call(name))
+            collected.calls.append(_Call(name))
         case CallText(text):
-            said.calls[-1].arguments.write(text)
+            collected.calls[-1].arguments.write(text)
         case CallEnd():
-            said.calls[-1].is_whole = True
+            collected.calls[-1].is_whole = True
         case Progress() | Begin() | Thought() | End():
             pass  # No schema applies to them.

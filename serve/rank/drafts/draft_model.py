@@ -37,8 +37,9 @@ _NUM_TRIALS = 3
 _NUM_TRIED = 4  # guesses in a trial
 
 
-class Asked(NamedTuple):
-    """A row to guess num_guesses tokens for. text has all tokens of the sequence so far."""
+class GuessRequest(NamedTuple):
+    """A request to guess num_guesses tokens for a row. text has all tokens of the sequence so
+    far."""
 
     sequence: int
     text: list[int]
@@ -125,10 +126,10 @@ class Drafter(ABC):
     def try_out(self) -> float:
         """Guesses a few tokens. Returns the time of one guess in seconds."""
         greedy = Sampling(temperature=0)
-        asked = Asked(NUM_SEQUENCE_IDS, [0, 0], greedy, _NUM_TRIED)
+        request = GuessRequest(NUM_SEQUENCE_IDS, [0, 0], greedy, _NUM_TRIED)
         seconds: list[float] = []
         for _ in range(_NUM_TRIALS):
-            self.guess(0, [asked])
+            self.guess(0, [request])
             *_, run = self.take_runs()
             num_guesses = max(1, run.num_guesses)
             seconds.append(run.seconds / num_guesses)
@@ -166,43 +167,54 @@ class Drafter(ABC):
         the runs that it took; none for a warm-up."""
         if not step.num_guesses:
             return result, []
-        asked: list[Asked] = []
+        requests: list[GuessRequest] = []
         for row, num_guesses in zip(step.rows, step.num_guesses, strict=True):
             sampler = chooser.sampler(row.sequence)
-            each = Asked(row.sequence, sampler.tokens, sampler.sampling, num_guesses)
-            asked.append(each)
-        guesses = self.guess(step.group, asked)
+            each = GuessRequest(row.sequence, sampler.tokens, sampler.sampling, num_guesses)
+            requests.append(each)
+        guesses = self.guess(step.group, requests)
         result = msgspec.structs.replace(result, guesses=tuple(guesses))
         runs = self.take_runs()
         if step.number >= FIRST_WARM_UP_STEP:
             return result, []
         return result, [run.span(step) for run in runs]
 
-    def guess(self, group: int, asked: list[Asked]) -> list[tuple[int, ...]]:
+    def guess(self, group: int, requests: list[GuessRequest]) -> list[tuple[int, ...]]:
         """Returns guesses of the tokens that follow each text: up to num_guesses, and none for rows
         that there is no memory for. Rows of the same group stay together."""
-        wanted = [each for each in asked if each.num_guesses > 0 and self._can_guess(each)]
-        wanted = wanted[:MAX_DRAFT_ROWS]
-        for each in wanted:
+        admitted = self._admitted(requests)
+        if not admitted:
+            return [() for _ in requests]
+        self._read(group, admitted)
+        guesses = self._guess_all(group, admitted)
+        return [tuple(guesses.get(each.sequence, ())) for each in requests]
+
+    def _admitted(self, requests: list[GuessRequest]) -> list[GuessRequest]:
+        """Chooses the requests that there is memory for, and prepares their rows. Rows that were
+        not used for the longest time make room."""
+        possible = [each for each in requests if each.num_guesses > 0 and self._can_guess(each)]
+        admitted = possible[:MAX_DRAFT_ROWS]
+        for each in admitted:
             self._prepare(each)
-        if not wanted:
-            return [() for _ in asked]
         while len(self._rows) > MAX_DRAFT_ROWS:
             oldest = next(iter(self._rows))
             self._free(oldest)
-        self._read(group, wanted)
+        return admitted
+
+    def _guess_all(self, group: int, requests: list[GuessRequest]) -> dict[int, list[int]]:
+        """Guesses one token after the other for all rows. Returns the guesses by sequence."""
         started = time.monotonic()
-        guesses: dict[int, list[int]] = {each.sequence: [] for each in wanted}
-        left = wanted
+        guesses: dict[int, list[int]] = {each.sequence: [] for each in requests}
+        unfinished = requests
         num_tokens = 0
-        while left:
-            num_tokens += self._guess_next(group, left, guesses)
-            left = [each for each in left if _goes_on(guesses[each.sequence], each)]
+        while unfinished:
+            num_tokens += self._guess_next(group, unfinished, guesses)
+            unfinished = [each for each in unfinished if _continues(guesses[each.sequence], each)]
         ended = time.monotonic()
         longest = max(map(len, guesses.values()))
-        run = Run(len(wanted), num_tokens, longest, started, ended)
+        run = Run(len(requests), num_tokens, longest, started, ended)
         self._runs.append(run)
-        return [tuple(guesses.get(each.sequence, ())) for each in asked]
+        return guesses
 
     @abstractmethod
     def _weights(self) -> Iterable[mx.array]:
@@ -212,53 +224,53 @@ class Drafter(ABC):
     def _logits(self, step: Step, part: Part) -> mx.array:
         """Returns the logits (B, L, vocabulary) of a part of its own step, lazily."""
 
-    def _can_guess(self, asked: Asked) -> bool:
+    def _can_guess(self, request: GuessRequest) -> bool:
         """Whether it can guess behind a text."""
-        return bool(asked.text)
+        return bool(request.text)
 
-    def _first_position(self, asked: Asked) -> int:
+    def _first_position(self, request: GuessRequest) -> int:
         """Returns the position in a text from which on it can be read."""
-        return max(0, len(asked.text) - NUM_TOKENS_READ)
+        return max(0, len(request.text) - NUM_TOKENS_READ)
 
     def _free(self, sequence: int) -> None:
         """Frees the keys and values of a sequence, if there are any."""
         if self._rows.pop(sequence, None):
             self._gone.append(sequence)
 
-    def _prepare(self, asked: Asked) -> None:
+    def _prepare(self, request: GuessRequest) -> None:
         """Finds out what is held of a text, and forgets what differs from it."""
-        row = self._rows.get(asked.sequence)
-        first = self._first_position(asked)
+        row = self._rows.get(request.sequence)
+        first = self._first_position(request)
         if row is not None:
-            text = asked.text[row.start :]
+            text = request.text[row.start :]
             num_same = _common_prefix(row.held, text)
-            num_held = len(text) + asked.num_guesses
+            num_held = len(text) + request.num_guesses
             is_far_behind = row.start + num_same < first
             is_full = num_held > MAX_DRAFT_TOKENS
             if is_far_behind or is_full or not num_same:
-                self._free(asked.sequence)
+                self._free(request.sequence)
                 row = None
             else:
                 # The last token is fed again if it is held, because its logits are not.
                 num_kept = min(num_same, len(text) - 1)
-                self._rewind(asked.sequence, row, num_kept)
+                self._rewind(request.sequence, row, num_kept)
         if row is None:
-            sampling = _without_history(asked.sampling)
+            sampling = _without_history(request.sampling)
             sampler = Sampler(sampling)
             row = _Row(first, sampler)
-            self._rows[asked.sequence] = row
-        self._rows.move_to_end(asked.sequence)
+            self._rows[request.sequence] = row
+        self._rows.move_to_end(request.sequence)
 
     def _rewind(self, sequence: int, row: _Row, num_tokens: int) -> None:
         if num_tokens < len(row.held):
             self._caches.rewind(sequence, num_tokens)
             del row.held[num_tokens:]
 
-    def _read(self, group: int, asked: list[Asked]) -> None:
+    def _read(self, group: int, requests: list[GuessRequest]) -> None:
         """Feeds all new tokens but the last one to the rows that have many."""
         started = time.monotonic()
         feeds: dict[int, list[int]] = {}
-        for each in asked:
+        for each in requests:
             new = self._not_held(each)
             if len(new) > _MAX_READ_WITH_GUESS:
                 feeds[each.sequence] = new[:-1]
@@ -271,28 +283,28 @@ class Drafter(ABC):
         run = Run(len(feeds), len(step.tokens), 0, started, ended)
         self._runs.append(run)
 
-    def _not_held(self, asked: Asked) -> list[int]:
+    def _not_held(self, request: GuessRequest) -> list[int]:
         """Returns the tokens of a text whose keys and values are not held."""
-        row = self._rows[asked.sequence]
+        row = self._rows[request.sequence]
         end = row.start + len(row.held)
-        return asked.text[end:]
+        return request.text[end:]
 
     def _guess_next(
         self,
         group: int,
-        asked: list[Asked],
+        requests: list[GuessRequest],
         guesses: dict[int, list[int]],
     ) -> int:
         """Adds the next guess of each row. Returns the number of tokens that were fed."""
         feeds: dict[int, list[int]] = {}
-        for each in asked:
+        for each in requests:
             own_guesses = guesses[each.sequence]
             feeds[each.sequence] = self._not_held(each) or own_guesses[-1:]
         step, logits = self._fed(group, feeds)
         last: list[mx.array] = []
         samplers: list[Sampler] = []
         positions: list[int] = []
-        for n, each in enumerate(asked):
+        for n, each in enumerate(requests):
             last.append(logits[n][-1])
             samplers.append(self._rows[each.sequence].sampler)
             own_guesses = guesses[each.sequence]
@@ -304,7 +316,7 @@ class Drafter(ABC):
         states = self._caches.states(step)
         mx.eval(tokens, states)
         drawn: list[int] = tokens.tolist()  # type: ignore[assignment]
-        for each, token in zip(asked, drawn, strict=True):
+        for each, token in zip(requests, drawn, strict=True):
             guesses[each.sequence].append(token)
         return len(step.tokens)
 
@@ -402,12 +414,12 @@ def load_draft(source: DraftSource, progress: Progress) -> LoadedDraft:
     return LoadedDraft(loaded.stage, is_batchable)
 
 
-def _goes_on(guesses: list[int], asked: Asked) -> bool:
+def _continues(guesses: list[int], request: GuessRequest) -> bool:
     """Whether a row gets another guess. A negative one says that its numbers have overflowed."""
     if guesses[-1] < 0:
         guesses.pop()
         return False
-    return len(guesses) < asked.num_guesses
+    return len(guesses) < request.num_guesses
 
 
 def _common_prefix(held: list[int], text: list[int]) -> int:

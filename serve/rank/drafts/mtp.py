@@ -20,7 +20,13 @@ from serve.model.weights import Progress, open_model
 from serve.rank.batching import can_batch
 from serve.rank.cache import Part
 from serve.rank.chooser import Chooser
-from serve.rank.drafts.draft_model import NUM_TOKENS_READ, Asked, Drafter, LoadedDraft, load_draft
+from serve.rank.drafts.draft_model import (
+    NUM_TOKENS_READ,
+    Drafter,
+    GuessRequest,
+    LoadedDraft,
+    load_draft,
+)
 
 
 class HiddenStates:
@@ -137,24 +143,24 @@ class HeadDrafter(Drafter):
         while len(self._hidden) > MAX_DRAFT_ROWS:
             self._hidden.popitem(last=False)
 
-    def _can_guess(self, asked: Asked) -> bool:
+    def _can_guess(self, request: GuessRequest) -> bool:
         """Whether the hidden state before the newest token is held."""
-        states = self._hidden.get(asked.sequence)
-        position = len(asked.text) - 2
+        states = self._hidden.get(request.sequence)
+        position = len(request.text) - 2
         return states is not None and states.start <= position < states.end
 
-    def _first_position(self, asked: Asked) -> int:
-        start = self._hidden[asked.sequence].start
-        return max(start + 1, super()._first_position(asked))
+    def _first_position(self, request: GuessRequest) -> int:
+        start = self._hidden[request.sequence].start
+        return max(start + 1, super()._first_position(request))
 
-    def _prepare(self, asked: Asked) -> None:
-        row = self._rows.get(asked.sequence)
+    def _prepare(self, request: GuessRequest) -> None:
+        row = self._rows.get(request.sequence)
         if row is not None:
             # Keys and values of guesses come from the head's own hidden states, even of right ones.
-            num_read = self._lengths[asked.sequence] - row.start
-            self._rewind(asked.sequence, row, num_read)
-        super()._prepare(asked)
-        self._lengths[asked.sequence] = len(asked.text)
+            num_read = self._lengths[request.sequence] - row.start
+            self._rewind(request.sequence, row, num_read)
+        super()._prepare(request)
+        self._lengths[request.sequence] = len(request.text)
 
     def _free(self, sequence: int) -> None:
         super()._free(sequence)

@@ -11,7 +11,7 @@ from serve.core.plan import MAX_DRAFT_ROWS, MAX_DRAFT_TOKENS
 from serve.core.types import Sampling, Sequence
 from serve.model.stage import Stage
 from serve.rank.batching import can_batch
-from serve.rank.drafts.draft_model import NUM_TOKENS_READ, Asked, DraftModel, LoadedDraft
+from serve.rank.drafts.draft_model import NUM_TOKENS_READ, DraftModel, GuessRequest, LoadedDraft
 from tests import architectures
 from tests.models import build
 from tests.rank.drafts.guessed_answers import check_that_guesses_change_no_answer
@@ -38,13 +38,13 @@ def test_guess_gives_the_models_own_tokens_after_right_and_wrong_guesses() -> No
     draft_model, chance = make_draft_model(), random.Random(0)
     texts = {id: [1 + id, 2, 3, *range(3 * id)] for id in range(4)}
     for _ in range(12):
-        asked = [
-            Asked(id, text, GREEDY, chance.randint(0, 4))
+        requests = [
+            GuessRequest(id, text, GREEDY, chance.randint(0, 4))
             for id, text in texts.items()
             if chance.random() < 0.8
         ]
-        guesses = draft_model.guess(chance.randint(0, 1), asked)
-        for each, own in zip(asked, guesses, strict=True):
+        guesses = draft_model.guess(chance.randint(0, 1), requests)
+        for each, own in zip(requests, guesses, strict=True):
             assert own == said(each.text, each.num_guesses)[: each.num_guesses]
             num_accepted = chance.randint(0, len(own))
             texts[each.sequence] += [*own[:num_accepted], chance.randrange(VOCABULARY)]
@@ -56,12 +56,12 @@ def test_guess_reads_only_the_end_of_a_long_text() -> None:
     chance = random.Random(1)
     text = [chance.randrange(VOCABULARY) for _ in range(3 * NUM_TOKENS_READ)]
     draft_model = make_draft_model()
-    (guesses,) = draft_model.guess(0, [Asked(0, text, GREEDY, 2)])
+    (guesses,) = draft_model.guess(0, [GuessRequest(0, text, GREEDY, 2)])
     assert guesses == said(text[-NUM_TOKENS_READ:], 2)
     assert sum(run.num_tokens for run in draft_model.take_runs()) == NUM_TOKENS_READ + 1
     # A text that has grown a lot since is read from its new end, without what lies between.
     text += [chance.randrange(VOCABULARY) for _ in range(NUM_TOKENS_READ + 1)]
-    (guesses,) = draft_model.guess(0, [Asked(0, text, GREEDY, 2)])
+    (guesses,) = draft_model.guess(0, [GuessRequest(0, text, GREEDY, 2)])
     assert guesses == said(text[-NUM_TOKENS_READ:], 2)
 
 
@@ -69,17 +69,17 @@ def test_guess_holds_a_limited_number_of_tokens_and_rows() -> None:
     draft_model, chance = make_draft_model(), random.Random(2)
     text = [chance.randrange(VOCABULARY) for _ in range(NUM_TOKENS_READ)]
     while len(text) < MAX_DRAFT_TOKENS + 300:
-        (guesses,) = draft_model.guess(0, [Asked(0, text, GREEDY, 3)])
+        (guesses,) = draft_model.guess(0, [GuessRequest(0, text, GREEDY, 3)])
         assert len(guesses) == 3
         text += [chance.randrange(VOCABULARY) for _ in range(100)]
         assert all(len(row.held) <= MAX_DRAFT_TOKENS for row in draft_model._rows.values())
-    asked = [Asked(id, [id, 1, 2], GREEDY, 1) for id in range(MAX_DRAFT_ROWS + 2)]
-    guesses_of_all = draft_model.guess(0, asked)
+    requests = [GuessRequest(id, [id, 1, 2], GREEDY, 1) for id in range(MAX_DRAFT_ROWS + 2)]
+    guesses_of_all = draft_model.guess(0, requests)
     assert [bool(own) for own in guesses_of_all] == [True] * MAX_DRAFT_ROWS + [False] * 2
     assert len(draft_model._rows) == MAX_DRAFT_ROWS
     draft_model.forget(range(MAX_DRAFT_ROWS))
     assert not draft_model._rows
-    assert draft_model.guess(0, asked[:1]) == [said([0, 1, 2], 1)]
+    assert draft_model.guess(0, requests[:1]) == [said([0, 1, 2], 1)]
     assert len(draft_model._caches._layout.batches) == 1
 
 
@@ -88,7 +88,7 @@ def test_guesses_are_tokens_of_the_other_models_vocabulary(size: int) -> None:
     """The sizes differ where models round their vocabulary up."""
     draft_model = make_draft_model(vocabulary_size=size)
     sampling = Sampling(temperature=2.0, seed=1)
-    (guesses,) = draft_model.guess(0, [Asked(0, [1, 2, 3], sampling, 8)])
+    (guesses,) = draft_model.guess(0, [GuessRequest(0, [1, 2, 3], sampling, 8)])
     assert len(guesses) == 8
     assert max(guesses) < min(size, VOCABULARY)
 
@@ -98,14 +98,14 @@ def test_guesses_are_drawn_with_the_keys_of_their_positions() -> None:
     sampling = Sampling(temperature=1.0, seed=5, top_p=0.95)
     with pipeline(1) as local:
         answer = local.answer([Sequence(0, [1, 2, 3], 8, sampling, frozenset())])[0]
-    (guesses,) = make_draft_model().guess(0, [Asked(0, [1, 2, 3], sampling, 8)])
+    (guesses,) = make_draft_model().guess(0, [GuessRequest(0, [1, 2, 3], sampling, 8)])
     assert list(guesses) == answer
 
 
 def test_guess_ends_where_numbers_overflow() -> None:
     model = LLAMA()
     model.lm_head.weight[:, 0] = float("inf")
-    (guesses,) = make_draft_model(model).guess(0, [Asked(0, [1, 2, 3], GREEDY, 4)])
+    (guesses,) = make_draft_model(model).guess(0, [GuessRequest(0, [1, 2, 3], GREEDY, 4)])
     assert guesses == ()
 
 
