@@ -202,14 +202,13 @@ def examine_ring(connections: list[Connection], python: str, tell: Tell) -> Find
         timer.cancel()
     if supervisor.interrupted:
         sys.exit(128 + supervisor.interrupted)
-    said = [line for line in lines if not line.startswith("[launch]")]
+    output = [line for line in lines if not line.startswith("[launch]")]
     if code:
-        if said:
-            last = said[-1]
-        else:
-            last = f"no answer within {RING_SECONDS:g} s"
+        last = output[-1] if output else f"no answer within {RING_SECONDS:g} s"
         return Finding("fail", "ring", last, "fix the failures above, or try again")
-    return Finding("ok", "ring", next(line for line in said if "sum" in line).partition("] ")[2])
+    result = next(line for line in output if "sum" in line)
+    _, _, message = result.partition("] ")
+    return Finding("ok", "ring", message)
 
 
 def show(findings: Sequence[Finding], as_json: bool) -> None:

@@ -171,8 +171,9 @@ class Connection:
                 raise HostError(self.name, what, fix) from None
             match answer:
                 case None:
-                    said = "\n".join(self.noise)
-                    raise HostError(self.name, *meaning(said, self.host.ssh, self._access.python))
+                    output = "\n".join(self.noise)
+                    python = self._access.python
+                    raise HostError(self.name, *meaning(output, self.host.ssh, python))
                 case str():
                     self.noise += filter(None, [answer])  # from a shell profile, or from ssh itself
                 case AgentError(reason):

@@ -414,15 +414,15 @@ class Supervisor:
         if is_early:
             seconds = max(seconds, RETRY_SECONDS)
         self._ending.wait(max(0.0, seconds))
-        said = ""
+        logged = ""
         while not self._ending.is_set():
             try:
                 self._events.put(Returned(rank, self._starts[rank]()))
                 return
             except (OSError, ClusterError) as error:
-                if str(error) != said:
-                    said = str(error)
-                    self._log(f"event=rank_waited_for rank={rank} reason={said!r}")
+                if str(error) != logged:
+                    logged = str(error)
+                    self._log(f"event=rank_waited_for rank={rank} reason={logged!r}")
             self._ending.wait(RETRY_SECONDS)
 
     # --- the threads of a rank

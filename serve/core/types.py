@@ -216,7 +216,7 @@ class Sequence:
         if not self.output:
             self.num_cached = num_tokens
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Resets the sequence after the stages have dropped it. Its answer so far is kept."""
         self.num_computed = 0
         self.num_pending = 0

@@ -34,7 +34,7 @@ Made = TypeVar("Made")
 Parts = dict[int, Part]
 """The parts of tensors that lazy arrays stand for, by the id of the array."""
 Progress = Callable[[str, int, int], None]
-"""Called with what goes on ("fetching" or "loading"), the bytes done, and the bytes in all."""
+"""Called with the state ("fetching" or "loading"), the bytes done, and the bytes in all."""
 Prepare = Callable[[nn.Module], Sharding | None]
 """Changes a whole lazy model. If it divides the model among shards, it returns how."""
 

@@ -336,10 +336,10 @@ class CompletionBody(GenerationBody):
     def num_scored(self) -> int | None:
         """How many of the likeliest tokens are listed for each token of the prompt; None for no
         scores."""
-        asked = [self.prompt_logprobs]
+        counts = [self.prompt_logprobs]
         if self.echo:
-            asked.append(self.logprobs)
-        return max((num for num in asked if num is not None), default=None)
+            counts.append(self.logprobs)
+        return max((num for num in counts if num is not None), default=None)
 
 
 class TokenizeBody(Lenient):

@@ -44,13 +44,13 @@ class ChatPrompt:
         roles = [message["role"] for message in self.messages]
         is_system = [role in ("system", "developer") for role in roles]
         num_fixed = (*is_system, False).index(False)
-        asked: ChatMessage = {"role": "user", "content": _PROBE}
+        question: ChatMessage = {"role": "user", "content": _PROBE}
         if num_fixed or self.tools:
-            yield replace(self, messages=[*self.messages[:num_fixed], asked])
+            yield replace(self, messages=[*self.messages[:num_fixed], question])
         if self.continues or not self.adds_generation_prompt:
             return
         answer: ChatMessage = {"role": "assistant", "content": _PROBE}
-        yield replace(self, messages=[*self.messages, answer, asked])
+        yield replace(self, messages=[*self.messages, answer, question])
         if roles[-1:] == ["tool"] and self.tools:
             function: FunctionPart = {"name": self.tools[0].function.name, "arguments": "{}"}
             call: CallPart = {"id": _PROBE_ID, "type": "function", "function": function}

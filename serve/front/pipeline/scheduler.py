@@ -227,7 +227,7 @@ class Scheduler:
             group.num_chunks = 0
         self.waiting.restart()
         for sequence in self._live.values():
-            sequence.begin_anew()
+            sequence.reset()
         running = [s for s in self._live.values() if s not in self.waiting]
         self.waiting.put_back(running)
         self._retired.intersection_update([s.adapter_version for s in self._live.values()])
@@ -549,7 +549,7 @@ class Scheduler:
             self._leaving.remove(sequence)
             if sequence.id in self._live:
                 self.room.forget(sequence)
-                sequence.begin_anew()
+                sequence.reset()
                 self.waiting.put_back([sequence])
             else:
                 self._end(sequence)

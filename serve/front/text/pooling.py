@@ -52,10 +52,10 @@ def _of_module(folder: Path, name: str) -> PoolingKind:
     if not (folder / name).exists():
         raise ModelError(f"{name} is missing, so the pooling is unknown: {_START_WITH}.")
     config = _read(folder / name)
-    asked = [key for key, value in config.items() if key.startswith("pooling_mode_") and value]
-    if len(asked) == 1 and asked[0] in _FLAGS:
-        return _FLAGS[asked[0]]
-    kind = None if asked else _by_name(config)
+    flags = [key for key, value in config.items() if key.startswith("pooling_mode_") and value]
+    if len(flags) == 1 and flags[0] in _FLAGS:
+        return _FLAGS[flags[0]]
+    kind = None if flags else _by_name(config)
     if kind is None:
         raise ModelError(f"{name} asks for a pooling that is not supported: {_START_WITH}.")
     return kind

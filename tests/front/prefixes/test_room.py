@@ -54,7 +54,7 @@ def test_room_forgets_the_writes_of_a_sequence_that_begins_again() -> None:
     write = disk.next_write(room.holds)
     assert write
     room.forget(sequence)
-    sequence.begin_anew()
+    sequence.reset()
     assert disk.next_write(room.holds) is None, "it is busy"
     sequence.num_computed = 2048
     sequence.is_held = True

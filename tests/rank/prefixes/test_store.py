@@ -148,7 +148,7 @@ def test_prefix_store_has_the_contexts_of_answers_that_the_end_of_an_engine_inte
         local.scheduler = Scheduler(2, max_num_sequences=32, max_queue=64, prefill_chunk=32)
         counts = local.open_disk(SHORT_RUNNING, reuse)
         for sequence in begun:
-            sequence.begin_anew()
+            sequence.reset()
         continued = local.answer(begun)
     assert counts.num_damaged_files == 0
     num_tokens = [len(begun[0].prompt) - 1] * 2

@@ -30,7 +30,7 @@ class JsonValue:
 
     def end(self, text: str) -> int | None:
         """Returns how much of the text, which continues what came before, belongs to the value;
-        None if all of it does and the value goes on. The value must not begin with a blank."""
+        None if all of it does and the value continues. The value must not begin with a blank."""
         if not text:
             return None
         if self._is_scalar is None:
@@ -153,7 +153,7 @@ def _read_call(source: Source, names: Collection[str]) -> Generator[CallPart | N
 
 
 def _next_key(source: Source) -> Generator[None, None, bool]:
-    """Whether the object goes on with a key."""
+    """Whether the object continues with a key."""
     while (yield from source.skip_blanks()):
         if source.text[0] == '"':
             return True

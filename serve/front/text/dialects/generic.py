@@ -83,8 +83,8 @@ def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
     texts = [message["content"]] if message.get("content") else []
     for call in calls:
         function = call["function"]
-        said = {"name": function["name"], "arguments": function["arguments"]}
-        body = json.dumps(said, ensure_ascii=False)
+        fields = {"name": function["name"], "arguments": function["arguments"]}
+        body = json.dumps(fields, ensure_ascii=False)
         texts.append(f"{GENERIC_CALLS.start}\n{body}\n{GENERIC_CALLS.end}")
     others = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**others, "content": "\n".join(texts)}
