@@ -6,7 +6,7 @@ import httpx2
 import pytest
 
 from scripts.measure import delayed
-from scripts.measure.model import make_model
+from scripts.measure.model import make_small_model
 from scripts.measure.relay import NoLinkError
 
 
@@ -15,7 +15,7 @@ from scripts.measure.relay import NoLinkError
 def test_auto_chooses_stages_on_a_link_with_a_delay_of_a_millisecond(tmp_path: Path) -> None:
     """Without a delay it chooses shards for this model. With it, a token waits for two messages in
     each of the 32 sums of 16 layers."""
-    model = make_model(tmp_path)
+    model = make_small_model(tmp_path)
     try:
         with delayed.two_hosts(model, "auto", "--no-speculation") as url:
             pipeline = httpx2.get(f"{url}/admin/pipeline").json()
