@@ -38,7 +38,7 @@ from launcher.record import launches, recorded, stop
 from launcher.remote import SshAccess, connected, on_each, remote_ranks
 from launcher.supervisor import DRAIN_SECONDS, END_SECONDS, MAX_RESTARTS, Supervisor, write_line
 from serve import __version__
-from serve.core.config import TENSOR_PARALLEL_HELP, check_range
+from serve.core.config import TENSOR_PARALLEL_HELP, TRAINING_JOIN_SECONDS, check_range
 from serve.core.errors import BrigadeError, UsageError
 
 if _takes_ctrl_c:
@@ -174,7 +174,7 @@ def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> T
 
         if num_ranks is not None:
             check_fine_tune(words[1:], num_ranks, rank)
-        return Times()
+        return Times(join_seconds=TRAINING_JOIN_SECONDS)
     from serve.cli.flags import parse
     from serve.cli.main import check
     from serve.core.config import ServeConfig
@@ -197,16 +197,14 @@ def keep(
     ranks: AbstractContextManager[list[Start]],
     times: Times,
 ) -> int:
-    # A server takes a lost rank back. A run of fine-tune ends, and continues from its checkpoint.
-    serves = words[0] == "serve"
     with recorded(words, hosts, times.drain_seconds) as record:
         supervisor = Supervisor(
             ranks,
             write_line,
             times.drain_seconds,
             record,
-            MAX_RESTARTS if serves else 0,
-            serves,
+            MAX_RESTARTS,
+            words[0] == "serve",
             times.join_seconds,
         )
         return supervisor.run()

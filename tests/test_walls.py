@@ -102,6 +102,7 @@ EVALUATING_FILES = {
     "table",
     "reading",
     "loop",
+    "pipeline",
     "store",
     "probe",
 }

@@ -26,6 +26,7 @@ NO_ADAPTER_NAME = (
 )
 DEFAULT_NUM_SEQUENCES = 32
 MEMORY_HELP = "memory for weights first, then for keys and values: 24GB, or 24GB,48GB for each rank"
+TRAINING_JOIN_SECONDS = 60.0  # how long a rank of a training run waits for the others at its start
 TENSOR_PARALLEL_HELP = (
     "number of ranks that share the layers of each stage; it divides the number of ranks"
 )

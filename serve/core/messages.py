@@ -13,8 +13,8 @@ types; a body of a type that is not expected there is an error.
     engine  -> next engine        Greeting, Hop
     trainer -> other trainer      TaggedTensors, Alive, Parting; in TaggedTensors the notes Reached,
                                   SameFacts, PinnedCommit, TensorNames, TrainedNames, WeightTypes,
-                                  NumTrained, ResumePoint, Probe, UpdateNote, LossSum, NotFinite,
-                                  OpTimes, WeightDigest
+                                  NumTrained, RunStart, ResumePoint, Probe, UpdateNote, LossSum,
+                                  NotFinite, OpTimes, WeightDigest
     launcher -> agent             EnterFolder, DescribeHost, ReservePorts, StartEcho, MeasureHop,
                                   FindHolder, RunRank, SendSignal
     agent -> launcher             AgentReady, FolderEntered, HostFacts, PortsReserved, EchoStarted,
@@ -581,6 +581,12 @@ class NumTrained(Note, frozen=True):
     count: int
 
 
+class RunStart(Note, frozen=True):
+    """Rank 0 of a training run tells all ranks whether the run continues from a checkpoint."""
+
+    has_checkpoint: bool
+
+
 class ResumePoint(Note, frozen=True):
     """Rank 0 of a training run tells all ranks where a resumed run continues.
 
@@ -659,6 +665,7 @@ AnyNote: TypeAlias = (
     | TrainedNames
     | WeightTypes
     | NumTrained
+    | RunStart
     | ResumePoint
     | Probe
     | UpdateNote

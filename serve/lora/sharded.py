@@ -1,16 +1,18 @@
-"""LoRA modules in training, when the layers are divided among shards.
+"""Trained modules of layers that are divided among shards: with adapters of LoRA or DoRA, or
+trained themselves.
 
 A shard has the same part of an adapter as when it serves (`serve.lora.reading`): columns of B where
 the outputs of a module are divided, rows of A where its inputs are. The other matrix is whole on
 every shard, and each shard computes only a part of its gradient."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
 from serve.core.errors import PlanError
@@ -76,7 +78,12 @@ class ShardedLoRALinear(nn.Module):
     own. linear is one of MLX's modules that are divided.
     """
 
-    def __init__(self, linear: nn.Module, lora: LoRALinear, division: Division) -> None:
+    def __init__(
+        self,
+        linear: nn.Module,
+        lora: LoRALinear | DoRALinear,
+        division: Division,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.linear = linear
         self.dropout = lora.dropout
@@ -102,30 +109,183 @@ class ShardedLoRALinear(nn.Module):
         return y
 
 
-def shard_trained(model: nn.Module, group: Any) -> tuple[Sharding, TrainedParts]:
-    """Divides a lazy model with LoRA modules among the shards. Raises PlanError if the shards could
-    not compute its gradients."""
+class ShardedDoRALinear(ShardedLoRALinear):
+    """This shard's part of a linear module with a DoRA adapter.
+
+    The magnitudes m belong to the outputs, and so do the norms that they replace. Where the inputs
+    are divided, the squares of these norms are added up over the shards, and m is whole.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Module,
+        dora: DoRALinear,
+        division: Division,
+        *,
+        is_initial: bool,
+    ) -> None:
+        super().__init__(linear, dora, division)
+        if isinstance(linear, SUMMING):
+            self.m = mx.zeros(dora.m.shape) if is_initial else dora.m
+        elif is_initial:
+            self.set_magnitudes()
+        else:
+            self.m = division.own_part(dora.m, 0)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        linear: Any = self.linear
+        if not isinstance(linear, SUMMING):
+            x = with_summed_gradient(x, linear.group)
+        weight = _dequantized(linear)
+        y = x @ weight.T
+        dropped = self.dropout(x)
+        z = (dropped @ self.lora_a) @ self.lora_b
+        y = y + (self.scale * z).astype(x.dtype)
+        if isinstance(linear, SUMMING):
+            y = sum_of_shards(y, linear.group)
+        scaled = self.scale * self.lora_b.T
+        adapted = weight + scaled @ self.lora_a.T
+        norms = self._norms(mx.stop_gradient(adapted))
+        gain = self.m / norms
+        y = gain.astype(x.dtype) * y
+        if "bias" in linear:
+            y = y + linear["bias"]
+        return y
+
+    def set_magnitudes(self) -> None:
+        """Sets m to its initial value. Where that takes a sum over the shards, all of them have to
+        call this."""
+        weight = _dequantized(self.linear)
+        self.m = self._norms(weight.astype(mx.float32))
+
+    def _norms(self, weight: mx.array) -> mx.array:
+        """The norms of the rows of a whole weight, from this shard's part of it."""
+        linear: Any = self.linear
+        squares = weight.square()
+        squares = squares.sum(axis=1)
+        if isinstance(linear, SUMMING):
+            squares = sum_of_shards(squares, linear.group)
+        return squares.sqrt()
+
+
+def _dequantized(linear: Any) -> mx.array:
+    weight: mx.array = linear.weight
+    if "scales" not in linear:
+        return weight
+    return mx.dequantize(
+        weight,
+        linear.scales,
+        linear.get("biases"),
+        group_size=linear.group_size,
+        bits=linear.bits,
+        mode=linear.mode,
+    )
+
+
+def set_magnitudes(model: nn.Module) -> None:
+    """Sets the initial magnitudes that take a sum over the shards, as all of them have to do at the
+    same time. `shard_trained` leaves them zero."""
+    for module in model.modules():
+        if not isinstance(module, ShardedDoRALinear):
+            continue
+        if isinstance(module.linear, SUMMING):
+            module.set_magnitudes()
+
+
+def shard_trained(
+    model: nn.Module,
+    group: Any,
+    *,
+    is_initial: bool = True,
+) -> tuple[Sharding, TrainedParts]:
+    """Divides a lazy model that was made trainable among the shards. is_initial says that its
+    adapter was not loaded from a file. Raises PlanError if the shards could not compute its
+    gradients."""
     adapted: dict[str, Any] = {}
     for name, module in model.named_modules():
-        if isinstance(module, (LoRALinear, LoRASwitchLinear)):
+        if isinstance(module, (LoRALinear, LoRASwitchLinear, DoRALinear)):
             adapted[name] = module
     _replace(model, {name: module.linear for name, module in adapted.items()})
+    trained = _trained_arrays(model).keys()
     sharding = shard(model, group)
     modules = dict(model.named_modules())
     inside = {id(module) for layer in model.layers for module in layer.modules()}
-    _check_gradients({name: each for name, each in modules.items() if id(each) in inside})
-    for module in modules.values():
-        if isinstance(module, DIVIDED):
-            module.freeze()
-    parts = TrainedParts({}, set())
+    of_layers = {name: module for name, module in modules.items() if id(module) in inside}
+    _check_gradients(of_layers)
+    for name, module in modules.items():
+        if not isinstance(module, DIVIDED):
+            continue
+        module.freeze()
+        for key in module:
+            if f"{name}.{key}" in trained:
+                module.unfreeze(recurse=False, keys=key)
+    parts = _parts_of_weights(model, trained, sharding, group.size())
     for name, lora in adapted.items():
         division = sharding.divisions.get(name)
-        if division is not None:
-            _check_division(name, division, group.size())
+        if division is None:
+            continue
+        _check_division(name, division, group.size())
+        if isinstance(lora, DoRALinear):
+            adapted[name] = ShardedDoRALinear(
+                modules[name],
+                lora,
+                division,
+                is_initial=is_initial,
+            )
+        else:
             adapted[name] = ShardedLoRALinear(modules[name], lora, division)
-            _note(name, division, parts)
+        _note(name, lora, division, parts)
     _replace(model, adapted)
     return sharding, parts
+
+
+def _parts_of_weights(
+    model: nn.Module,
+    trained: Set[str],
+    sharding: Sharding,
+    num_shards: int,
+) -> TrainedParts:
+    """Finds how the weights themselves are divided that are trained. Those beside divided matrices
+    in the same module, such as the norms of heads, work on this shard's part of the numbers, so it
+    computes only a part of their gradients. Raises PlanError."""
+    parts = TrainedParts({}, set())
+    layers = {id(layer) for layer in model.layers}
+    owners: set[str] = set()
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name, division in sharding.divisions.items():
+        weight = f"{name}.weight"
+        bias = f"{name}.bias"
+        if weight not in trained:
+            continue
+        _check_division(name, division, num_shards)
+        parts.divided[weight] = Part(division, division.axis)
+        if bias in trained and division.axis == -2:
+            parts.divided[bias] = Part(division, -1)
+        owner = _owner(name)
+        if id(modules[owner]) in layers:
+            raise PlanError(_cannot_train(name))
+        owners.add(owner)
+    for name, array in _trained_arrays(model).items():
+        module = _owner(name)
+        if module in sharding.divisions:
+            continue
+        parents = [owner for owner in owners if f"{module}.".startswith(f"{owner}.")]
+        if parents:
+            parts.partial.add(name)
+            if id(array) in sharding.made:
+                raise PlanError(_cannot_train(name))
+    return parts
+
+
+def _trained_arrays(model: nn.Module) -> dict[str, mx.array]:
+    arrays = model.trainable_parameters()
+    return dict(tree_flatten(arrays))
+
+
+def _owner(name: str) -> str:
+    """The name of the module that has an array or another module."""
+    owner, _, _ = name.rpartition(".")
+    return owner
 
 
 def _check_gradients(modules: dict[str, Any]) -> None:
@@ -136,10 +296,14 @@ def _check_gradients(modules: dict[str, Any]) -> None:
         weight = module.get("weight")
         is_matrix = isinstance(weight, mx.array) and weight.ndim > 1
         if is_matrix and not isinstance(module, DIVIDED):
-            raise PlanError(
-                f"--tensor-parallel: the shards of this model do not divide {name} in a way in "
-                "which it can be trained: leave the option out, and use stages or --data-parallel."
-            )
+            raise PlanError(_cannot_train(name))
+
+
+def _cannot_train(name: str) -> str:
+    return (
+        f"--tensor-parallel: the shards of this model do not divide {name} in a way in which it "
+        "can be trained: leave the option out, and use stages or --data-parallel."
+    )
 
 
 def _replace(model: nn.Module, modules: dict[str, nn.Module]) -> None:
@@ -147,7 +311,8 @@ def _replace(model: nn.Module, modules: dict[str, nn.Module]) -> None:
 
 
 def _check_division(name: str, division: Division, num_shards: int) -> None:
-    is_even = abs(division.share * num_shards - 1) < 1e-9
+    rest = division.share * num_shards - 1
+    is_even = abs(rest) < 1e-9
     if division.axis not in (-1, -2) or not is_even:
         raise PlanError(
             f"--tensor-parallel {num_shards}: {name} is divided among the shards in a way in which "
@@ -156,11 +321,13 @@ def _check_division(name: str, division: Division, num_shards: int) -> None:
         )
 
 
-def _note(name: str, division: Division, parts: TrainedParts) -> None:
-    """Notes which of the two matrices of a module is divided."""
+def _note(name: str, adapter: nn.Module, division: Division, parts: TrainedParts) -> None:
+    """Notes which arrays of a module's adapter are divided."""
     if division.axis == -1:
         parts.divided[f"{name}.lora_a"] = Part(division, 0)
         parts.partial.add(f"{name}.lora_b")
     else:
         parts.divided[f"{name}.lora_b"] = Part(division, 1)
         parts.partial.add(f"{name}.lora_a")
+        if isinstance(adapter, DoRALinear):
+            parts.divided[f"{name}.m"] = Part(division, 0)

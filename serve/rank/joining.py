@@ -1,17 +1,15 @@
 """Joins the ring, or the grid, that an order describes."""
 
 import faulthandler
-import time
 from pathlib import Path
 
 from serve.core.config import Address, parse_address
 from serve.core.messages import Order
 from serve.ring.grid import GridTransport
-from serve.ring.peers import Grid, meet
+from serve.ring.peers import Grid, await_row, meet
 from serve.ring.transport import LocalTransport, Ring, RingTransport, Streams, Transport, among
 
 _PARENT_FIRST_SECONDS = 5.0  # The parent gives up first, because its reason is clearer.
-_LISTEN_SECONDS = 0.05
 
 
 def join(order: Order, streams: Streams | None = None) -> Transport:
@@ -31,12 +29,7 @@ def join(order: Order, streams: Streams | None = None) -> Transport:
 
 
 def _join_ring(order: Order, streams: Streams | None) -> Transport:
-    """Joins a ring. The ranks meet first: MLX itself would wait for a late rank with the
-    interpreter's lock, look for it only after 1, 3, 7 and 15 seconds, and leave a descriptor open
-    each time."""
-    meet(_grid(order, len(order.ring))).close()
-    if order.rank == len(order.ring) - 1:
-        time.sleep(_LISTEN_SECONDS)  # The last rank connects first, and rank 0 has to listen.
+    await_row(_grid(order, len(order.ring)))
     with among(order.ring, order.addresses, Path(order.copies)):
         ring = Ring(order.rank, order.hosts, order.nonce, order.join_timeout)
         return RingTransport(ring, streams)

@@ -14,6 +14,7 @@ from serve.core.wire import FrameReader, frame
 
 _RETRY_SECONDS = 0.05
 _MIN_WAIT_SECONDS = 0.01
+_LISTEN_SECONDS = 0.05
 _MAX_GREETING_SECONDS = 5.0
 
 
@@ -173,6 +174,17 @@ def meet(grid: Grid) -> Neighbours:
         _wait_for_row(grid, neighbours, deadline)
         on_failure.pop_all()
     return neighbours
+
+
+def await_row(grid: Grid) -> None:
+    """Waits until all ranks of the row are ready to form MLX's ring, and closes the connections.
+
+    MLX itself would wait for a late rank with the interpreter's lock, look for it only after 1, 3,
+    7 and 15 seconds, and leave a descriptor open each time. Raises ClusterError.
+    """
+    meet(grid).close()
+    if grid.shard == grid.num_shards - 1:
+        time.sleep(_LISTEN_SECONDS)  # The last rank connects first, and rank 0 has to listen.
 
 
 def meet_all(grid: Grid) -> dict[int, PeerConnection]:

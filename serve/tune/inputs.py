@@ -43,11 +43,20 @@ def folder_of(model: Path | PartialModel) -> Path:
     return model
 
 
-def open_inputs(config: FineTuneConfig, links: Links) -> Inputs:
-    """Opens the model and reads the examples. Raises BrigadeError.
+def open_inputs(
+    config: FineTuneConfig,
+    links: Links,
+    earlier: Inputs | None = None,
+) -> Inputs:
+    """Opens the model and reads the examples. A rank that has done so before a loss of links gives
+    its earlier inputs, which it gets back. Raises BrigadeError.
 
     Every rank reads the examples, because each needs their shapes and the number of labels.
     """
+    if earlier is not None:
+        if isinstance(earlier.model, PartialModel):
+            _share_commit(earlier.model if links.rank == 0 else None, links)
+        return earlier
     if not config.trains:
         config = of_adapter(config)
     model = _open_model(config, links)
@@ -84,10 +93,16 @@ def _open_model(config: FineTuneConfig, links: Links) -> Path | PartialModel:
         return config.model
     if links.rank == 0:
         pinned = pin(config.hub_id, config.revision, config.cache_dir)
-        announce(links, PinnedCommit(pinned.snapshot.commit), PinnedCommit)
+        _share_commit(pinned, links)
         return pinned
-    commit = announce(links, None, PinnedCommit).commit
+    commit = _share_commit(None, links)
     return open_partial(config.hub_id, commit, config.cache_dir)
+
+
+def _share_commit(pinned: PartialModel | None, links: Links) -> str:
+    """Returns the commit of rank 0's model on every rank. Only rank 0 gives the model."""
+    own = PinnedCommit(pinned.snapshot.commit) if pinned else None
+    return announce(links, own, PinnedCommit).commit
 
 
 def _read_splits(config: FineTuneConfig, folder: Path) -> dict[str, Split]:

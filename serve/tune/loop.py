@@ -1,11 +1,10 @@
-"""The training loop of one rank: it runs schedules, sums values over all ranks, and updates the
-rank's parameters. It does not access files."""
+"""The updates of one rank: it sums gradients and losses over all ranks, and updates its parameters.
+It does not access files."""
 
 import hashlib
 import math
-import time
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import mlx.core as mx
@@ -13,173 +12,34 @@ import mlx.core as mx
 from serve.core.errors import UsageError
 from serve.core.messages import LossSum, TrainedNames, UpdateNote, WeightTypes
 from serve.lora.sharded import TrainedParts
-from serve.tune.backward import Arrays, Pass, TrainedStage
+from serve.tune.backward import Arrays, TrainedStage
 from serve.tune.config import FineTuneConfig
 from serve.tune.data.examples import MicroBatch
 from serve.tune.forecast import OpRecord
 from serve.tune.layout import check_shares
 from serve.tune.mesh import Groups
 from serve.tune.model import DropoutKeys
-from serve.tune.optimizer import make_optimizer, parts_of, states_of
+from serve.tune.optimizer import NEED_WHOLE, make_optimizer, parts_of, states_of
+from serve.tune.pipeline import Pipeline, ScheduleRun, number
 from serve.tune.precision import HALF, LossScale, master_weights
-from serve.tune.schedule import Op, Schedule, Shape, check, make_schedule
+from serve.tune.schedule import Schedule, Shape, check, make_schedule
 from serve.tune.transport import Links, exchange, sum_arrays
 
 _FORWARD_ROUND = 8  # micro-batches for each rank that a validation starts at once
 _UPDATE_PARTS = 16
+_SUMMED_AT_ONCE = 16  # arrays of the shards that travel whole in one message
+Named = dict[tuple[str, str], mx.array]
+"""Arrays of parameters, by the parameter's name and the array's."""
 _MASTER = "master"  # beside the names that optimizers give their arrays
-
-
-@dataclass(slots=True)
-class ScheduleRun:
-    """The result of a schedule on one rank. loss is the sum over all micro-batches and known on
-    the rank of the last stage. The scale of the loss is divided out of the loss and of the
-    gradients, which are float32."""
-
-    loss_scale: float = 1.0
-    loss: float = 0.0
-    gradients: Arrays = field(default_factory=dict)
-    records: list[OpRecord] = field(default_factory=list)
-
-    @property
-    def busy_seconds(self) -> float:
-        durations = (record.end - record.start for record in self.records)
-        return sum(durations)
-
-    @property
-    def seconds(self) -> float:
-        return self.records[-1].end
-
-
-class Pipeline:
-    """This rank's stages, by their number in the pipeline. With several replicas, each runs every
-    D-th of the micro-batches of an update."""
-
-    def __init__(
-        self,
-        stages: dict[int, TrainedStage],
-        groups: Groups,
-        draw: DropoutKeys,
-    ) -> None:
-        self.stages = stages
-        self.links = groups.pipeline
-        self._first_number = groups.replica
-        self._num_replicas = groups.layout.num_replicas
-        self._draw = draw
-        self._passes: dict[tuple[int, int], Pass] = {}
-
-    def run(
-        self,
-        schedule: Schedule,
-        batches: Sequence[MicroBatch],
-        scale: float,
-        loss_scale: float = 1.0,
-    ) -> ScheduleRun:
-        """Receives, computes and sends as the schedule says. Losses and gradients are multiplied
-        by `scale`. `loss_scale` multiplies them during the backward pass only."""
-        ran = ScheduleRun(loss_scale)
-        began = time.perf_counter()
-        for op in schedule.of_rank(self.links.rank):
-            arrays = self._receive(op, schedule.shape)
-            before = mx.get_active_memory()
-            start = time.perf_counter()
-            mx.reset_peak_memory()
-            if op.kind == "F":
-                batch = batches[op.micro_batch]
-                sent = self._forward(op, schedule.shape, batch, arrays, scale * loss_scale, ran)
-            elif op.kind == "B":
-                sent = self._backward(op, arrays)
-            else:
-                sent = None
-                self._add_gradients(op, ran)
-            times = start - began, time.perf_counter() - began
-            memory = before, mx.get_active_memory(), mx.get_peak_memory()
-            record = OpRecord(op, *times, *memory)
-            ran.records.append(record)
-            if sent is not None:
-                self._send(op, schedule.shape, sent)
-        return ran
-
-    def _forward(
-        self,
-        op: Op,
-        shape: Shape,
-        batch: MicroBatch,
-        given: list[mx.array],
-        scale: float,
-        ran: ScheduleRun,
-    ) -> list[mx.array] | None:
-        stage = self.stages[op.stage]
-        # Dropout depends on the number in the whole batch.
-        self._draw.micro_batch = op.micro_batch * self._num_replicas + self._first_number
-        if op.stage >= shape.first_trained:
-            needs_dx = op.stage > shape.first_trained
-            made = stage.forward_backward(batch, given, scale, needs_dx)
-            self._passes[op.micro_batch, op.stage] = made
-        else:
-            made = stage.forward(batch, given, scale)
-        # This evaluates the forward alone. What the backward needs of it stays in the graph.
-        mx.eval(made.outputs)
-        if not stage.stage.is_last:
-            return made.outputs
-        scaled_loss = number(made.outputs[0])
-        ran.loss += scaled_loss / ran.loss_scale
-        return None
-
-    def _backward(self, op: Op, dy: list[mx.array]) -> list[mx.array] | None:
-        made = self._passes[op.micro_batch, op.stage]
-        made.give(dy)
-        # dx is sent before the parameters' gradients are computed. With grad_checkpoint both need
-        # the layers computed again, and these arrays would be held from here to W.
-        is_recomputed = self.stages[op.stage].grad_checkpoint
-        gradients = made.gradients if is_recomputed else {}
-        mx.eval(made.dx, gradients)
-        return made.dx or None
-
-    def _add_gradients(self, op: Op, ran: ScheduleRun) -> None:
-        made = self._passes.pop((op.micro_batch, op.stage))
-        for name, gradient in made.gradients.items():
-            # In bfloat16, a sum over many micro-batches would lose the small gradients.
-            wide = gradient.astype(mx.float32)
-            if ran.loss_scale != 1:
-                wide = wide * (1 / ran.loss_scale)
-            before = ran.gradients.get(name)
-            if before is None:
-                ran.gradients[name] = wide
-            else:
-                ran.gradients[name] = before + wide
-        made.gradients.clear()
-        del made
-        # After each micro-batch, so that its activations are freed.
-        mx.eval(ran.gradients)
-
-    def _receive(self, op: Op, shape: Shape) -> list[mx.array]:
-        first_of_kind = {
-            "F": 0,
-            "B": shape.num_stages - 1,
-            "W": op.stage,
-        }
-        if op.stage == first_of_kind[op.kind]:
-            return []
-        message = self.links.receive(_tag(op))
-        return message[1]
-
-    def _send(self, op: Op, shape: Shape, arrays: list[mx.array]) -> None:
-        if op.kind == "F":
-            receiver = op._replace(stage=op.stage + 1)
-        else:
-            receiver = op._replace(stage=op.stage - 1)
-        rank = shape.rank(receiver.stage)
-        self.links.send(rank, _tag(receiver), (), arrays)
 
 
 def _holders(notes: Sequence[TrainedNames]) -> dict[str, list[int]]:
     """Returns the stages that hold each trained parameter, by the parameter's name."""
     holders: dict[str, list[int]] = {}
     for note in notes:
-        for number, names in note.stages.items():
+        for stage, names in note.stages.items():
             for name in names:
-                holders.setdefault(name, []).append(number)
+                holders.setdefault(name, []).append(stage)
     return holders
 
 
@@ -197,14 +57,6 @@ def _bytes_of(array: mx.array) -> memoryview:
     flat = array.reshape(-1).view(mx.uint8)
     mx.eval(flat)  # One array at a time, so that there is no second copy of all.
     return memoryview(flat)  # type: ignore[arg-type]
-
-
-def number(array: mx.array) -> float:
-    return float(array.item())  # type: ignore[arg-type]
-
-
-def _tag(op: Op) -> str:
-    return f"{op.kind} {op.micro_batch} {op.stage}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +118,10 @@ class Trainer:
             if is_first and is_own and groups.replica == 0:
                 self.counted.add(name)
         self.masters = master_weights(self.parameters())
+        # The parameters that the optimizer gets whole, though this shard has only parts of them.
+        self._made_whole = self.parts.divided if config.optimizer in NEED_WHOLE else {}
         self.optimizer = make_optimizer(config)
-        self.optimizer.init(self.parameters() | self.masters)
+        self.optimizer.init(self._optimized())
         mx.eval(self.masters, self.optimizer.state)
         self.dtypes = self._shared_dtypes()
         self.loss_scale = LossScale.of_model(is_float16=mx.float16 in self.dtypes)
@@ -279,6 +133,14 @@ class Trainer:
         for stage in self.stages.values():
             parameters |= stage.parameters()
         return parameters
+
+    def _optimized(self) -> Arrays:
+        """Arrays of the shapes and types that the optimizer gets."""
+        arrays = self.parameters() | self.masters
+        for name, part in self._made_whole.items():
+            own = arrays[name]
+            arrays[name] = mx.zeros(part.whole_shape(own.shape), own.dtype)
+        return arrays
 
     def set_whole(self, parameters: Arrays) -> None:
         """Takes this rank's parts of the trained parameters of the whole model."""
@@ -304,9 +166,14 @@ class Trainer:
     def updated_bytes(self) -> int:
         """The bytes that an update allocates while it still holds the old arrays: the weights in
         the model's type, and one part at a time of the master weights."""
+        parameters = self.parameters()
         masters = sum(array.nbytes for array in self.masters.values())
-        weights = sum(array.nbytes for array in self.parameters().values())
-        return weights + masters // _UPDATE_PARTS
+        weights = sum(array.nbytes for array in parameters.values())
+        whole = 0
+        for name, part in self._made_whole.items():
+            # The gradient and the parameter, in float32, before and after the update.
+            whole += 4 * math.prod(part.whole_shape(parameters[name].shape)) * mx.float32.size
+        return weights + masters // _UPDATE_PARTS + whole
 
     def owned_parameters(self) -> Arrays:
         """The parameters that this rank saves, whole. All shards of a stage have to call this."""
@@ -317,13 +184,20 @@ class Trainer:
     def owned_state(self) -> Arrays:
         """The optimizer's arrays for the parameters that this rank saves, and their master
         weights, as PARAMETER.ARRAY and whole. All shards of a stage have to call this."""
-        whole = self._whole(self._state(self.counted))
+        own = self._state(self.counted)
+        if not self._made_whole:
+            whole = self._whole(own)
+        else:
+            masters = {key: array for key, array in own.items() if key[1] == _MASTER}
+            whole = self._whole(masters)
+            if self.groups.shard == 0:
+                whole = own | whole
         return {f"{name}.{part}": array for (name, part), array in whole.items()}
 
-    def _state(self, names: Set[str]) -> dict[tuple[str, str], mx.array]:
+    def _state(self, names: Set[str]) -> Named:
         """This rank's arrays of the optimizer and master weights, by parameter and name."""
         states = states_of(self.optimizer)
-        own: dict[tuple[str, str], mx.array] = {}
+        own: Named = {}
         for name in sorted(names):
             for part, array in states[name].items():
                 own[name, part] = array
@@ -331,17 +205,28 @@ class Trainer:
             own[name, _MASTER] = self.masters[name]
         return own
 
-    def _whole(self, own: dict[tuple[str, str], mx.array]) -> dict[tuple[str, str], mx.array]:
+    def _whole(self, own: Named) -> Named:
         """Puts the parts of all shards together. The other shards than the first get nothing."""
+        whole = self._joined(own)
+        return {} if self.groups.shard else whole
+
+    def _joined(self, own: Named) -> Named:
+        """Puts the parts of all shards together, on each of them."""
+        whole = dict(own)
         keys = [key for key in own if key[0] in self.parts.divided]
-        if not keys:
-            return own
-        padded = [self.parts.divided[key[0]].among_zeros(own[key]) for key in keys]
-        mx.eval(padded)  # A lazy array cannot leave the thread that made it.
-        sums = sum_arrays(self.groups.shards, padded)
-        if self.groups.shard:
-            return {}
-        return own | dict(zip(keys, sums, strict=True))
+        for start in range(0, len(keys), _SUMMED_AT_ONCE):
+            some = keys[start : start + _SUMMED_AT_ONCE]
+            padded = [self.parts.divided[key[0]].among_zeros(own[key]) for key in some]
+            mx.eval(padded)  # A lazy array cannot leave the thread that made it.
+            sums = sum_arrays(self.groups.shards, padded)
+            whole |= zip(some, sums, strict=True)
+        return whole
+
+    def _made_whole_of(self, own: Arrays) -> Arrays:
+        """Replaces the parts of arrays that the optimizer gets whole."""
+        parts = {(name, ""): own[name] for name in sorted(self._made_whole.keys() & own.keys())}
+        whole = {name: array for (name, _), array in self._joined(parts).items()}
+        return own | whole
 
     def restore(self, adapter: Arrays, state: Arrays, step: int) -> None:
         """Takes this rank's part of what all ranks saved after `step` updates."""
@@ -350,7 +235,8 @@ class Trainer:
         states = states_of(self.optimizer)
         for key, array in state.items():
             name, _, part = key.rpartition(".")
-            own = self._part_of(name, array)
+            is_whole = name in self._made_whole and part != _MASTER
+            own = array if is_whole else self._part_of(name, array)
             if part == _MASTER and name in self.masters:
                 self.masters[name] = own
             elif name in states and part in states[name]:
@@ -482,6 +368,12 @@ class Trainer:
     def loss_of(self, batches: Sequence[MicroBatch]) -> float:
         """Returns the mean loss over the learned tokens. Runs the same pipeline forward only."""
         self._set_training(False)
+        try:
+            return self._loss_of(batches)
+        finally:
+            self._set_training(True)  # Also after a lost link: the stages stay.
+
+    def _loss_of(self, batches: Sequence[MicroBatch]) -> float:
         total = 0.0
         layout = self.groups.layout
         size = _FORWARD_ROUND * layout.pipeline_size * layout.num_replicas
@@ -492,7 +384,6 @@ class Trainer:
             # After each round all ranks wait for each other. Otherwise the first would run ahead.
             notes = exchange(self.links, LossSum(self._counted_loss(ran)))
             total += sum(note.loss for note in notes)
-        self._set_training(True)
         num_labels = sum(batch.num_labels for batch in batches)
         return total / num_labels
 
@@ -543,7 +434,12 @@ class Trainer:
             factor = max_norm / (norm + 1e-6)
             gradients = {name: gradient * factor for name, gradient in gradients.items()}
         before = self.parameters()
-        made = self.optimizer.apply_gradients(gradients, before | self.masters)
+        made = self.optimizer.apply_gradients(
+            self._made_whole_of(gradients),
+            self._made_whole_of(before | self.masters),
+        )
+        for name in self._made_whole:
+            made[name] = self._part_of(name, made[name])
         parameters: Arrays = {}
         states = states_of(self.optimizer)
         names = list(made)

@@ -9,9 +9,11 @@ import faulthandler
 import logging
 import os
 import socket
+import sys
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,16 +22,24 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from serve.core.config import Cluster, parse_address
+from serve.core.config import TRAINING_JOIN_SECONDS, Cluster, parse_address
 from serve.core.errors import ClusterError
 from serve.core.messages import AnyNote
-from serve.ring.peers import Grid, meet_all
-from serve.ring.transport import Ring, among, exchange, form_group
+from serve.ring.peers import Grid, await_row, meet_all
+from serve.ring.transport import Ring, RingLostError, among, exchange, form_group
 from serve.tune.layout import Layout
-from serve.tune.transport import Links, Payload, ProcessLinks, RingLinks, local_links, silence
+from serve.tune.transport import (
+    Links,
+    Payload,
+    ProcessLinks,
+    RingLinks,
+    bytes_of,
+    local_links,
+    silence,
+    split_parts,
+)
 
 _logger = logging.getLogger(__name__)
-_JOIN_SECONDS = 60.0
 _TICK_SECONDS = 1.0
 
 
@@ -51,7 +61,7 @@ class MeshLinks(ProcessLinks):
     def _watch(self) -> None:
         silent = dict.fromkeys(self._peers, 0.0)
         heard: dict[int, int] = {}
-        while True:
+        while not self._is_leaving:
             time.sleep(_TICK_SECONDS)
             before, heard = heard, self._inbox.num_heard()
             # Only seconds in which this process ran count: after it was stopped, it blames nobody.
@@ -61,8 +71,27 @@ class MeshLinks(ProcessLinks):
                     _logger.error("%s", silence(peer, self._stall_seconds))
                     os._exit(ClusterError.exit_code)
 
-    def _send_part(self, peer: int, part: mx.array) -> None:
-        self._peers[peer].sendall(memoryview(cast(Any, part)))
+    def leave(self, seconds: float) -> None:
+        for peer in self._peers.values():
+            with suppress(OSError):  # It may have closed the connection already.
+                peer.shutdown(socket.SHUT_RDWR)
+        super().leave(seconds)
+
+    def _prepare(self, arrays: Sequence[mx.array]) -> list[mx.array]:
+        # The thread of the link must evaluate nothing: MLX makes it wait while other streams have
+        # much to do, and this rank may be in a sum with the one that waits for this message.
+        return bytes_of(arrays)
+
+    def _send_tensors(self, peer: int, header: bytes, number: int, tensors: list[mx.array]) -> None:
+        link = self._peers[peer]
+        link.sendall(header)
+        ending = number.to_bytes(mx.int32.size, sys.byteorder)
+        for tensor in tensors:
+            data = memoryview(cast(Any, tensor))
+            # The receiver expects the same parts: their size is a multiple of that of an element.
+            for start, end in split_parts(len(data), 1):
+                link.sendall(data[start:end])
+                link.sendall(ending)
 
     def _receive_part(self, peer: int, num_bytes: int) -> mx.array:
         data = bytearray(num_bytes)
@@ -70,7 +99,7 @@ class MeshLinks(ProcessLinks):
         while view:
             num_read = self._peers[peer].recv_into(view)
             if not num_read:
-                raise ClusterError("it ended in the middle of a message")
+                raise RingLostError("it ended in the middle of a message")
             view = view[num_read:]
         return mx.array(cast(Any, data))
 
@@ -152,20 +181,31 @@ def _subset(links: Links, name: str, ranks: Sequence[int]) -> Links:
     return Subset(links, name, ranks)
 
 
-def join(cluster: Cluster, layout: Layout, stall_seconds: float) -> Groups:
-    """Joins all ranks of a run, in the main thread. Raises ClusterError."""
+def join(
+    cluster: Cluster,
+    layout: Layout,
+    stall_seconds: float,
+    timeout_seconds: float = TRAINING_JOIN_SECONDS,
+) -> Groups:
+    """Joins all ranks of a run, in the main thread. timeout_seconds is how long a rank waits for
+    the others. Raises ClusterError."""
     if cluster.num_ranks == 1:
         return groups_of(layout, local_links(1)[0])
     nonce = zlib.crc32(cluster.secret.encode()) >> 1
-    if layout.pipeline_size == cluster.num_ranks:
-        ring = Ring(cluster.rank, cluster.hosts, nonce, _JOIN_SECONDS)
-        return groups_of(layout, RingLinks(ring, stall_seconds))
     addresses = tuple(parse_address(first, "MLX_HOSTFILE") for first, *_ in cluster.addresses)
-    grid = Grid(cluster.rank, layout.num_shards, addresses, nonce, _JOIN_SECONDS)
+    if layout.pipeline_size == cluster.num_ranks:
+        row = Grid(cluster.rank, cluster.num_ranks, addresses, nonce, timeout_seconds)
+        await_row(row)
+        ring = Ring(cluster.rank, cluster.hosts, nonce, TRAINING_JOIN_SECONDS)
+        with _forming(cluster, row):
+            return groups_of(layout, RingLinks(ring, stall_seconds))
+    grid = Grid(cluster.rank, layout.num_shards, addresses, nonce, timeout_seconds)
     connections = meet_all(grid)
     group = None
     if layout.num_shards > 1:
-        group = _form_ring(cluster, grid)
+        with _forming(cluster, grid):
+            group = form_group(grid.shard, grid.num_shards)
+            exchange(grid.nonce, 0, group, mx.default_stream(mx.cpu))
     peers = {rank: connection.tcp_socket for rank, connection in connections.items()}
     links = MeshLinks(cluster.rank, peers, stall_seconds)
     if group is not None:
@@ -173,17 +213,16 @@ def join(cluster: Cluster, layout: Layout, stall_seconds: float) -> Groups:
     return groups_of(layout, links, group)
 
 
-def _form_ring(cluster: Cluster, grid: Grid) -> Any:
-    """Forms MLX's ring of the shards of a stage."""
+@contextmanager
+def _forming(cluster: Cluster, grid: Grid) -> Iterator[None]:
+    """Prepares everything from which MLX forms the ring of a row of the grid."""
     addresses = [list(each) for each in cluster.addresses]
     # MLX holds the interpreter's lock while it waits for neighbours, so no signal would be heeded.
-    faulthandler.dump_traceback_later(_JOIN_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(TRAINING_JOIN_SECONDS, exit=True)
     try:
         with TemporaryDirectory() as folder, among(grid.row, addresses, Path(folder)):
-            group = form_group(grid.shard, grid.num_shards)
-            exchange(grid.nonce, 0, group, mx.default_stream(mx.cpu))
-            return group
+            yield
     except RuntimeError as error:
-        raise ClusterError(f"The ring of the shards broke: {error}.") from error
+        raise ClusterError(f"MLX's ring broke: {error}.") from error
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -153,13 +153,14 @@ def load_adapter(weights: Arrays, name: str, model: nn.Module) -> None:
 
 
 def divide(
+    config: FineTuneConfig,
     parts: TrainedParts,
     group: Any,
     model: nn.Module,
 ) -> Sharding:
-    """Divides a model that was made trainable among the shards, and adds to parts how its trained
-    arrays are divided. Raises PlanError."""
-    sharding, found = shard_trained(model, group)
+    """Divides a model that `prepare` has changed among the shards, and adds to parts how its
+    trained arrays are divided. Raises PlanError."""
+    sharding, found = shard_trained(model, group, is_initial=not has_adapter_file(config))
     parts.divided |= found.divided
     parts.partial |= found.partial
     for name, module in model.named_modules():
@@ -171,6 +172,11 @@ def divide(
 
 def _adapter_file(config: FineTuneConfig) -> Path:
     return config.resume_adapter_file or config.adapter_path / ADAPTERS
+
+
+def has_adapter_file(config: FineTuneConfig) -> bool:
+    """Whether an adapter is loaded, to train it further or to test it."""
+    return config.resume_adapter_file is not None or not config.trains
 
 
 def of_adapter(config: FineTuneConfig) -> FineTuneConfig:
@@ -198,10 +204,8 @@ def prepare(config: FineTuneConfig, draw: DropoutKeys, model: nn.Module) -> None
     """Makes a model trainable and loads the adapter to resume, or without training the adapter
     to be tested. Raises UsageError if an adapter does not fit the model."""
     make_trainable(config, draw, model)
-    path = None
-    if config.resume_adapter_file or not config.trains:
+    if has_adapter_file(config):
         path = _adapter_file(config)
-    if path:
         try:
             weights = load_arrays(path)
         except (OSError, RuntimeError, ValueError) as error:

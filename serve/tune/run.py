@@ -7,8 +7,9 @@ from pathlib import Path
 import mlx.core as mx
 
 from serve.core.config import Cluster
-from serve.core.errors import ClusterError, EngineError
+from serve.core.errors import EngineError
 from serve.core.messages import NumTrained, OpTimes, Probe, Reached
+from serve.ring.transport import RingLostError
 from serve.tune import saving
 from serve.tune.config import FineTuneConfig
 from serve.tune.data import examples, packing
@@ -19,10 +20,19 @@ from serve.tune.inputs import Inputs, agree, open_inputs
 from serve.tune.loop import Update
 from serve.tune.mesh import Groups, join
 from serve.tune.precision import HALF
+from serve.tune.recovery import NO_GROUP, Kept, join_again, leave
 from serve.tune.results import card, run_folder, whole
 from serve.tune.results.checkpoint import load_arrays
 from serve.tune.schedule import Schedule
-from serve.tune.session import Progress, Session, held_out_batches, keep, load, update_batches
+from serve.tune.session import (
+    Progress,
+    Session,
+    held_out_batches,
+    keep,
+    load,
+    open_session,
+    update_batches,
+)
 from serve.tune.transport import exchange, share
 from serve.tune.window import Window
 
@@ -40,17 +50,48 @@ def run(
     """Runs everything and returns the folder of the weights that a server should load. It returns
     when all ranks have finished. The model card quotes `command`. Raises BrigadeError."""
     groups = join(cluster, config.layout(cluster.num_ranks), config.stall_timeout)
+    kept = Kept()
+    while True:
+        folder = _run_until_loss(config, groups, show, command, kept)
+        if folder is not None:
+            return folder
+        del groups  # MLX closes the ring of the shards when nothing refers to it.
+        groups = join_again(cluster, config, kept)
+
+
+def _run_until_loss(
+    config: FineTuneConfig,
+    groups: Groups,
+    show: Show,
+    command: str,
+    kept: Kept,
+) -> Path | None:
+    """Returns the folder as `run` does, or None if this rank has lost another one and left the
+    links. Raises BrigadeError."""
     links = groups.everybody
     try:
-        folder = run_rank(config, groups, show, command)
+        folder = run_rank(config, groups, show, command, kept)
         exchange(links, Reached("the end"))
         return folder
-    except RuntimeError as error:
-        if "[ring]" in str(error):
-            raise ClusterError(f"The ring of the shards broke: {error}.") from error
-        raise
+    except (RingLostError, RuntimeError) as error:
+        reason = _reason_of_loss(error)
+        if reason is None:
+            raise
+        if not kept.may_stay(config):
+            raise RingLostError(f"{reason} {kept.advice}") from error
+        leave(groups, config, kept, reason)
+        return None
     finally:
         links.close()
+
+
+def _reason_of_loss(error: RingLostError | RuntimeError) -> str | None:
+    """Says what was lost, if the error means that another rank or a link was."""
+    if isinstance(error, RingLostError):
+        return str(error)
+    if "[ring]" in str(error):
+        return f"The ring of the shards broke: {error}."
+    return None
 
 
 def run_rank(
@@ -58,28 +99,57 @@ def run_rank(
     groups: Groups,
     show: Show,
     command: str = "",
+    kept: Kept | None = None,
 ) -> Path:
-    """Does one rank's part of a run over these links. Returns the same folder as `run`."""
+    """Does one rank's part of a run over these links, with what it has kept of an earlier part.
+    Returns the same folder as `run`."""
     links = groups.everybody
-    inputs = open_inputs(config, links)
-    agree(inputs, links)
+    kept = kept or Kept()
     own_show = show if links.rank == 0 else _show_nothing
-    session = load(inputs, groups, own_show)
-    progress = saving.new_progress(session)
+    session, has_checkpoint = _open(config, groups, own_show, kept)
+    progress = kept.progress = saving.new_progress(session)
     ran: list[Span] = []
-    if inputs.config.trains:
+    if session.config.trains:
         check_packing(session)
-        if inputs.config.resume:
+        if has_checkpoint:
             progress = saving.resume(session)
         else:
             progress = saving.begin(session)
+        kept.progress = progress
         # A run may have been ended after its last batch and before the steps below.
-        is_early = progress.history.has_stalled(inputs.config.early_stop)
-        if progress.done < inputs.config.iters and not is_early:
+        is_early = progress.history.has_stalled(session.config.early_stop)
+        if progress.done < session.config.iters and not is_early:
             ran = train(session, progress)
         else:
             session.show(NothingLeft(progress.done, is_early))
     return finish(session, progress, ran, command)
+
+
+def _open(
+    config: FineTuneConfig,
+    groups: Groups,
+    show: Show,
+    kept: Kept,
+) -> tuple[Session, bool]:
+    """Opens and loads what is not kept. Also returns whether there is a checkpoint to continue
+    from."""
+    links = groups.everybody
+    inputs = open_inputs(config, links, kept.inputs)
+    agree(inputs, links)
+    has_checkpoint = saving.has_checkpoint(inputs.config, links, is_rejoining=kept.is_rejoining)
+    weights = kept.weights
+    if weights is not None and not has_checkpoint:
+        if weights.initial is None:
+            weights = kept.weights = None  # Freed before they are loaded again.
+        else:
+            weights.reset()
+    if weights is None:
+        weights = load(inputs, groups)
+    else:
+        weights.set_group(NO_GROUP, groups.ring)
+    kept.inputs = inputs
+    kept.weights = weights
+    return open_session(inputs, groups, show, weights), has_checkpoint
 
 
 def _show_nothing(_: object) -> None:

@@ -9,17 +9,27 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from serve.core.errors import EngineError
-from serve.core.messages import NotFinite, ResumePoint, WeightDigest
+from serve.core.messages import NotFinite, ResumePoint, RunStart, WeightDigest
 from serve.tune.backward import Arrays
+from serve.tune.config import FineTuneConfig
 from serve.tune.events import Saved
-from serve.tune.history import History
 from serve.tune.loop import Update
 from serve.tune.model import adapter_config
 from serve.tune.optimizer import num_steps
 from serve.tune.results import checkpoint, run_folder
+from serve.tune.results.history import History
 from serve.tune.session import Progress, Session
-from serve.tune.transport import announce, exchange, gather, share
+from serve.tune.transport import Links, announce, exchange, gather, share
 from serve.tune.window import Window
+
+
+def has_checkpoint(config: FineTuneConfig, links: Links, *, is_rejoining: bool) -> bool:
+    """Whether a run that trains continues from a checkpoint, as rank 0 decides."""
+    own: RunStart | None = None
+    if links.rank == 0:
+        is_saved = is_rejoining and bool(run_folder.whole_checkpoints(config.adapter_path))
+        own = RunStart(config.resume or is_saved)
+    return announce(links, own, RunStart).has_checkpoint
 
 
 def begin(session: Session) -> Progress:

@@ -1,31 +1,59 @@
 """One rank of a run: the state that stays the same while it trains, and its progress."""
 
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import mlx.nn as nn
 
 from serve.core.plan import LayerRange
-from serve.lora.sharded import TrainedParts
-from serve.model.sharding import Sharding
+from serve.lora.sharded import TrainedParts, set_magnitudes
+from serve.model.sharding import Sharding, replace_group, without_sums
 from serve.model.weights import load_stage
-from serve.tune.backward import TrainedStage
+from serve.tune.backward import Arrays, TrainedStage
 from serve.tune.config import FineTuneConfig
 from serve.tune.data.examples import MicroBatch, batch_at, micro_batches, some_examples
 from serve.tune.events import Finished, Reported, Show, Validated
-from serve.tune.history import History
 from serve.tune.inputs import Inputs
 from serve.tune.loop import Trainer
 from serve.tune.mesh import Groups
-from serve.tune.model import DropoutKeys, divide, prepare, split_layers
+from serve.tune.model import DropoutKeys, divide, has_adapter_file, prepare, split_layers
 from serve.tune.results import checkpoint
+from serve.tune.results.history import History
 from serve.tune.schedule import Shape
 from serve.tune.transport import Links
 
 
 @dataclass(frozen=True, slots=True)
+class Weights:
+    """Holds what a rank has loaded, and keeps when it loses other ranks. layers has the range of
+    every stage, in the order of the model; stages are this rank's own, by number.
+
+    initial are the trained parameters as they were before training. It is None if all weights of
+    layers are trained, because it would be a second copy of them.
+    """
+
+    layers: list[LayerRange]
+    stages: dict[int, TrainedStage]
+    draw: DropoutKeys
+    parts: TrainedParts
+    initial: Arrays | None
+
+    def set_group(self, old: Any, new: Any) -> None:
+        """Makes the layers of shards compute their sums in another group of MLX."""
+        for stage in self.stages.values():
+            replace_group(stage.stage.model, old, new)
+
+    def reset(self) -> None:
+        """Gives the trained parameters their initial values."""
+        assert self.initial is not None
+        for stage in self.stages.values():
+            stage.update(self.initial)
+
+
+@dataclass(frozen=True, slots=True)
 class Session:
-    """A rank that has loaded its stages. layers has the range of every stage, in the order of the
-    model. Only rank 0 shows events and writes files."""
+    """A rank that has loaded its stages. Only rank 0 shows events and writes files."""
 
     inputs: Inputs
     groups: Groups
@@ -63,7 +91,7 @@ class Progress:
     has_learned: bool = False
 
 
-def load(inputs: Inputs, groups: Groups, show: Show) -> Session:
+def load(inputs: Inputs, groups: Groups) -> Weights:
     """Loads this rank's stages. Raises BrigadeError."""
     config = inputs.config
     shape = Shape(groups.layout.pipeline_size, 1, config.num_chunks())
@@ -75,15 +103,35 @@ def load(inputs: Inputs, groups: Groups, show: Show) -> Session:
         prepare(config, draw, model)
         if groups.ring is None:
             return None
-        return divide(parts, groups.ring, model)
+        return divide(config, parts, groups.ring, model)
 
     stages = {}
     for number in shape.stages(groups.pipeline.rank):
         start, end = layers[number]
         loaded = load_stage(inputs.model, start, end, _report_nothing, make_trainable)
-        stages[number] = TrainedStage(loaded.stage, config.grad_checkpoint)
-    trainer = Trainer(config, stages, groups, draw, parts)
-    return Session(inputs, groups, show, layers, trainer)
+        # A rank that returns loads alone, so nothing here may wait for the other shards.
+        with without_sums() if groups.ring is not None else nullcontext():
+            stages[number] = TrainedStage(loaded.stage, config.grad_checkpoint)
+    initial: Arrays | None = None
+    if config.fine_tune_type != "full":
+        initial = {}
+        for stage in stages.values():
+            initial |= stage.parameters()
+    return Weights(layers, stages, draw, parts, initial)
+
+
+def open_session(
+    inputs: Inputs,
+    groups: Groups,
+    show: Show,
+    weights: Weights,
+) -> Session:
+    """Prepares to train loaded weights, together with the other ranks. Raises BrigadeError."""
+    if groups.ring is not None and not has_adapter_file(inputs.config):
+        for stage in weights.stages.values():
+            set_magnitudes(stage.stage.model)
+    trainer = Trainer(inputs.config, weights.stages, groups, weights.draw, weights.parts)
+    return Session(inputs, groups, show, weights.layers, trainer)
 
 
 def _report_nothing(*_: object) -> None:

@@ -8,10 +8,12 @@ over TCP, because a waiting receive uses a core. Nothing here is a collective of
 import math
 import queue
 import socket
+import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from threading import Condition, Thread
 from typing import Protocol, TypeVar
@@ -29,7 +31,17 @@ from serve.core.messages import (
     TensorSpec,
 )
 from serve.core.wire import FrameReader, frame
-from serve.ring.transport import DTYPES, Ring, form_ring, pack, packed_bytes, tensor_specs, unpack
+from serve.ring.regroup import forget_groups
+from serve.ring.transport import (
+    DTYPES,
+    Ring,
+    RingLostError,
+    form_ring,
+    pack,
+    packed_bytes,
+    tensor_specs,
+    unpack,
+)
 
 Payload = tuple[tuple[AnyNote, ...], list[mx.array]]
 """Notes and arrays."""
@@ -84,7 +96,8 @@ class Inbox:
                 self.fail(ClusterError(f"Rank {peer} has ended."))
 
     def take(self, tag: str) -> Payload:
-        """Waits for a message. Raises ClusterError if a neighbour is gone or silent."""
+        """Waits for a message. Raises RingLostError if a neighbour is lost or silent, and
+        ClusterError if it has ended by itself or something else is wrong."""
         with self._changed:
             arrived = self._messages[tag]
             while not arrived:
@@ -101,7 +114,7 @@ class Inbox:
             self._silent_seconds[peer] += _TICK_SECONDS
             if self._silent_seconds[peer] <= self._stall_seconds:
                 continue
-            raise ClusterError(silence(peer, self._stall_seconds))
+            raise RingLostError(silence(peer, self._stall_seconds))
 
 
 def silence(peer: int, seconds: float) -> str:
@@ -291,12 +304,22 @@ def _neighbours(rank: int, num_ranks: int) -> set[int]:
 # --- between processes
 
 
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    """A message that waits to be sent, with its tensors as the links prepare them."""
+
+    tag: str
+    notes: tuple[AnyNote, ...]
+    specs: tuple[TensorSpec, ...]
+    tensors: list[mx.array]
+
+
 class ProcessLinks(ABC):
     """The links of a rank that is a process of its own.
 
     Headers travel over sockets. How the bytes of tensors travel is up to the subclass. `receive`
-    raises ClusterError when a neighbour is gone, or silent for stall_seconds. The process has to
-    end then, because it cannot form a second group.
+    raises RingLostError when a neighbour is lost, or silent for stall_seconds. This process can
+    form other links after `leave`.
     """
 
     def __init__(self, rank: int, num_ranks: int, num_peers: int, stall_seconds: float) -> None:
@@ -304,13 +327,19 @@ class ProcessLinks(ABC):
         self.num_ranks = num_ranks
         self._inbox = Inbox(num_peers, stall_seconds)
         self._beat_seconds = min(_BEAT_SECONDS, stall_seconds / 4)
-        self._outboxes: dict[int, queue.SimpleQueue[tuple[str, Payload] | None]] = {}
+        self._outboxes: dict[int, queue.SimpleQueue[_Outgoing | None]] = {}
         self._senders: list[Thread] = []
+        self._receivers: list[Thread] = []
         self._sockets: set[socket.socket] = set()
+        self._is_leaving = False
 
     @abstractmethod
-    def _send_part(self, peer: int, part: mx.array) -> None:
-        """Sends evaluated bytes, and returns when they are on their way."""
+    def _prepare(self, arrays: Sequence[mx.array]) -> list[mx.array]:
+        """Prepares evaluated arrays for `_send_tensors`, in the thread that calls `send`."""
+
+    @abstractmethod
+    def _send_tensors(self, peer: int, header: bytes, number: int, tensors: list[mx.array]) -> None:
+        """Sends the header of a message and its prepared tensors, in the thread of the link."""
 
     @abstractmethod
     def _receive_part(self, peer: int, num_bytes: int) -> mx.array: ...
@@ -327,7 +356,7 @@ class ProcessLinks(ABC):
             self._senders.append(self._start(self._send_all, peer, connection))
         for peer, connection in readers.items():
             self._inbox.hear(peer)
-            self._start(self._receive_all, peer, connection)
+            self._receivers.append(self._start(self._receive_all, peer, connection))
 
     def send(
         self,
@@ -336,11 +365,11 @@ class ProcessLinks(ABC):
         notes: tuple[AnyNote, ...],
         arrays: Sequence[mx.array],
     ) -> None:
-        payload = notes, list(arrays)
         if to == self.rank:
-            self._inbox.put(tag, payload)
-        else:
-            self._outboxes[to].put((tag, payload))
+            self._inbox.put(tag, (notes, list(arrays)))
+            return
+        message = _Outgoing(tag, notes, tensor_specs(arrays), self._prepare(arrays))
+        self._outboxes[to].put(message)
 
     def receive(self, tag: str) -> Payload:
         return self._inbox.take(tag)
@@ -355,6 +384,21 @@ class ProcessLinks(ABC):
         for connection in self._sockets:
             connection.close()
 
+    def leave(self, seconds: float) -> None:
+        """Ends the links after one of them was lost. Other ranks lose them too, and leave.
+
+        Messages that are on their way to such ranks are delivered first. Raises ClusterError if
+        that takes longer than `seconds`.
+        """
+        self._is_leaving = True
+        for outbox in self._outboxes.values():
+            outbox.put(None)
+        deadline = time.monotonic() + seconds
+        for thread in (*self._senders, *self._receivers):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                raise ClusterError(f"A link is still open after {seconds:g} s ({thread.name}).")
+
     def _start(
         self,
         run: Callable[..., None],
@@ -362,12 +406,18 @@ class ProcessLinks(ABC):
         connection: socket.socket,
     ) -> Thread:
         def top() -> None:
+            stream = mx.new_stream(mx.cpu)
             try:
-                stream = mx.new_stream(mx.cpu)
                 run(peer, connection, stream)
             except Exception as error:  # Whatever it is, somebody waits for this thread.
-                broken = ClusterError(f"The link to rank {peer} broke: {error}.")
+                kind = RingLostError if _is_loss(error) else ClusterError
+                broken = kind(f"The link to rank {peer} broke: {error}.")
                 self._inbox.fail(broken)
+            finally:
+                # MLX frees a group without checking whether a stream still uses it.
+                with suppress(RuntimeError):
+                    mx.synchronize(stream)
+                mx.clear_streams()  # Otherwise the system's thread of each stream would stay.
 
         thread = Thread(target=top, name=f"{run.__name__} {peer}", daemon=True)
         thread.start()
@@ -377,26 +427,17 @@ class ProcessLinks(ABC):
         for number in count():
             message = self._next(peer, connection)
             if message is None:
-                connection.sendall(frame(Parting()))
+                if self._is_leaving:
+                    connection.shutdown(socket.SHUT_WR)
+                else:
+                    connection.sendall(frame(Parting()))
                 return
-            tag, (notes, arrays) = message
-            specs = tensor_specs(arrays)
-            header = TaggedTensors(number, tag, notes, specs)
+            header = TaggedTensors(number, message.tag, message.notes, message.specs)
             with mx.stream(stream):
-                parts = []
-                for array in arrays:
-                    flat = array.reshape(-1)
-                    for start, end in _parts(flat.size, flat.itemsize):
-                        part = pack(number, [flat[start:end]])
-                        parts.append(part)
-                mx.eval(parts[:1])  # Before the header: a receive that waits uses a core.
-                connection.sendall(frame(header))
-                while parts:
-                    part = parts.pop(0)
-                    mx.eval(part)
-                    self._send_part(peer, part)
+                self._send_tensors(peer, frame(header), number, message.tensors)
+            del message  # Before the next one is waited for.
 
-    def _next(self, peer: int, connection: socket.socket) -> tuple[str, Payload] | None:
+    def _next(self, peer: int, connection: socket.socket) -> "_Outgoing | None":
         """Waits for the next message to send, and tells the peer meanwhile that this rank is
         alive."""
         outbox = self._outboxes[peer]
@@ -422,8 +463,8 @@ class ProcessLinks(ABC):
                         self._inbox.put(tag, (notes, arrays))
                     case Alive():
                         continue
-        ended = ClusterError(f"Rank {peer} has ended: look at its log.")
-        self._inbox.fail(ended)
+        lost = RingLostError(f"Rank {peer} has ended: look at its log.")
+        self._inbox.fail(lost)
 
     def _arrays(
         self,
@@ -437,7 +478,7 @@ class ProcessLinks(ABC):
                 parts: list[mx.array] = []
                 num_elements = math.prod(spec.shape)
                 item_bytes = DTYPES[spec.dtype].size
-                for start, end in _parts(num_elements, item_bytes):
+                for start, end in split_parts(num_elements, item_bytes):
                     part = [TensorSpec(spec.dtype, (end - start,))]
                     packed = self._receive_part(peer, packed_bytes(part))
                     parts += unpack(header.number, part, packed)
@@ -456,7 +497,8 @@ class RingLinks(ProcessLinks):
         num_ranks = len(ring.hosts)
         num_peers = len(_neighbours(ring.rank, num_ranks))
         super().__init__(ring.rank, num_ranks, num_peers, stall_seconds)
-        self._group, to_left, to_right = form_ring(ring, mx.new_stream(mx.cpu))
+        self._group: mx.distributed.Group | None
+        self._group, to_left, to_right = form_ring(ring, mx.default_stream(mx.cpu))
         left = (ring.rank - 1) % num_ranks
         right = (ring.rank + 1) % num_ranks
         writers = {left: to_left}
@@ -464,16 +506,48 @@ class RingLinks(ProcessLinks):
         if left != right:
             writers[right] = to_right
             readers[left] = to_left
+        self._writers = writers
         self._open(writers, readers)
 
-    def _send_part(self, peer: int, part: mx.array) -> None:
-        mx.eval(mx.distributed.send(part, peer, group=self._group))
+    def _prepare(self, arrays: Sequence[mx.array]) -> list[mx.array]:
+        return list(arrays)
+
+    def _send_tensors(self, peer: int, header: bytes, number: int, tensors: list[mx.array]) -> None:
+        parts = []
+        for array in tensors:
+            flat = array.reshape(-1)
+            for start, end in split_parts(flat.size, flat.itemsize):
+                part = pack(number, [flat[start:end]])
+                parts.append(part)
+        mx.eval(parts[:1])  # Before the header: a receive that waits uses a core.
+        self._writers[peer].sendall(header)
+        while parts:
+            part = parts.pop(0)
+            mx.eval(mx.distributed.send(part, peer, group=self._group))
 
     def _receive_part(self, peer: int, num_bytes: int) -> mx.array:
         return mx.distributed.recv((num_bytes,), mx.uint8, peer, group=self._group)
 
+    def leave(self, seconds: float) -> None:
+        super().leave(seconds)
+        self._group = None
+        forget_groups()
 
-def _parts(num_elements: int, item_bytes: int) -> list[tuple[int, int]]:
+
+def _is_loss(error: Exception) -> bool:
+    """Whether an error of a link means that the other rank is gone."""
+    is_ring_broken = isinstance(error, RuntimeError) and "[ring]" in str(error)
+    return is_ring_broken or isinstance(error, OSError | RingLostError)
+
+
+def bytes_of(arrays: Sequence[mx.array]) -> list[mx.array]:
+    """Returns the evaluated bytes of each array."""
+    tensors = [array.reshape(-1).view(mx.uint8) for array in arrays]
+    mx.eval(tensors)  # Here: a lazy array cannot leave the thread that made it.
+    return tensors
+
+
+def split_parts(num_elements: int, item_bytes: int) -> list[tuple[int, int]]:
     """Cuts the elements of a tensor into ranges [start, end) that each fit into one message."""
     step = _PART_BYTES // item_bytes
     starts = range(0, max(1, num_elements), step)

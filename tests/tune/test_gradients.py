@@ -16,7 +16,7 @@ from serve.tune import backward
 from serve.tune.backward import Pass, TrainedStage, loss_sum
 from serve.tune.config import FineTuneConfig
 from serve.tune.data.examples import MicroBatch
-from serve.tune.loop import Pipeline, ScheduleRun
+from serve.tune.pipeline import Pipeline, ScheduleRun
 from serve.tune.schedule import SCHEDULES, Op, Shape
 from serve.tune.transport import LocalLinks
 from tests.models import build

@@ -17,9 +17,10 @@ from serve.core.errors import UsageError
 from serve.model.trace import uncompiled
 from serve.tune.config import FineTuneConfig
 from serve.tune.data.examples import MicroBatch
-from serve.tune.loop import ScheduleRun, Update
+from serve.tune.loop import Update
 from serve.tune.model import DropoutKeys
 from serve.tune.optimizer import make_optimizer
+from serve.tune.pipeline import ScheduleRun
 from serve.tune.transport import LocalLinks
 from tests.tune.ranks import (
     LORA,

@@ -11,9 +11,9 @@ from serve.core.messages import Reached
 from serve.tune.backward import Pass
 from serve.tune.forecast import OpSeconds, utilisation
 from serve.tune.layout import Layout
-from serve.tune.loop import Pipeline, ScheduleRun
 from serve.tune.mesh import groups_of
 from serve.tune.model import DropoutKeys
+from serve.tune.pipeline import Pipeline, ScheduleRun
 from serve.tune.schedule import Shape, make_schedule
 from serve.tune.transport import LocalLinks, exchange
 from tests.tune.ranks import batches_of, run_ranks

@@ -32,7 +32,7 @@ def test_no_message_of_the_ring_is_larger_than_a_part(tmp_path: Path, num_ranks:
 def test_the_parts_of_a_tensor_are_all_of_it_however_large() -> None:
     """MLX counts with 32 bits: 5 billion elements of a byte, and one more than a part."""
     for count, item_bytes in ((5_000_000_000, 1), ((256 << 20) // 4 + 1, 4), (1, 8), (0, 2)):
-        parts = transport._parts(count, item_bytes)
+        parts = transport.split_parts(count, item_bytes)
         assert [start for start, _ in parts] == [0, *(end for _, end in parts[:-1])]
         assert parts[-1][1] == count
         assert max(end - start for start, end in parts) * item_bytes <= 256 << 20

@@ -88,7 +88,9 @@ LAYOUTS = [["--data-parallel", "2"], ["--tensor-parallel", "2"]]
 def test_a_lost_rank_ends_all_others(
     folder: Path, tmp_path: Path, layout: list[str], lost: int
 ) -> None:
+    """Rank 0 always does; another one if nobody waits for its return."""
     words = flags(folder, tmp_path / "out", *layout, "--iters", "4000")
+    words += ["--return-timeout", "0" if lost else "600"]
     with training(tmp_path / "out", words) as (run, pids):
         os.kill(pids[lost], signal.SIGKILL)
         run.communicate(timeout=30)
@@ -100,6 +102,7 @@ def test_a_lost_rank_ends_all_others(
 def test_a_stopped_rank_is_given_up(folder: Path, tmp_path: Path, layout: list[str]) -> None:
     """A shard waits for it in a sum of MLX, which cannot be interrupted."""
     words = flags(folder, tmp_path / "out", *layout, "--iters", "4000", "--stall-timeout", "5")
+    words += ["--return-timeout", "0"]
     with training(tmp_path / "out", words) as (run, pids):
         os.kill(pids[3], signal.SIGSTOP)
         said, _ = run.communicate(timeout=60)

@@ -294,7 +294,7 @@ def test_a_resumed_run_without_the_optimizers_state_would_be_seen(
     assert not same(arrays_of(out), arrays_of(alone[0]))
 
 
-def test_a_lost_rank_ends_the_others(folder: Path, tmp_path: Path) -> None:
+def test_a_lost_rank_0_ends_the_others(folder: Path, tmp_path: Path) -> None:
     words = flags(folder, tmp_path / "out", "--iters", "4000", "--steps-per-eval", "100000")
     process = subprocess.Popen(
         launch(2, words), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -302,7 +302,7 @@ def test_a_lost_rank_ends_the_others(folder: Path, tmp_path: Path) -> None:
     assert process.stdout
     pid = None
     for line in process.stdout:
-        if found := re.search(r"rank_started rank=1 pid=(\d+)", line):
+        if found := re.search(r"rank_started rank=0 pid=(\d+)", line):
             pid = int(found.group(1))
         if "iteration=5 " in line:
             break

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serve.tune.history import History
+from serve.tune.results.history import History
 
 NAN = float("nan")
 

@@ -1,0 +1,97 @@
+"""Lets a rank outlive the loss of others: it leaves the links, keeps what it has loaded, and joins
+again when all ranks are there."""
+
+import gc
+import logging
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from serve.core.config import Cluster
+from serve.core.errors import ClusterError
+from serve.ring.regroup import forget_groups, objection
+from serve.tune.config import FineTuneConfig
+from serve.tune.inputs import Inputs
+from serve.tune.mesh import Groups, join
+from serve.tune.session import Progress, Weights
+from serve.tune.transport import ProcessLinks
+
+_logger = logging.getLogger(__name__)
+_MAX_LOSSES = 3  # in a row, without a checkpoint between them
+_RETRY_SECONDS = 1.0
+NO_GROUP = object()  # in the modules of shards, in the place of MLX's group, between two groups
+
+
+@dataclass(slots=True)
+class Kept:
+    """Holds what a rank keeps when it loses others. The fields are None until they are there."""
+
+    inputs: Inputs | None = None
+    weights: Weights | None = None
+    progress: Progress | None = None
+    _num_losses: int = 0
+    _saved_at_loss: int | None = None
+
+    @property
+    def is_rejoining(self) -> bool:
+        return self.weights is not None
+
+    @property
+    def saved(self) -> int | None:
+        """The number of batches of the last checkpoint, or None if there is none."""
+        return self.progress.saved if self.progress else None
+
+    def may_stay(self, config: FineTuneConfig) -> bool:
+        """Whether this rank can join again after a loss, which this counts."""
+        if self.saved != self._saved_at_loss:
+            self._num_losses = 0
+        self._saved_at_loss = self.saved
+        self._num_losses += 1
+        is_able = self.is_rejoining and objection() is None
+        return is_able and config.return_timeout > 0 and self._num_losses <= _MAX_LOSSES
+
+    @property
+    def advice(self) -> str:
+        """A sentence that says how to continue the run after it has ended."""
+        if self.saved is None:
+            return "There is no checkpoint yet: start the run again."
+        return f"Start the run again with --resume: it continues after batch {self.saved}."
+
+
+def leave(groups: Groups, config: FineTuneConfig, kept: Kept, reason: str) -> None:
+    """Ends the links of a rank that stays. Raises ClusterError."""
+    _logger.warning(
+        'event=rank_lost reason="%s" action="waits up to %g s for all ranks"',
+        reason,
+        config.return_timeout,
+    )
+    if isinstance(groups.everybody, ProcessLinks):
+        groups.everybody.leave(config.return_timeout)
+    if groups.ring is not None and kept.weights is not None:
+        # MLX frees a group without checking whether a stream still uses it.
+        with suppress(RuntimeError):
+            mx.synchronize(mx.default_stream(mx.cpu))
+        kept.weights.set_group(groups.ring, NO_GROUP)
+
+
+def join_again(cluster: Cluster, config: FineTuneConfig, kept: Kept) -> Groups:
+    """Waits until all ranks are there again. Raises ClusterError."""
+    # Tracebacks of the loss have kept alive what training had in memory.
+    gc.collect()
+    mx.clear_cache()
+    layout = config.layout(cluster.num_ranks)
+    deadline = time.monotonic() + config.return_timeout
+    while True:
+        forget_groups()
+        seconds_left = max(0.0, deadline - time.monotonic())
+        try:
+            return join(cluster, layout, config.stall_timeout, seconds_left)
+        except ClusterError as error:
+            if time.monotonic() >= deadline:
+                raise ClusterError(
+                    f"Not all ranks returned within --return-timeout {config.return_timeout:g} s: "
+                    f"{error} {kept.advice}"
+                ) from error
+        time.sleep(_RETRY_SECONDS)

@@ -1,0 +1,132 @@
+"""Whole runs that lose a rank, which the launcher starts again: the others keep what they have
+loaded, and the result is that of an uninterrupted run."""
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from serve.tune.results import run_folder
+from tests.cluster.servers import BIN, ROOT, TINY_CHAT
+from tests.tune.runs import finish, flags, launch, losses_of, valid_losses_of
+
+pytestmark = pytest.mark.long
+
+WORDS = ["--iters", "12", "--save-every", "4", "--steps-per-eval", "5", "--lora-dropout", "0.1"]
+MODEL_BYTES = (TINY_CHAT / "model.safetensors").stat().st_size
+
+
+class Lossy:
+    """A run that loses ranks by SIGKILL, when rank 0 reports certain batches. `pids` has the
+    process ids of each rank, the first one first; `bytes_read` is what rank 0 has read at each
+    batch that it reported."""
+
+    def __init__(self, num_ranks: int, words: Sequence[str], kills: Sequence[tuple[int, int]]):
+        self.pids: dict[int, list[int]] = {}
+        self.bytes_read: dict[int, int] = {}
+        self.said = ""
+        self._kills = list(kills)
+        environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "COLUMNS": "200"}
+        with subprocess.Popen(
+            launch(num_ranks, words),
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process:
+            assert process.stdout
+            family = psutil.Process(process.pid)
+            try:
+                for line in process.stdout:
+                    self.said += line
+                    self._take(line)
+                self.code = process.wait(timeout=30)
+            finally:
+                for child in family.children(recursive=True) if process.poll() is None else []:
+                    child.kill()
+                process.kill()
+
+    def _take(self, line: str) -> None:
+        if started := re.search(r"rank_started rank=(\d+) pid=(\d+)", line):
+            rank, pid = map(int, started.groups())
+            self.pids.setdefault(rank, []).append(pid)
+        if reported := re.search(r"iteration=(\d+) .*loss=", line):
+            batch = int(reported[1])
+            if psutil.pid_exists(self.pids[0][-1]):
+                counters = psutil.Process(self.pids[0][-1]).io_counters()
+                self.bytes_read[batch] = counters.read_chars
+            if self._kills and batch == self._kills[0][0]:
+                _, rank = self._kills.pop(0)
+                os.kill(self.pids[rank][-1], signal.SIGKILL)
+
+
+def check_recovery(
+    folder: Path, tmp_path: Path, words: list[str], *kills: tuple[int, int]
+) -> Lossy:
+    """On as many ranks as the highest that is lost needs. All others stay."""
+    num_ranks = 1 + max(rank for _, rank in kills)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    finish(launch(num_ranks, flags(folder, whole, *WORDS, *words)))
+    run = Lossy(num_ranks, flags(folder, out, *WORDS, *words), kills)
+    assert run.code == 0, run.said
+    for rank, pids in run.pids.items():
+        num_lost = sum(lost == rank for _, lost in kills)
+        assert len(pids) == 1 + num_lost, run.said
+    assert (out / run_folder.ADAPTERS).read_bytes() == (whole / run_folder.ADAPTERS).read_bytes()
+    assert losses_of(out) == losses_of(whole)
+    assert valid_losses_of(out) == valid_losses_of(whole)
+    return run
+
+
+def test_a_lost_rank_costs_only_the_updates_since_the_last_checkpoint(
+    folder: Path, tmp_path: Path
+) -> None:
+    """In the middle of an update: rank 0 has just reported the one before."""
+    run = check_recovery(folder, tmp_path, [], (6, 1))
+    assert "Continues after 4 batches." in run.said
+    # Rank 0 has half of the weights, and reads only the checkpoint.
+    assert 0 < run.bytes_read[10] - run.bytes_read[6] < MODEL_BYTES / 3
+
+
+LAYOUTS = {
+    "replicas": ["--data-parallel", "2"],
+    "shards": ["--tensor-parallel", "2"],
+    "full": ["--fine-tune-type", "full", "--num-layers", "-1"],
+    "dora, shards": ["--fine-tune-type", "dora", "--tensor-parallel", "2"],
+    "full, clipped": ["--fine-tune-type", "full", "--grad-checkpoint", "--max-grad-norm", "1"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("words", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_lost_rank_returns_in_every_layout(
+    folder: Path, tmp_path: Path, words: list[str]
+) -> None:
+    """Before the first checkpoint, and after it."""
+    run = check_recovery(folder, tmp_path, words, (2, 1), (10, 1))
+    assert "Continues after 8 batches." in run.said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_that_are_not_neighbours_of_the_lost_one_stay_too(
+    folder: Path, tmp_path: Path
+) -> None:
+    check_recovery(folder, tmp_path, [], (5, 2), (10, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rank_that_is_lost_again_and_again_ends_the_run(folder: Path, tmp_path: Path) -> None:
+    words = flags(folder, tmp_path / "out", *WORDS, "--save-every", "12")
+    run = Lossy(2, words, [(2, 1)] * 4)
+    assert run.code
+    assert "There is no checkpoint yet: start the run again." in run.said
+    assert len(run.pids[0]) == 1
