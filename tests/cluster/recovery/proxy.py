@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from queue import SimpleQueue
 
-CONNECT_SECONDS = 20.0
+CONNECT_SECONDS = 120.0  # An engine that imports MLX on a busy machine takes long.
 
 Piece = tuple[float, bytes]
 
