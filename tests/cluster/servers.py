@@ -94,8 +94,8 @@ class Server:
         children.sort(key=lambda process: process.create_time(), reverse=True)
         return {parents[process.ppid()]: process for process in children}
 
-    def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + READY_SECONDS
+    def wait_until_ready(self, seconds: float = READY_SECONDS) -> None:
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"ended with {self.process.poll()}:\n{self.text}"
             try:
@@ -104,7 +104,7 @@ class Server:
             except httpx2.TransportError:
                 time.sleep(0.05)
             time.sleep(0.05)
-        raise AssertionError(f"not ready after {READY_SECONDS} s:\n{self.text}")
+        raise AssertionError(f"not ready after {seconds} s:\n{self.text}")
 
     def wait_for_log(self, pattern: str, seconds: float = LOG_SECONDS) -> str:
         deadline = time.monotonic() + seconds

@@ -1,5 +1,5 @@
-"""Fourteen clients of all kinds, and two ranks whose links run through proxies: what the tests of
-many faults share."""
+"""Fourteen clients of all kinds, and two ranks whose links run through proxies. The tests with many
+faults share them."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +28,8 @@ NUMBERS = {
 
 
 class AnyStream(Stream):
-    """The streams 0 to 7 are those of the base class. 8 to 10 ask an adapter, greedy and seeded.
-    The others have a grammar, and the last one of them an adapter as well."""
+    """Streams 0 to 7 are those of the base class. Streams 8 to 10 use an adapter, greedy or seeded.
+    Streams 11 to 13 have a grammar, and stream 13 an adapter as well."""
 
     def body(self) -> dict[str, Any]:
         fields = super().body()
