@@ -22,7 +22,7 @@ class Link:
     bytes_per_second: float
 
     def seconds(self, num_bytes: float) -> float:
-        """The time from the start of sending to the arrival of the last byte."""
+        """Returns the time from the start of sending to the arrival of the last byte."""
         return self.round_trip_seconds / 2 + num_bytes / self.bytes_per_second
 
 
@@ -92,8 +92,8 @@ def forecast(
 
 
 def _sum_seconds(num_bytes: int, num_shards: int, link: Link) -> float:
-    """The time of one sum around a ring: every shard sends its part of the sum T - 1 times, and
-    then of the result."""
+    """Returns the time of one sum around a ring: every shard sends its part of the sum T - 1 times,
+    and then of the result."""
     if num_shards == 1:
         return 0.0
     num_messages = 2 * (num_shards - 1)
@@ -101,7 +101,8 @@ def _sum_seconds(num_bytes: int, num_shards: int, link: Link) -> float:
 
 
 def best(forecasts: Sequence[Forecast]) -> Forecast:
-    """The fastest layout. Of two equal ones it is the one with fewer shards, which send less."""
+    """Returns the fastest layout. Of two equal ones it is the one with fewer shards, which send
+    less."""
     return max(forecasts, key=lambda each: (each.tokens_per_second, -each.num_shards))
 
 
@@ -118,8 +119,8 @@ def parse_num_shards(text: str) -> int | None:
 
 
 def shard_counts(num_ranks: int, num_shards: int) -> tuple[int, ...]:
-    """The numbers of shards that stages of num_ranks ranks can have, the largest first. None is
-    larger than num_shards."""
+    """Returns the numbers of shards that stages of num_ranks ranks can have, the largest first.
+    None is larger than num_shards."""
     counts = range(min(num_ranks, num_shards), 0, -1)
     return tuple(count for count in counts if num_ranks % count == 0)
 

@@ -49,7 +49,7 @@ class LayerCost:
     expert_share: float = 1.0
 
     def caches(self, demand: "Demand") -> int:
-        """The bytes of caches that the demand needs, without slack."""
+        """Returns the bytes of caches that the demand needs, without slack."""
         if self.max_cached_tokens:
             growing = 0
         else:
@@ -57,14 +57,14 @@ class LayerCost:
         return demand.concurrency * self.fixed_caches(demand.context) + growing
 
     def fixed_caches(self, context: int) -> int:
-        """The largest size of those caches of a sequence that do not grow with every token: a
-        state, or the keys and values of a window."""
+        """Returns the largest size of those caches of a sequence that do not grow with every token:
+        a state, or the keys and values of a window."""
         window = min(context, self.max_cached_tokens or 0)
         return self.cache_bytes + window * self.cache_bytes_per_token
 
     def step_bytes(self, num_rows: int) -> float:
-        """The bytes of weights that a decode step of num_rows rows reads. With few rows, they
-        determine the time of the step."""
+        """Returns the bytes of weights that a decode step of num_rows rows reads. With few rows,
+        they determine the time of the step."""
         used = min(1.0, self.expert_share * num_rows)
         return self.weight_bytes - self.expert_bytes * (1 - used)
 
@@ -103,8 +103,8 @@ class Demand:
         return self.num_tokens or self.context * self.concurrency
 
     def smaller(self, min_tokens: int) -> "list[Demand]":
-        """This demand and ever smaller ones, the last for min_tokens tokens in total. Demands for
-        fewer tokens have fewer sequences."""
+        """Returns this demand and ever smaller ones, the last for min_tokens tokens in total.
+        Demands for fewer tokens have fewer sequences."""
         sizes = [self.tokens]
         while sizes[-1] > min_tokens:
             sizes.append(max(min_tokens, sizes[-1] // _SHRINKAGE))
@@ -154,7 +154,8 @@ class PlanRequest:
         return self.num_ranks // self.num_shards
 
     def amounts(self, name: str) -> list[int] | None:
-        """The bytes for each rank, from one of the three memory fields. Raises UsageError."""
+        """Returns the bytes for each rank, from one of the three memory fields. Raises
+        UsageError."""
         text = getattr(self, name)
         if text:
             return parse_memory(text, self.num_ranks, f"--{name.replace('_', '-')}")
@@ -199,7 +200,7 @@ class StagePlan:
 
 
 def even_split(num_layers: int, num_ranks: int) -> list[LayerRange]:
-    """The layers [start, end) of each rank, rank 0 first.
+    """Returns the layers [start, end) of each rank, rank 0 first.
 
     Sizes differ by at most one. Ranks with lower numbers get the smaller shares, because rank 0
     also has the head and samples.
@@ -211,7 +212,8 @@ def even_split(num_layers: int, num_ranks: int) -> list[LayerRange]:
 
 
 def split_of(sizes: Sequence[int], num_layers: int) -> list[LayerRange]:
-    """The layers [start, end) of each rank, from the number of layers of each, rank 0 first."""
+    """Returns the layers [start, end) of each rank, from the number of layers of each, rank 0
+    first."""
     if min(sizes) < 1 or sum(sizes) != num_layers:
         raise PlanError(
             f"--split {','.join(map(str, sizes))} makes {sum(sizes)} layers, the model has "
@@ -230,7 +232,8 @@ def check_num_ranks(num_layers: int, num_ranks: int) -> None:
 
 
 def count_stages(num_ranks: int, num_shards: int) -> int:
-    """The number of stages of num_shards ranks each. Raises UsageError if it is not whole."""
+    """Returns the number of stages of num_shards ranks each. Raises UsageError if it is not
+    whole."""
     if num_ranks % num_shards:
         raise UsageError(
             f"--tensor-parallel {num_shards} does not divide the number of ranks: start "
@@ -246,8 +249,8 @@ def balanced_split(
     memory: Sequence[int] | None,
     forbidden: frozenset[int] = frozenset(),
 ) -> list[LayerRange]:
-    """The split whose slowest stage is fastest, within the ranks' memory and without a cut before
-    a forbidden layer. Among equal ones, the split with the smallest sum of squares wins.
+    """Returns the split whose slowest stage is fastest, within the ranks' memory and without a cut
+    before a forbidden layer. Among equal ones, the split with the smallest sum of squares wins.
 
     Raises PlanError with the numbers if no split fits.
     """
@@ -315,7 +318,7 @@ class _Sums:
         self._head_time = cost.last.weight_bytes
 
     def memory(self, start: int, end: int) -> int:
-        """The total_bytes of the stage_plan of these layers, in constant time."""
+        """Returns the total_bytes of the stage_plan of these layers, in constant time."""
         outside = _outside_layers(self._cost, (start, end))
         weights = self._weights[end] - self._weights[start] - outside.twice.weight_bytes
         weights += sum(part.weight_bytes for part in outside.parts)
@@ -324,8 +327,8 @@ class _Sums:
         return weights + with_slack(caches)
 
     def time(self, start: int, end: int) -> float:
-        """The bytes that a decode step of these layers reads. The embedding costs no time, because
-        a lookup reads only some of its rows."""
+        """Returns the bytes that a decode step of these layers reads. The embedding costs no time,
+        because a lookup reads only some of its rows."""
         head = 0
         if end == self._num_layers:
             head = self._head_time
@@ -409,7 +412,7 @@ def _outside_layers(cost: ModelCost, layers: LayerRange) -> _Outside:
 
 
 def with_slack(cache_bytes: int) -> int:
-    """The memory to reserve for caches of cache_bytes bytes."""
+    """Returns the memory to reserve for caches of cache_bytes bytes."""
     return -(-cache_bytes * _SLACK[0] // _SLACK[1])
 
 
@@ -421,8 +424,8 @@ def kv_budgets(
     memory: Sequence[int] | None,
     kv_memory: Sequence[int] | None,
 ) -> list[int] | None:
-    """The bytes of each stage for keys and values: its memory minus its weights, but at most its
-    kv_memory. None if neither is limited."""
+    """Returns the bytes of each stage for keys and values: its memory minus its weights, but at
+    most its kv_memory. None if neither is limited."""
     if memory is None:
         return list(kv_memory) if kv_memory else None
     left = [m - stage.weight_bytes for m, stage in zip(memory, stages, strict=True)]
@@ -436,8 +439,8 @@ def room_for_tokens(
     kv_bytes: Sequence[int],
     concurrency: int,
 ) -> int:
-    """The number of tokens whose keys and values all stages can hold, each in its kv_bytes, beside
-    the fixed caches of concurrency sequences. It is negative if not even those fit."""
+    """Returns the number of tokens whose keys and values all stages can hold, each in its kv_bytes,
+    beside the fixed caches of concurrency sequences. It is negative if not even those fit."""
     num_tokens = MAX_KV_TOKENS
     for stage, num_bytes in zip(stages, kv_bytes, strict=True):
         fixed = concurrency * stage.cache_bytes_per_sequence
@@ -481,7 +484,7 @@ def _state_tokens(
     num_sequences: int,
     num_tokens: int,
 ) -> int:
-    """The number of tokens that take as much room as the fixed caches of one more sequence.
+    """Returns the number of tokens that take as much room as the fixed caches of one more sequence.
     num_tokens tokens fill the room beside the fixed caches of num_sequences sequences. The result
     may be decided by a stage on which a token takes little room."""
     largest = 0
@@ -554,7 +557,7 @@ def _remedy(demand: Demand, whole: StagePlan) -> str:
 
 
 def parse_memory(text: str, num_ranks: int, flag: str = "--memory") -> list[int]:
-    """The bytes of each rank, from "24GB" (the same for all) or "24GB,48GB"."""
+    """Returns the bytes of each rank, from "24GB" (the same for all) or "24GB,48GB"."""
     amounts = _amounts(text, flag)
     if len(amounts) not in (1, num_ranks):
         raise UsageError(
@@ -566,7 +569,7 @@ def parse_memory(text: str, num_ranks: int, flag: str = "--memory") -> list[int]
 
 
 def memory_of(text: str, ranks: Iterable[int]) -> list[int]:
-    """The bytes of some of the ranks, from a text that parse_memory accepts."""
+    """Returns the bytes of some of the ranks, from a text that parse_memory accepts."""
     amounts = _amounts(text)
     if len(amounts) == 1:
         return [amounts[0] for _ in ranks]
@@ -602,7 +605,7 @@ def format_bytes(count: float) -> str:
 
 
 def parse_split(text: str, num_layers: int, num_stages: int) -> list[LayerRange]:
-    """The layers of each stage, from "20,12": the number of rank 0's stage first."""
+    """Returns the layers of each stage, from "20,12": the number of rank 0's stage first."""
     sizes = text.split(",")
     if not all(size.strip().isdecimal() for size in sizes):
         raise UsageError(

@@ -71,7 +71,8 @@ class Rows:
         return x.reshape(num_rows, -1, x.shape[-1])
 
     def for_experts(self, is_sorted: bool) -> mx.array:
-        """The slot of each pair of a token and an expert, in the order of mlx-lm's SwitchGLU."""
+        """Returns the slot of each pair of a token and an expert, in the order of mlx-lm's
+        SwitchGLU."""
         assert self.index is not None
         assert self.routed is not None
         pairs_per_row = self.routed.size // self.index.size
@@ -295,7 +296,8 @@ class Adapted:
 
 
 def times_own_weight(x: mx.array, module: Any) -> mx.array:
-    """The outputs of one of the modules in SUMMING, before they are summed over the shards."""
+    """Returns the outputs of one of the modules in SUMMING, before they are summed over the
+    shards."""
     weight = module["weight"]
     y: mx.array
     if "scales" not in module:

@@ -209,7 +209,7 @@ def _matrices(
     files: AdapterFiles,
     place: Place,
 ) -> Matrices:
-    """The matrices for one module, from the tensors of the file by part (a, b and m)."""
+    """Returns the matrices for one module, from the tensors of the file by part (a, b and m)."""
     module = place.module
     division = place.division
     a = parts["a"].astype(mx.float32)
@@ -243,9 +243,9 @@ def _matrices(
 
 
 def relative_size(matrices: Matrices, module: nn.Module) -> float:
-    """The root mean square of the change of a module's weight, divided by that of the weight. Both
-    are estimates: they look at the first expert and some rows. With DoRA it is the largest change
-    of an output's magnitude."""
+    """Returns the root mean square of the change of a module's weight, divided by that of the
+    weight. Both are estimates: they look at the first expert and some rows. With DoRA it is the
+    largest change of an output's magnitude."""
     if matrices.gain is not None:
         return _number(mx.abs(matrices.gain).max())
     first_expert = (0,) * (matrices.a.ndim - 2)
@@ -271,7 +271,7 @@ def _number(array: mx.array) -> float:
 
 
 def _weight(module: nn.Module, num_rows: int | None = None) -> mx.array:
-    """The weight (out, in) of a module, dequantized; with num_rows only its first rows."""
+    """Returns the weight (out, in) of a module, dequantized; with num_rows only its first rows."""
     arrays: dict[str, mx.array] = {}
     for name in ("weight", "scales", "biases"):
         if name not in module:

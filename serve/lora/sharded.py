@@ -159,7 +159,7 @@ class ShardedDoRALinear(ShardedLoRALinear):
         self.m = self._norms(weight.astype(mx.float32))
 
     def _norms(self, weight: mx.array) -> mx.array:
-        """The norms of the rows of a whole weight, from this shard's part of it."""
+        """Returns the norms of the rows of a whole weight, from this shard's part of it."""
         linear: Any = self.linear
         squares = weight.square()
         squares = squares.sum(axis=1)
@@ -283,7 +283,7 @@ def _trained_arrays(model: nn.Module) -> dict[str, mx.array]:
 
 
 def _owner(name: str) -> str:
-    """The name of the module that has an array or another module."""
+    """Returns the name of the module that has an array or another module."""
     owner, _, _ = name.rpartition(".")
     return owner
 

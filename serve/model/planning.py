@@ -131,7 +131,7 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
 
 
 def _layer_bytes(model: nn.Module) -> int:
-    """The bytes of the weights of all layers."""
+    """Returns the bytes of the weights of all layers."""
     num_bytes = 0
     for layer in model.layers:
         num_bytes += sum(array.nbytes for _, array in named_arrays(layer))
@@ -139,7 +139,7 @@ def _layer_bytes(model: nn.Module) -> int:
 
 
 def _draft_bytes(source: DraftSource) -> int:
-    """The memory that rank 0 needs for a draft model and for its keys and values."""
+    """Returns the memory that rank 0 needs for a draft model and for its keys and values."""
     opened = open_model(source.model, source.commit, source.cache_dir)
     folder = opened if isinstance(opened, Path) else opened.folder
     demand = Demand(MAX_DRAFT_TOKENS, MAX_DRAFT_ROWS)
@@ -155,7 +155,7 @@ def _draft_bytes(source: DraftSource) -> int:
 
 
 def _with_draft(plan: Plan, draft_bytes: int) -> Plan:
-    """The same plan, with the draft model on rank 0."""
+    """Returns the same plan, with the draft model on rank 0."""
     first, *others = plan.stages
     memory_bytes = first.memory_bytes
     if memory_bytes is not None:
@@ -208,7 +208,7 @@ def _plan(
 
 
 def _smallest(memory: Sequence[int], num_shards: int) -> list[int]:
-    """The memory of the smallest shard of each stage, because shards hold equal parts."""
+    """Returns the memory of the smallest shard of each stage, because shards hold equal parts."""
     starts = range(0, len(memory), num_shards)
     return [min(memory[start : start + num_shards]) for start in starts]
 
@@ -256,8 +256,9 @@ def balance(
     demands: Sequence[Demand],
     memory: Sequence[int] | None,
 ) -> list[LayerRange]:
-    """The best split for the first of the demands that fits, without impossible cuts and, if
-    there is one, without cuts that would send the whole context's keys and values in each step."""
+    """Returns the best split for the first of the demands that fits, without impossible cuts and,
+    if there is one, without cuts that would send the whole context's keys and values in each
+    step."""
     layers = list(model.layers)
     trial = Trial(model, layers, cached=True)
     growing = growing_values(model, layers)

@@ -52,7 +52,7 @@ class Division:
     ranges: tuple[tuple[int, int], ...]
 
     def own_part(self, array: mx.array, axis: int) -> mx.array:
-        """The shard's part of another array, one axis of which is divided in the same
+        """Returns the shard's part of another array, one axis of which is divided in the same
         proportions."""
         size = array.shape[axis]
         parts: list[mx.array] = []
@@ -72,9 +72,9 @@ class Division:
         return num_own / self.num_whole
 
     def before_repetition(self, num_whole: int) -> "Division":
-        """The same part of a weight of num_whole rows, of which this one is a repetition. mlx-lm
-        repeats heads of keys and values until every shard has one: all copies of the first head,
-        then all copies of the next."""
+        """Returns the same part of a weight of num_whole rows, of which this one is a repetition.
+        mlx-lm repeats heads of keys and values until every shard has one: all copies of the first
+        head, then all copies of the next."""
         ((start, end),) = self.ranges
         size_of_head = end - start
         num_copies = self.num_whole // num_whole
@@ -83,7 +83,7 @@ class Division:
         return Division(self.axis, num_whole, ((first, first + size_of_head),))
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the whole weight, from that of the own part."""
+        """Returns the shape of the whole weight, from that of the own part."""
         sizes = list(shape)
         sizes[self.axis] = self.num_whole
         return tuple(sizes)
@@ -358,9 +358,9 @@ class _Divider:
         where: Callable[[str, mx.array], Any],
         group: Any,
     ) -> Any:
-        """The parameters of this shard. where returns the axis along which a weight is divided, or
-        the axis and its segments, of each of which every shard gets a part; or None for a weight
-        that stays whole."""
+        """Returns the parameters of this shard. where returns the axis along which a weight is
+        divided, or the axis and its segments, of each of which every shard gets a part; or None for
+        a weight that stays whole."""
 
         def own(path: str, weight: Any) -> Any:
             if not isinstance(weight, mx.array):
@@ -377,7 +377,7 @@ class _Divider:
         return tree_map_with_path(own, parameters)
 
     def own_part(self, weight: mx.array, axis: int, segments: Any, group: Any) -> mx.array:
-        """This shard's part of a weight, as a lazy array."""
+        """Returns this shard's part of a weight, as a lazy array."""
         size = weight.shape[axis]
         ranges = _own_ranges(size, segments, group)
         pieces: list[mx.array] = []
@@ -398,10 +398,10 @@ def _slice(array: mx.array, axis: int, start: int, end: int) -> mx.array:
 
 
 def _own_ranges(size: int, segments: Any, group: Any) -> tuple[tuple[int, int], ...]:
-    """The ranges of an axis that belong to this shard: an equal part of each segment. segments is
-    either a number of equal segments, or a list of the positions at which the axis is cut, as
-    indices or as fractions of its size; or the Slices of all shards. Raises ValueError if the parts
-    are not equal."""
+    """Returns the ranges of an axis that belong to this shard: an equal part of each segment.
+    segments is either a number of equal segments, or a list of the positions at which the axis is
+    cut, as indices or as fractions of its size; or the Slices of all shards. Raises ValueError if
+    the parts are not equal."""
     num_shards = group.size()
     shard_number = group.rank()
     if isinstance(segments, Slices):
@@ -425,7 +425,7 @@ def _scaled(
     size: int,
     num_whole: int,
 ) -> tuple[tuple[int, int], ...]:
-    """The same ranges of an axis that has another size: quantized weights are packed."""
+    """Returns the same ranges of an axis that has another size: quantized weights are packed."""
     scaled: list[tuple[int, int]] = []
     for start, end in ranges:
         first, rest_of_first = divmod(start * size, num_whole)
@@ -478,7 +478,7 @@ def without_sums() -> Iterator[None]:
 
 
 def _numbers(module: nn.Module) -> _Numbers:
-    """The integer attributes of a module, such as its number of heads."""
+    """Returns the integer attributes of a module, such as its number of heads."""
     return {name: value for name, value in vars(module).items() if type(value) is int}
 
 

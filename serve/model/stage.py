@@ -34,7 +34,7 @@ class Cut:
     sends: tuple[Crossing, ...]
 
     def example(self) -> list[mx.array]:
-        """Blank arrays of the shapes and dtypes that were received in the trial."""
+        """Returns blank arrays of the shapes and dtypes that were received in the trial."""
         blanks: list[mx.array] = []
         for i, place in self.receives:
             arrays = trace.places_in(self.given[i])
@@ -84,7 +84,7 @@ class Stage:
         return self.end == len(self.layers)
 
     def weights(self) -> trace.Arrays:
-        """All arrays that the stage owns, by their original names."""
+        """Returns all arrays that the stage owns, by their original names."""
         return dict(named_arrays(self.model))
 
     def put(self, held: trace.Arrays) -> set[int]:
@@ -109,7 +109,7 @@ class Stage:
         return held_ids & own_ids
 
     def make_cache(self) -> list[Any]:
-        """New mlx-lm caches for the stage's own layers, and for counting positions."""
+        """Returns new mlx-lm caches for the stage's own layers, and for counting positions."""
         return self._caching.own_part(make_prompt_cache(self.model))
 
     @property
@@ -134,9 +134,9 @@ class Stage:
             trace.open_seam(self._backbone, self._note_hidden)
 
     def take_hidden(self) -> mx.array | None:
-        """The hidden states (B, L, D) of the last call, after the norm and not evaluated; None if
-        none were kept, as of a model that computes its logits where it calls its layers. They are
-        given once: their graph would keep the caches from being written in place."""
+        """Returns the hidden states (B, L, D) of the last call, after the norm and not evaluated;
+        None if none were kept, as of a model that computes its logits where it calls its layers.
+        They are given once: their graph would keep the caches from being written in place."""
         hidden, self._hidden = self._hidden, None
         return hidden
 
@@ -248,7 +248,7 @@ def shows_hidden_states(model: nn.Module) -> bool:
 
 
 def _backbone(model: nn.Module, layers: Layers) -> nn.Module | None:
-    """The module within a model that holds the layers and calls them."""
+    """Returns the module within a model that holds the layers and calls them."""
     modules: list[nn.Module] = model.modules()
     for module in modules:
         if module is model:
@@ -309,8 +309,8 @@ class _Caching:
         return numbers
 
     def as_model_expects(self, cache: list[Any]) -> list[Any]:
-        """The list with a cache for every layer: in place of a cache of another stage it has one
-        of the same kind."""
+        """Returns the list with a cache for every layer: in place of a cache of another stage it
+        has one of the same kind."""
         return [cache[slot] for slot in self._slots]
 
     def advance_ghosts(
@@ -324,7 +324,7 @@ class _Caching:
 
 
 def _kind(cache: Any) -> tuple[Any, ...]:
-    """The kind of a new cache: caches of the same kind track the same positions."""
+    """Returns the kind of a new cache: caches of the same kind track the same positions."""
     if hasattr(cache, "caches"):
         return tuple(_kind(part) for part in cache.caches)
     kind: list[Any] = [type(cache)]
@@ -371,7 +371,7 @@ def _keep_own_weights(stage: Stage, used: set[str]) -> None:
 
 
 def _owners(stage: Stage) -> dict[str, int | None]:
-    """The layer that each array belongs to, by the array's name; None outside of layers."""
+    """Returns the layer that each array belongs to, by the array's name; None outside of layers."""
     layer_by_array: dict[int, int] = {}
     for i, layer in enumerate(stage.layers):
         for _, array in named_arrays(layer):
@@ -383,8 +383,8 @@ def _owners(stage: Stage) -> dict[str, int | None]:
 
 
 def _weights_in_use(stage: Stage) -> set[str]:
-    """The names of the arrays that the outputs depend on. If the forward evaluates, which hides
-    its graph, all arrays outside of layers count as used too."""
+    """Returns the names of the arrays that the outputs depend on. If the forward evaluates, which
+    hides its graph, all arrays outside of layers count as used too."""
     arrays = dict(named_arrays(stage.model))
     owners = _owners(stage)
     outside = {name for name, layer in owners.items() if layer is None}

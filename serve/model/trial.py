@@ -66,8 +66,8 @@ class Trial:
         return None
 
     def crossing(self, at: int) -> tuple[Crossing, ...]:
-        """The arrays that layers before `at` give and the rest of the model uses. Raises PlanError
-        if the model cannot be cut there."""
+        """Returns the arrays that layers before `at` give and the rest of the model uses. Raises
+        PlanError if the model cannot be cut there."""
         if at in (0, len(self.layers)):
             return ()
         for users in self.users.values():
@@ -169,7 +169,8 @@ class Trial:
 
 
 def crossings(trials: Sequence[Trial], at: int) -> dict[bool, tuple[Crossing, ...]]:
-    """The arrays that cross a cut before layer `at`, with caches (True) and without (False).
+    """Returns the arrays that cross a cut before layer `at`, with caches (True) and without
+    (False).
 
     Raises PlanError, which names the nearest possible cuts.
     """
@@ -188,7 +189,7 @@ def crossings(trials: Sequence[Trial], at: int) -> dict[bool, tuple[Crossing, ..
 
 
 def _first_cut(trials: Sequence[Trial], candidates: Iterable[int]) -> int | None:
-    """The first of the candidates where the model can be cut."""
+    """Returns the first of the candidates where the model can be cut."""
     for at in candidates:
         try:
             for trial in trials:
@@ -204,7 +205,8 @@ def writable(
     kwargs: dict[str, Any],
     caches: Sequence[Any],
 ) -> list[Any]:
-    """The objects among a layer's arguments that the layer may write to, other than caches."""
+    """Returns the objects among a layer's arguments that the layer may write to, other than
+    caches."""
     cache_types = {type(cache) for cache in caches}
     excluded = (mx.array, nn.Module, tuple, *cache_types)
     found: list[Any] = []
@@ -216,7 +218,7 @@ def writable(
 
 
 def refill(i: int, value: Any, arrays: dict[Crossing, Any]) -> Any:
-    """A copy of the values that layer i gave in the trial, with other arrays in them."""
+    """Returns a copy of the values that layer i gave in the trial, with other arrays in them."""
     own: dict[str, Any] = {}
     for (layer, place), array in arrays.items():
         if layer == i:
@@ -228,8 +230,8 @@ def refill(i: int, value: Any, arrays: dict[Crossing, Any]) -> Any:
 
 
 def blank(array: mx.array) -> mx.array:
-    """An array of this shape and dtype that takes no memory. No result may depend on it, so it
-    is NaN."""
+    """Returns an array of this shape and dtype that takes no memory. No result may depend on it, so
+    it is NaN."""
     nan = mx.array(float("nan")).astype(array.dtype)
     return mx.broadcast_to(nan, array.shape)
 
@@ -284,7 +286,7 @@ def named_arrays(tree: Any) -> Iterator[tuple[str, mx.array]]:
 
 
 def entries(tree: Any) -> list[tuple[Any, Any]]:
-    """The (key, value) or (index, value) pairs of one level of a module tree."""
+    """Returns the (key, value) or (index, value) pairs of one level of a module tree."""
     if isinstance(tree, dict):
         return list(tree.items())
     return list(enumerate(tree))

@@ -187,7 +187,7 @@ class _Cut:
         return self.stage.weights().values()
 
     def missing(self) -> Iterator[mx.array]:
-        """The weights that have to be read."""
+        """Yields the weights that have to be read."""
         for array in self.weights():
             if id(array) not in self.kept:
                 yield array
@@ -277,7 +277,7 @@ def build_model(
 
 
 def _recording(model: nn.Module, raw: Arrays) -> nn.Module:
-    """The same model, whose first call of sanitize also copies its argument into raw."""
+    """Returns the same model, whose first call of sanitize also copies its argument into raw."""
     sanitize = getattr(model, "sanitize", lambda weights: weights)
 
     def record(weights: Arrays) -> Arrays:
@@ -334,8 +334,8 @@ def _build_partial(
 
 
 def _computed_from(weights: Sequence[mx.array], raw: Mapping[str, mx.array]) -> set[str]:
-    """The names of the raw arrays that the weights are computed from. Most raw arrays are weights
-    themselves."""
+    """Returns the names of the raw arrays that the weights are computed from. Most raw arrays are
+    weights themselves."""
     names = {id(array): name for name, array in raw.items()}
     found: set[str] = set()
     computed: list[mx.array] = []
@@ -355,7 +355,8 @@ def _computed_from(weights: Sequence[mx.array], raw: Mapping[str, mx.array]) -> 
 
 
 def _evaluated(raw: Mapping[str, mx.array]) -> set[str]:
-    """The names of the arrays that are not lazy any more: their graph has no Load before them."""
+    """Returns the names of the arrays that are not lazy any more: their graph has no Load before
+    them."""
     found: set[str] = set()
     for batch in _batches(raw.items()):
         nodes: Arrays = {}

@@ -39,7 +39,7 @@ class Parent:
             self._connection.sendall(frame(message))
 
     def receive(self) -> ToEngine | None:
-        """The next message; None when the parent is gone."""
+        """Returns the next message; None when the parent is gone."""
         while not self._ready:
             data = self._connection.recv(1 << 16)
             if not data:

@@ -64,7 +64,7 @@ class Transport(Protocol):
     def send(self, step: Step, arrays: Sequence[mx.array]) -> None: ...
 
     def receive(self) -> Received | None:
-        """The next step and its tensors; None when the transport was closed."""
+        """Returns the next step and its tensors; None when the transport was closed."""
 
     def close(self) -> None: ...
 
@@ -337,7 +337,7 @@ def _connect_neighbours(
     listening: socket.socket,
     ports: list[int],
 ) -> tuple[socket.socket, socket.socket]:
-    """The connections to the left and from the right neighbour."""
+    """Returns the connections to the left and from the right neighbour."""
     left_rank = (ring.rank - 1) % len(ring.hosts)
     address = (ring.hosts[left_rank], ports[left_rank])
     greeting = frame(Greeting(ring.nonce, ring.rank))
@@ -399,7 +399,7 @@ def tensor_specs(arrays: Sequence[mx.array]) -> tuple[TensorSpec, ...]:
 
 
 def pack(number: int, arrays: Sequence[mx.array]) -> mx.array:
-    """The bytes of the arrays, one after the other, and of the step's number (int32)."""
+    """Returns the bytes of the arrays, one after the other, and of the step's number (int32)."""
     flat = [array.reshape(-1) for array in arrays]
     parts = [array.view(mx.uint8) for array in flat]
     ending = mx.array([number], dtype=mx.int32)

@@ -128,7 +128,7 @@ class Trainer:
         self._update_peak = 0  # of the update before: peaks are exchanged before an update
 
     def parameters(self) -> Arrays:
-        """The trained parameters of this rank, by their names."""
+        """Returns the trained parameters of this rank, by their names."""
         parameters: Arrays = {}
         for stage in self.stages.values():
             parameters |= stage.parameters()
@@ -148,7 +148,7 @@ class Trainer:
         self._set_parameters(own)
 
     def _part_of(self, name: str, array: mx.array) -> mx.array:
-        """This shard's part of a parameter, or of an array of its shape."""
+        """Returns this shard's part of a parameter, or of an array of its shape."""
         part = self.parts.divided.get(name)
         return part.own_part(array) if part else array
 
@@ -176,13 +176,14 @@ class Trainer:
         return weights + masters // _UPDATE_PARTS + whole
 
     def owned_parameters(self) -> Arrays:
-        """The parameters that this rank saves, whole. All shards of a stage have to call this."""
+        """Returns the parameters that this rank saves, whole. All shards of a stage have to call
+        this."""
         parameters = self.parameters()
         counted = {(name, ""): parameters[name] for name in sorted(self.counted)}
         return {name: array for (name, _), array in self._whole(counted).items()}
 
     def owned_state(self) -> Arrays:
-        """The optimizer's arrays for the parameters that this rank saves, and their master
+        """Returns the optimizer's arrays for the parameters that this rank saves, and their master
         weights, as PARAMETER.ARRAY and whole. All shards of a stage have to call this."""
         own = self._state(self.counted)
         if not self._made_whole:
@@ -195,7 +196,7 @@ class Trainer:
         return {f"{name}.{part}": array for (name, part), array in whole.items()}
 
     def _state(self, names: Set[str]) -> Named:
-        """This rank's arrays of the optimizer and master weights, by parameter and name."""
+        """Returns this rank's arrays of the optimizer and master weights, by parameter and name."""
         states = states_of(self.optimizer)
         own: Named = {}
         for name in sorted(names):
@@ -245,7 +246,7 @@ class Trainer:
             optimizer.state["step"] = mx.array(step, mx.uint64)
 
     def find_not_finite(self) -> str | None:
-        """The name of one of this rank's trained arrays that has an infinity or a NaN."""
+        """Returns the name of one of this rank's trained arrays that has an infinity or a NaN."""
         arrays = self.parameters()
         for (name, part), array in self._state(arrays.keys()).items():
             arrays[f"{name}.{part}"] = array
@@ -259,7 +260,7 @@ class Trainer:
         return None
 
     def digest(self) -> str:
-        """A digest of this rank's trained weights, master weights and optimizer's state."""
+        """Returns a digest of this rank's trained weights, master weights and optimizer's state."""
         digest = hashlib.sha256()
         states = states_of(self.optimizer)
         for name, array in sorted(self.parameters().items()):
@@ -362,7 +363,7 @@ class Trainer:
         )
 
     def _counted_loss(self, ran: ScheduleRun) -> float:
-        """This rank's share of the loss: all shards of the last stage compute the same."""
+        """Returns this rank's share of the loss: all shards of the last stage compute the same."""
         return 0.0 if self.groups.shard else ran.loss
 
     def loss_of(self, batches: Sequence[MicroBatch]) -> float:
@@ -388,12 +389,12 @@ class Trainer:
         return total / num_labels
 
     def _share(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """This replica's share of micro-batches. They are in the order of their length, so every
-        replica gets short and long ones."""
+        """Returns this replica's share of micro-batches. They are in the order of their length, so
+        every replica gets short and long ones."""
         return batches[self.groups.replica :: self.groups.layout.num_replicas]
 
     def _shared_dtypes(self) -> set[mx.Dtype]:
-        """The types of all weights on all ranks."""
+        """Returns the types of all weights on all ranks."""
         own: set[str] = set()
         for stage in self.stages.values():
             for array in stage.stage.weights().values():

@@ -96,7 +96,7 @@ def save_best(session: Session, progress: Progress) -> None:
 
 
 def gather_adapter(session: Session) -> Arrays:
-    """The trained parameters of all ranks, on rank 0."""
+    """Returns the trained parameters of all ranks, on rank 0."""
     return gather(session.links, session.trainer.owned_parameters())
 
 
@@ -149,7 +149,7 @@ def check_sound(
 
 
 def what_is_kept(session: Session, progress: Progress) -> str:
-    """A sentence that says which weights are on disk."""
+    """Returns a sentence that says which weights are on disk."""
     saved = progress.saved
     if saved is None:
         return "No checkpoint was written."

@@ -83,7 +83,7 @@ class Inbox:
             self._num_heard[peer] += 1
 
     def num_heard(self) -> dict[int, int]:
-        """How often each neighbour that has not finished was heard."""
+        """Returns how often each neighbour that has not finished was heard."""
         with self._changed:
             return {peer: self._num_heard[peer] for peer in self._silent_seconds}
 

@@ -120,7 +120,7 @@ class Machine:
             self._log(logging.WARNING, f"event=waiting ranks={ranks} timeout={seconds:g}")
 
     def _not_gathered(self) -> ClusterError:
-        """The error that names the ranks that have not joined in time."""
+        """Returns the error that names the ranks that have not joined in time."""
         seconds, flag = self._return_terms
         return ClusterError(
             f"Ranks {self.missing} did not join within {seconds:g} s: look at their logs ({flag})."
@@ -135,7 +135,7 @@ class Machine:
         )
 
     def _choice_without(self, silent: int) -> str:
-        """Why no layout was chosen, for people: this rank's link could not be measured."""
+        """Returns why no layout was chosen, for people: this rank's link could not be measured."""
         return (
             f"Layout {len(self.ring)} x 1 (stages x shards), because the link to rank {silent} on "
             f"{self.ranks[silent].host} could not be measured: its parent did not answer in time. "
