@@ -440,13 +440,10 @@ def split_at_dashes(words: Sequence[str]) -> tuple[list[str], list[str]]:
     here. If `launch` has no `--`, its command begins with the program's name, as in mlx.launch."""
     words = list(words)
     if "--" in words:
-        at = words.index("--")
-        return words[:at], words[at + 1 :]
-    if words[:1] == ["launch"]:
-        at = program_at(words)
-    else:
-        at = len(words)
-    return words[:at], words[at:]
+        dashes = words.index("--")
+        return words[:dashes], words[dashes + 1 :]
+    end = program_at(words) if words[:1] == ["launch"] else len(words)
+    return words[:end], words[end:]
 
 
 def program_at(words: Sequence[str]) -> int:

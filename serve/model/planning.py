@@ -125,8 +125,9 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
         own_bytes = _layer_bytes(model)
         with without_sums():
             plan = _plan(model, checkpoint, request, memory, sharding.divisions)
-        most = whole_bytes - whole_bytes / request.num_shards
-        plan = replace(plan, divided_share=(whole_bytes - own_bytes) / most)
+        saved_bytes = whole_bytes - own_bytes
+        max_saved_bytes = whole_bytes - whole_bytes / request.num_shards
+        plan = replace(plan, divided_share=saved_bytes / max_saved_bytes)
     return _with_draft(plan, draft_bytes)
 
 
@@ -290,10 +291,10 @@ def balance(
 
 def _is_possible(
     trial: Trial,
-    at: int,
+    cut: int,
     accept: _Accept,
 ) -> bool:
     try:
-        return accept(trial.crossing(at))
+        return accept(trial.crossing(cut))
     except PlanError:
         return False

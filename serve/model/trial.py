@@ -65,16 +65,16 @@ class Trial:
             return make_prompt_cache(self.model)
         return None
 
-    def crossing(self, at: int) -> tuple[Crossing, ...]:
-        """Returns the arrays that layers before `at` give and the rest of the model uses. Raises
+    def crossing(self, cut: int) -> tuple[Crossing, ...]:
+        """Returns the arrays that layers before `cut` give and the rest of the model uses. Raises
         PlanError if the model cannot be cut there."""
-        if at in (0, len(self.layers)):
+        if cut in (0, len(self.layers)):
             return ()
         for users in self.users.values():
-            if min(users) < at <= max(users):
-                raise PlanError(f"No cut before layer {at}: layers {sorted(users)} share a cache.")
+            if min(users) < cut <= max(users):
+                raise PlanError(f"No cut before layer {cut}: layers {sorted(users)} share a cache.")
         known: list[Crossing] = []
-        for i in range(at):
+        for i in range(cut):
             places = trace.places_in(self.given[i])
             known += [(i, place) for place in places]
         used = self._graph.used(set(known))
@@ -82,9 +82,9 @@ class Trial:
             keys = tuple(key for key in known if key in used)
         else:
             # A forward that evaluates hides its graph. Then the last layer's values are assumed.
-            last_layer = at - 1
+            last_layer = cut - 1
             keys = tuple((i, place) for i, place in known if i == last_layer)
-        self._check_rest(at, keys)
+        self._check_rest(cut, keys)
         return keys
 
     @functools.cached_property
@@ -134,21 +134,21 @@ class Trial:
         self.given[i] = trace.snapshot((output, written))
         return output
 
-    def _check_rest(self, at: int, keys: tuple[Crossing, ...]) -> None:
-        """Raises PlanError if the layers from `at` on need more than the arrays that cross the
+    def _check_rest(self, cut: int, keys: tuple[Crossing, ...]) -> None:
+        """Raises PlanError if the layers from `cut` on need more than the arrays that cross the
         cut."""
         blanks: dict[Crossing, mx.array] = {}
         for i, place in keys:
             array = trace.places_in(self.given[i])[place]
             blanks[i, place] = blank(array)
         given: dict[int, Any] = {}
-        for i in range(at):
+        for i in range(cut):
             given_in_trial = self.given[i]
             given[i] = refill(i, given_in_trial, blanks)
         caches = self.new_caches()
 
         def replay(i: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
-            if i >= at:
+            if i >= cut:
                 return call(*args, **kwargs)
             output, written = given[i]
             targets = writable(args, kwargs, caches or ())
@@ -163,23 +163,23 @@ class Trial:
                 self.model(self.tokens, cache=caches)
         except FAILURES as error:
             raise PlanError(
-                f"No cut before layer {at}: the layers after it need more than what crosses the "
+                f"No cut before layer {cut}: the layers after it need more than what crosses the "
                 "cut."
             ) from error
 
 
-def crossings(trials: Sequence[Trial], at: int) -> dict[bool, tuple[Crossing, ...]]:
-    """Returns the arrays that cross a cut before layer `at`, with caches (True) and without
+def crossings(trials: Sequence[Trial], cut: int) -> dict[bool, tuple[Crossing, ...]]:
+    """Returns the arrays that cross a cut before layer `cut`, with caches (True) and without
     (False).
 
     Raises PlanError, which names the nearest possible cuts.
     """
     try:
-        return {trial.cached: trial.crossing(at) for trial in trials}
+        return {trial.cached: trial.crossing(cut) for trial in trials}
     except PlanError as error:
         num_layers = len(trials[0].layers)
-        below = _first_cut(trials, range(at - 1, 0, -1))
-        above = _first_cut(trials, range(at + 1, num_layers))
+        below = _first_cut(trials, range(cut - 1, 0, -1))
+        above = _first_cut(trials, range(cut + 1, num_layers))
         near = [f"before layer {cut}" for cut in (below, above) if cut is not None]
         if near:
             hint = f"The nearest possible cuts are {' and '.join(near)}."
@@ -190,13 +190,13 @@ def crossings(trials: Sequence[Trial], at: int) -> dict[bool, tuple[Crossing, ..
 
 def _first_cut(trials: Sequence[Trial], candidates: Iterable[int]) -> int | None:
     """Returns the first of the candidates where the model can be cut."""
-    for at in candidates:
+    for cut in candidates:
         try:
             for trial in trials:
-                trial.crossing(at)
+                trial.crossing(cut)
         except PlanError:
             continue
-        return at
+        return cut
     return None
 
 
