@@ -25,8 +25,10 @@ def write(
     version: int,
     matrices: ModuleMatrices,
     answer: AdapterRead,
+    division: str,
 ) -> None:
     """Writes a copy of one version of an adapter, with the answer that rank 0 gets about it.
+    division identifies the part of each module that this shard has.
 
     When the disk is full there is no copy, and the next engine reads the adapter's own files.
     """
@@ -43,7 +45,7 @@ def write(
     partial = file.with_name(partial_name)
     try:
         # The engine may be killed at any time. A file under its final name is always whole.
-        mx.save_safetensors(str(partial), arrays, {"answer": text})
+        mx.save_safetensors(str(partial), arrays, {"answer": text, "division": division})
         partial.rename(file)
     except (RuntimeError, OSError) as error:
         partial.unlink(missing_ok=True)
@@ -54,8 +56,10 @@ def read(
     folder: Path,
     version: int,
     held: Collection[int],
+    division: str,
 ) -> tuple[ModuleMatrices, AdapterRead] | None:
-    """Reads a copy: its matrices, which are lazy, and the answer. Returns None without a copy.
+    """Reads a copy: its matrices, which are lazy, and the answer. Returns None without a copy, or
+    if it was made for another division of the modules among shards.
 
     held are the versions that earlier engines may have read: copies of all others are removed.
     """
@@ -72,6 +76,8 @@ def read(
         _logger.warning("event=adapter_copy_broken version=%d reason=%s", version, error)
         return None
     arrays, metadata = loaded
+    if metadata["division"] != division:
+        return None
     modules: defaultdict[str, dict[str, mx.array]] = defaultdict(dict)
     for key, array in arrays.items():
         name, _, part = key.rpartition(".")

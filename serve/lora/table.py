@@ -4,6 +4,7 @@
 """
 
 import functools
+import hashlib
 import itertools
 import json
 import logging
@@ -85,6 +86,7 @@ class Adapters:
         self._cache_dir = cache_dir
         self._copies = copies
         self._places = dict(places(stage, divisions or {}))
+        self._division = _digest(divisions or {})
         self._num_layers = len(stage.layers)
         self._read: dict[int, ModuleMatrices] = {}
         self._earlier: HeldAdapters = {}  # those of the engine's earlier stage
@@ -266,9 +268,9 @@ class Adapters:
         held: Collection[int],
     ) -> tuple[ModuleMatrices, AdapterRead] | None:
         """The copy of a version that an earlier engine of this rank has made; None if there is
-        none, or if that engine had other layers."""
+        none, or if that engine had other layers or another part of them."""
         assert self._copies
-        copy = copies.read(self._copies, version, held)
+        copy = copies.read(self._copies, version, held, self._division)
         if not copy:
             return None
         _, answer = copy
@@ -281,7 +283,7 @@ class Adapters:
         """Keeps a copy of the adapter that was read last. It is called after the answer was sent to
         rank 0, so that no request waits for the disk."""
         if self._copies and self._uncopied:
-            copies.write(self._copies, *self._uncopied)
+            copies.write(self._copies, *self._uncopied, self._division)
         self._uncopied = None
 
     # --- from one stage of an engine to the next
@@ -411,3 +413,10 @@ class Adapters:
         for adapted in list(self._adapted.values()):
             arrays += adapted.arrays()
         return arrays
+
+
+def _digest(divisions: Divisions) -> str:
+    """Identifies the part of each module that a shard has."""
+    parts = sorted(divisions.items())
+    encoded = repr(parts).encode()
+    return hashlib.sha256(encoded).hexdigest()[:16]

@@ -9,6 +9,7 @@ import pytest
 from mlx_lm.tuner.utils import load_adapters
 
 from serve.core.errors import AdapterError
+from serve.core.messages import AdapterRead, LoadAdapter
 from serve.lora.table import Adapters
 from serve.model.sharding import StandIn, shard, without_sums
 from serve.model.stage import Stage
@@ -83,6 +84,34 @@ def test_shards_keep_their_parts_of_an_adapter(tmp_path: Path) -> None:
         is_row_parallel = module.endswith(("o_proj", "down_proj"))
         is_divided = is_row_parallel == (part == "lora_a")
         assert mine.size == array.size // (2 if is_divided else 1), name
+
+
+class SecondOfTwo(StandIn):
+    """The second of two shards, which sums nothing."""
+
+    def rank(self) -> int:
+        return 1
+
+
+def test_shards_use_no_copies_of_other_shards_or_of_whole_layers(tmp_path: Path) -> None:
+    """After a replan, a rank may have the same layers and another part of them. The parts of two
+    shards have the same shapes."""
+    folder = adapters.save_adapter(tmp_path / "a", LLAMA(), keys=ALL)
+    with without_sums():
+        made = [Shard(LLAMA, StandIn(2)), Shard(LLAMA, SecondOfTwo(2)), Pipeline(LLAMA, [])]
+    asked = LoadAdapter(1, str(folder), None, None, 64, [1])
+    for own in (0, 1, 2, 0, 2, 1):
+        (table,) = made[own].adapters
+        expected = table.read(1, str(folder), None, 64).matrices
+        table.keep_only([])
+        table._copies = tmp_path / "copies"
+        table._copies.mkdir(exist_ok=True)
+        assert isinstance(table.answer(asked), AdapterRead)
+        table.copy()
+        for name, matrices in table._read[1].items():
+            assert mx.array_equal(matrices.a, expected[name].a), (own, name)
+            assert mx.array_equal(matrices.b, expected[name].b), (own, name)
+        table.keep_only([])
 
 
 def test_shards_refuse_magnitudes_of_divided_inputs(tmp_path: Path) -> None:

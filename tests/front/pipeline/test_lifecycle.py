@@ -581,6 +581,26 @@ def layout(cluster: PlayedCluster) -> dict[int, tuple[int, int]]:
     return {plan.rank: (plan.stage, plan.shard) for plan in plans}
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_lifecycle_replaces_engines_with_whole_layers_when_shards_are_planned(seed: int) -> None:
+    """The lost rank is awaited only once for that."""
+    cluster = begun(seed, tensor_parallel="2", num_ranks=4, replan=True, join_timeout=20.0)
+    cluster.disconnect(1, "Rank 1 is gone.", back_seconds=500.0)
+    assert cluster.run(60, lambda: cluster.lifecycle.ring == (0, 2, 3))
+    assert cluster.run(30, lambda: cluster.lifecycle.is_working)
+    asked = cluster.ask(10, 2000)
+    cluster.run(1)
+    engines = [cluster.engine_of(rank) for rank in (0, 3)]
+    cluster.disconnect(2, "Rank 2 is gone.", back_seconds=500.0)
+    assert cluster.run(23, lambda: cluster.lifecycle.ring == (0, 3))
+    assert cluster.run(10, lambda: cluster.lifecycle.is_working)
+    assert cluster.lifecycle.num_shards == 2
+    for rank, engine in zip((0, 3), engines, strict=True):
+        assert cluster.engine_of(rank) is not engine
+    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
+    assert not check_answer(asked)
+
+
 @pytest.mark.parametrize("tensor_parallel", ["2", "auto"])
 @pytest.mark.parametrize("seed", range(10))
 def test_random_lives_of_shards_that_are_planned_again(seed: int, tensor_parallel: str) -> None:
