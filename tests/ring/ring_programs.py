@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import mlx.core as mx
-import msgspec
 
 from serve.core.errors import ClusterError
 from serve.core.messages import Order
@@ -19,10 +18,33 @@ from serve.ring.transport import Ring, RingLostError, RingTransport, Streams
 
 RANK = int(os.environ["MLX_RANK"])
 NUM_RANKS = int(os.environ["NUM_RANKS"])
+HOSTFILE = Path(os.environ["MLX_HOSTFILE"])
+ADDRESSES = json.loads(HOSTFILE.read_text())
 
 
 def join(nonce: int = 1, streams: Streams | None = None) -> RingTransport:
     return RingTransport(Ring(RANK, ("127.0.0.1",) * NUM_RANKS, nonce, 10.0), streams)
+
+
+def rejoin(nonce: int, streams: Streams) -> RingTransport:
+    """Joins a ring as engines do after faults: the ranks meet first, so that MLX finds them all."""
+    order = Order(
+        rank=RANK,
+        ring=tuple(range(NUM_RANKS)),
+        hosts=("127.0.0.1",) * NUM_RANKS,
+        addresses=ADDRESSES,
+        nonce=nonce,
+        model="",
+        commit=None,
+        cache_dir=None,
+        copies=str(HOSTFILE.with_name(f"copies-{RANK}")),
+        layers=(0, 1),
+        kv_bits=None,
+        join_timeout=60.0,
+    )
+    transport = meet_and_join(order, streams)
+    assert isinstance(transport, RingTransport)
+    return transport
 
 
 def step(number: int) -> Step:
@@ -116,9 +138,7 @@ def again() -> None:
     kept, sizes = tensors(7), []
     mx.eval(kept)
     for number in range(1, num_rings + 1):
-        if RANK == NUM_RANKS - 1:
-            time.sleep(0.05)  # It connects first, and MLX waits for a second if rank 0 is late.
-        transport = join(number, streams)
+        transport = rejoin(number, streams)
         pass_around(transport, number)
         transport.leave()
         if number in (max(1, num_rings // 10), num_rings):
@@ -148,28 +168,13 @@ def pass_around(transport: RingTransport, number: int) -> None:
 
 
 def many() -> None:
-    """Forms rings one after the other as engines do after faults, and sends a message around each.
-    Prints threads, megabytes and descriptors after the first tenth and at the end."""
+    """Forms rings one after the other, and sends a message around each. Prints threads, megabytes
+    and descriptors after the first tenth and at the end."""
     num_rings = int(sys.argv[2])
-    hostfile = Path(os.environ["MLX_HOSTFILE"])
-    order = Order(
-        rank=RANK,
-        ring=tuple(range(NUM_RANKS)),
-        hosts=("127.0.0.1",) * NUM_RANKS,
-        addresses=json.loads(hostfile.read_text()),
-        nonce=0,
-        model="",
-        commit=None,
-        cache_dir=None,
-        copies=str(hostfile.with_name(f"copies-{RANK}")),
-        layers=(0, 1),
-        kv_bits=None,
-        join_timeout=60.0,
-    )
     streams = Streams()
     sizes: list[int] = []
     for number in range(1, num_rings + 1):
-        transport = meet_and_join(msgspec.structs.replace(order, nonce=number), streams)
+        transport = rejoin(number, streams)
         if RANK == 0:
             transport.send(step(number), [])
         message = transport.receive()
