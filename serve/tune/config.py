@@ -201,7 +201,6 @@ class FineTuneConfig(ModelSource):
         check_revision(self.model, self.revision)
         self._check_numbers()
         self._check_structures()
-        self._check_shards()
         if self.trust_remote_code:
             raise UsageError(
                 "--trust-remote-code is refused: Brigade does not run code from model repositories."
@@ -238,21 +237,6 @@ class FineTuneConfig(ModelSource):
             raise UsageError("--early-stop needs validations: see --val-batches.")
         if self.fine_tune_type == "full" and (self.peft or self.load_into):
             raise UsageError("--peft and --load-into are for adapters, not --fine-tune-type full.")
-
-    def _check_shards(self) -> None:
-        if self.tensor_parallel == 1:
-            return
-        # Both need whole matrices, of which each shard has only a part.
-        if self.fine_tune_type != "lora":
-            raise UsageError(
-                f"--fine-tune-type {self.fine_tune_type} does not work with --tensor-parallel: "
-                "train lora, or use stages and --data-parallel."
-            )
-        if self.optimizer in ("muon", "adafactor"):
-            raise UsageError(
-                f"--optimizer {self.optimizer} does not work with --tensor-parallel: use adam, "
-                "adamw or sgd."
-            )
 
     def _check_adapter_flags(self) -> None:
         names = ("lora_rank", "lora_scale", "lora_alpha", "lora_dropout")

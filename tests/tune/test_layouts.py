@@ -110,16 +110,3 @@ def test_a_batch_without_stages_has_a_micro_batch_for_each_replica() -> None:
     uneven = config_of(batch_size=5, data_parallel=4, grad_accumulation_steps=2, iters=8)
     with pytest.raises(UsageError, match="--batch-size 5: .* multiple of 2"):
         uneven.num_micro_batches(Layout(1, 1, 4))
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"fine_tune_type": "dora"}, "--fine-tune-type dora does not work with --tensor-parallel"),
-        ({"fine_tune_type": "full"}, "--fine-tune-type full does not work with --tensor-parallel"),
-        ({"optimizer": "muon"}, "--optimizer muon does not work with --tensor-parallel"),
-    ],
-)
-def test_shards_refuse_what_needs_whole_matrices(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UsageError, match=reason):
-        config_of(tensor_parallel=2, **changes)

@@ -49,6 +49,33 @@ def alone(folder: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -
     return out
 
 
+KINDS = {
+    "dora": ["--fine-tune-type", "dora"],
+    "full": ["--fine-tune-type", "full", "--num-layers", "-1"],
+    "muon": ["--optimizer", "muon", "--learning-rate", "1e-3"],
+    "adafactor": ["--optimizer", "adafactor"],
+    "full, muon": ["--fine-tune-type", "full", "--num-layers", "-1", "--optimizer", "muon"],
+}
+OTHERS = [(kind, p, t) for kind in KINDS for p, t in ((1, 2), (2, 2), (1, 4))]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("kind", "num_stages", "num_shards"), OTHERS)
+def test_shards_make_the_same_run_of_every_kind(
+    folder: Path, model: Path, tmp_path: Path, kind: str, num_stages: int, num_shards: int
+) -> None:
+    outs = [tmp_path / "alone", tmp_path / "shards"]
+    for out, layout in zip(outs, [(1, 1), (num_stages, num_shards)], strict=True):
+        words = [*flags(folder, out, *WORDS, *KINDS[kind]), "--model", str(model)]
+        num_ranks = layout[0] * layout[1]
+        finish(launch(num_ranks, [*words, "--tensor-parallel", str(layout[1])]), seconds=500)
+    alone, shards = outs
+    assert losses_of(shards) == pytest.approx(losses_of(alone), rel=1e-5)
+    assert norms_of(shards) == pytest.approx(norms_of(alone), rel=1e-5)
+    assert largest_difference(arrays_of(shards), arrays_of(alone)) < 1e-3
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("num_stages", "num_shards", "num_replicas"), CELLS)
 def test_every_layout_makes_the_same_run(
