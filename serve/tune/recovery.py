@@ -19,7 +19,7 @@ from serve.tune.session import Progress, Weights
 from serve.tune.transport import ProcessLinks
 
 _logger = logging.getLogger(__name__)
-_MAX_LOSSES = 3  # in a row, without a checkpoint between them
+_MAX_LOSSES = 3  # without a new checkpoint in between
 _RETRY_SECONDS = 1.0
 NO_GROUP = object()  # in the modules of shards, in the place of MLX's group, between two groups
 

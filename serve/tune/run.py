@@ -107,7 +107,8 @@ def run_rank(
     kept = kept or Kept()
     own_show = show if links.rank == 0 else _show_nothing
     session, has_checkpoint = _open(config, groups, own_show, kept)
-    progress = kept.progress = saving.new_progress(session)
+    progress = saving.new_progress(session)
+    kept.progress = kept.progress or progress
     ran: list[Span] = []
     if session.config.trains:
         check_packing(session)
