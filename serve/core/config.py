@@ -34,7 +34,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
 def flag(help: str, default: Any = ..., **checks: Any) -> Any:
-    """A config field that is also a command line flag; no default makes it required."""
+    """Makes a config field that is also a command line flag; no default makes it required."""
     metadata = {"help": help, **checks}
     if default is ...:
         return field(metadata=metadata)

@@ -317,8 +317,8 @@ def times_own_weight(x: mx.array, module: Any) -> mx.array:
 
 
 def note_routing(rows: Rows, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
-    """The seam of the module that calls the experts: it notes the experts of each token, which are
-    its second argument."""
+    """Notes the experts of each token, which are the second argument of the module that calls them.
+    It is the seam of this module."""
     rows.routed = args[1]
     output: mx.array = call(*args, **kwargs)
     return output

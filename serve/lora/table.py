@@ -267,8 +267,8 @@ class Adapters:
         version: int,
         held: Collection[int],
     ) -> tuple[ModuleMatrices, AdapterRead] | None:
-        """The copy of a version that an earlier engine of this rank has made; None if there is
-        none, or if that engine had other layers or another part of them."""
+        """Returns the copy of a version that an earlier engine of this rank has made; None if there
+        is none, or if that engine had other layers or another part of them."""
         assert self._copies
         copy = copies.read(self._copies, version, held, self._division)
         if not copy:

@@ -22,7 +22,7 @@ _LORA = {"rank": 8, "dropout": 0.0, "scale": 20.0}
 
 
 def _from_file(help: str) -> Any:
-    """A field that only the file has: it is no single value."""
+    """Returns a field that only the file has: it is no single value."""
     return field(default=None, metadata={"help": help, "file_only": True})
 
 
@@ -333,8 +333,8 @@ class FineTuneConfig(ModelSource):
         return layout_of(num_ranks, self.tensor_parallel, self.data_parallel)
 
     def num_micro_batches(self, layout: Layout) -> int:
-        """The number of micro-batches of a batch. Raises UsageError if the replicas cannot divide
-        those of an update evenly."""
+        """Returns the number of micro-batches of a batch. Raises UsageError if the replicas cannot
+        divide those of an update evenly."""
         num_batches = self.grad_accumulation_steps
         if self.micro_batches:
             count = self.micro_batches
