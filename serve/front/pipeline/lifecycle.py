@@ -353,6 +353,7 @@ class Lifecycle(Machine):
         self._enter(State.LACKING, self._gather_until - self._now)
         if not self._has_engine:
             self._do(actions.ReplaceEngine(self.number))
+        self._check_more()  # A rank may have come while the plan was made.
 
     def _check_more(self) -> None:
         if self._has_engine and self.roster.fit.difference(self._tried):

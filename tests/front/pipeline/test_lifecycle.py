@@ -415,6 +415,19 @@ def test_lifecycle_keeps_rank_0s_engine_when_the_model_does_not_fit_the_remainin
     assert not check_answer(asked)
 
 
+def test_lifecycle_plans_again_when_a_rank_came_while_a_plan_was_refused() -> None:
+    """It waited until the end of --return-timeout for a rank that was there."""
+    cluster = begun(replan=True, min_ranks=3, join_timeout=2.0)
+    asked = cluster.ask(10, 50)
+    cluster.run(1)
+    cluster.disconnect(2, "Rank 2 is gone.", back_seconds=1000.0)
+    assert cluster.run(30, lambda: cluster.lifecycle.state is State.REPLANNING)
+    cluster.join(2)
+    assert cluster.lifecycle.state is State.REPLANNING
+    assert cluster.run(30, lambda: cluster.is_quiet)
+    assert not check_answer(asked)
+
+
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize("state", [State.STARTING, State.JOINING, State.LOADING, State.PREPARING])
 def test_lifecycle_replaces_all_engines_after_a_fault_while_layers_change_owner(
