@@ -41,7 +41,7 @@ def delayed(settings: Settings) -> Row:
                     rate = await _decode(asked, f"delayed/{round_}", clients)
                     rates.setdefault((name, clients), []).append(rate)
 
-        with two_hosts(settings.model, LAYOUTS[name], "--no-speculation") as url:
+        with two_hosts(settings.model, LAYOUTS[name], "--no-speculation") as (url, _):
             asyncio.run(measure(url))
             if name == "auto":
                 num_shards = httpx2.get(f"{url}/admin/pipeline").json()["tensor_parallel"]
@@ -73,9 +73,9 @@ async def _decode(asked: Asked, name: str, clients: int) -> float:
 
 
 @contextmanager
-def two_hosts(model: Path, tensor_parallel: str, *flags: str) -> Iterator[str]:
+def two_hosts(model: Path, tensor_parallel: str, *flags: str) -> Iterator[tuple[str, Path]]:
     """Two ranks, the second of which is behind a link with a delay. Yields the URL of the server
-    when it answers. Raises NoLinkError."""
+    when it answers, and the file with its log. Raises NoLinkError."""
     first, second, control, port = free_ports(4)
     with delayed_link(DELAY_SECONDS) as space, tempfile.TemporaryDirectory() as folder:
         hostfile = Path(folder) / "hosts.json"
@@ -101,6 +101,6 @@ def two_hosts(model: Path, tensor_parallel: str, *flags: str) -> Iterator[str]:
                     processes.append(started)
             url = f"http://127.0.0.1:{port}"
             servers.until_it_answers(url, model.name, processes, log)
-            yield url
+            yield url, log
         finally:
             servers.end(processes)

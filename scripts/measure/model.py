@@ -2,8 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -37,12 +36,6 @@ CONFIG = {
 def make_model(folder: Path) -> Path:
     """A folder with 150 M random float32 weights; made once."""
     return save_model(folder / f"random-150m-{SEED}", CONFIG, _weights)
-
-
-def make_small_model(folder: Path) -> Path:
-    """A model with as many layers, each of a quarter of the size."""
-    config = {**CONFIG, "hidden_size": 448, "intermediate_size": 1376}
-    return save_model(folder / f"random-40m-{SEED}", config, partial(_weights, config))
 
 
 def make_window_model(folder: Path) -> Path:
@@ -110,9 +103,9 @@ def save_model(
     return model
 
 
-def _weights(config: Mapping[str, object] = CONFIG) -> dict[str, np.ndarray]:
+def _weights() -> dict[str, np.ndarray]:
     drawn = _drawer()
-    hidden, inner, vocab = _sizes(config)
+    hidden, inner, vocab = _sizes()
     heads = 2 * hidden // 14  # keys and values of the two key-value heads
     weights = {"model.embed_tokens.weight": drawn(vocab, hidden)}
     for i in range(16):
@@ -135,7 +128,7 @@ def _weights(config: Mapping[str, object] = CONFIG) -> dict[str, np.ndarray]:
 
 def _state_weights() -> dict[str, np.ndarray]:
     drawn = _drawer()
-    hidden, inner, vocab = _sizes(CONFIG)
+    hidden, inner, vocab = _sizes()
     heads = 2 * hidden // 14
     # The head is the embedding: what is no word has logit 0, as above.
     weights = {"model.embed_tokens.weight": drawn(vocab, hidden) * _is_word(vocab)[:, None]}
@@ -169,10 +162,10 @@ def _drawer() -> Callable[..., np.ndarray]:
     return lambda *shape: random.standard_normal(shape, np.float32) * np.float32(SPREAD)
 
 
-def _sizes(config: Mapping[str, object]) -> tuple[int, int, int]:
+def _sizes() -> tuple[int, int, int]:
     """The hidden size, the inner size and the number of tokens in the vocabulary."""
     names = ("hidden_size", "intermediate_size", "vocab_size")
-    hidden, inner, vocab = (int(config[name]) for name in names)  # type: ignore[call-overload]
+    hidden, inner, vocab = (int(CONFIG[name]) for name in names)  # type: ignore[call-overload]
     return hidden, inner, vocab
 
 
