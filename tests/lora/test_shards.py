@@ -144,8 +144,8 @@ def test_shards_of_any_kind_apply_the_adapters_of_the_whole_model(
     tmp_path: Path, name: str, keys: tuple[str, ...], num_shards: int
 ) -> None:
     """phi3 divides fused matrices in several ranges; qwen2_moe adds up whole blocks of experts. In
-    qwen3_5, mlx-lm repeats two heads of keys for four shards, and adapters were refused as those of
-    another model."""
+    qwen3_5, mlx-lm repeats two key-value heads for four shards, and adapters were refused as those
+    of another model."""
     make = partial(architectures.build, name)
     folder = adapters.save_adapter(tmp_path / "a", make(), keys=keys)
     whole = {0: make(), 1: load_adapters(make(), str(folder))}
