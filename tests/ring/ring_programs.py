@@ -14,7 +14,7 @@ from serve.core.errors import ClusterError
 from serve.core.messages import Order
 from serve.core.types import Row, Step
 from serve.rank.joining import join as meet_and_join
-from serve.ring.transport import Ring, RingLostError, RingTransport, Streams
+from serve.ring.transport import Received, Ring, RingLostError, RingTransport, Streams
 
 RANK = int(os.environ["MLX_RANK"])
 NUM_RANKS = int(os.environ["NUM_RANKS"])
@@ -148,14 +148,20 @@ def again() -> None:
     os._exit(0)
 
 
-def pass_around(transport: RingTransport, number: int) -> None:
-    """Takes a message around the ring, and then loses the ring."""
+def received(transport: RingTransport, number: int) -> Received:
+    """Starts a message on rank 0, and returns the one that arrives here."""
     if RANK == 0:
         transport.send(step(number), [])
     message = transport.receive()
     assert message is not None
     got, arrays = message
     assert got == step(number), "a message of another ring"
+    return got, arrays
+
+
+def pass_around(transport: RingTransport, number: int) -> None:
+    """Takes a message around the ring, and then loses the ring."""
+    got, arrays = received(transport, number)
     if RANK == 0:
         same = [mx.array_equal(a, b).item() for a, b in zip(arrays, tensors(number), strict=True)]
         assert all(same), (number, same)
@@ -175,12 +181,7 @@ def many() -> None:
     sizes: list[int] = []
     for number in range(1, num_rings + 1):
         transport = rejoin(number, streams)
-        if RANK == 0:
-            transport.send(step(number), [])
-        message = transport.receive()
-        assert message is not None
-        got, arrays = message
-        assert got == step(number), "a message of another ring"
+        got, arrays = received(transport, number)
         if RANK:
             transport.send(got, [mx.array([number])] if RANK == NUM_RANKS - 1 else arrays)
             with suppress(RingLostError):
