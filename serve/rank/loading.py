@@ -35,8 +35,8 @@ Report = Callable[[FromPrefixCache], None]
 @dataclass(frozen=True, slots=True)
 class Model:
     """The facts about a whole model that do not depend on the layers that an engine loads.
-    batchable says whether rows of different lengths can share a forward; causal is is_causal of
-    Loaded."""
+    batchable says whether rows of different lengths can share a forward, and causal whether tokens
+    that are fed together give the same logits as one after the other."""
 
     batchable: bool
     causal: bool

@@ -366,7 +366,7 @@ class Lifecycle(Machine):
                 stage.assign(planned)
             self._do(actions.ShowPlan(tuple(plan), self._choices.get(self.ring, "")))
         if plan[0].num_shards > 1 and self._have_stayed and self._reason is None:
-            self._renew(ClusterError("The layers, which engines hold whole, are divided."))
+            self._renew(ClusterError("The new layout has shards: all engines are replaced."))
         else:
             self._pause()
 
