@@ -13,7 +13,8 @@ import pytest
 
 from serve.tune.results import run_folder
 from tests.cluster.servers import BIN, ROOT, TINY_CHAT
-from tests.tune.runs import finish, flags, launch, losses_of, valid_losses_of
+from tests.tune.ranks import largest_difference
+from tests.tune.runs import arrays_of, finish, flags, launch, losses_of, valid_losses_of
 
 pytestmark = pytest.mark.long
 
@@ -78,6 +79,10 @@ def check_recovery(
     for rank, pids in run.pids.items():
         num_lost = sum(lost == rank for _, lost in kills)
         assert len(pids) == 1 + num_lost, run.said
+    if "--tensor-parallel" in words:
+        assert losses_of(out) == pytest.approx(losses_of(whole), rel=1e-5)
+        assert largest_difference(arrays_of(out), arrays_of(whole)) < 1e-4
+        return run
     assert (out / run_folder.ADAPTERS).read_bytes() == (whole / run_folder.ADAPTERS).read_bytes()
     assert losses_of(out) == losses_of(whole)
     assert valid_losses_of(out) == valid_losses_of(whole)
