@@ -1,8 +1,9 @@
 """The TCP connections between the engines of a grid of stages and shards. MLX is not involved."""
 
+import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ from serve.core.wire import FrameReader, frame
 _RETRY_SECONDS = 0.05
 _MIN_WAIT_SECONDS = 0.01
 _LISTEN_SECONDS = 0.05
-_MAX_GREETING_SECONDS = 5.0
+_MAX_SILENT = 64  # connections that have not greeted yet
+_READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,19 @@ class PeerConnection:
             for message in self._reader.feed(data):
                 return message
 
+    def receive_some(self) -> AroundRing | None:
+        """Reads what has arrived of the next message, which it returns once it is complete. Raises
+        ClusterError when the neighbour is gone, or sends something else."""
+        try:
+            data = self.tcp_socket.recv(min(self._reader.num_missing, _READ_BYTES))
+        except OSError as error:
+            raise ClusterError(f"The link to a neighbour broke: {error}.") from error
+        if not data:
+            raise ClusterError("A neighbour is gone.")
+        for message in self._reader.feed(data):
+            return message
+        return None
+
     def hop(self) -> Hop | None:
         """Waits for the next hop; returns None when the neighbour is gone. Raises ClusterError."""
         message = self.receive()
@@ -155,14 +170,17 @@ def meet(grid: Grid) -> Neighbours:
     called = {row_left, column_left} if has_column else {row_left}
     callers = {row_right, column_right} if has_column else {row_right}
     with ExitStack() as on_failure:
-        with _listening(grid) as listening:
+        with (
+            _listening(grid) as listening,
+            Reception(listening, grid.rank, grid.nonce) as reception,
+        ):
             left: dict[int, PeerConnection] = {}
             for rank in sorted(called):
                 left[rank] = _call(grid, rank, deadline)
                 on_failure.callback(left[rank].close)
             right: dict[int, PeerConnection] = {}
             while missing := callers - right.keys():
-                rank, connection = _answer(grid, listening, missing, deadline)
+                rank, connection = reception.answer(missing, deadline)
                 right[rank] = connection
                 on_failure.callback(connection.close)
         neighbours = Neighbours(
@@ -196,12 +214,15 @@ def meet_all(grid: Grid) -> dict[int, PeerConnection]:
     num_ranks = len(grid.addresses)
     connections: dict[int, PeerConnection] = {}
     with ExitStack() as on_failure:
-        with _listening(grid) as listening:
+        with (
+            _listening(grid) as listening,
+            Reception(listening, grid.rank, grid.nonce) as reception,
+        ):
             for rank in range(grid.rank):
                 connections[rank] = _call(grid, rank, deadline)
                 on_failure.callback(connections[rank].close)
             while missing := set(range(grid.rank + 1, num_ranks)) - connections.keys():
-                rank, connection = _answer(grid, listening, missing, deadline)
+                rank, connection = reception.answer(missing, deadline)
                 connections[rank] = connection
                 on_failure.callback(connection.close)
         for connection in connections.values():
@@ -213,6 +234,83 @@ def meet_all(grid: Grid) -> dict[int, PeerConnection]:
             connection.set_timeout(None)
         on_failure.pop_all()
     return connections
+
+
+class Reception:
+    """Answers the neighbours that connect to the rank that listens. One that is slow to greet,
+    because its host is busy, may do so until the deadline; meanwhile others are answered."""
+
+    def __init__(self, listening: socket.socket, rank: int, nonce: int) -> None:
+        self._listening = listening
+        self._rank = rank
+        self._nonce = nonce
+        self._listening.setblocking(False)
+        self._silent: dict[socket.socket, PeerConnection] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listening, selectors.EVENT_READ)
+
+    def __enter__(self) -> "Reception":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in self._silent.values():
+            connection.close()
+        self._selector.close()
+
+    def answer(self, expected: set[int], deadline: float) -> tuple[int, PeerConnection]:
+        """Returns the first caller that is one of the expected ranks and knows the nonce, and
+        closes the connections of all others that greet. Raises ClusterError at the deadline."""
+        while True:
+            for connection in self._readable(expected, deadline):
+                try:
+                    greeting = connection.receive_some()
+                except ClusterError:  # A port scanner, not a neighbour.
+                    self._forget(connection)
+                    connection.close()
+                    continue
+                if greeting is None:
+                    continue
+                self._forget(connection)
+                if (
+                    isinstance(greeting, Greeting)
+                    and greeting.nonce == self._nonce
+                    and greeting.rank in expected
+                ):
+                    connection.set_timeout(None)
+                    return greeting.rank, connection
+                connection.close()
+
+    def _readable(self, expected: set[int], deadline: float) -> Iterator[PeerConnection]:
+        """Accepts new callers, and yields those from which something can be read."""
+        ready = self._selector.select(_seconds_until(deadline))
+        if not ready or time.monotonic() > deadline:
+            raise ClusterError(
+                f"Rank {self._rank} waited in vain for its neighbours {sorted(expected)}: "
+                "timed out."
+            )
+        for key, _ in ready:
+            if key.fileobj is self._listening:
+                self._accept()
+            elif key.fileobj in self._silent:
+                yield self._silent[key.fileobj]
+
+    def _accept(self) -> None:
+        try:
+            tcp_socket, _ = self._listening.accept()
+        except OSError:  # The caller has gone again.
+            return
+        connection = PeerConnection(tcp_socket)
+        connection.set_timeout(0)
+        if len(self._silent) >= _MAX_SILENT:
+            oldest = next(iter(self._silent.values()))
+            self._forget(oldest)
+            oldest.close()
+        self._silent[tcp_socket] = connection
+        self._selector.register(tcp_socket, selectors.EVENT_READ)
+
+    def _forget(self, connection: PeerConnection) -> None:
+        self._selector.unregister(connection.tcp_socket)
+        del self._silent[connection.tcp_socket]
 
 
 def _listening(grid: Grid) -> socket.socket:
@@ -244,38 +342,6 @@ def _call(grid: Grid, rank: int, deadline: float) -> PeerConnection:
     connection.send(Greeting(grid.nonce, grid.rank))
     connection.set_timeout(None)
     return connection
-
-
-def _answer(
-    grid: Grid,
-    listening: socket.socket,
-    expected: set[int],
-    deadline: float,
-) -> tuple[int, PeerConnection]:
-    """Accepts the first caller that is one of the expected ranks and knows the nonce, and closes
-    the connections of all others."""
-    while True:
-        listening.settimeout(_seconds_until(deadline))
-        try:
-            tcp_socket, _ = listening.accept()
-        except OSError as error:
-            raise ClusterError(
-                f"Rank {grid.rank} waited in vain for its neighbours {sorted(expected)}: {error}."
-            ) from error
-        connection = PeerConnection(tcp_socket)
-        connection.set_timeout(min(_MAX_GREETING_SECONDS, _seconds_until(deadline)))
-        try:
-            greeting = connection.receive()
-        except ClusterError:
-            greeting = None  # A port scanner, not a neighbour.
-        if (
-            isinstance(greeting, Greeting)
-            and greeting.nonce == grid.nonce
-            and greeting.rank in expected
-        ):
-            connection.set_timeout(None)
-            return greeting.rank, connection
-        connection.close()
 
 
 def _wait_for_row(grid: Grid, neighbours: Neighbours, deadline: float) -> None:

@@ -25,11 +25,9 @@ from serve.core.errors import ClusterError
 from serve.core.messages import Greeting, Hop, TensorSpec
 from serve.core.types import FIRST_WARM_UP_STEP, Step
 from serve.core.wire import FrameReader, frame
+from serve.ring.peers import Reception
 from serve.ring.regroup import closing_failed_connections, forget_groups
 from serve.ring.sums import Sums
-
-_MIN_WAIT_SECONDS = 0.01
-_MAX_GREETING_SECONDS = 5.0
 
 
 class RingLostError(ClusterError):
@@ -347,44 +345,13 @@ def _connect_neighbours(
         left.sendall(greeting)
         left.settimeout(None)
         keep_alive(left)
-        right = _accept_neighbour(ring, listening)
-        return left, right
     except OSError as error:
         raise ClusterError(f"Rank {ring.rank} cannot reach its neighbours: {error}.") from error
-
-
-def _accept_neighbour(ring: Ring, listening: socket.socket) -> socket.socket:
-    """Accepts the first caller that knows the nonce, and closes connections of all others."""
     right_rank = (ring.rank + 1) % len(ring.hosts)
-    expected = frame(Greeting(ring.nonce, right_rank))
     deadline = time.monotonic() + ring.timeout_seconds
-    while True:
-        seconds_left = max(_MIN_WAIT_SECONDS, deadline - time.monotonic())
-        listening.settimeout(seconds_left)
-        connection, _ = listening.accept()
-        seconds_left = max(_MIN_WAIT_SECONDS, deadline - time.monotonic())
-        connection.settimeout(min(_MAX_GREETING_SECONDS, seconds_left))
-        try:
-            # Not a byte more: the bytes after the greeting belong to the transport.
-            greeting = _read_exactly(connection, len(expected))
-        except OSError:
-            greeting = b""
-        if greeting == expected:
-            connection.settimeout(None)
-            keep_alive(connection)
-            return connection
-        connection.close()  # A port scanner, not a neighbour: keep waiting.
-
-
-def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Reads this many bytes, or fewer if the connection ends before."""
-    data = b""
-    while len(data) < num_bytes:
-        more = connection.recv(num_bytes - len(data))
-        if not more:
-            break
-        data += more
-    return data
+    with Reception(listening, ring.rank, ring.nonce) as reception:
+        _, right = reception.answer({right_rank}, deadline)
+    return left, right.tcp_socket
 
 
 # --- several tensors in one message, followed by the step's number
