@@ -99,7 +99,9 @@ class Adapters:
 
     @property
     def num_bytes(self) -> int:
-        earlier = [held.matrices for held in self._earlier.values()]
+        # Another thread may read an adapter meanwhile, which changes the dictionary.
+        all_held = list(self._earlier.values())
+        earlier = [held.matrices for held in all_held]
         waiting = [*self._read.values(), *earlier]
         waiting_bytes = sum(num_bytes(matrices) for matrices in waiting)
         installed_bytes = sum(array.nbytes for array in self._arrays())

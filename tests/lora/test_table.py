@@ -23,6 +23,7 @@ from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
 from serve.core.types import Row, Step
 from serve.core.wire import FrameReader
 from serve.lora.files import read_adapter
+from serve.lora.layers import ModuleMatrices
 from serve.lora.reading import read_matrices
 from serve.lora.table import Adapters
 from serve.model.stage import Stage
@@ -296,6 +297,29 @@ def test_adapters_hand_over_only_versions_that_are_still_wanted(tmp_path: Path) 
     assert after.adapters[0].num_bytes > 0
     after.adapters[0].apply(Step(1, 0, (), (), False, unload=(7,)))
     assert after.adapters[0].num_bytes == 0
+
+
+def test_adapters_count_their_bytes_while_another_thread_reads(tmp_path: Path) -> None:
+    folder = adapters.save_adapter(tmp_path / "a", LLAMA())
+    before = Pipeline(LLAMA, [2])
+    read_again(before, folder)
+    held = before.adapters[0].held([7])[7]
+    own = Adapters(before.stages[0])
+
+    class Interrupted:
+        """An adapter in the middle of whose count another one is read."""
+
+        answer = held.answer
+
+        @property
+        def matrices(self) -> ModuleMatrices:
+            own.answer(LoadAdapter(7, str(folder), None, None, 64, []))
+            return held.matrices
+
+    interrupted: Any = Interrupted()
+    own.take_over({6: interrupted, 7: held})
+    assert own.num_bytes > 0
+    assert own.num_bytes == 2 * before.adapters[0].num_bytes
 
 
 def test_a_step_with_a_version_that_is_not_there_is_an_error(tmp_path: Path) -> None:

@@ -365,10 +365,7 @@ class Lifecycle(Machine):
             for stage, planned in zip(self.stages, plan, strict=True):
                 stage.assign(planned)
             self._do(actions.ShowPlan(tuple(plan), self._choices.get(self.ring, "")))
-        if plan[0].num_shards > 1 and self._have_stayed and self._reason is None:
-            self._renew(ClusterError("The new layout has shards: all engines are replaced."))
-        else:
-            self._pause()
+        self._pause()
 
     def _on_no_room(self, error: PlanError) -> None:
         """Continues with the ranks that worked before, without those that joined them. If there
@@ -423,6 +420,10 @@ class Lifecycle(Machine):
             self._do(actions.Settle(self.number))
 
     def _give_orders(self) -> None:
+        # By now, every engine that has stayed has said so.
+        if self.num_shards > 1 and self._have_stayed:
+            self._renew(ClusterError("The new layout has shards: all engines are replaced."))
+            return
         plans = []
         for stage in self.stages:
             assert stage.plan is not None

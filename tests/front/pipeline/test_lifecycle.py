@@ -614,6 +614,21 @@ def test_lifecycle_replaces_engines_with_whole_layers_when_shards_are_planned(se
     assert not check_answer(asked)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_lifecycle_gives_no_shards_to_engines_that_say_late_that_they_have_stayed(
+    seed: int,
+) -> None:
+    """The plan is known already, and rank 0 has a new engine, so nothing else is waited for."""
+    cluster = begun(seed, tensor_parallel="2", num_ranks=4, replan=True, join_timeout=2.0)
+    cluster.disconnect(1, "Rank 1 is gone.", back_seconds=10.0)
+    assert cluster.run(9, lambda: cluster.lifecycle.ring == (0, 2, 3))
+    assert cluster.run(30, lambda: cluster.lifecycle.is_working)
+    assert cluster.run(30, lambda: 1 in cluster.lifecycle.roster.joined)
+    cluster.kill(0)
+    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
+    assert cluster.lifecycle.num_shards == 2
+
+
 @pytest.mark.parametrize("tensor_parallel", ["2", "auto"])
 @pytest.mark.parametrize("seed", range(10))
 def test_random_lives_of_shards_that_are_planned_again(seed: int, tensor_parallel: str) -> None:
