@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
+from threading import Thread, Timer
 from typing import Any, cast
 
 import mlx.core as mx
@@ -41,6 +41,7 @@ from serve.tune.transport import (
 
 _logger = logging.getLogger(__name__)
 _TICK_SECONDS = 1.0
+_MAX_STUCK_SECONDS = 60.0
 
 
 class MeshLinks(ProcessLinks):
@@ -55,14 +56,20 @@ class MeshLinks(ProcessLinks):
 
     def watch(self) -> None:
         """Ends this process when another rank is silent, also while this one waits for it in a sum
-        of MLX, which cannot be interrupted."""
+        of MLX, which cannot be interrupted. It also ends if this rank does not leave the links soon
+        after a loss: a sum with a lost rank may never return."""
         Thread(target=self._watch, name="watch", daemon=True).start()
 
     def _watch(self) -> None:
         silent = dict.fromkeys(self._peers, 0.0)
         heard: dict[int, int] = {}
+        seconds_since_loss = 0.0
         while not self._is_leaving:
             time.sleep(_TICK_SECONDS)
+            if self._inbox.has_lost:
+                seconds_since_loss += _TICK_SECONDS
+            if seconds_since_loss > _MAX_STUCK_SECONDS:
+                end_stuck_rank()
             before, heard = heard, self._inbox.num_heard()
             # Only seconds in which this process ran count: after it was stopped, it blames nobody.
             for peer, count in heard.items():
@@ -102,6 +109,27 @@ class MeshLinks(ProcessLinks):
                 raise RingLostError("it ended in the middle of a message")
             view = view[num_read:]
         return mx.array(cast(Any, data))
+
+
+@contextmanager
+def ending_if_stuck() -> Iterator[None]:
+    """Ends this process if the block, which waits for MLX after a loss, takes too long."""
+    timer = Timer(_MAX_STUCK_SECONDS, end_stuck_rank)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def end_stuck_rank() -> None:
+    _logger.error(
+        "This rank has waited for %g s in a sum with a rank that is lost. MLX cannot interrupt it: "
+        "start the run again, with --resume if it has a checkpoint.",
+        _MAX_STUCK_SECONDS,
+    )
+    os._exit(ClusterError.exit_code)
 
 
 class Subset:

@@ -14,7 +14,7 @@ from serve.core.errors import ClusterError
 from serve.ring.regroup import forget_groups, objection
 from serve.tune.config import FineTuneConfig
 from serve.tune.inputs import Inputs
-from serve.tune.mesh import Groups, join
+from serve.tune.mesh import Groups, ending_if_stuck, join
 from serve.tune.session import Progress, Weights
 from serve.tune.transport import ProcessLinks
 
@@ -71,7 +71,7 @@ def leave(groups: Groups, config: FineTuneConfig, kept: Kept, reason: str) -> No
         groups.everybody.leave(config.return_timeout)
     if groups.ring is not None and kept.weights is not None:
         # MLX frees a group without checking whether a stream still uses it.
-        with suppress(RuntimeError):
+        with ending_if_stuck(), suppress(RuntimeError):
             mx.synchronize(mx.default_stream(mx.cpu))
         kept.weights.set_group(groups.ring, NO_GROUP)
 

@@ -75,6 +75,11 @@ class Inbox:
             self._error = self._error or error
             self._changed.notify_all()
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether a neighbour or a link was lost."""
+        return isinstance(self._error, RingLostError)
+
     def hear(self, peer: int) -> None:
         """Notes that a neighbour is alive. After its first call, a neighbour has to be heard
         within every stall_seconds."""
