@@ -119,7 +119,10 @@ class Trainer:
                 self.counted.add(name)
         self.masters = master_weights(self.parameters())
         # The parameters that the optimizer gets whole, though this shard has only parts of them.
-        self._made_whole = self.parts.divided if config.optimizer in NEED_WHOLE else {}
+        self._made_whole = {}
+        if config.optimizer in NEED_WHOLE:
+            own = self.parameters().keys() & self.parts.divided.keys()
+            self._made_whole = {name: self.parts.divided[name] for name in sorted(own)}
         self.optimizer = make_optimizer(config)
         self.optimizer.init(self._optimized())
         mx.eval(self.masters, self.optimizer.state)
