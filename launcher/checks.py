@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import msgspec
 
 from serve.core.agent_messages import HopSpeed, HostFacts
+from serve.core.amounts import format_bytes
 from serve.core.errors import DisagreementError
 from serve.core.facts import MISSING, compare
-from serve.core.plan import format_bytes
 
 MLX_FLOOR = (0, 32, 1)
 GB = 10**9

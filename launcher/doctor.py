@@ -78,7 +78,7 @@ def check_before(facts: Sequence[HostFacts], environment: Mapping[str, str]) -> 
     findings = list(check_hosts([with_variables(each, environment) for each in facts]))
     for finding in findings:
         if finding.status == "warn":
-            what = f"what={finding.what!r} fix={finding.fix!r}"
+            what = f"what={json.dumps(finding.what)} fix={json.dumps(finding.fix)}"
             write_line(event_line(f"event=warning host={finding.where} {what}", "WARNING"))
     failed = [f for f in findings if f.status == "fail"]
     if failed:

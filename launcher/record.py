@@ -140,7 +140,8 @@ def _chosen(pid: int | None) -> Launch:
         raise UsageError("you have no running launch on this machine: there is nothing to stop.")
     if chosen:
         raise UsageError(
-            f"launches {numbers} are running: choose one, as in --stop {running[0].pid}."
+            f"launches {numbers} are running: choose one, as in --stop {running[0].pid} "
+            "(--status shows what each one serves)."
         )
     raise UsageError(f"you have no running launch {pid} on this machine, only {numbers}.")
 

@@ -289,7 +289,7 @@ class Supervisor:
         that rank 0 means may have ended meanwhile, and another one may have its place."""
         rank = silent.rank
         if rank in self._alive and self._is_kept(rank) and self._processes[rank].pid == silent.pid:
-            self._log(f"event=rank_killed rank={rank} reason='it does not answer rank 0'")
+            self._log(f'event=rank_killed rank={rank} reason="it does not answer rank 0"')
             self._processes[rank].kill()
 
     def _signalled(self, signum: int) -> None:
@@ -312,7 +312,8 @@ class Supervisor:
         elif self._state == "ending":
             self._kill_all("still running after being asked to end")
         else:
-            self._log(f"event=rank_lost ranks={self._alive_text()} reason='not ended by SIGKILL'")
+            ranks = self._alive_text()
+            self._log(f'event=rank_lost ranks={ranks} reason="not ended by SIGKILL"')
             self._code = self._code or exit_code(-signal.SIGKILL)
             self._state = "lost"
 
@@ -323,7 +324,9 @@ class Supervisor:
         grace_seconds: float = GRACE_SECONDS,
     ) -> None:
         self._give_up_waiting()
-        self._log(f"event=ending ranks={self._alive_text()} signal={signum.name} reason='{reason}'")
+        ranks = self._alive_text()
+        quoted = json.dumps(reason)
+        self._log(f"event=ending ranks={ranks} signal={signum.name} reason={quoted}")
         self._enter("ending", grace_seconds)
         for rank in self._alive:
             self._processes[rank].signal(signum)
@@ -334,7 +337,7 @@ class Supervisor:
         self._returning.clear()
 
     def _kill_all(self, reason: str) -> None:
-        self._log(f"event=killing ranks={self._alive_text()} reason='{reason}'")
+        self._log(f"event=killing ranks={self._alive_text()} reason={json.dumps(reason)}")
         self._enter("killed", GONE_SECONDS)
         self._kill_alive()
 
@@ -422,7 +425,7 @@ class Supervisor:
             except (OSError, ClusterError) as error:
                 if str(error) != logged:
                     logged = str(error)
-                    self._log(f"event=rank_waited_for rank={rank} reason={logged!r}")
+                    self._log(f"event=rank_waited_for rank={rank} reason={json.dumps(logged)}")
             self._ending.wait(RETRY_SECONDS)
 
     # --- the threads of a rank

@@ -272,11 +272,11 @@ def _small(field: "dataclasses.Field[Any]") -> Any:
     raise CannotBuildError(f"no word for its {field.name}: {kind}")
 
 
-def build(name: str) -> nn.Module:
-    """The same weights at each call, none of them zero."""
+def build(name: str, **changes: Any) -> nn.Module:
+    """The same weights at each call, none of them zero. Changes are those of the config."""
     module = _module(name)
     mx.random.seed(11)
-    model = module.Model(module.ModelArgs.from_dict(config_of(name)))
+    model = module.Model(module.ModelArgs.from_dict(config_of(name) | changes))
     model.update(tree_map_with_path(_shaken, model.parameters()))
     model.eval()
     mx.eval(model.parameters())

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models import deepseek_v3, llama, qwen2, qwen3
+from mlx_lm.models import deepseek_v3, llama, qwen2, qwen3, qwen3_moe
 
 _COMMON: dict[str, Any] = {
     "hidden_size": 32,
@@ -44,6 +44,14 @@ _DEEPSEEK: dict[str, Any] = {
     "norm_topk_prob": True,
     "attention_bias": False,
 }
+_QWEN3_MOE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
 ARCHITECTURES: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     "llama": (llama, {}),
     "llama-tied": (llama, {"tie_word_embeddings": True}),
@@ -51,10 +59,11 @@ ARCHITECTURES: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     "qwen3": (qwen3, {}),
     "deepseek_v3": (deepseek_v3, _DEEPSEEK),
 }
+_ALL = {**ARCHITECTURES, "qwen3_moe": (qwen3_moe, _QWEN3_MOE)}
 
 
 def config_of(name: str, **changes: Any) -> dict[str, Any]:
-    module, special = ARCHITECTURES[name]
+    module, special = _ALL[name]
     model_type = module.__name__.rpartition(".")[2]
     return {**_COMMON, **special, "model_type": model_type, **changes}
 
@@ -62,7 +71,7 @@ def config_of(name: str, **changes: Any) -> dict[str, Any]:
 def build(name: str, **changes: Any) -> nn.Module:
     """The same weights at each call. They are large enough for greedy answers to
     change from token to token."""
-    module, _ = ARCHITECTURES[name]
+    module, _ = _ALL[name]
     model = module.Model(module.ModelArgs.from_dict(config_of(name, **changes)))
     mx.random.seed(7)
     model.update(tree_map(lambda a: mx.random.normal(a.shape) * 0.3, model.parameters()))

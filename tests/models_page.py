@@ -47,7 +47,8 @@ gradients, over 2 ranks, 3 ranks and one layer on each rank.
 - **sharded**: what two shards divide among each other with `--tensor-parallel 2`; together they
   give the logits of the whole model. *attention* includes recurrent layers. Other parts are *whole*
   on each shard: that takes more memory and time, with the same results. With other numbers of
-  shards or heads, less may be divided; `brigade plan` shows the bytes.
+  shards or heads, the parts may be unequal, or less may be divided; `brigade plan` shows the
+  bytes.
 
 {summary}
 

@@ -110,7 +110,18 @@ EVALUATIONS = {"mlx.core.eval", "mlx.core.async_eval"}
 
 
 # The rooms of the front, bottom up: each imports itself and those before it. app.py is the top.
-ROOMS = ["http", "text", "drafts", "prefixes", "pipeline", "output", "api", "routes", "app"]
+ROOMS = [
+    "http",
+    "text",
+    "drafts",
+    "prefixes",
+    "adapters",
+    "pipeline",
+    "output",
+    "api",
+    "routes",
+    "app",
+]
 FRONT = "serve.front."
 
 

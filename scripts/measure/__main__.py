@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -111,9 +112,15 @@ def report(settings: Settings, names: list[str], output: Path) -> None:
         raise SystemExit(f"scripts/bench: {error}") from error
     data: dict[str, Any] = {"machine": machine(), "settings": settings.to_json()}
     print(f"{data['machine']}\n{data['settings']}\n", flush=True)
+    missing: list[str] = []
     for name in names:
         start = time.monotonic()
-        row = ROWS[name](settings)
+        try:
+            row = ROWS[name](settings)
+        except servers.StartError as error:
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            missing.append(name)
+            continue
         data |= row.data
         for title, table in row.tables.items():
             print(f"### {title}\n\n{markdown(table)}\n", flush=True)
@@ -121,6 +128,8 @@ def report(settings: Settings, names: list[str], output: Path) -> None:
         (output / "results.json").write_text(json.dumps(data, indent=2) + "\n", "utf-8")
     if "curve" in data:
         picture(plot, data)
+    if missing:
+        raise SystemExit(f"scripts/bench: these rows were not measured: {', '.join(missing)}")
 
 
 def picture(path: Path, data: dict[str, Any]) -> None:

@@ -1,10 +1,11 @@
-"""A lost engine under a long context: the time to the next token, replayed and read from disk."""
+"""A lost engine under a long context: the time to the next token, when the context is replayed and
+when it is read from disk."""
 
 import asyncio
 import re
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -48,6 +49,20 @@ def kill(settings: Settings) -> Row:
             read_tokens[name] = _pipeline(urls[name])["prefix_cache"]["disk"]["num_read_tokens"]
 
         in_turn(settings, list(times), run)
+    return _row(times, prompt_tokens, read_tokens)
+
+
+def _row(
+    times: Mapping[str, Sequence[float]],
+    prompt_tokens: Sequence[int],
+    read_tokens: Mapping[str, int],
+) -> Row:
+    """Sums up all rounds. Raises StartError if no round of a kind was measured."""
+    for name, seconds_of_kind in times.items():
+        if not seconds_of_kind:
+            raise servers.StartError(
+                f"no round '{name}' was measured: the lines above say what each of them failed with"
+            )
     by_disk = ratio(times[READ], times[REPLAYED])
     data = {
         "prompt_tokens": max(prompt_tokens),
@@ -79,7 +94,7 @@ async def _seconds_to_next_token(url: str, settings: Settings, words: str) -> tu
     async with connected(url, settings.model.name, None, TIMEOUT) as server:
         chat = [{"role": "user", "content": words}]
         asking = asyncio.create_task(server.ask(chat, NUM_TOKENS))
-        await _until(lambda: _num_first_tokens(url) > num_begun)
+        await _until(lambda: asking.done() or _num_first_tokens(url) > num_begun)
         # The prompt is written as soon as the answer has begun.
         await asyncio.sleep(1)
         await _until(lambda: not _pipeline(url)["prefix_cache"]["disk"]["num_unwritten_files"])
@@ -94,7 +109,8 @@ async def _seconds_to_next_token(url: str, settings: Settings, words: str) -> tu
 
 
 async def _until(is_so: Callable[[], bool]) -> None:
-    """Asks again and again, in a thread, because the answer takes a request to the server."""
+    """Waits for a condition. Each check runs in a thread, because it sends a request to the
+    server. Raises StartError after some minutes."""
     deadline = time.monotonic() + MAX_WAIT_SECONDS
     while not await asyncio.to_thread(is_so):
         if time.monotonic() > deadline:
@@ -105,16 +121,22 @@ async def _until(is_so: Callable[[], bool]) -> None:
 def _has_spares(url: str) -> bool:
     for stage in _pipeline(url)["stages"]:
         engines = _engines(stage["pid"])
-        if len(engines) < 2 or engines[-1].memory_info().rss < IMPORTED_BYTES:
+        if len(engines) < 2:
+            return False
+        *_, spare = engines
+        if spare.memory_info().rss < IMPORTED_BYTES:
             return False
     return True
 
 
 def _engines(parent: int) -> list[psutil.Process]:
     """Returns the engine processes of a rank, the working one first: the spare one is younger."""
-    children = psutil.Process(parent).children()
-    engines = [child for child in children if "serve.rank.worker" in child.cmdline()]
-    return sorted(engines, key=lambda engine: engine.create_time())
+    engines: list[psutil.Process] = []
+    for child in psutil.Process(parent).children():
+        with suppress(psutil.NoSuchProcess):  # It was killed, and its parent has not noticed yet.
+            if "serve.rank.worker" in child.cmdline():
+                engines.append(child)
+    return sorted(engines, key=psutil.Process.create_time)
 
 
 def _num_first_tokens(url: str) -> float:

@@ -1,8 +1,9 @@
-"""A link between two network namespaces of this machine, whose packets arrive late. It needs Linux
+"""A link between two network namespaces of this machine that delivers packets late. It needs Linux
 and root.
 
-The link has a TUN device at each end. As a program, this module passes their packets on, in a
-process of its own, because a busy interpreter would delay them further.
+The link has a TUN device at each end. When this module runs as a program, it passes packets from
+one device to the other. That is a process of its own, because a busy interpreter would delay the
+packets further.
 """
 
 import fcntl
@@ -50,17 +51,21 @@ def delayed_link(delay_seconds: float) -> Iterator[str]:
             _ip(f"-n {space} addr add {THERE}/30 dev {there}")
             _ip(f"-n {space} link set {there} mtu {MTU} up")
             _ip(f"-n {space} link set lo up")
-        except (OSError, subprocess.CalledProcessError) as error:
+        except (OSError, subprocess.SubprocessError) as error:
             raise NoLinkError(f"no network namespaces or no TUN devices here: {error}") from error
         words = [sys.executable, "-m", "scripts.measure.relay", *map(str, ends)]
-        relay = subprocess.Popen([*words, str(delay_seconds)], pass_fds=ends)
-        stack.callback(relay.wait)
-        stack.callback(relay.kill)
+        # The relay ends when its standard input is closed, also if this process is killed.
+        relay = subprocess.Popen(
+            [*words, str(delay_seconds)],
+            stdin=subprocess.PIPE,
+            pass_fds=ends,
+        )
+        stack.callback(relay.communicate)
         yield space
 
 
 def in_space(space: str) -> list[str]:
-    """The words that make a command run in a network namespace."""
+    """Returns the words before a command that make it run in a network namespace."""
     return ["ip", "netns", "exec", space]
 
 
@@ -77,12 +82,16 @@ def _open_tun(name: str) -> int:
 
 
 def relay(left: int, right: int, delay_seconds: float) -> None:
-    """Passes packets between two devices, each one delay_seconds after it came. Never returns."""
+    """Passes packets between two devices, each one delay_seconds after it came. Returns when
+    standard input is closed."""
     other = {left: right, right: left}
+    stdin = sys.stdin.fileno()
     late: deque[tuple[float, int, bytes]] = deque()  # by the time at which they are due
     while True:
         seconds = max(0.0, late[0][0] - time.monotonic()) if late else None
-        readable, _, _ = select.select([left, right], [], [], seconds)
+        readable, _, _ = select.select([left, right, stdin], [], [], seconds)
+        if stdin in readable:
+            return
         for device in readable:
             packet = os.read(device, _MAX_PACKET)
             late.append((time.monotonic() + delay_seconds, other[device], packet))

@@ -55,11 +55,10 @@ def shards(settings: Settings) -> Row:
         async def ask(asked: Asked, url: str) -> None:
             await put_load(settings, measured.runs, name, round_, url)
             await _read_long_prompts(asked, measured.first_tokens[name], round_)
-            pipeline = httpx2.get(f"{url}/admin/pipeline").json()
             if name == servers.AUTO_2:
-                measured.layouts.append(pipeline["tensor_parallel"])
+                measured.layouts.append(_pipeline(url)["tensor_parallel"])
             if name == servers.SHARDS_2:
-                measured.sums.append(pipeline["stages"][0]["all_reduce"])
+                measured.sums.append(_pipeline(url)["stages"][0]["all_reduce"])
                 measured.idle_shares.append(await _idle_shares())
 
         ask_server(name, settings, ask)
@@ -80,6 +79,12 @@ def shards(settings: Settings) -> Row:
         "idle_shares": measured.idle_shares,
     }
     return Row({"shards": data}, tables)
+
+
+def _pipeline(url: str) -> dict[str, Any]:
+    """What Brigade says of its stages. mlx_lm.server has no such page."""
+    pipeline: dict[str, Any] = httpx2.get(f"{url}/admin/pipeline").json()
+    return pipeline
 
 
 async def _read_long_prompts(asked: Asked, seconds: list[float], round_: int) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -22,9 +23,10 @@ from serve.bench.records import Record, Summary, summarise
 from serve.cli.flags import parse
 from serve.core.errors import ClusterError, UsageError
 
-# Of each level and server, the records of each round. A server is `A: URL` or `B: URL`, as
-# one URL may be given twice, to see how much equal servers differ.
 Runs = dict[tuple[Level, str], list[list[Record]]]
+"""The records of each round, by level and server. A server is `A: URL` or `B: URL`, because one URL
+may be given twice, to see how much equal servers differ."""
+_COLUMNS = ("answers", "errors", "prompt", "tok/s", "TTFT ms p50", "p99", "ITL ms p50", "p99")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -56,11 +58,13 @@ async def measure(config: BenchConfig, runs: Runs) -> None:
         targets: dict[str, Target] = {}
         for url in config.url:
             link = connected(url, config.model, os.environ.get("OPENAI_API_KEY"), config.timeout)
-            target = await Target.calibrated(config, await stack.enter_async_context(link))
-            targets[f"{'AB'[len(targets)]}: {url}"] = target
+            server = await stack.enter_async_context(link)
+            letter = "AB"[len(targets)]
+            targets[f"{letter}: {url}"] = await Target.calibrated(config, server)
         console = Console()
         if console.is_terminal:
-            # Seldom: it sorts all that came so far, in the process that takes the times.
+            # The table is drawn rarely, because that sorts all records so far, in the process that
+            # takes the times.
             with Live(
                 get_renderable=lambda: table(runs),
                 console=console,
@@ -99,9 +103,9 @@ def tell(text: str) -> None:
 
 
 def table(runs: Runs) -> Table:
-    """Returns one row for each load and server, seconds as milliseconds; below it, each error's
-    reason."""
-    # As narrow as its numbers are: it has to fit into 80 columns.
+    """Returns one row for each load and server, with times in milliseconds. The reasons of errors
+    are below it."""
+    # The table has to fit into 80 columns, so it is as narrow as its numbers.
     shown = Table(
         box=None,
         padding=(0, 1, 0, 0),
@@ -110,45 +114,62 @@ def table(runs: Runs) -> Table:
     )
     shown.title = Text("\n".join(dict.fromkeys(name for _, name in runs)))
     shown.add_column("load", no_wrap=True)
-    columns = ("answers", "errors", "prompt", "tok/s", "TTFT ms p50", "p99", "ITL ms p50", "p99")
-    for column in columns:
+    for column in _COLUMNS:
         shown.add_column(column, justify="right", no_wrap=True)
-    reasons = []
+    reasons: list[str] = []
     for (level, name), rounds in runs.items():
-        each = summarise(rounds)
-        num_errors = sum(each.errors.values())
-        ttft = (each.ttft_p50_seconds, each.ttft_p99_seconds)
-        itl = (each.itl_p50_seconds, each.itl_p99_seconds)
-        shown.add_row(
-            f"{level} {name[0]}",
-            str(each.num_requests - num_errors),
-            str(num_errors),
-            "" if each.prompt_tokens is None else f"{each.prompt_tokens:g}",
-            f"{each.tokens_per_second:.1f}",
-            *(
-                "" if value is None else f"{value * 1000:.{int(value < 10)}f}"
-                for value in ttft + itl
-            ),
-        )
-        reasons += [f"{level}, {name[0]}: {n} x {reason}" for reason, n in each.errors.items()]
-        if each.num_reconnected:
-            reasons.append(
-                f"{level}, {name[0]}: {each.num_reconnected} x connected on the second try"
-            )
+        letter = name[0]
+        summary = summarise(rounds)
+        shown.add_row(f"{level} {letter}", *_cells(summary))
+        reasons += [f"{level}, {letter}: {reason}" for reason in _reasons(summary)]
     shown.caption = Text("\n".join(reasons))
     return shown
 
 
+def _cells(summary: Summary) -> list[str]:
+    """Returns the cells of a row below _COLUMNS."""
+    num_errors = sum(summary.errors.values())
+    prompt_tokens = summary.prompt_tokens
+    return [
+        str(summary.num_requests - num_errors),
+        str(num_errors),
+        "" if prompt_tokens is None else f"{prompt_tokens:g}",
+        f"{summary.tokens_per_second:.1f}",
+        _milliseconds(summary.ttft_p50_seconds),
+        _milliseconds(summary.ttft_p99_seconds),
+        _milliseconds(summary.itl_p50_seconds),
+        _milliseconds(summary.itl_p99_seconds),
+    ]
+
+
+def _milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    num_digits = 1 if seconds < 10 else 0
+    return f"{seconds * 1000:.{num_digits}f}"
+
+
+def _reasons(summary: Summary) -> list[str]:
+    reasons = [f"{count} x {reason}" for reason, count in summary.errors.items()]
+    if summary.num_reconnected:
+        reasons.append(f"{summary.num_reconnected} x connected on the second try")
+    return reasons
+
+
 def write(config: BenchConfig, summaries: Mapping[tuple[Level, str], Summary]) -> None:
+    """Writes the summaries as --output and --plot ask for. Raises OSError."""
     if config.output:
-        results = [
-            {"server": name, "load": str(level), **asdict(each)}
-            for (level, name), each in summaries.items()
-        ]
-        text = json.dumps({"flags": asdict(config), "results": results}, indent=2, default=str)
+        results: list[dict[str, Any]] = []
+        for (level, name), summary in summaries.items():
+            result = {"server": name, "load": str(level), **asdict(summary)}
+            results.append(result)
+        written = {"flags": asdict(config), "results": results}
+        text = json.dumps(written, indent=2, default=str)
         config.output.write_text(text + "\n", "utf-8")
     if config.plot:
         curves: dict[str, list[tuple[float, Summary]]] = {}
-        for (level, name), each in summaries.items():
-            curves.setdefault(name, []).append((level.value, each))
-        draw(config.plot, "requests per second" if config.rate else "clients", curves)
+        for (level, name), summary in summaries.items():
+            point = level.value, summary
+            curves.setdefault(name, []).append(point)
+        axis = "requests per second" if config.rate else "clients"
+        draw(config.plot, axis, curves)

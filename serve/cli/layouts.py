@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from rich import box
 from rich.table import Table
 
+from serve.core.amounts import format_bytes
 from serve.core.layouts import Forecast, best
-from serve.core.plan import format_bytes
 from serve.model.layouts import Comparison
 
 

@@ -18,11 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 from serve.cli.flags import parse
+from serve.core.amounts import parse_memory
 from serve.core.checkpoint import Checkpoint, is_folder, read_checkpoint
 from serve.core.config import Cluster, ServeConfig, hub_id, read_cluster, with_keys
 from serve.core.errors import BrigadeError, DisagreementError, UsageError
 from serve.core.facts import files, versions
-from serve.core.plan import check_num_ranks, count_stages, parse_memory, parse_split
+from serve.core.plan import check_num_ranks, count_stages, parse_split
 from serve.parent.member import run_member
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ async def _run_engines(
     try:
         await engine.listen()
         engine.start()
-        logging.info("event=stage_starting rank=0 what='imports MLX, then plans the layers'")
+        logging.info('event=stage_starting rank=0 what="imports MLX, then plans the layers"')
         tokenizer = await asyncio.to_thread(
             Tokenizer,
             checkpoint.folder,

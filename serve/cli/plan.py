@@ -12,6 +12,7 @@ from rich.table import Table
 
 from serve.cli.flags import parse
 from serve.cli.output import Output
+from serve.core.amounts import format_bytes
 from serve.core.config import (
     DEFAULT_NUM_SEQUENCES,
     MEMORY_HELP,
@@ -31,7 +32,6 @@ from serve.core.plan import (
     DraftSource,
     PlanRequest,
     StagePlan,
-    format_bytes,
     with_slack,
 )
 
@@ -164,6 +164,8 @@ def run(argv: Sequence[str]) -> int:
         print()
     layers = f"{plan.num_layers} layers of {plan.model_type}"
     print_table(plan_table(plan.stages, config.is_promise), f"{config.model.name}: {layers}")
+    if comparison and config.tensor_parallel == "auto":
+        print(comparison.choice)
     promise = plan.demand if config.is_promise else None
     if plan.warning:
         print(plan.warning)

@@ -16,7 +16,8 @@ from rich.progress import (
 
 from serve.cli.output import Output
 from serve.cli.plan import plan_table, print_table
-from serve.core.plan import StagePlan, format_bytes
+from serve.core.amounts import format_bytes
+from serve.core.plan import StagePlan
 from serve.front.pipeline.status import StageStatus
 
 _LINE_SECONDS = 5.0

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from serve.cli.output import Output
-from serve.core.plan import format_bytes
+from serve.core.amounts import format_bytes
 from serve.tune.events import (
     Event,
     Finished,

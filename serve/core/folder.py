@@ -1,4 +1,7 @@
-"""A temporary folder of one process, removed when the process ends, or by the next one to start."""
+"""Temporary folders, each of one process, and how files and folders are made to survive a crash.
+
+A temporary folder is removed when its process ends, or by the next process that starts.
+"""
 
 import fcntl
 import os
@@ -45,6 +48,16 @@ def own_folder() -> OwnFolder:
     for left in folder.glob(f"{_UNLOCKED_PREFIX}*"):
         _remove_without_owner(left, _UNLOCKED_SECONDS)
     return OwnFolder()
+
+
+def sync(path: Path) -> None:
+    """Waits until the contents of a file or the entries of a folder are on the disk. Raises
+    OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _remove_without_owner(folder: Path, min_age_seconds: float) -> None:

@@ -2,7 +2,8 @@
 
 A decode step of few rows takes as long as reading the weights. Stages read their weights one after
 the other, shards at the same time. In each layer, the shards of a stage add up their results twice,
-which takes time on the link.
+which takes time on the link. They also share the head, if that saves more than gathering the logits
+takes.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from serve.core.errors import UsageError
 from serve.core.plan import StagePlan
 
 _SUMS_PER_LAYER = 2  # after the attention, and after the rest of the layer
+_MAX_GATHER_SHARE = 0.5  # of the time that a shared head saves, because both times are estimates
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """The measured speeds of ranks that are alike: of their memory, and of their links."""
+    """The measured speeds of a cluster of equal ranks: of their memory, and of their links."""
 
     memory_bytes_per_second: float
     link: Link
@@ -71,7 +73,8 @@ def forecast(
     for stage in first:
         start, end = stage.layers
         sums = _SUMS_PER_LAYER * (end - start) * sum_seconds
-        times.append(stage.weight_bytes / speeds.memory_bytes_per_second + sums)
+        reading = stage.weight_bytes / speeds.memory_bytes_per_second
+        times.append(reading - _saved_by_sharing_head(stage, num_rows, speeds) + sums)
         all_sums += sums
     hops = 0.0
     if num_stages > 1:
@@ -91,18 +94,53 @@ def forecast(
     )
 
 
+def _saved_by_sharing_head(stage: StagePlan, num_rows: int, speeds: Speeds) -> float:
+    """Returns the time that the shards of a stage save if they share its head. It is 0 if they do
+    not, because the stage has none or gathering the logits would take too long."""
+    if not stage.head_bytes or stage.num_shards == 1:
+        return 0.0
+    bytes_of_others = stage.head_bytes * (1 - 1 / stage.num_shards)
+    saved = bytes_of_others / speeds.memory_bytes_per_second
+    logits_bytes = stage.logits_bytes
+    limit = max_tokens_of_shared_head(saved, logits_bytes, stage.num_shards, speeds.link)
+    if num_rows > limit:
+        return 0.0
+    return saved - gather_seconds(num_rows * logits_bytes, stage.num_shards, speeds.link)
+
+
 def _sum_seconds(num_bytes: int, num_shards: int, link: Link) -> float:
-    """Returns the time of one sum around a ring: every shard sends its part of the sum T - 1 times,
-    and then of the result."""
+    """Returns the time of one sum around a ring of T shards. Every shard sends a T-th of the
+    numbers T - 1 times while they are added up, and as often to pass on the results."""
     if num_shards == 1:
         return 0.0
     num_messages = 2 * (num_shards - 1)
     return num_messages * link.seconds(num_bytes / num_shards)
 
 
+def gather_seconds(num_bytes: float, num_shards: int, link: Link) -> float:
+    """Returns the time after which every shard has the equal parts of all shards, num_bytes in all.
+    The parts go around a ring."""
+    return (num_shards - 1) * link.seconds(num_bytes / num_shards)
+
+
+def max_tokens_of_shared_head(
+    saved_seconds: float,
+    logits_bytes: int,
+    num_shards: int,
+    link: Link,
+) -> int:
+    """Returns the largest number of tokens in a step for which the shards of the last stage compute
+    the logits together. saved_seconds is the time that this saves for one token, and never less for
+    several. Gathering the logits, logits_bytes for each token, may take at most half of it."""
+    fixed_seconds = gather_seconds(0, num_shards, link)
+    seconds_per_token = gather_seconds(logits_bytes, num_shards, link) - fixed_seconds
+    seconds_left = _MAX_GATHER_SHARE * saved_seconds - fixed_seconds
+    return max(0, int(seconds_left / seconds_per_token))
+
+
 def best(forecasts: Sequence[Forecast]) -> Forecast:
-    """Returns the fastest layout. Of two equal ones it is the one with fewer shards, which send
-    less."""
+    """Returns the fastest layout. If two are equally fast, it is the one with fewer shards, because
+    fewer shards send less."""
     return max(forecasts, key=lambda each: (each.tokens_per_second, -each.num_shards))
 
 
@@ -119,8 +157,8 @@ def parse_num_shards(text: str) -> int | None:
 
 
 def shard_counts(num_ranks: int, num_shards: int) -> tuple[int, ...]:
-    """Returns the numbers of shards that stages of num_ranks ranks can have, the largest first.
-    None is larger than num_shards."""
+    """Returns how many shards each stage can have if num_ranks ranks are divided into equal stages:
+    all possible numbers up to num_shards, the largest first."""
     counts = range(min(num_ranks, num_shards), 0, -1)
     return tuple(count for count in counts if num_ranks % count == 0)
 

@@ -34,7 +34,7 @@ import msgspec
 
 from serve.core.layouts import Link as LinkSpeed
 from serve.core.plan import DraftSource, PlanRequest, StagePlan
-from serve.core.types import Pooling, Sampling, Score, Step, SumCounts
+from serve.core.types import Embedding, Pooling, Sampling, Score, Step, SumCounts
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -298,6 +298,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
     draft_seconds: float = 0.0
     sharding: str = ""
     bytes_kept: int = 0
+    shared_head_tokens: int = 0
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -466,13 +467,6 @@ class Scores(msgspec.Struct, frozen=True, array_like=True):
         """Whether the logits were finite. -inf is a valid score: that token cannot be
         generated."""
         return not any(math.isnan(score.logprob) for score in self.scores)
-
-
-class Embedding(msgspec.Struct, frozen=True, array_like=True):
-    """The embedding of a sequence's prompt, as in an Event; None if its numbers are not finite."""
-
-    sequence: int
-    numbers: bytes | None
 
 
 class Result(Message, frozen=True):

@@ -4,11 +4,12 @@ The order is reversed: rank 0 gets the last layers, because it samples. Costs ar
 serve.model.costs; here they are numbers.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from serve.core.amounts import format_bytes, parse_memory
 from serve.core.errors import PlanError, UsageError
 
 LayerRange = tuple[int, int]
@@ -20,14 +21,6 @@ _SHRINKAGE = 4  # the factor between two demands that are tried one after the ot
 MIN_KV_TOKENS = 256  # Nothing starts with less room than this for keys and values.
 MAX_DRAFT_ROWS = 8  # sequences whose keys and values the draft model holds at a time
 MAX_DRAFT_TOKENS = 1024  # tokens that it holds of each of them
-_UNITS = {
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +68,9 @@ class ModelCost:
 
     The rank with layer 0 also holds first (the embedding), rank 0 holds last (norm and head), and
     every rank holds shared. tied is part of both first and last; a rank that holds both holds it
-    once. hop_bytes_per_token is what one token sends across a cut.
+    once. hop_bytes_per_token is what one token sends across a cut. head_bytes is the size of a head
+    that shards can share, and logits_bytes that of the logits of one token; both are 0 if they
+    cannot.
     """
 
     layers: tuple[LayerCost, ...]
@@ -84,6 +79,8 @@ class ModelCost:
     shared: LayerCost
     tied: LayerCost
     hop_bytes_per_token: int
+    head_bytes: int = 0
+    logits_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +168,8 @@ class StagePlan:
 
     A sequence takes cache_bytes_per_token for each token and, in layers that look back a limited
     way, up to cache_bytes_per_sequence. cache_bytes is the sum for the demand, without slack.
-    draft_bytes are the weights of the draft model and the memory for its keys and values.
+    draft_bytes are the weights of the draft model and the memory for its keys and values. The last
+    stage has the head_bytes and logits_bytes of ModelCost.
     """
 
     rank: int
@@ -187,6 +185,8 @@ class StagePlan:
     num_shards: int = 1
     shard: int = 0
     draft_bytes: int = 0
+    head_bytes: int = 0
+    logits_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -209,6 +209,23 @@ def even_split(num_layers: int, num_ranks: int) -> list[LayerRange]:
     base, rest = divmod(num_layers, num_ranks)
     sizes = [base] * (num_ranks - rest) + [base + 1] * rest
     return split_of(sizes, num_layers)
+
+
+def parse_split(text: str, num_layers: int, num_stages: int) -> list[LayerRange]:
+    """Returns the layers of each stage, from "20,12": the number of rank 0's stage first."""
+    sizes = text.split(",")
+    if not all(size.strip().isdecimal() for size in sizes):
+        raise UsageError(
+            f"--split {text} is not a split: give auto, even, or the number of layers of each "
+            "stage, rank 0's first, such as 20,12."
+        )
+    if len(sizes) != num_stages:
+        stages = "is 1 stage" if num_stages == 1 else f"are {num_stages} stages"
+        raise UsageError(
+            f"--split {text} has {len(sizes)} numbers, but there {stages}: "
+            "give one number of layers for each stage, auto or even."
+        )
+    return split_of([int(size) for size in sizes], num_layers)
 
 
 def split_of(sizes: Sequence[int], num_layers: int) -> list[LayerRange]:
@@ -374,6 +391,7 @@ def stage_plan(
     growing = [part for part in own if not part.max_cached_tokens]
     weight_bytes = sum(part.weight_bytes for part in own)
     fetch_bytes = sum(part.fetch_bytes for part in own)
+    is_last = end == len(cost.layers)
     return StagePlan(
         rank=rank,
         layers=layers,
@@ -384,6 +402,8 @@ def stage_plan(
         fetch_bytes=fetch_bytes - outside.twice.fetch_bytes,
         step_share=step_share,
         memory_bytes=memory[rank] if memory else None,
+        head_bytes=cost.head_bytes if is_last else 0,
+        logits_bytes=cost.logits_bytes if is_last else 0,
     )
 
 
@@ -551,71 +571,3 @@ def _remedy(demand: Demand, whole: StagePlan) -> str:
     if whole.cache_bytes_per_sequence:
         return "Raise --memory, add ranks, or lower --max-context (of `brigade plan`: --context)."
     return "Raise --memory or add ranks."
-
-
-# --- amounts of memory, as people write them
-
-
-def parse_memory(text: str, num_ranks: int, flag: str = "--memory") -> list[int]:
-    """Returns the bytes of each rank, from "24GB" (the same for all) or "24GB,48GB"."""
-    amounts = _amounts(text, flag)
-    if len(amounts) not in (1, num_ranks):
-        raise UsageError(
-            f"{flag} {text} has {len(amounts)} amounts for {num_ranks} ranks: give one for each."
-        )
-    if len(amounts) == 1:
-        return amounts * num_ranks
-    return amounts
-
-
-def memory_of(text: str, ranks: Iterable[int]) -> list[int]:
-    """Returns the bytes of some of the ranks, from a text that parse_memory accepts."""
-    amounts = _amounts(text)
-    if len(amounts) == 1:
-        return [amounts[0] for _ in ranks]
-    return [amounts[rank] for rank in ranks]
-
-
-def _amounts(text: str, flag: str = "--memory") -> list[int]:
-    return [_parse_bytes(part, flag) for part in text.split(",")]
-
-
-def _parse_bytes(text: str, flag: str) -> int:
-    amount_text = text.strip().upper()
-    number = amount_text.rstrip("KMGIB")
-    try:
-        amount = float(number) * _UNITS[amount_text[len(number) :]]
-    except (ValueError, KeyError):
-        raise UsageError(
-            f"{flag} {text!r} is not an amount: write one such as 24GB or 16GiB."
-        ) from None
-    if not 0 < amount < 2**60:
-        raise UsageError(f"{flag} {text!r} is out of range: write an amount such as 24GB.")
-    return int(amount)
-
-
-def format_bytes(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            if unit == "B":
-                return f"{count:.0f} {unit}"
-            return f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def parse_split(text: str, num_layers: int, num_stages: int) -> list[LayerRange]:
-    """Returns the layers of each stage, from "20,12": the number of rank 0's stage first."""
-    sizes = text.split(",")
-    if not all(size.strip().isdecimal() for size in sizes):
-        raise UsageError(
-            f"--split {text} is not a split: give auto, even, or the number of layers of each "
-            "stage, rank 0's first, such as 20,12."
-        )
-    if len(sizes) != num_stages:
-        stages = "is 1 stage" if num_stages == 1 else f"are {num_stages} stages"
-        raise UsageError(
-            f"--split {text} has {len(sizes)} numbers, but there {stages}: "
-            "give one number of layers for each stage, auto or even."
-        )
-    return split_of([int(size) for size in sizes], num_layers)

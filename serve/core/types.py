@@ -329,7 +329,8 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     drafts behind it: guesses of the tokens that follow. The next step of the sequence says by its
     position how many of them were right, and a stage first forgets those that were not. num_guesses
     has for each row how many tokens rank 0's draft model guesses after the step; it is empty if
-    there are none to guess.
+    there are none to guess. With shares_head, each shard of the last stage computes the logits of
+    its part of the vocabulary; rank 0's engine sets it.
     """
 
     number: int
@@ -345,6 +346,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     load: tuple[Load, ...] = ()
     write: tuple[Write, ...] = ()
     num_guesses: tuple[int, ...] = ()
+    shares_head: bool = False
 
     def __post_init__(self) -> None:
         if sum(row.num_tokens for row in self.rows) != len(self.tokens):
@@ -408,6 +410,13 @@ class Event:
     finish_reason: FinishReason | None = None
     score: Score | None = None
     embedding: bytes | None = None
+
+
+class Embedding(msgspec.Struct, frozen=True, array_like=True):
+    """The embedding of a sequence's prompt, as in an Event; None if its numbers are not finite."""
+
+    sequence: int
+    numbers: bytes | None
 
 
 class SumCounts(msgspec.Struct, frozen=True, array_like=True):

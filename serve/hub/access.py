@@ -4,6 +4,7 @@ huggingface_hub chooses the HTTP client (httpx or httpx2). Either way, its error
 HfHubHTTPError.
 """
 
+import json
 import logging
 import random
 import re
@@ -87,7 +88,7 @@ class Patience:
         seconds = self._seconds_before_retry(error)
         one_line = " ".join(str(error).split())
         reason = one_line[:_MAX_REASON_CHARACTERS] or type(error).__name__
-        _logger.warning("event=hub_retry wait=%.1f reason=%r", seconds, reason)
+        _logger.warning("event=hub_retry wait=%.1f reason=%s", seconds, json.dumps(reason))
         self._sleep(seconds)
 
     def _seconds_before_retry(self, error: Exception) -> float:

@@ -53,12 +53,6 @@ def tokenizer_json(folder: Path) -> str:
     """Returns the tokenizer.json of a folder's tiktoken file. This takes about two seconds for
     160,000 tokens. Raises ModelError if the file cannot be read."""
     ranks = _read_ranks(folder / _FILE)
-    written: dict[bytes, str] = {}
-    for token in ranks:
-        characters = [character_of[byte] for byte in token]
-        written[token] = "".join(characters)
-    vocabulary = {written[token]: rank for token, rank in ranks.items()}
-    merges = [[written[left], written[right]] for left, right in _merges(ranks)]
     added_tokens = list(_added_tokens(folder, len(ranks)))
     tokenizer = {
         "version": "1.0",
@@ -66,35 +60,45 @@ def tokenizer_json(folder: Path) -> str:
         "padding": None,
         "added_tokens": added_tokens,
         "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [
-                {
-                    "type": "Split",
-                    "pattern": {"Regex": PATTERN},
-                    "behavior": "Isolated",
-                    "invert": False,
-                },
-                _byte_level(use_regex=False),
-            ],
-        },
+        "pre_tokenizer": _pre_tokenizer(),
         "post_processor": None,
         "decoder": _byte_level(use_regex=True),
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            # As in tiktoken, a piece that is a token needs no merges.
-            "ignore_merges": True,
-            "vocab": vocabulary,
-            "merges": merges,
-        },
+        "model": _byte_pairs(ranks),
     }
     return json.dumps(tokenizer, ensure_ascii=False)
+
+
+def _pre_tokenizer() -> dict[str, Any]:
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": PATTERN},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    return {"type": "Sequence", "pretokenizers": [split, _byte_level(use_regex=False)]}
+
+
+def _byte_pairs(ranks: dict[bytes, int]) -> dict[str, Any]:
+    """Returns the vocabulary and the merges as tokenizer.json has them."""
+    written: dict[bytes, str] = {}
+    for token in ranks:
+        characters = [character_of[byte] for byte in token]
+        written[token] = "".join(characters)
+    vocabulary = {written[token]: rank for token, rank in ranks.items()}
+    merges = [[written[left], written[right]] for left, right in _merges(ranks)]
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        # As in tiktoken, a piece that is a token needs no merges.
+        "ignore_merges": True,
+        "vocab": vocabulary,
+        "merges": merges,
+    }
 
 
 def _byte_level(*, use_regex: bool) -> dict[str, Any]:
@@ -131,8 +135,12 @@ def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
         return ranks[left], ranks[right]
 
     for token in sorted(ranks, key=ranks.__getitem__):
-        cuts = [(token[:size], token[size:]) for size in range(1, len(token))]
-        pairs = [(left, right) for left, right in cuts if left in ranks and right in ranks]
+        pairs: list[tuple[bytes, bytes]] = []
+        for size in range(1, len(token)):
+            left = token[:size]
+            right = token[size:]
+            if left in ranks and right in ranks:
+                pairs.append((left, right))
         yield from sorted(pairs, key=order)
 
 

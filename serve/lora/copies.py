@@ -4,6 +4,7 @@ The rank's next engine reads the copies, so it has the same adapters even if the
 have changed or are gone.
 """
 
+import json
 import logging
 from collections import defaultdict
 from collections.abc import Collection
@@ -49,7 +50,9 @@ def write(
         partial.rename(file)
     except (RuntimeError, OSError) as error:
         partial.unlink(missing_ok=True)
-        _logger.warning("event=adapter_not_copied version=%d reason=%s", version, error)
+        _logger.warning(
+            "event=adapter_not_copied version=%d reason=%s", version, json.dumps(str(error))
+        )
 
 
 def read(
@@ -73,7 +76,9 @@ def read(
     try:
         loaded: Any = mx.load(str(file), return_metadata=True)
     except RuntimeError as error:
-        _logger.warning("event=adapter_copy_broken version=%d reason=%s", version, error)
+        _logger.warning(
+            "event=adapter_copy_broken version=%d reason=%s", version, json.dumps(str(error))
+        )
         return None
     arrays, metadata = loaded
     if metadata["division"] != division:

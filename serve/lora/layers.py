@@ -15,14 +15,10 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from serve.core.errors import EngineError
 from serve.model import trace
-from serve.model.sharding import sum_of_shards
+from serve.model.sharding import SUMMING, sum_of_shards
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
-SUMMING = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)
-"""Modules that have only some of the inputs, and add up the outputs of all shards."""
-DIVIDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear, *SUMMING)
-"""All modules of MLX of which each shard has a part."""
 
 
 @dataclass(frozen=True, slots=True)

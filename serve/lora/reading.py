@@ -12,8 +12,8 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from serve.core.errors import AdapterError, ModelError
 from serve.hub.partial import PartialModel
 from serve.lora.files import CONFIG_FILE, AdapterFiles, Target, file_stamp
-from serve.lora.layers import DIVIDED, EMBEDDINGS, EXPERTS, Matrices, ModuleMatrices
-from serve.model.sharding import Division, Divisions
+from serve.lora.layers import EMBEDDINGS, EXPERTS, Matrices, ModuleMatrices
+from serve.model.sharding import DIVIDED, Division, Divisions
 from serve.model.stage import Stage
 
 _ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *DIVIDED, *EMBEDDINGS, *EXPERTS)

@@ -16,11 +16,14 @@ from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
 from serve.core.errors import PlanError
-from serve.lora.layers import DIVIDED, SUMMING, times_own_weight
+from serve.lora.layers import times_own_weight
 from serve.model.sharding import (
+    DIVIDED,
+    SUMMING,
     Division,
     Sharding,
-    shard,
+    matrices_of_layers,
+    shard_to_train,
     sum_of_shards,
     with_summed_gradient,
 )
@@ -60,6 +63,10 @@ class Part:
             whole[(*before, slice(first, last))] = piece
             start_of_piece = end_of_piece
         return whole
+
+
+Shapes = dict[str, tuple[int, ...]]
+"""The shapes of trained arrays, by name."""
 
 
 @dataclass(slots=True)
@@ -206,12 +213,11 @@ def shard_trained(
         if isinstance(module, (LoRALinear, LoRASwitchLinear, DoRALinear)):
             adapted[name] = module
     _replace(model, {name: module.linear for name, module in adapted.items()})
-    trained = _trained_arrays(model).keys()
-    sharding = shard(model, group)
+    shapes = {name: array.shape for name, array in _trained_arrays(model).items()}
+    trained = shapes.keys()
+    sharding = shard_to_train(model, group, trained)
+    _check_gradients(model, sharding)
     modules = dict(model.named_modules())
-    inside = {id(module) for layer in model.layers for module in layer.modules()}
-    of_layers = {name: module for name, module in modules.items() if id(module) in inside}
-    _check_gradients(of_layers)
     for name, module in modules.items():
         if not isinstance(module, DIVIDED):
             continue
@@ -219,39 +225,92 @@ def shard_trained(
         for key in module:
             if f"{name}.{key}" in trained:
                 module.unfreeze(recurse=False, keys=key)
-    parts = _parts_of_weights(model, trained, sharding, group.size())
+    if sharding.blocks:
+        parts = _parts_in_blocks(model, sharding, group.size())
+    else:
+        parts = _parts_of_weights(trained, sharding, group.size())
+    _check_shapes(shapes, model, parts)
     for name, lora in adapted.items():
         division = sharding.divisions.get(name)
-        if division is None:
-            continue
-        _check_division(name, division, group.size())
-        if isinstance(lora, DoRALinear):
-            adapted[name] = ShardedDoRALinear(
-                modules[name],
-                lora,
-                division,
-                is_initial=is_initial,
-            )
-        else:
-            adapted[name] = ShardedLoRALinear(modules[name], lora, division)
-        _note(name, lora, division, parts)
+        if division is not None:
+            _check_division(name, division, group.size())
+            if sharding.blocks:
+                _divide_in_block(name, lora, division, is_initial=is_initial)
+            else:
+                adapted[name] = _divided(modules[name], lora, division, is_initial=is_initial)
+            _note(name, lora, division, parts)
+        elif sharding.block_of(name):
+            own_names = _trained_arrays(lora)
+            parts.partial.update(f"{name}.{key}" for key in own_names)
     _replace(model, adapted)
     return sharding, parts
 
 
-def _parts_of_weights(
-    model: nn.Module,
-    trained: Set[str],
-    sharding: Sharding,
-    num_shards: int,
-) -> TrainedParts:
-    """Finds how the weights themselves are divided that are trained. Those beside divided matrices
-    in the same module, such as the norms of heads, work on this shard's part of the numbers, so it
-    computes only a part of their gradients. Raises PlanError."""
+def _divided(
+    module: nn.Module,
+    lora: LoRALinear | DoRALinear,
+    division: Division,
+    *,
+    is_initial: bool,
+) -> ShardedLoRALinear:
+    """Makes this shard's part of a module with an adapter, from its part of the plain module."""
+    if isinstance(lora, DoRALinear):
+        return ShardedDoRALinear(module, lora, division, is_initial=is_initial)
+    return ShardedLoRALinear(module, lora, division)
+
+
+def _divide_in_block(name: str, lora: Any, division: Division, *, is_initial: bool) -> None:
+    """Reduces a module with an adapter, whose plain module is divided already, to this shard's
+    part. The block computes the sums. Raises PlanError."""
+    axis_of_a, axis_of_b = _axes(lora)
+    if division.axis == -2:
+        lora.lora_b = division.own_part(lora.lora_b, axis_of_b)
+    elif isinstance(lora, DoRALinear):
+        raise PlanError(
+            f"--tensor-parallel: the shards of this model cannot train DoRA on {name}, because "
+            "each has only some of its inputs: use LoRA, or name other modules in keys of "
+            "lora_parameters."
+        )
+    else:
+        lora.lora_a = division.own_part(lora.lora_a, axis_of_a)
+    if isinstance(lora, DoRALinear) and is_initial:
+        lora.set_linear(lora.linear)  # It computes the magnitudes from this shard's part.
+    elif isinstance(lora, DoRALinear):
+        lora.m = division.own_part(lora.m, 0)
+
+
+def _axes(lora: nn.Module) -> tuple[int, int]:
+    """Returns the axis of the inputs in lora_a, and that of the outputs in lora_b. The matrices of
+    experts are transposed."""
+    if isinstance(lora, LoRASwitchLinear):
+        return -1, -2
+    return 0, 1
+
+
+def _parts_in_blocks(model: nn.Module, sharding: Sharding, num_shards: int) -> TrainedParts:
+    """Finds how the weights themselves are divided that are trained, in a model that is divided in
+    blocks. Raises PlanError."""
     parts = TrainedParts({}, set())
-    layers = {id(layer) for layer in model.layers}
-    owners: set[str] = set()
-    modules: dict[str, Any] = dict(model.named_modules())
+    for path, array in _trained_arrays(model).items():
+        name = _owner(path)
+        key = path.removeprefix(f"{name}.")
+        division = sharding.divisions.get(name)
+        made = sharding.made.get(id(array))
+        if made is not None:
+            _check_share(path, made.division, num_shards)
+            parts.divided[path] = Part(made.division, made.division.axis)
+        elif sharding.block_of(name):
+            parts.partial.add(path)
+            if division is not None and key == "bias":
+                # Each shard adds a part of it, of which the optimizer would know nothing.
+                raise PlanError(_cannot_train(path))
+    return parts
+
+
+def _parts_of_weights(trained: Set[str], sharding: Sharding, num_shards: int) -> TrainedParts:
+    """Finds how the weights themselves are divided that are trained, in a model that MLX's own
+    modules divide. Raises PlanError."""
+    parts = TrainedParts({}, set())
     for name, division in sharding.divisions.items():
         weight = f"{name}.weight"
         bias = f"{name}.bias"
@@ -261,20 +320,14 @@ def _parts_of_weights(
         parts.divided[weight] = Part(division, division.axis)
         if bias in trained and division.axis == -2:
             parts.divided[bias] = Part(division, -1)
-        owner = _owner(name)
-        if id(modules[owner]) in layers:
-            raise PlanError(_cannot_train(name))
-        owners.add(owner)
-    for name, array in _trained_arrays(model).items():
-        module = _owner(name)
-        if module in sharding.divisions:
-            continue
-        parents = [owner for owner in owners if f"{module}.".startswith(f"{owner}.")]
-        if parents:
-            parts.partial.add(name)
-            if id(array) in sharding.made:
-                raise PlanError(_cannot_train(name))
     return parts
+
+
+def _check_shapes(before: Shapes, model: nn.Module, parts: TrainedParts) -> None:
+    """Raises PlanError if the model's own code has divided a trained array in an unknown way."""
+    for name, array in _trained_arrays(model).items():
+        if name not in parts.divided and array.shape != before[name]:
+            raise PlanError(_cannot_train(name))
 
 
 def _trained_arrays(model: nn.Module) -> dict[str, mx.array]:
@@ -288,14 +341,12 @@ def _owner(name: str) -> str:
     return owner
 
 
-def _check_gradients(modules: dict[str, Any]) -> None:
-    """Raises PlanError unless MLX's own modules divide all matrices of the layers: they add up the
-    gradients of their inputs. A matrix beside them that stays whole, or is divided in another way,
-    would pass on only a part of its gradient."""
-    for name, module in modules.items():
-        weight = module.get("weight")
-        is_matrix = isinstance(weight, mx.array) and weight.ndim > 1
-        if is_matrix and not isinstance(module, DIVIDED):
+def _check_gradients(model: nn.Module, sharding: Sharding) -> None:
+    """Raises PlanError unless the gradients are added up wherever matrices of the layers are
+    divided: either by MLX's own modules, which then divide all of them, or by blocks."""
+    for name, module in matrices_of_layers(model).items():
+        is_of_mlx = isinstance(module, DIVIDED)
+        if is_of_mlx == bool(sharding.blocks):
             raise PlanError(_cannot_train(name))
 
 
@@ -311,9 +362,14 @@ def _replace(model: nn.Module, modules: dict[str, nn.Module]) -> None:
 
 
 def _check_division(name: str, division: Division, num_shards: int) -> None:
-    rest = division.share * num_shards - 1
-    is_even = abs(rest) < 1e-9
-    if division.axis not in (-1, -2) or not is_even:
+    if division.axis not in (-1, -2):
+        raise PlanError(_cannot_train(name))
+    _check_share(name, division, num_shards)
+
+
+def _check_share(name: str, division: Division, num_shards: int) -> None:
+    """Raises PlanError if several shards have the same part, such as a head that they need."""
+    if not division.is_partition:
         raise PlanError(
             f"--tensor-parallel {num_shards}: {name} is divided among the shards in a way in which "
             "it cannot be trained: name other modules in keys of lora_parameters, or use fewer "
@@ -323,11 +379,12 @@ def _check_division(name: str, division: Division, num_shards: int) -> None:
 
 def _note(name: str, adapter: nn.Module, division: Division, parts: TrainedParts) -> None:
     """Notes which arrays of a module's adapter are divided."""
+    axis_of_a, axis_of_b = _axes(adapter)
     if division.axis == -1:
-        parts.divided[f"{name}.lora_a"] = Part(division, 0)
+        parts.divided[f"{name}.lora_a"] = Part(division, axis_of_a)
         parts.partial.add(f"{name}.lora_b")
     else:
-        parts.divided[f"{name}.lora_b"] = Part(division, 1)
+        parts.divided[f"{name}.lora_b"] = Part(division, axis_of_b)
         parts.partial.add(f"{name}.lora_a")
         if isinstance(adapter, DoRALinear):
             parts.divided[f"{name}.m"] = Part(division, 0)

@@ -89,7 +89,7 @@ class Adapters:
         self._division = _digest(divisions or {})
         self._num_layers = len(stage.layers)
         self._read: dict[int, ModuleMatrices] = {}
-        self._earlier: HeldAdapters = {}  # those of the engine's earlier stage
+        self._earlier: HeldAdapters = {}  # what the engine's earlier stage held
         self._uncopied: tuple[int, ModuleMatrices, AdapterRead] | None = None
         self._answers: dict[int, AdapterRead] = {}  # to rank 0, about the versions held here
         self._slots: dict[int, int] = {}
@@ -127,21 +127,22 @@ class Adapters:
         self._check_targets(files)
         if held and held.answer.digest != files.digest:
             raise AdapterError("The files have changed: load the adapter again.", 409)
-        own: dict[str, Target] = {}
-        own_places: dict[str, Place] = {}
+        unread: dict[str, Target] = {}
+        unread_places: dict[str, Place] = {}
         matrices: ModuleMatrices = {}
         for name, target in files.targets.items():
             place = self._places.get(name)
-            if place:
-                check_fit(name, place, files, target)
-                if name in earlier:
-                    matrices[name] = earlier[name]
-                    continue
-                own[name] = target
-                own_places[name] = place
+            if place is None:
+                continue  # The module belongs to another stage.
+            check_fit(name, place, files, target)
+            if name in earlier:
+                matrices[name] = earlier[name]
+            else:
+                unread[name] = target
+                unread_places[name] = place
         if partial:
-            fetch(partial, own)
-        matrices |= read_matrices(files, own, own_places)
+            fetch(partial, unread)
+        matrices |= read_matrices(files, unread, unread_places)
         self._warn_of_size(version, path, matrices)
         self._read[version] = matrices
         return ReadAdapter(files, matrices)
@@ -291,8 +292,8 @@ class Adapters:
     # --- from one stage of an engine to the next
 
     def held(self, versions: Collection[int]) -> HeldAdapters:
-        """Returns those of these versions that are held here. Their matrices are evaluated copies,
-        which do not refer to the modules."""
+        """Returns the adapters of these versions, as far as they are here. Their matrices are
+        evaluated copies, which do not refer to the modules."""
         found: HeldAdapters = {}
         for version in versions:
             answer = self._answers.get(version)
@@ -315,8 +316,8 @@ class Adapters:
         return matrices
 
     def take_over(self, held: HeldAdapters) -> None:
-        """Takes what the earlier stage of this engine held. A version is used once rank 0 asks for
-        it; then only the matrices of further modules are read."""
+        """Takes what the earlier stage of this engine held. When rank 0 asks for one of these
+        versions, only the matrices of modules that the earlier stage did not have are read."""
         self._earlier = dict(held)
 
     # --- in the step loop
@@ -402,7 +403,8 @@ class Adapters:
         self._rows.used = own - {0}
 
     def _move(self, moved: Mapping[int, int], num_slots: int) -> None:
-        """Moves slots (old: new) within tables of num_slots slots. Free slots become zero."""
+        """Moves the contents of slots (old number: new number) in tables that have num_slots slots
+        from here on. Free slots become zero."""
         self._num_slots = max(_MIN_SLOTS, num_slots)
         sources = [0] * self._num_slots
         for old, new in moved.items():

@@ -20,6 +20,7 @@ from serve.core.errors import PlanError
 from serve.core.plan import LayerCost, ModelCost
 from serve.model import trace
 from serve.model.caches import quantized
+from serve.model.head import find_head
 from serve.model.sharding import Divisions
 from serve.model.trial import (
     FAILURES,
@@ -80,6 +81,7 @@ def measure(
         )
 
     hop_bytes = _num_bytes(run.outputs[0])
+    head = find_head(model, layers, lambda: _logits(model))
     return ModelCost(
         layers=tuple(costs),
         first=cost_outside(needs.first),
@@ -87,6 +89,8 @@ def measure(
         shared=cost_outside(needs.shared),
         tied=cost_outside(needs.first & needs.last),
         hop_bytes_per_token=hop_bytes // _NUM_TOKENS,
+        head_bytes=_weight_bytes(head.module) if head else 0,
+        logits_bytes=head.outputs.nbytes // _NUM_TOKENS if head else 0,
     )
 
 
@@ -111,7 +115,7 @@ def _fetch_bytes(
         layer = int(match[1]) if match else num_layers
         if layer < num_layers:
             share = _read_share(name, divisions)
-            held.layers[layer] += int(tensor.num_bytes * share)
+            held.layers[layer] += round(tensor.num_bytes * share)
         elif name in names:
             held.outside[name] += tensor.num_bytes
     return held
@@ -190,6 +194,12 @@ def _run(model: nn.Module, layers: Layers, caches: list[Any]) -> _Run:
 def _forward(model: nn.Module, caches: list[Any]) -> Any:
     tokens = mx.zeros((1, _NUM_TOKENS), dtype=mx.int32)
     return model(tokens, cache=caches)
+
+
+def _logits(model: nn.Module) -> mx.array:
+    output = _forward(model, make_prompt_cache(model))
+    logits, *_ = trace.arrays_in(output)
+    return logits
 
 
 class _Needs(NamedTuple):

@@ -5,9 +5,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from serve.core.amounts import format_bytes
 from serve.core.errors import PlanError
 from serve.core.layouts import Forecast, Speeds, best, forecast
-from serve.core.plan import PlanRequest, format_bytes
+from serve.core.plan import PlanRequest
 from serve.model.planning import Plan, make_plan
 
 _MIN_DIVIDED_SHARE = 0.5

@@ -9,6 +9,7 @@ find the same pairs if their processors round alike.
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from serve.core.errors import PlanError
 from serve.model import trace
 from serve.model.probe import (
     EXPERTS,
@@ -28,16 +30,18 @@ from serve.model.probe import (
     Numbers,
     Probe,
     Roles,
-    Slices,
     relative_difference,
 )
+from serve.model.slices import Slices, cut_units, slices_of
 from serve.model.trial import FAILURES, named_arrays
 
 _MAX_CHANGED_NUMBERS = 6
 _MAX_TRIALS = 200
+_ALIGNED = 64  # numbers
+_MIN_ALIGNED_UNITS = 16  # of each shard
 _FAILURES = (*FAILURES, MismatchError)
 
-_Options = list[tuple[tuple[str, str], int]]
+_Options = list[tuple[tuple[str, str], tuple[int, ...]]]
 """The possible new values of one attribute, each with the attribute's module and name."""
 
 
@@ -46,29 +50,32 @@ class Pairs:
     """How the layers of a model are divided among shards, by the names of modules.
 
     summed has the modules whose outputs the shards add up. The outputs of row-parallel matrices
-    outside of these are added up where they are computed.
+    outside of these are added up where they are computed, and there are none with in_blocks.
     """
 
     roles: Roles
     summed: tuple[str, ...]
 
 
-def find_pairs(model: nn.Module, num_shards: int) -> Pairs:
-    """Finds how the layers of a lazy model can be divided. Where nothing can be, it is empty."""
+def find_pairs(model: nn.Module, num_shards: int, *, in_blocks: bool = False) -> Pairs:
+    """Finds how the layers of a lazy model can be divided. Where nothing can be, it is empty. With
+    in_blocks, every pair has to be inside of a module in `summed`. Raises PlanError if one is
+    not."""
     with Probe(model) as probe:
         try:
             probe.record()
         except FAILURES:
             return Pairs(_union([]), ())
-        return _Search(probe, num_shards).run()
+        return _Search(probe, num_shards, in_blocks=in_blocks).run()
 
 
 class _Search:
     """Finds the pairs of all layers. Layers whose code does the same are searched once."""
 
-    def __init__(self, probe: Probe, num_shards: int) -> None:
+    def __init__(self, probe: Probe, num_shards: int, *, in_blocks: bool) -> None:
         self.probe = probe
         self.num_shards = num_shards
+        self.in_blocks = in_blocks
 
     def run(self) -> Pairs:
         known: dict[Any, list[Roles]] = {}
@@ -83,6 +90,8 @@ class _Search:
                 same = found.setdefault(matrix, [])
                 with_prefix = partial(_joined, prefix)
                 same.append(roles.renamed(with_prefix))
+        if not found:
+            return Pairs(_union([]), ())
         kinds = [_union(each) for each in found.values()]
         proved = self._proved(kinds)
         roles = _union(proved)
@@ -107,8 +116,8 @@ class _Search:
         return True
 
     def _summed(self, roles: Roles) -> tuple[str, ...]:
-        """Returns the modules that call experts: the outermost ones whose outputs can be added
-        up."""
+        """Returns the outermost modules whose outputs can be added up: those that call experts, or
+        with in_blocks all that call a row-parallel matrix. Raises PlanError."""
         known: dict[Any, str] = {}
         summed: dict[str, None] = {}
         for i, layer in enumerate(self.probe.layers):
@@ -117,7 +126,7 @@ class _Search:
             row_parallel = [name for name in roles.row_parallel if name.startswith(prefix)]
             for name in row_parallel:
                 matrix = self.probe.matrices[name]
-                if not isinstance(matrix, EXPERTS):
+                if not self.in_blocks and not isinstance(matrix, EXPERTS):
                     continue
                 key = (signature, name.removeprefix(prefix))
                 if key not in known:
@@ -128,11 +137,11 @@ class _Search:
         return tuple(summed)
 
     def _outermost(self, i: int, matrix: str, row_parallel: Sequence[str]) -> str:
-        """Returns the outermost module around a matrix whose outputs can be added up: at least the
-        one that calls it."""
+        """Returns the outermost module around a matrix whose outputs can be added up. For experts
+        it is at least the one that calls them. Raises PlanError if there is none."""
         prefix = self.probe.prefix(i)
         words = matrix.removeprefix(prefix).split(".")
-        for length in range(1, len(words) - 1):
+        for length in range(1, len(words)):
             module = prefix + ".".join(words[:length])
             inner = [name for name in row_parallel if name.startswith(f"{module}.")]
             try:
@@ -140,6 +149,11 @@ class _Search:
                     return module
             except _FAILURES:
                 continue
+        if self.in_blocks:
+            raise PlanError(
+                f"--tensor-parallel: the shards of this model cannot compute the gradients around "
+                f"{matrix}: leave the option out, and use stages or --data-parallel."
+            )
         return matrix.rpartition(".")[0]
 
 
@@ -158,14 +172,13 @@ class _Layer:
                 self.names.append(name)
 
     def pairs(self) -> Iterator[Roles]:
+        if not self._is_equal(_union([])):
+            return  # A large array that stays NaN, for example, makes all runs fail.
         taken: set[str] = set()
         for name in self.names:
-            if name in taken or not self._can_be_row_parallel(name):
+            if name in taken:
                 continue
-            try:
-                roles = self._pair(name)
-            except _FAILURES:
-                continue
+            roles = self._pair(name)
             if roles is None or not taken.isdisjoint(roles.column_parallel):
                 continue
             if not self._can_be_summed(name):
@@ -174,17 +187,42 @@ class _Layer:
             without_prefix = partial(_cut_off, self.prefix)
             yield roles.renamed(without_prefix)
 
-    def _can_be_row_parallel(self, name: str) -> bool:
+    def _possible_parts(self, name: str) -> Iterator[Slices]:
+        """Yields the ways to divide the inputs of a matrix among the shards: equal parts first,
+        else parts of whole units, the smallest units first. Quantized weights are cut only between
+        their groups."""
         module = self.probe.matrices[name]
         if not isinstance(module, (*LINEAR, *EXPERTS)):
-            return False
+            return
         call = self.probe.calls[name][0]
+        num_inputs = call.inputs.shape[-1]
         weight = module["weight"]
-        sizes = [call.inputs.shape[-1], weight.shape[-1]]
+        sizes = [num_inputs, weight.shape[-1]]
         if "scales" in module:
             scales = module["scales"]
             sizes.append(scales.shape[-1])
-        return all(size % self.num_shards == 0 for size in sizes)
+        max_units = math.gcd(*sizes)
+        is_even = max_units % self.num_shards == 0
+        counts = {number for number in self._numbers() if max_units % number == 0}
+        if is_even:
+            yield cut_units(num_inputs, self.num_shards, self.num_shards)
+        else:
+            num_columns = _num_aligned_units(num_inputs, max_units, self.num_shards)
+            counts.add(num_columns)
+        for num_units in sorted(counts, reverse=True):
+            if num_units > self.num_shards and num_units % self.num_shards:
+                yield cut_units(num_inputs, num_units, self.num_shards)
+
+    def _numbers(self) -> set[int]:
+        """Returns the positive numbers that the modules of the layer have as attributes. Those of
+        heads are among them."""
+        numbers: set[int] = set()
+        for name, module in self.probe.modules.items():
+            if not f"{name}.".startswith(self.prefix):
+                continue
+            values = [value for value in vars(module).values() if type(value) is int]
+            numbers.update(value for value in values if value > 0)
+        return numbers
 
     def _can_be_summed(self, matrix: str) -> bool:
         """Whether the outputs of all shards can be added up: linear modules do it themselves,
@@ -198,26 +236,27 @@ class _Layer:
         except _FAILURES:
             return False
 
-    def _can_be_column_parallel(self, name: str) -> bool:
-        module = self.probe.matrices[name]
-        if not isinstance(module, (*LINEAR, *EXPERTS)):
-            return False
-        num_outputs: int = module["weight"].shape[-2]
-        return num_outputs % self.num_shards == 0
-
     def _pair(self, matrix: str) -> Roles | None:
         """Returns the pair of a row-parallel matrix, if there are column-parallel ones and a run
         proves it."""
-        call = self.probe.calls[matrix][0]
-        num_inputs = call.inputs.shape[-1]
-        row_parallel = {matrix: _equal_slices(num_inputs, self.num_shards)}
+        for parts in self._possible_parts(matrix):
+            try:
+                roles = self._pair_of_parts(matrix, parts)
+            except _FAILURES:
+                continue
+            if roles:
+                return roles
+        return None
+
+    def _pair_of_parts(self, matrix: str, parts: Slices) -> Roles | None:
+        """Returns the pair of a row-parallel matrix whose inputs are divided into these parts."""
         arrays = self._arrays()
-        supports = self._supports(matrix, row_parallel[matrix], arrays)
+        supports = self._supports(matrix, parts, arrays)
         column_parallel: dict[str, Slices] = {}
         for name in self.names:
             gradients = [support[name] for support in supports]
-            slices = _slices(gradients, -1)
-            if slices and self._can_be_column_parallel(name):
+            slices = slices_of(gradients, -1, parts)
+            if slices and isinstance(self.probe.matrices[name], (*LINEAR, *EXPERTS)):
                 column_parallel[name] = slices
         if not column_parallel or not self._is_worth_a_sum(matrix, column_parallel):
             return None
@@ -225,12 +264,12 @@ class _Layer:
         for name, array in arrays.items():
             gradients = [support[name] for support in supports]
             for axis in range(array.ndim):
-                slices = _slices(gradients, axis)
+                slices = slices_of(gradients, axis, parts)
                 if slices:
                     divided[name] = (axis, slices)
         scope = _common_module([matrix, *column_parallel])
-        for numbers in self._possible_numbers(scope):
-            candidate = Roles(column_parallel, row_parallel, divided, numbers)
+        for numbers in self._possible_numbers(scope, parts):
+            candidate = Roles(column_parallel, {matrix: parts}, divided, numbers)
             if self._is_equal(candidate):
                 return candidate
         return None
@@ -321,7 +360,7 @@ class _Layer:
         num_summed = call.outputs.shape[-1]
         return num_weights >= num_summed**2 / 2
 
-    def _possible_numbers(self, scope: str) -> Iterator[Numbers]:
+    def _possible_numbers(self, scope: str, parts: Slices) -> Iterator[Numbers]:
         """Combinations of new values for the numbers that the modules in a scope have, those with
         the fewest changes first."""
         options: list[_Options] = []
@@ -330,10 +369,10 @@ class _Layer:
             value = vars(module).get(attribute)
             if type(value) is not int:
                 continue
-            parts = _parts(value, self.num_shards)
+            possible = parts.possible_numbers(value)
             key = (name, attribute)
-            if parts:
-                options.append([(key, part) for part in parts])
+            if possible:
+                options.append([(key, values) for values in possible])
         options.sort(key=_is_not_of_heads)
         combinations = _combinations(options)
         return itertools.islice(combinations, _MAX_TRIALS)
@@ -418,15 +457,16 @@ def _is_not_of_heads(option: _Options) -> bool:
     return "head" not in attribute
 
 
-def _equal_slices(size: int, num_shards: int) -> Slices:
-    part = size // num_shards
-    ranges: list[tuple[tuple[int, int], ...]] = []
-    for shard in range(num_shards):
-        start = shard * part
-        end = start + part
-        own = (start, end)
-        ranges.append((own,))
-    return Slices(size, tuple(ranges))
+def _num_aligned_units(size: int, max_units: int, num_shards: int) -> int:
+    """Returns into how many equal units an axis should be cut. The units have a power of two of the
+    smallest units, because matrices of odd sizes are multiplied more slowly. There are enough units
+    for parts of nearly the same size."""
+    num_units = max_units
+    while size // num_units < _ALIGNED and num_units % 2 == 0:
+        if num_units // 2 < _MIN_ALIGNED_UNITS * num_shards:
+            break
+        num_units //= 2
+    return num_units
 
 
 def _combinations(options: Sequence[_Options]) -> Iterator[Numbers]:
@@ -434,53 +474,6 @@ def _combinations(options: Sequence[_Options]) -> Iterator[Numbers]:
         for chosen in itertools.combinations(options, num_changed):
             for values in itertools.product(*chosen):
                 yield dict(values)
-
-
-def _parts(value: int, num_shards: int) -> list[int]:
-    """Returns the values that a number of the whole model may have on a shard, the likeliest
-    first."""
-    parts: list[int] = []
-    if value <= 0:
-        return parts
-    for divisor in range(num_shards, 1, -1):
-        is_possible = num_shards % divisor == 0
-        part, rest = divmod(value, divisor)
-        if is_possible and not rest:
-            parts.append(part)
-    return parts
-
-
-def _slices(supports: Sequence[mx.array], axis: int) -> Slices | None:
-    """Returns the ranges of an axis on which each shard depends. None if that is everything,
-    nothing, or differs in size."""
-    ranges: list[tuple[tuple[int, int], ...]] = []
-    sizes: set[int] = set()
-    num_whole = supports[0].shape[axis]
-    for support in supports:
-        depends = support != 0
-        moved = depends.swapaxes(axis, 0)
-        flat = moved.reshape(num_whole, -1)
-        is_used: Any = flat.any(axis=1)
-        used = is_used.tolist()
-        runs = tuple(_runs(used))
-        ranges.append(runs)
-        sizes.add(sum(used))
-    is_whole = num_whole in sizes
-    is_unused = 0 in sizes
-    if len(sizes) > 1 or is_whole or is_unused:
-        return None
-    return Slices(num_whole, tuple(ranges))
-
-
-def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Yields the ranges in which the flags are true."""
-    start = 0
-    for flag, group in itertools.groupby(flags):
-        length = len(list(group))
-        end = start + length
-        if flag:
-            yield start, end
-        start = end
 
 
 def _common_module(names: Sequence[str]) -> str:

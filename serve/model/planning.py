@@ -3,13 +3,15 @@
 It loads no weights and evaluates nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
+from serve.core.amounts import format_bytes
 from serve.core.checkpoint import Checkpoint, read_checkpoint
 from serve.core.errors import PlanError
 from serve.core.plan import (
@@ -27,7 +29,6 @@ from serve.core.plan import (
     check_room,
     count_stages,
     even_split,
-    format_bytes,
     kv_budgets,
     kv_room,
     parse_split,
@@ -38,7 +39,7 @@ from serve.core.plan import (
 )
 from serve.model.costs import growing_values, measure
 from serve.model.mtp import head_bytes
-from serve.model.sharding import Divisions, StandIn, shard, without_sums
+from serve.model.sharding import Divisions, Sharding, StandIn, shard, without_sums
 from serve.model.stage import shows_hidden_states
 from serve.model.trial import Crossing, Trial, crossings, named_arrays
 from serve.model.weights import build_model, open_model
@@ -121,8 +122,9 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
                 "layers also computes the logits: leave the option out."
             )
         whole_bytes = _layer_bytes(model)
+        # Shard 0 has the largest part. The plan is the same for all shards of a stage.
         sharding = shard(model, StandIn(request.num_shards))
-        own_bytes = _layer_bytes(model)
+        own_bytes = _mean_layer_bytes(model, sharding, request.num_shards)
         with without_sums():
             plan = _plan(model, checkpoint, request, memory, sharding.divisions)
         saved_bytes = whole_bytes - own_bytes
@@ -133,10 +135,26 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
 
 def _layer_bytes(model: nn.Module) -> int:
     """Returns the bytes of the weights of all layers."""
-    num_bytes = 0
-    for layer in model.layers:
-        num_bytes += sum(array.nbytes for _, array in named_arrays(layer))
+    return sum(array.nbytes for array in _layer_arrays(model))
+
+
+def _mean_layer_bytes(model: nn.Module, sharding: Sharding, num_shards: int) -> float:
+    """Returns the bytes of the weights that a shard has of all layers, as the mean over the shards.
+    The model is one shard's part."""
+    num_bytes = 0.0
+    for array in _layer_arrays(model):
+        made = sharding.made.get(id(array))
+        if made and made.division.is_partition:
+            num_bytes += array.nbytes / made.division.share / num_shards
+        else:
+            num_bytes += array.nbytes
     return num_bytes
+
+
+def _layer_arrays(model: nn.Module) -> Iterator[mx.array]:
+    for layer in model.layers:
+        for _, array in named_arrays(layer):
+            yield array
 
 
 def _draft_bytes(source: DraftSource) -> int:
@@ -209,7 +227,8 @@ def _plan(
 
 
 def _smallest(memory: Sequence[int], num_shards: int) -> list[int]:
-    """Returns the memory of the smallest shard of each stage, because shards hold equal parts."""
+    """Returns the memory of the smallest rank of each stage, because all of its ranks have parts of
+    the same layers."""
     starts = range(0, len(memory), num_shards)
     return [min(memory[start : start + num_shards]) for start in starts]
 

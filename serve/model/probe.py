@@ -5,12 +5,13 @@ the code between two matrices does: a run of a shard must give each matrix the s
 shard's part of them.
 """
 
+import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from serve.model import trace, trial
+from serve.model.slices import Slices
 
 LINEAR = (nn.Linear, nn.QuantizedLinear)
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
@@ -29,31 +31,16 @@ _MAX_SIZE = 1 << 22  # Larger arrays outside of matrices stay NaN, so that nothi
 _TINY = 1e-20
 TOLERANCE = 1e-4  # relative to the largest value
 
+Value = TypeVar("Value")
+
 
 class MismatchError(Exception):
     """A run of a shard computes something else than the run of the whole model."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slices:
-    """The ranges of an axis of size num_whole that each shard has."""
-
-    num_whole: int
-    ranges: tuple[tuple[tuple[int, int], ...], ...]
-
-    def take(self, array: mx.array, shard: int, axis: int = -1) -> mx.array:
-        """Returns the shard's part of an array, whose axis has the size num_whole."""
-        moved = array.swapaxes(axis, 0)
-        parts = []
-        for start, end in self.ranges[shard]:
-            part = moved[start:end]
-            parts.append(part)
-        joined = mx.concatenate(parts)
-        return joined.swapaxes(axis, 0)
-
-
-Numbers = dict[tuple[str, str], int]
-"""Values of attributes, by the name of the module and that of the attribute."""
+Numbers = dict[tuple[str, str], tuple[int, ...]]
+"""The value of each attribute on each shard, by the name of the module and that of the
+attribute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +49,7 @@ class Roles:
 
     column_parallel has matrices with only some of their outputs, row_parallel those with only some
     of their inputs. The outputs of the latter are whole, because all shards add them up. arrays are
-    divided along an axis. numbers has new values of attributes, by module and attribute.
+    divided along an axis. numbers has new values of attributes.
     """
 
     column_parallel: dict[str, Slices]
@@ -166,16 +153,16 @@ class Probe:
         def draw(name: str, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
             lazy = call(*args, **kwargs)
             outputs = self.random(lazy.shape)
-            inputs = args[0]
+            inputs = _copies(args[0])
             mx.eval(inputs, outputs)
             matrix_call = MatrixCall(name, inputs, outputs)
             self.calls[name].append(matrix_call)
-            return outputs
+            return _copies(outputs)
 
         def note(i: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
-            saved = trace.snapshot(self._without_caches((args, kwargs)))
+            saved = _copies(self._without_caches((args, kwargs)))
             output = call(*args, **kwargs)
-            saved_output = trace.snapshot(output)
+            saved_output = _copies(output)
             arrays = trace.arrays_in((saved, saved_output))
             mx.eval(arrays)
             saved_args, saved_kwargs = saved
@@ -235,7 +222,7 @@ class Probe:
                 return caches[value.number]
             return value
 
-        args, kwargs = trace.snapshot((call.args, call.kwargs))
+        args, kwargs = _copies((call.args, call.kwargs))
         layer = self.layers[i]
         filled_args = [filled(value) for value in args]
         for name, value in kwargs.items():
@@ -256,8 +243,9 @@ class Probe:
         def give(name: str, _call: trace.Call, args: Any, _kwargs: Any) -> mx.array:
             recorded = self._recorded(name, numbers)
             given = outputs.get(name, recorded.outputs)
-            calls.append(MatrixCall(name, args[0], given))
-            return given
+            inputs = _copies(args[0])
+            calls.append(MatrixCall(name, inputs, given))
+            return _copies(given)
 
         with self._seams(give, prefix):
             yield calls
@@ -279,7 +267,7 @@ class Probe:
             if name in roles.column_parallel:
                 slices = roles.column_parallel[name]
                 outputs = slices.take(outputs, shard)
-            return outputs
+            return _copies(outputs)
 
         with self._changed(roles, shard), self._seams(replay, prefix):
             yield checks
@@ -295,8 +283,8 @@ class Probe:
             holder[key] = value
 
         try:
-            for (name, attribute), value in roles.numbers.items():
-                change(vars(modules[name]), attribute, value)
+            for (name, attribute), values in roles.numbers.items():
+                change(vars(modules[name]), attribute, values[shard])
             for path, (axis, slices) in roles.arrays.items():
                 name, _, key = path.rpartition(".")
                 module = modules[name]
@@ -338,16 +326,32 @@ class Probe:
         return value
 
     def _fill_small_arrays(self) -> None:
-        """Fills the arrays outside of matrices, such as the weights of norms."""
+        """Fills the arrays outside of matrices, such as the weights of norms. Integers may be
+        indices, such as the experts of each token, so they become zero: others would make MLX read
+        outside of arrays, which can end the process."""
         matrices = {id(module) for module in self.matrices.values()}
         for module in self.model.modules():
             if id(module) in matrices:
                 continue
             for key, value in list(module.items()):
-                if not isinstance(value, mx.array) or value.size > _MAX_SIZE:
+                if not isinstance(value, mx.array):
                     continue
-                if mx.issubdtype(value.dtype, mx.floating):
+                if mx.issubdtype(value.dtype, mx.integer):
+                    zero = mx.array(0, value.dtype)
+                    module[key] = mx.broadcast_to(zero, value.shape)
+                elif mx.issubdtype(value.dtype, mx.floating) and value.size <= _MAX_SIZE:
                     module[key] = self.positive(value.shape)
+
+
+def _copies(value: Value) -> Value:
+    """Returns the same value with other objects for its arrays. Code such as `x *= 2` changes the
+    object that it gets, which must stay as it was recorded."""
+    arrays = trace.places_in(value)
+    copies: trace.Arrays = {}
+    for place, array in arrays.items():
+        copies[place] = copy.copy(array)
+    copied: Value = trace.with_arrays(value, copies)
+    return copied
 
 
 def relative_difference(found: mx.array, expected: mx.array) -> mx.array:

@@ -2,9 +2,10 @@
 `serve.model.pairs` finds. Every shard keeps everything outside of the layers whole, and whatever
 cannot be divided."""
 
+import copy
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +13,27 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers import distributed
-from mlx.utils import tree_map_with_path
+from mlx.utils import tree_map, tree_map_with_path
 
 from serve.core.errors import PlanError
 from serve.model import trace
 from serve.model.pairs import Pairs, find_pairs
-from serve.model.probe import LINEAR, Slices
+from serve.model.probe import LINEAR
+from serve.model.slices import Ranges, Slices, own_ranges
 from serve.model.trial import FAILURES
+
+SUMMING = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)
+"""Modules that have only some of the inputs, and add up the outputs of all shards."""
+DIVIDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear, *SUMMING)
+"""All modules of MLX of which each shard has a part."""
+_PART_CLASSES: dict[tuple[bool, bool], Any] = {
+    (True, False): nn.AllToShardedLinear,
+    (True, True): nn.QuantizedAllToShardedLinear,
+    (False, False): nn.ShardedToAllLinear,
+    (False, True): nn.QuantizedShardedToAllLinear,
+}
+"""MLX's modules for a shard's part of a linear module, by whether the part has all inputs, and
+whether it is quantized."""
 
 _Numbers = dict[str, int]
 _Shapes = dict[str, tuple[int, ...]]
@@ -44,16 +59,22 @@ class Division:
 
     axis is -2 if the outputs are divided and -1 if the inputs are. num_whole is the size of that
     axis in the whole weight, and ranges has the shard's ranges of it. Quantized weights pack
-    several inputs into one number, so their ranges count packed numbers.
+    several inputs into one number, so their ranges count packed numbers. is_partition says that no
+    other shard has a copy of the part, and that the parts of all shards are the whole weight.
     """
 
     axis: int
     num_whole: int
-    ranges: tuple[tuple[int, int], ...]
+    ranges: Ranges
+    is_partition: bool = True
 
     def own_part(self, array: mx.array, axis: int) -> mx.array:
         """Returns the shard's part of another array, one axis of which is divided in the same
-        proportions."""
+        proportions.
+
+        It is contiguous like every array that an update makes, because MLX multiplies a view in
+        another way, which may round differently. A view would also keep the whole array in memory.
+        """
         size = array.shape[axis]
         parts: list[mx.array] = []
         for start, end in self.ranges:
@@ -61,7 +82,7 @@ class Division:
             last = end * size // self.num_whole
             part = _slice(array, axis, first, last)
             parts.append(part)
-        return mx.concatenate(parts, axis=axis)
+        return mx.contiguous(mx.concatenate(parts, axis=axis))
 
     @property
     def share(self) -> float:
@@ -80,7 +101,8 @@ class Division:
         num_copies = self.num_whole // num_whole
         head = start // size_of_head // num_copies
         first = head * size_of_head
-        return Division(self.axis, num_whole, ((first, first + size_of_head),))
+        own = (first, first + size_of_head)
+        return Division(self.axis, num_whole, (own,), is_partition=False)
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the whole weight, from that of the own part."""
@@ -110,12 +132,22 @@ class Sharding:
     memory.
 
     digest covers what is divided, and the modules that compute sums. It is the same on all shards,
-    unless one of them has found other pairs, because its processor rounds differently.
+    unless one of them has found other pairs, because its processor rounds differently. blocks are
+    the names of modules of which each shard computes a summand: they add up their outputs, and the
+    gradients of their inputs.
     """
 
     divisions: Divisions
     made: dict[int, Made]
     digest: str
+    blocks: tuple[str, ...] = ()
+
+    def block_of(self, name: str) -> str | None:
+        """Returns the block in which a module is, or None."""
+        for block in self.blocks:
+            if name == block or name.startswith(f"{block}."):
+                return block
+        return None
 
 
 def shard(model: nn.Module, group: Any) -> Sharding:
@@ -131,15 +163,75 @@ def shard(model: nn.Module, group: Any) -> Sharding:
     return _shard_pairs(model, find_pairs(model, group.size()), group)
 
 
+def shard_to_train(model: nn.Module, group: Any, trained: Set[str]) -> Sharding:
+    """Divides a model so that its shards can compute gradients, too. trained has the names of the
+    trained arrays.
+
+    MLX's own modules add up the gradients of their inputs. A matrix beside them that stays whole,
+    such as a router's, would get only a part of its gradient, and pass on only a part. Of a trained
+    array beside them that stays whole, such as the weight of a norm, it is not known whether its
+    gradient is a part. In a model with either of them every pair becomes a part of a block, in
+    which all gradients are parts. Raises PlanError if the outputs of a pair do not belong to a
+    block.
+    """
+    before = [_State(module) for module in model.modules()]
+    sharding = shard(model, group)
+    matrices = matrices_of_layers(model).values()
+    has_other_matrices = any(not isinstance(module, DIVIDED) for module in matrices)
+    has_arrays_beside = any(_is_beside(name, sharding.divisions) for name in trained)
+    if not has_other_matrices and not has_arrays_beside:
+        return sharding
+    for state in before:
+        state.restore()
+    pairs = find_pairs(model, group.size(), in_blocks=True)
+    return _shard_pairs(model, pairs, group)
+
+
+def _is_beside(array: str, divisions: Divisions) -> bool:
+    """Whether an array that is not divided belongs to a module that contains divided ones."""
+    module = _owner(array)
+    if module in divisions:
+        return False
+    return any(_is_below(array, [_owner(name)]) for name in divisions)
+
+
+def _owner(name: str) -> str:
+    """Returns the name of the module that has an array or another module."""
+    owner, _, _ = name.rpartition(".")
+    return owner
+
+
+def matrices_of_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the modules of the layers that have a matrix as their weight, by name."""
+    in_layers = {id(module) for layer in model.layers for module in layer.modules()}
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        weight = module.get("weight")
+        is_matrix = isinstance(weight, mx.array) and weight.ndim > 1
+        if is_matrix and id(module) in in_layers:
+            found[name] = module
+    return found
+
+
 class _State:
-    """The arrays, children and attributes of a module, to undo later changes."""
+    """The class, arrays, children and attributes of a module, to undo later changes."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._class = type(module)
         self._children = dict(module)
         self._attributes = dict(vars(module))
+        # Operators such as /= change an array in place, but not a second object for it. The arrays
+        # themselves are kept: what reads the files knows them.
+        self._arrays: list[tuple[mx.array, mx.array]] = []
+        for child in module.values():
+            if isinstance(child, mx.array):
+                self._arrays.append((child, copy.copy(child)))
 
     def restore(self) -> None:
+        self._module.__class__ = self._class
+        for array, before in self._arrays:
+            array[...] = before
         self._module.clear()
         dict.update(self._module, self._children)
         vars(self._module).clear()
@@ -171,36 +263,36 @@ def _shard_pairs(model: nn.Module, pairs: Pairs, group: Any) -> Sharding:
     shapes = _weight_shapes(model)
     roles = pairs.roles
     divider = _Divider()
-    with divider.in_place_of_mlx():
-        for name, slices in roles.column_parallel.items():
-            module = modules[name]
-            is_in_place = _is_below(name, pairs.summed)
-            if is_in_place or not isinstance(module, LINEAR):
-                where = functools.partial(_divided_outputs, slices)
-                distributed.shard_inplace(module, where, group=group)
-            else:
-                own = _linear_part(module, "all-to-sharded", slices, group)
-                _replace(model, name, own)
-        for name, slices in roles.row_parallel.items():
-            module = modules[name]
-            if not _is_below(name, pairs.summed):
-                own = _linear_part(module, "sharded-to-all", slices, group)
-                _replace(model, name, own)
-                continue
-            where = functools.partial(_divided_inputs, slices)
-            distributed.shard_inplace(module, where, group=group)
-            if "bias" in module:
-                # All shards add it, before their outputs are added up.
-                bias = module["bias"]
-                module["bias"] = bias / group.size()
+    for name, slices in roles.column_parallel.items():
+        module = modules[name]
+        where = functools.partial(_divided_outputs, slices)
+        own = divider.own_parameters(module, where, group)
+        if _is_below(name, pairs.summed) or not isinstance(module, LINEAR):
+            module.update(own)
+        else:
+            part = _linear_part(module, own, group, has_all_inputs=True)
+            _replace(model, name, part)
+    for name, slices in roles.row_parallel.items():
+        module = modules[name]
+        where = functools.partial(_divided_inputs, slices)
+        own = divider.own_parameters(module, where, group)
+        if not _is_below(name, pairs.summed):
+            part = _linear_part(module, own, group, has_all_inputs=False)
+            _replace(model, name, part)
+            continue
+        module.update(own)
+        if "bias" in module:
+            # All shards add it, before their outputs are added up.
+            bias = module["bias"]
+            module["bias"] = bias / group.size()
     for path, (axis, slices) in roles.arrays.items():
         name, _, key = path.rpartition(".")
         module = modules[name]
         whole = module[key]
         module[key] = divider.own_part(whole, axis, slices, group)
-    for (name, attribute), value in roles.numbers.items():
+    for (name, attribute), values in roles.numbers.items():
         module = modules[name]
-        vars(module)[attribute] = value
+        vars(module)[attribute] = values[group.rank()]
     for name in pairs.summed:
         _sum_outputs(modules[name], group)
     return _sharding(model, divider, pairs, group, shapes)
@@ -232,14 +324,34 @@ def _sharding(
         if division is not None:
             words += [str(division.axis), str(division.num_whole)]
         digest.update(f"{words}\n".encode())
-    return Sharding(divisions, divider.made, digest.hexdigest()[:16])
+    blocks = pairs.summed if pairs else ()
+    return Sharding(divisions, divider.made, digest.hexdigest()[:16], blocks)
 
 
-def _linear_part(module: nn.Module, sharding: str, slices: Any, group: Any) -> nn.Module:
-    """Makes MLX's module for this shard's part of a linear module. MLX passes the slices on to
-    `_own_ranges` in the place of its segments, which cannot express ranges that overlap, such as
-    those of shards that hold copies of the same head."""
-    part: nn.Module = distributed.shard_linear(module, sharding, segments=slices, group=group)
+def _linear_part(
+    module: nn.Module,
+    parameters: dict[str, Any],
+    group: Any,
+    *,
+    has_all_inputs: bool,
+) -> nn.Module:
+    """Makes MLX's module for this shard's part of a linear module, from the parameters of the part.
+    MLX's own `shard_linear` makes only equal parts."""
+    is_quantized = "scales" in module
+    settings: dict[str, Any] = {}
+    num_outputs, num_inputs = parameters["weight"].shape
+    if is_quantized:
+        for name in ("group_size", "bits", "mode"):
+            settings[name] = getattr(module, name)
+        num_inputs = num_inputs * 32 // module.bits
+    # MLX asks for the sizes of the whole matrix, and divides them.
+    if has_all_inputs:
+        num_outputs *= group.size()
+    else:
+        num_inputs *= group.size()
+    part_class = _PART_CLASSES[has_all_inputs, is_quantized]
+    part: nn.Module = part_class(num_inputs, num_outputs, "bias" in module, group=group, **settings)
+    part.update(parameters)
     return part
 
 
@@ -292,10 +404,9 @@ def _summing(original: type[nn.Module]) -> type[nn.Module]:
             is_float = mx.issubdtype(value.dtype, mx.floating)
             return share(value) if is_float else value
 
-        own_args = [shared(value) for value in args]
-        for key, value in kwargs.items():
-            kwargs[key] = shared(value)
-        partial_sum = original.__call__(self, *own_args, **kwargs)
+        own_args = tree_map(shared, args)
+        own_kwargs = tree_map(shared, kwargs)
+        partial_sum = original.__call__(self, *own_args, **own_kwargs)
         return sum_of_shards(partial_sum, group)
 
     return type(original.__name__, (original,), {"__call__": call})
@@ -352,6 +463,16 @@ class _Divider:
             found[name] = division
         return found
 
+    def own_parameters(
+        self,
+        module: nn.Module,
+        where: Callable[[str, mx.array], Any],
+        group: Any,
+    ) -> dict[str, Any]:
+        """Returns this shard's parameters of a module. where is as for `_divide`."""
+        parameters: dict[str, Any] = self._divide(module.parameters(), where, group)
+        return parameters
+
     def _divide(
         self,
         parameters: dict[str, Any],
@@ -379,7 +500,7 @@ class _Divider:
     def own_part(self, weight: mx.array, axis: int, segments: Any, group: Any) -> mx.array:
         """Returns this shard's part of a weight, as a lazy array."""
         size = weight.shape[axis]
-        ranges = _own_ranges(size, segments, group)
+        ranges = own_ranges(size, segments, group.rank(), group.size())
         pieces: list[mx.array] = []
         for start, end in ranges:
             piece = _slice(weight, axis, start, end)
@@ -387,7 +508,8 @@ class _Divider:
         joined = mx.concatenate(pieces, axis=axis)
         made = mx.contiguous(joined)
         from_end = axis % weight.ndim - weight.ndim
-        division = Division(from_end, size, ranges)
+        is_partition = not isinstance(segments, Slices) or segments.is_partition
+        division = Division(from_end, size, ranges, is_partition)
         self.made[id(made)] = Made(made, weight, division)
         return made
 
@@ -395,64 +517,6 @@ class _Divider:
 def _slice(array: mx.array, axis: int, start: int, end: int) -> mx.array:
     before = [slice(None)] * (axis % array.ndim)
     return array[(*before, slice(start, end))]
-
-
-def _own_ranges(size: int, segments: Any, group: Any) -> tuple[tuple[int, int], ...]:
-    """Returns the ranges of an axis that belong to this shard: an equal part of each segment.
-    segments is either a number of equal segments, or a list of the positions at which the axis is
-    cut, as indices or as fractions of its size; or the Slices of all shards. Raises ValueError if
-    the parts are not equal."""
-    num_shards = group.size()
-    shard_number = group.rank()
-    if isinstance(segments, Slices):
-        return _scaled(segments.ranges[shard_number], size, segments.num_whole)
-    ranges: list[tuple[int, int]] = []
-    start = 0
-    for end in _segment_ends(size, segments):
-        length = end - start
-        part, rest = divmod(length, num_shards)
-        if rest:
-            raise ValueError(f"{length} does not divide into {num_shards} parts")
-        first = start + shard_number * part
-        last = first + part
-        ranges.append((first, last))
-        start = end
-    return tuple(ranges)
-
-
-def _scaled(
-    ranges: Sequence[tuple[int, int]],
-    size: int,
-    num_whole: int,
-) -> tuple[tuple[int, int], ...]:
-    """Returns the same ranges of an axis that has another size: quantized weights are packed."""
-    scaled: list[tuple[int, int]] = []
-    for start, end in ranges:
-        first, rest_of_first = divmod(start * size, num_whole)
-        last, rest_of_last = divmod(end * size, num_whole)
-        if rest_of_first or rest_of_last:
-            raise ValueError(f"{num_whole} numbers in {size} do not divide at {start} and {end}")
-        scaled.append((first, last))
-    return tuple(scaled)
-
-
-def _segment_ends(size: int, segments: Any) -> list[int]:
-    ends: list[int] = []
-    if isinstance(segments, int):
-        length, rest = divmod(size, segments)
-        if rest:
-            raise ValueError(f"{size} does not divide into {segments} segments")
-        for number in range(segments):
-            ends.append(length * (number + 1))
-        return ends
-    for cut in segments:
-        if isinstance(cut, int):
-            ends.append(cut)
-        else:
-            place = int(cut * size)
-            ends.append(place)
-    ends.append(size)
-    return ends
 
 
 @contextmanager

@@ -11,13 +11,16 @@ from typing import Any
 
 from serve.core.blas import with_openblas
 from serve.core.errors import EngineError
-from serve.core.messages import FromEngine, Leave, Left
+from serve.core.messages import FromEngine, Leave, Left, Status
 from serve.parent.link import Link
 
 _DUMP_SECONDS = 0.3
 _KILLED_SECONDS = 10.0
-# The step that an engine computes when its ring is lost has to end before the engine can leave.
 _LEAVE_SECONDS = 5.0
+# The step that an engine computes when its ring is lost has to end before the engine can leave. A
+# long prefill of a large model takes this long (as --stall-timeout, without the flag).
+_COMPUTE_SECONDS = 30.0
+_LOOK_SECONDS = 0.25
 # Engines report four times a second, whatever they compute. One that has stopped cannot leave.
 _SILENT_SECONDS = 2.0
 _FIRST_WORD_SECONDS = 0.5  # Reports may still be unread if this process was busy.
@@ -30,11 +33,19 @@ class EngineProcess:
         self._process, self.link = process, link
         self._left: asyncio.Future[Left] | None = None
         self._heard_at = time.monotonic()
+        self._computes = False
 
     @classmethod
     async def start(cls) -> "EngineProcess":
         """Starts the child, which takes some seconds to import MLX and then waits for an
         order. Raises EngineError."""
+        try:
+            return await cls._start()
+        except OSError as error:
+            raise EngineError(f"The engine cannot be started: {error}.") from error
+
+    @classmethod
+    async def _start(cls) -> "EngineProcess":
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -44,9 +55,9 @@ class EngineProcess:
                     stdin=asyncio.subprocess.DEVNULL,
                     env=with_openblas(os.environ),
                 )
-            except OSError as error:
+            except BaseException:
                 ours.close()
-                raise EngineError(f"The engine cannot be started: {error}.") from error
+                raise
         reader, writer = await asyncio.open_connection(sock=ours)
         return cls(process, Link(reader, writer, FromEngine))
 
@@ -64,6 +75,8 @@ class EngineProcess:
         while True:
             message = await self.link.receive()
             self._heard_at = time.monotonic()
+            if isinstance(message, Status):
+                self._computes = _computes(message)
             if not isinstance(message, Left):
                 return message
             if self._left and not self._left.done():
@@ -73,30 +86,33 @@ class EngineProcess:
     async def leave(self, life: int) -> Left | None:
         """Asks the engine to leave its ring and to keep everything else. Returns its answer, or
         None if it does not answer in time or has stopped reporting: then the caller has to stop
-        it. Another task calls receive."""
+        it. One that computes a step has more time. Another task calls receive."""
         left: asyncio.Future[Left] = asyncio.get_running_loop().create_future()
         ended = asyncio.create_task(self._process.wait())
         either: set[asyncio.Future[Any]] = {left, ended}
         self._left = left
         self.link.send(Leave(life))
         began = time.monotonic()
-        while (seconds := self._patience(began)) > 0:
-            done, _ = await asyncio.wait(
-                either,
-                timeout=seconds,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if done:
-                break
-        ended.cancel()
-        self._left = None  # An answer that comes later is ignored.
+        try:
+            while (seconds := self._patience(began)) > 0:
+                done, _ = await asyncio.wait(
+                    either,
+                    timeout=min(seconds, _LOOK_SECONDS),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if done:
+                    break
+        finally:
+            ended.cancel()
+            self._left = None  # An answer that comes later is ignored.
         return left.result() if left.done() else None
 
     def _patience(self, began: float) -> float:
         """Returns how many seconds to wait for an engine that was asked to leave at the time
         `began`."""
         silent_until = max(began + _FIRST_WORD_SECONDS, self._heard_at + _SILENT_SECONDS)
-        return min(began + _LEAVE_SECONDS, silent_until) - time.monotonic()
+        max_seconds = _COMPUTE_SECONDS if self._computes else _LEAVE_SECONDS
+        return min(began + max_seconds, silent_until) - time.monotonic()
 
     async def wait(self) -> int:
         return await self._process.wait()
@@ -119,3 +135,9 @@ class EngineProcess:
             raise EngineError(
                 f"The engine of pid {self.pid} does not end when it is killed: restart its host."
             ) from error
+
+
+def _computes(status: Status) -> bool:
+    """Whether an engine computes a step, and does not wait for a neighbour meanwhile."""
+    activity = status.activity
+    return activity is not None and activity.step is not None and activity.waits_on is None

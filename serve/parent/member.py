@@ -16,6 +16,7 @@ from serve.core.messages import (
     Fault,
     ForgetPrefixFiles,
     FromEngine,
+    FromRank,
     Left,
     LoadAdapter,
     Order,
@@ -39,6 +40,8 @@ Result = TypeVar("Result")
 _LAST_WORD_SECONDS = 1.0
 _REFUSED_SECONDS = 2.0
 _CAUSE_SECONDS = 0.05
+_NO_LIFE = -1
+_SIGN_SECONDS = 2.0
 _STOP_SECONDS = 3.0  # how long rank 0 may take once its streams are finished
 
 
@@ -64,13 +67,16 @@ async def run_member(
     control = await _until(signalled, join(cluster.control, mine, config.join_timeout))
     grace_seconds = config.drain_timeout + _STOP_SECONDS
     with own_folder() as copies:
-        while control is not None:
-            member = _Member(config, cluster, control, copies)
-            if await _until(signalled, member.run(), grace_seconds):
-                return
-            # The connection broke, or rank 0 ended. A launcher should see that end first.
-            await asyncio.sleep(_LAST_WORD_SECONDS)
-            control = await _until(signalled, _join_again(cluster.control, mine, config))
+        member = _Member(config, cluster, copies)
+        try:
+            while control is not None:
+                if await _until(signalled, member.serve(control), grace_seconds):
+                    return
+                # The connection broke, or rank 0 ended. A launcher should see that end first.
+                await asyncio.sleep(_LAST_WORD_SECONDS)
+                control = await _until(signalled, _join_again(cluster.control, mine, config))
+        finally:
+            await member.close()
     signal.signal(signalled.result(), signal.SIG_DFL)
     signal.raise_signal(signalled.result())
 
@@ -113,35 +119,42 @@ async def _until(
 
 class _Member:
     """Does what rank 0 says. When its engine ends or loses its ring, it reports that to rank 0 and
-    waits, because all engines form the next ring together."""
+    waits, because all engines form the next ring together. If the connection to rank 0 breaks, its
+    engine waits for the next one."""
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        cluster: Cluster,
-        control: Link[ToRank],
-        copies: str,
-    ) -> None:
-        self._config, self._rank, self._control = config, cluster.rank, control
+    def __init__(self, config: ServeConfig, cluster: Cluster, copies: str) -> None:
+        self._config, self._rank = config, cluster.rank
         self._addresses, self._copies = cluster.addresses, copies
+        self._control: Link[ToRank] | None = None
         self._life = 0
         self._engine: EngineProcess | None = None
         self._reading: asyncio.Task[None] | None = None
         self._is_fresh = False
+        self._left: Left | None = None  # the engine's answer, until it gets its next order
         self._spare = Spare(not config.no_spare_engine)
 
-    async def run(self) -> bool:
-        """Runs until rank 0 sends Stop, and returns True, or until the connection ends: False."""
-        async with AsyncExitStack() as stack:  # All are closed, even if one raises.
-            stack.push_async_callback(self._control.close)
-            stack.push_async_callback(self._spare.close)
-            stack.push_async_callback(self._stop_engine)
-            await self._start_engine()
-            while message := await self._control.receive():
+    async def serve(self, control: Link[ToRank]) -> bool:
+        """Obeys rank 0 until it sends Stop, and returns True, or until the connection ends:
+        False."""
+        self._control = control
+        try:
+            if self._engine is None:
+                await self._start_engine()
+            while message := await control.receive():
                 if isinstance(message, Stop):
                     return True
                 await self._obey(message)
+        finally:
+            # The life of what comes next is known when rank 0 sends Renew over another connection.
+            self._life = _NO_LIFE
+            await control.close()
         return False
+
+    async def close(self) -> None:
+        """Ends the engine, and the spare one. Raises EngineError if one of them does not end."""
+        async with AsyncExitStack() as stack:  # Both are ended, even if one raises.
+            stack.push_async_callback(self._spare.close)
+            await self._stop_engine()
 
     async def _obey(self, message: ToRank) -> None:
         assert self._engine is not None
@@ -149,9 +162,10 @@ class _Member:
             case Renew():
                 await self._renew(message)
             case Ping():
-                self._control.send(Pong())
+                self._send(Pong())
             case Start(order):
                 self._is_fresh = False
+                self._left = None
                 self._engine.link.send(self._localised(order))
             case PrepareSpare():
                 self._spare.prepare()
@@ -178,10 +192,10 @@ class _Member:
         """Replaces the engine, unless it is new and has not had an order yet, or may stay and has
         left its ring."""
         assert self._engine is not None
-        if message.keep and not self._is_fresh and await self._engine.leave(message.life):
-            return
         if message.dump:
             await self._engine.dump()
+        if message.keep and await self._stays(message.life):
+            return
         if not self._is_fresh:
             # If the engine has ended already, its reason is reported first: it may be the cause.
             if self._reading:
@@ -191,7 +205,31 @@ class _Member:
         self._life = message.life
         self._tell(Status("starting"))
 
+    async def _stays(self, life: int) -> bool:
+        """Whether the engine outlives the fault: it leaves its ring, or has left it in an earlier
+        life and waits for an order."""
+        assert self._engine is not None
+        if self._is_fresh or not self._engine.is_alive:
+            return False
+        if self._left:
+            self._life = life
+            self._tell(msgspec.structs.replace(self._left, life=life))
+            return True
+        leaving = asyncio.create_task(self._engine.leave(life))
+        num_signs = 0
+        try:
+            while not leaving.done():
+                await asyncio.wait({leaving}, timeout=_SIGN_SECONDS)
+                num_signs += 1
+                if self._left is None:
+                    # It may compute for long, and rank 0 has to know that this parent lives.
+                    self._send(Report(life, Status("leaving", num_signs)))
+        finally:
+            leaving.cancel()
+        return leaving.result() is not None
+
     async def _start_engine(self) -> None:
+        self._left = None
         engine = self._engine = await self._spare.take()
         self._reading = asyncio.create_task(self._read(engine))
         self._is_fresh = True
@@ -210,6 +248,7 @@ class _Member:
                 has_said_why |= isinstance(message, Fault)
                 if isinstance(message, Left):
                     self._life = message.life
+                    self._left = message
                 self._tell(message)
         except ClusterError as error:
             self._tell(fault_of(error))
@@ -218,4 +257,10 @@ class _Member:
             self._tell(engine_ended(self._rank, await engine.wait()))
 
     def _tell(self, message: FromEngine) -> None:
-        self._control.send(Report(self._life, message))
+        self._send(Report(self._life, message))
+
+    def _send(self, message: FromRank) -> None:
+        """Sends a message to rank 0. It is dropped if the connection has ended: the next one begins
+        with a Renew."""
+        assert self._control is not None
+        self._control.send(message)

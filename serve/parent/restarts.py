@@ -1,6 +1,6 @@
 """Decides whether and when engines start again after a fault. Pure: the caller has the clock."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from serve.core.errors import BrigadeError, ClusterError, DisagreementError, EngineError
 from serve.core.restart_window import RestartWindow
@@ -10,17 +10,21 @@ _MAX_WAIT_SECONDS = 15.0
 # How long a fault is kept open for a better reason, and the same where clients wait.
 _REASON_SECONDS = 0.5
 _HURRIED_REASON_SECONDS = 0.1
+# A restart counts, even if every engine has outlived the fault, if they had worked for less.
+_MIN_WORK_SECONDS = 10.0
 
 
 @dataclass(slots=True)
 class Judgement:
-    """Facts that have to be known before a fault is judged. Probes ask which parents answer, and
-    let_go are ranks whose connection ends even if they answer."""
+    """Facts that have to be known before a fault is judged. Probes ask which parents answer.
+    let_go are ranks whose connection ends even if they answer, and without_ring those whose engine
+    has reported that its ring broke."""
 
     was_working: bool
     num_explained: int | None = None
     is_probing: bool = False
     let_go: frozenset[int] = frozenset()
+    without_ring: set[int] = field(default_factory=set)
 
 
 class Restarts:
@@ -33,6 +37,8 @@ class Restarts:
     def __init__(self, max_restarts: int, window_seconds: float) -> None:
         self._window = RestartWindow(max_restarts, window_seconds)
         self._num_not_ready = 0  # restarts in a row without ready engines in between
+        self._ready_since = 0.0
+        self._ready_seconds = 0.0  # until the latest fault that counts
 
     def wait_seconds(
         self,
@@ -47,6 +53,7 @@ class Restarts:
         cluster has to end."""
         if not may_pass(fault):
             raise fault
+        self._ready_seconds = 0.0
         if num_explained:
             self._window.forget(num_explained - 1)
             self._num_not_ready = 0
@@ -58,11 +65,21 @@ class Restarts:
             raise _given_up(fault, self._num_not_ready, "without having worked")
         self._window.add(now)
         if was_ready:
+            self._ready_seconds = now - self._ready_since
             self._num_not_ready = 0
             return 0.0
         self._num_not_ready += 1
         backoff = _FIRST_WAIT_SECONDS * 2.0 ** (self._num_not_ready - 1)
         return min(_MAX_WAIT_SECONDS, backoff)
+
+    def note_ready(self, now: float, have_all_stayed: bool) -> None:
+        """Notes that the engines are ready. If all of them have outlived the latest fault, after
+        they had worked for 10 s, then only a link broke, and the restart does not count: a bad
+        cable would end a cluster that works well most of the time."""
+        if have_all_stayed and self._ready_seconds >= _MIN_WORK_SECONDS:
+            self._window.forget(1)
+        self._ready_seconds = 0.0
+        self._ready_since = now
 
     def num_left(self, now: float) -> int:
         """Returns the number of restarts that are still allowed in the current window."""

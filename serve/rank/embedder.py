@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from serve.core.messages import Embedding
-from serve.core.types import Pooling, Row, Step
+from serve.core.types import Embedding, Pooling, Row, Step
 from serve.rank.cache import Part
 
 

@@ -7,7 +7,7 @@ from serve.core.config import Address, parse_address
 from serve.core.messages import Order
 from serve.ring.grid import GridTransport
 from serve.ring.peers import Grid, await_row, meet
-from serve.ring.transport import LocalTransport, Ring, RingTransport, Streams, Transport, among
+from serve.ring.transport import Ring, RingTransport, Streams, Transport, among, local_ring
 
 _PARENT_FIRST_SECONDS = 5.0  # The parent gives up first, because its reason is clearer.
 
@@ -16,7 +16,8 @@ def join(order: Order, streams: Streams | None = None) -> Transport:
     """Joins a ring when all its ranks do so. streams are as for RingTransport. Raises
     ClusterError."""
     if len(order.hosts) == 1:
-        return LocalTransport()
+        (only,) = local_ring(1)
+        return only
     # MLX holds the interpreter's lock while it waits for neighbours, so no other thread would see
     # that the parent was killed. This one needs no lock, and ends the process.
     faulthandler.dump_traceback_later(order.join_timeout + _PARENT_FIRST_SECONDS, exit=True)

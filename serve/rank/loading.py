@@ -11,9 +11,12 @@ import msgspec
 
 from serve.core.errors import ClusterError, EngineError
 from serve.core.facts import stamp
+from serve.core.layouts import max_tokens_of_shared_head
 from serve.core.messages import FromPrefixCache, Loaded, Order
 from serve.lora.table import HeldAdapters
+from serve.model.head import SharedHead, share_head
 from serve.model.sharding import Sharding, shard
+from serve.model.stage import Stage
 from serve.model.trace import Arrays
 from serve.model.weights import LoadedStage, Progress, load_stage, open_model
 from serve.rank.batching import can_batch, is_causal
@@ -34,9 +37,11 @@ Report = Callable[[FromPrefixCache], None]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The facts about a whole model that do not depend on the layers that an engine loads.
+    """The facts about a model that do not depend on which of its layers an engine loads.
+
     batchable says whether rows of different lengths can share a forward, and causal whether tokens
-    that are fed together give the same logits as one after the other."""
+    that are fed together give the same logits as tokens that are fed one by one.
+    """
 
     batchable: bool
     causal: bool
@@ -70,7 +75,10 @@ class Engine:
         the old layers, so none are kept. The caller drops this object, which frees them. Raises
         EngineError if the order allows nothing to be kept."""
         if order.positions or not _can_keep_layers(order, self.order):
-            raise EngineError(f"{order.name} holds something else than what its order says.")
+            raise EngineError(
+                f"{order.name} cannot follow its new order with what it has loaded: the orders "
+                "differ in more than their layers."
+            )
         if self.loop.prefix_store:
             self.loop.prefix_store.close()
         return Leftovers(
@@ -89,10 +97,11 @@ def load(
     report: Report,
     leftovers: Leftovers | None = None,
 ) -> Engine:
-    """Loads the layers of an order, without those that are left over from the engine's earlier
+    """Loads the layers of an order, except for those that are left over from the engine's earlier
     order. progress is as for load_stage. Raises ModelError, PlanError, or ClusterError if the
     model's files have changed since that order."""
-    # The old stage refers to itself. Without this, its layers would be in memory beside the new.
+    # The old stage is part of a reference cycle. Without a collection, its layers would stay in
+    # memory beside the new ones.
     gc.collect()
     opened = open_model(order.model, order.commit, order.cache_dir)
     folder = opened if isinstance(opened, Path) else opened.folder
@@ -112,6 +121,9 @@ def load(
     loaded = load_stage(opened, *order.layers, progress, try_and_shard, weights)
     assert model is not None
     draft_model = draft.for_logits_of(loaded.stage) if draft else None
+    head = None
+    if isinstance(transport, GridTransport) and loaded.stage.is_last:
+        head = _shared_head(loaded.stage, transport)
     loop = StepLoop(
         loaded.stage,
         transport,
@@ -123,6 +135,7 @@ def load(
         open_store=partial(_open_store, order, loaded, folder, report),
         divisions=loaded.divisions,
         draft_model=draft_model,
+        head=head,
     )
     if leftovers:
         loop.adapters.take_over(leftovers.adapters)
@@ -132,6 +145,20 @@ def load(
     if draft_model:
         what_is_loaded = draft_model.noted(what_is_loaded, order.draft_bytes)
     return Engine(order, model, loop, what_is_loaded, draft)
+
+
+def _shared_head(stage: Stage, transport: GridTransport) -> SharedHead | None:
+    """Makes the shards of the last stage share its head, if they can. Rank 0 finds out in which
+    steps that pays."""
+    head = share_head(stage, transport.shard, transport.num_shards, transport.gather)
+    if head and transport.shard == 0:
+        head.max_tokens = max_tokens_of_shared_head(
+            head.saved_seconds(),
+            head.logits_bytes,
+            transport.num_shards,
+            transport.link,
+        )
+    return head
 
 
 def _can_keep_layers(order: Order, earlier: Order) -> bool:
@@ -149,11 +176,11 @@ def _can_keep_layers(order: Order, earlier: Order) -> bool:
 
 
 def _check_files(order: Order, before: str, after: str) -> None:
-    """Raises ClusterError if the model's files have changed. Some layers would be those of one
-    model, and some those of another."""
+    """Raises ClusterError if the model's files have changed, because the stage would then have
+    layers of two models."""
     if before != after:
         raise ClusterError(
-            f"{order.name}: the model's files have changed since they were read: all ranks read "
+            f"{order.name}: the model's files have changed since they were read, so all ranks read "
             "them again."
         )
 
@@ -204,4 +231,5 @@ def _what_is_loaded(order: Order, loaded: LoadedStage, loop: StepLoop, model: Mo
         objection=why_it_cannot_stay(order),
         files=order.commit or stamp(Path(order.model)),
         sharding=loaded.sharding_digest,
+        shared_head_tokens=loop.head.max_tokens if loop.head else 0,
     )

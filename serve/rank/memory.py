@@ -6,7 +6,7 @@ import mlx.core as mx
 import psutil
 
 _MAX_SHARE = 0.8  # The rest is for other programs.
-_NUM_MEASURED = 1 << 26  # numbers of four bytes, more than a cache holds
+_MEASURED_SHAPE = (1 << 14, 1 << 12)  # numbers of four bytes, 256 MiB: more than a cache holds
 _NUM_MEASUREMENTS = 5
 
 
@@ -21,13 +21,15 @@ def free_bytes() -> int:
 
 
 def memory_speed() -> float:
-    """Measures the bytes per second at which MLX reads a large array on this machine."""
-    numbers = mx.ones(_NUM_MEASURED)
-    numbers.sum().item()  # Makes the array.
+    """Measures the bytes per second at which MLX reads the weights of a decode step: it multiplies
+    one row with a large matrix. Other operations are slower than memory on a CPU."""
+    weights = mx.ones(_MEASURED_SHAPE)
+    row = mx.ones((1, _MEASURED_SHAPE[1]))
+    (row @ weights.T).sum().item()  # Makes both arrays.
     times: list[float] = []
     for _ in range(_NUM_MEASUREMENTS):
         started = time.perf_counter()
-        numbers.sum().item()
+        (row @ weights.T).sum().item()
         seconds = time.perf_counter() - started
         times.append(seconds)
-    return numbers.nbytes / min(times)  # Other programs can only make it slower.
+    return weights.nbytes / min(times)  # Other programs can only make it slower.

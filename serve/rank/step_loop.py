@@ -5,6 +5,7 @@ keeps it from one ring to the next.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from serve.core.messages import Activity, Order, Result, Span
 from serve.core.types import FIRST_WARM_UP_STEP, Step
 from serve.lora.table import Adapters
 from serve.model.caches import quantized
+from serve.model.head import SharedHead
 from serve.model.sharding import Divisions
 from serve.model.stage import Stage
 from serve.rank.cache import GroupCaches, Part
@@ -48,8 +50,10 @@ class StepLoop:
         open_store: OpenStore | None = None,
         divisions: Divisions | None = None,
         draft_model: Drafter | None = None,
+        head: SharedHead | None = None,
     ) -> None:
         self.stage = stage
+        self.head = head
         self.draft_model = draft_model
         self.has_head = stage.is_last and transport.shard == 0
         self._make_cache = lambda: quantized(stage.make_cache(), kv_bits)
@@ -96,6 +100,14 @@ class StepLoop:
         mx.eval(self.adapters.keep_only(order.adapters))
         if self.prefix_store:
             self.prefix_store.rescan()
+
+    def put(self, step: Step) -> None:
+        """Takes a step on rank 0, and sends it as soon as the tokens that it feeds are known. It
+        may be called while earlier steps run."""
+        step = self.chooser.cut_drafts(step)
+        if self.head and step.sample and len(step.tokens) <= self.head.max_tokens:
+            step = msgspec.structs.replace(step, shares_head=True)
+        self.outbox.put(step)
 
     def run(self) -> Iterator[Result]:
         """Yields the result of each step on rank 0."""
@@ -146,9 +158,10 @@ class StepLoop:
             size = len(received) // len(parts)
             self.adapters.select(step, part.rows)
             own_received = received[n * size : (n + 1) * size]
-            own_outputs = self.stage(part.tokens(step), part.caches, own_received)
+            with self._head_of(step):
+                own_outputs = self.stage(part.tokens(step), part.caches, own_received)
             own_hidden = self.stage.take_hidden()
-            self._sum_up(own_outputs, own_hidden)
+            self._sum_up(step, own_outputs, own_hidden)
             outputs += own_outputs
             hidden.append(own_hidden)
         if self.has_head and parts:
@@ -161,13 +174,20 @@ class StepLoop:
         mx.eval(outputs, self.pooled, kept, self.caches.states(step))
         return outputs
 
-    def _sum_up(self, outputs: list[mx.array], hidden: mx.array | None) -> None:
+    def _head_of(self, step: Step) -> AbstractContextManager[None]:
+        """Makes the model compute its logits as the step says, inside of a with block."""
+        return self.head.shared() if self.head and step.shares_head else nullcontext()
+
+    def _sum_up(self, step: Step, outputs: list[mx.array], hidden: mx.array | None) -> None:
         """Evaluates what the shards of this stage compute together. Shards match their sums only by
         the order of evaluation, and only rank 0 knows whether the head is needed. So all shards
-        evaluate one part after the other, each up to the head."""
+        evaluate one part after the other, each up to the head, or with a head that they share up to
+        the logits."""
         if self.transport.num_shards == 1:
             return
-        if self.stage.is_last:
+        if self.head and step.shares_head:
+            outputs = [self.head.take()]
+        elif self.stage.is_last:
             assert hidden is not None, "make_plan refuses models without hidden states"
             outputs = [hidden]
         self.transport.evaluate(outputs)

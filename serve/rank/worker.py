@@ -75,6 +75,7 @@ class Worker:
         self._orders: SimpleQueue[Order | MakePlan] = SimpleQueue()
         self._leaves: SimpleQueue[Leave] = SimpleQueue()
         self._has_left = False
+        self._leaving: StepLoop | None = None  # while its last step is computed
         self._streams: Streams | None = None  # made by the thread that has all of MLX
         self._reports = threading.Lock()
 
@@ -115,13 +116,13 @@ class Worker:
     def _take_step(self, step: Step) -> None:
         loop = self._running_loop()
         try:
-            loop.outbox.put(loop.chooser.cut_drafts(step))
+            loop.put(step)
         except RingLostError:
             loop.transport.close()  # The other thread notices it, and reports it.
 
     def _leave(self, message: Leave) -> None:
         """Makes the other thread leave the ring, as soon as the step that it computes is done."""
-        self.loop = None
+        self._leaving, self.loop = self.loop, None
         self._has_left = True
         self._leaves.put(message)
         if self.transport:
@@ -166,12 +167,14 @@ class Worker:
 
     def _run_steps(self, loop: StepLoop) -> str:
         """Runs steps until the ring is lost, and returns the reason."""
+        order = self.order
         try:
             for result in loop.run():
                 self.parent.send(result)
         except RingLostError as error:
-            return str(error)
-        return f"{self.order.name}: its right neighbour is gone."
+            return f"{order.name}: {error}"
+        right = order.ring[(order.rank + 1) % len(order.ring)]
+        return f"{order.name}: its right neighbour is gone, rank {right}."
 
     def _leave_ring(
         self,
@@ -191,6 +194,7 @@ class Worker:
             loop.prefix_store.wait()
         with self._reports:
             self.status = Status("starting")
+            self._leaving = None
             self.parent.send(Left(leave.life, loop.caches.positions))
 
     def _start(self) -> StepLoop:
@@ -240,7 +244,7 @@ class Worker:
 
     def _report(self) -> None:
         with self._reports:  # A report of the time before Left would be taken for a later one.
-            loop = self.loop
+            loop = self.loop or self._leaving
             activity = loop.activity() if loop else None
             self.parent.send(msgspec.structs.replace(self.status, activity=activity))
 

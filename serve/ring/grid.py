@@ -5,6 +5,7 @@ and hidden states travel along the columns over TCP, because a process can be in
 MLX. No rank waits in MLX between steps, so an idle cluster costs no CPU.
 """
 
+import json
 import logging
 import queue
 import threading
@@ -15,6 +16,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from serve.core.errors import ClusterError
+from serve.core.layouts import Link
 from serve.core.messages import Hop
 from serve.core.types import Step
 from serve.ring.peers import Grid, Neighbours, PeerConnection
@@ -28,6 +30,10 @@ from serve.ring.transport import (
     tensor_specs,
     unpack,
 )
+
+_NUM_GATHERED = 1 << 17  # numbers of four bytes, about as many as the logits of a token
+_NUM_MEASUREMENTS = 24  # A process that the system delays delays all, so most may be slow.
+_MIN_GATHER_SECONDS = 1e-6
 
 _logger = logging.getLogger(__name__)
 
@@ -55,6 +61,7 @@ class GridTransport(Hops):
             exchange(grid.nonce, 0, self.group, mx.default_stream(mx.cpu))
         except RuntimeError as error:
             raise ClusterError(f"The ring of the shards broke: {error}.") from error
+        self.link = self._measured_link()
         self.sums.install(grid.num_shards, self.evaluate)
         self._sender: _Sender | None = None
         if grid.stage:
@@ -70,6 +77,31 @@ class GridTransport(Hops):
             if "[ring]" in str(error):
                 raise ClusterError(f"The ring of the shards broke: {error}.") from error
             raise
+
+    def gather(self, own: mx.array) -> mx.array:
+        """Returns the arrays (n, ...) of all shards of this stage, one behind the other, lazily."""
+        gathered: mx.array = mx.distributed.all_gather(own, group=self.group)
+        return gathered
+
+    def _measured_link(self) -> Link:
+        """Measures how fast the shards gather arrays. All shards of a row do this together."""
+        small = self._gather_seconds(1)
+        large = self._gather_seconds(_NUM_GATHERED)
+        num_messages = self.num_shards - 1
+        num_bytes = num_messages * _NUM_GATHERED * mx.float32.size
+        seconds = max(large - small, _MIN_GATHER_SECONDS)
+        return Link(2 * small / num_messages, num_bytes / seconds)
+
+    def _gather_seconds(self, size: int) -> float:
+        own = mx.zeros(size)
+        times: list[float] = []
+        for _ in range(_NUM_MEASUREMENTS):
+            started = time.perf_counter()
+            # The sum is computed on the GPU, if there is one, as logits are.
+            self.evaluate([self.gather(own + 1)])
+            seconds = time.perf_counter() - started
+            times.append(seconds)
+        return min(times)
 
     def send(self, step: Step, arrays: Sequence[mx.array]) -> None:
         """Starts a step, if this is rank 0. Ranks of other stages start to send evaluated arrays to
@@ -124,8 +156,9 @@ class GridTransport(Hops):
             while (hop := self._neighbours.row_right.hop()) is not None:
                 self._start(hop.step)
         except ClusterError as error:
-            _logger.warning("event=link_lost reason=%s", error)
-        self.close()  # Now receive() returns None, which ends this process.
+            _logger.warning("event=link_lost reason=%s", json.dumps(str(error)))
+        finally:
+            self.close()  # Now receive() returns None, which ends this process.
 
 
 class _Sender:

@@ -1,5 +1,7 @@
-"""Counts the sums that the shards of a stage compute together, and measures the time of some."""
+"""Counts the sums that the shards of a stage compute together, and measures the time of some. What
+they gather, such as the logits, counts as a sum too."""
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from serve.core.types import FIRST_WARM_UP_STEP, Step, SumCounts
 
 _MEASURED_EVERY = 32  # steps. A measured step is slower, because it waits for each sum.
 
+Collective = Callable[..., mx.array]
 Evaluate = Callable[[Sequence[mx.array]], None]
 
 
@@ -32,10 +35,17 @@ class Sums:
     def install(self, num_shards: int, evaluate: Evaluate) -> None:
         """Makes every later sum of this process go through this object."""
         self.counts = SumCounts()
-        self._num_shards = num_shards
         self._evaluate = evaluate
-        self._sum_up = mx.distributed.all_sum
-        vars(mx.distributed)["all_sum"] = self._counted
+        # For a sum, each shard sends T - 1 parts of partial sums, then T - 1 parts of the result.
+        num_others = num_shards - 1
+        self._count("all_sum", 2 * num_others / num_shards)
+        self._count("all_gather", num_others)
+
+    def _count(self, name: str, num_sent: float) -> None:
+        """Makes a function of MLX go through this object. num_sent is how many times a shard sends
+        as many bytes as its own array has."""
+        original = getattr(mx.distributed, name)
+        vars(mx.distributed)[name] = functools.partial(self._counted, original, num_sent)
 
     @contextmanager
     def of_step(self, step: Step) -> Iterator[None]:
@@ -60,20 +70,26 @@ class Sums:
             self.latest_seconds = after.seconds - before.seconds
             self.counts = after.with_step(step_seconds)
 
-    def _counted(self, x: mx.array, *, group: Any = None, stream: Any = None) -> mx.array:
+    def _counted(
+        self,
+        original: Collective,
+        num_sent: float,
+        x: mx.array,
+        *,
+        group: Any = None,
+        stream: Any = None,
+    ) -> mx.array:
         if not self._is_counting or self.counts is None:
-            return self._sum_up(x, group=group, stream=stream)
+            return original(x, group=group, stream=stream)
         seconds = 0.0
         if self._is_measuring:
             self._evaluate([x])
             started = time.perf_counter()
-            total = self._sum_up(x, group=group, stream=stream)
+            total = original(x, group=group, stream=stream)
             self._evaluate([total])
             seconds = time.perf_counter() - started
         else:
-            total = self._sum_up(x, group=group, stream=stream)
-        # In a ring of T shards, each sends T - 1 parts of partial sums, then T - 1 of the result.
-        num_sent = 2 * (self._num_shards - 1)
-        num_bytes = num_sent * x.nbytes // self._num_shards
+            total = original(x, group=group, stream=stream)
+        num_bytes = int(num_sent * x.nbytes)
         self.counts = self.counts.with_sum(num_bytes, seconds)
         return total

@@ -106,8 +106,7 @@ class Hops:
 
 
 class LocalTransport(Hops):
-    """Passes messages to another transport in the same process. It serves tests that run a
-    whole pipeline, and clusters of one rank."""
+    """Passes messages to another transport in the same process, or to itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,6 +128,8 @@ class LocalTransport(Hops):
 
 
 def local_ring(num_ranks: int) -> list[LocalTransport]:
+    """Makes the transports of a ring inside one process. A cluster of one rank has a ring of one
+    transport; tests run whole pipelines with more."""
     ring = [LocalTransport() for _ in range(num_ranks)]
     for rank, transport in enumerate(ring):
         transport._left = ring[rank - 1]

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
+from serve.core.amounts import parse_memory
 from serve.core.config import TENSOR_PARALLEL_HELP, ModelSource, check_ranges, check_revision, flag
 from serve.core.errors import UsageError
-from serve.core.plan import parse_memory
 from serve.tune.layout import Layout, check_shares, layout_of
 from serve.tune.schedule import SCHEDULES
 

@@ -1,7 +1,8 @@
-"""Lets a rank outlive the loss of others: it leaves the links, keeps what it has loaded, and joins
-again when all ranks are there."""
+"""Lets a rank of a training run outlive the loss of other ranks: it closes its links, keeps the
+inputs and weights that it has loaded, and joins again when all ranks are there."""
 
 import gc
+import json
 import logging
 import time
 from contextlib import suppress
@@ -21,12 +22,13 @@ from serve.tune.transport import ProcessLinks
 _logger = logging.getLogger(__name__)
 _MAX_LOSSES = 3  # without a new checkpoint in between
 _RETRY_SECONDS = 1.0
-NO_GROUP = object()  # in the modules of shards, in the place of MLX's group, between two groups
+# Between two groups, the modules of shards have this in the place of MLX's group.
+NO_GROUP = object()
 
 
 @dataclass(slots=True)
 class Kept:
-    """Holds what a rank keeps when it loses others. The fields are None until they are there."""
+    """Holds what a rank keeps when it loses others. Each field is None until it is loaded."""
 
     inputs: Inputs | None = None
     weights: Weights | None = None
@@ -61,11 +63,11 @@ class Kept:
 
 
 def leave(groups: Groups, config: FineTuneConfig, kept: Kept, reason: str) -> None:
-    """Ends the links of a rank that stays. Raises ClusterError."""
+    """Closes the links of a rank that stays, for the given reason. Raises ClusterError."""
     _logger.warning(
-        'event=rank_lost reason="%s" action="waits up to %g s for all ranks"',
-        reason,
+        "event=rank_lost timeout=%g reason=%s",
         config.return_timeout,
+        json.dumps(reason),
     )
     if isinstance(groups.everybody, ProcessLinks):
         groups.everybody.leave(config.return_timeout)
@@ -77,8 +79,9 @@ def leave(groups: Groups, config: FineTuneConfig, kept: Kept, reason: str) -> No
 
 
 def join_again(cluster: Cluster, config: FineTuneConfig, kept: Kept) -> Groups:
-    """Waits until all ranks are there again. Raises ClusterError."""
-    # Tracebacks of the loss have kept alive what training had in memory.
+    """Waits until all ranks are there again, and returns the new links. Raises ClusterError if a
+    rank is still missing after --return-timeout."""
+    # Tracebacks of the loss have kept the arrays of the interrupted update alive.
     gc.collect()
     mx.clear_cache()
     layout = config.layout(cluster.num_ranks)

@@ -6,6 +6,8 @@ from typing import Any
 
 import mlx.nn as nn
 
+from serve.core import facts
+from serve.core.messages import SameFacts
 from serve.core.plan import LayerRange
 from serve.lora.sharded import TrainedParts, set_magnitudes
 from serve.model.sharding import Sharding, replace_group, without_sums
@@ -21,7 +23,7 @@ from serve.tune.model import DropoutKeys, divide, has_adapter_file, prepare, spl
 from serve.tune.results import checkpoint
 from serve.tune.results.history import History
 from serve.tune.schedule import Shape
-from serve.tune.transport import Links
+from serve.tune.transport import Links, exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,8 @@ class Weights:
     every stage, in the order of the model; stages are this rank's own, by number.
 
     initial are the trained parameters as they were before training. It is None if all weights of
-    layers are trained, because it would be a second copy of them.
+    layers are trained, because it would be a second copy of them. sharding has the digests of how
+    the shards divide the layers of each stage.
     """
 
     layers: list[LayerRange]
@@ -38,6 +41,7 @@ class Weights:
     draw: DropoutKeys
     parts: TrainedParts
     initial: Arrays | None
+    sharding: tuple[str, ...] = ()
 
     def set_group(self, old: Any, new: Any) -> None:
         """Makes the layers of shards compute their sums in another group of MLX."""
@@ -106,18 +110,20 @@ def load(inputs: Inputs, groups: Groups) -> Weights:
         return divide(config, parts, groups.ring, model)
 
     stages = {}
+    digests: list[str] = []
     for number in shape.stages(groups.pipeline.rank):
         start, end = layers[number]
         loaded = load_stage(inputs.model, start, end, _report_nothing, make_trainable)
         # A rank that returns loads alone, so nothing here may wait for the other shards.
         with without_sums() if groups.ring is not None else nullcontext():
             stages[number] = TrainedStage(loaded.stage, config.grad_checkpoint)
+        digests.append(loaded.sharding_digest)
     initial: Arrays | None = None
     if config.fine_tune_type != "full":
         initial = {}
         for stage in stages.values():
             initial |= stage.parameters()
-    return Weights(layers, stages, draw, parts, initial)
+    return Weights(layers, stages, draw, parts, initial, tuple(digests))
 
 
 def open_session(
@@ -127,11 +133,22 @@ def open_session(
     weights: Weights,
 ) -> Session:
     """Prepares to train loaded weights, together with the other ranks. Raises BrigadeError."""
+    _agree_on_sharding(weights, groups)
     if groups.ring is not None and not has_adapter_file(inputs.config):
         for stage in weights.stages.values():
             set_magnitudes(stage.stage.model)
     trainer = Trainer(inputs.config, weights.stages, groups, weights.draw, weights.parts)
     return Session(inputs, groups, show, weights.layers, trainer)
+
+
+def _agree_on_sharding(weights: Weights, groups: Groups) -> None:
+    """Raises DisagreementError if a shard of this stage has divided its layers in another way than
+    the others, because its processor rounds differently."""
+    own = SameFacts({"division among shards": " ".join(weights.sharding)})
+    notes = exchange(groups.shards, own)
+    ranks = groups.layout.shards(groups.rank)
+    by_rank = {rank: note.facts for rank, note in zip(ranks, notes, strict=True)}
+    facts.compare(by_rank)
 
 
 def _report_nothing(*_: object) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from scripts.measure import training
-from scripts.measure.__main__ import markdown
+from scripts.measure import kill, servers, training
+from scripts.measure.__main__ import ROWS, markdown, report
 from scripts.measure.adapters import write
 from scripts.measure.hops import hop_seconds
 from scripts.measure.limits import Part, run_passes
-from scripts.measure.settings import Settings
+from scripts.measure.settings import Row, Settings
 from scripts.measure.sums import (
     busy_shares,
     gaps_in,
@@ -143,3 +143,25 @@ def test_passes_of_uncoupled_shards_need_no_other_process(tmp_path: Path) -> Non
     parts = [Part(0, 4, num_shards=2, shard=number) for number in range(2)]
     for seconds in run_passes(settings, parts, batch=2):
         assert len(seconds) > 1
+
+
+def test_kill_names_the_kind_of_which_no_round_was_measured() -> None:
+    with pytest.raises(servers.StartError, match=kill.READ):
+        kill._row({kill.REPLAYED: [1.0], kill.READ: []}, [7900], {kill.REPLAYED: 0})
+
+
+def test_report_goes_on_after_a_row_that_cannot_be_measured(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(_: Settings) -> Row:
+        raise servers.StartError("the server did not start")
+
+    monkeypatch.setitem(ROWS, "kill", fail)
+    monkeypatch.setitem(ROWS, "hops", lambda _: Row({"hops": 1}, {}))
+    settings = Settings(tmp_path, (1,), 1, 1, 1.0, 0)
+    with pytest.raises(SystemExit, match="not measured: kill"):
+        report(settings, ["kill", "hops"], tmp_path)
+    assert "kill: the server did not start" in capsys.readouterr().err
+    assert '"hops": 1' in (tmp_path / "results.json").read_text()

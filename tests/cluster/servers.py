@@ -172,12 +172,16 @@ def _read(server: Server) -> None:
 
 @contextmanager
 def running(
-    num_ranks: int, *more: str, launch: Any = brigade_launch, spare: bool = False
+    num_ranks: int,
+    *more: str,
+    launch: Any = brigade_launch,
+    spare: bool = False,
+    model: Path = TINY_CHAT,
 ) -> Iterator[Server]:
-    """A cluster with the embedded model that answers. With spare, each rank keeps a spare engine
-    process, as without flags."""
+    """A cluster that answers, with the embedded model or another one. With spare, each rank keeps a
+    spare engine process, as without flags."""
     port = free_ports(1)[0]
-    flags = serve_flags(port, TINY_CHAT, *more)
+    flags = serve_flags(port, model, *more)
     if spare:
         flags.remove(NO_SPARE)
     command = alone(flags) if launch is alone else launch(num_ranks, flags)

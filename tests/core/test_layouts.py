@@ -3,17 +3,33 @@
 import pytest
 
 from serve.core.errors import UsageError
-from serve.core.layouts import Forecast, Link, Speeds, best, forecast, parse_link, shard_counts
+from serve.core.layouts import (
+    Forecast,
+    Link,
+    Speeds,
+    best,
+    forecast,
+    max_tokens_of_shared_head,
+    parse_link,
+    shard_counts,
+)
 from serve.core.plan import StagePlan
 
 HIDDEN_BYTES = 8192
+LOGITS_BYTES = 300_000
 NUM_LAYERS = 32
 WEIGHT_BYTES = 8_000_000_000
 FAST = Link(round_trip_seconds=0.00001, bytes_per_second=5e9)
 SLOW = Link(round_trip_seconds=0.002, bytes_per_second=1e8)
 
 
-def forecast_layout(num_stages: int, num_shards: int, clients: int, link: Link) -> Forecast:
+def forecast_layout(
+    num_stages: int,
+    num_shards: int,
+    clients: int,
+    link: Link,
+    head_bytes: int = 0,
+) -> Forecast:
     stages = []
     num_layers = NUM_LAYERS // num_stages
     for rank in range(num_stages * num_shards):
@@ -33,6 +49,8 @@ def forecast_layout(num_stages: int, num_shards: int, clients: int, link: Link) 
                 stage=stage,
                 num_shards=num_shards,
                 shard=shard,
+                head_bytes=0 if stage else head_bytes,
+                logits_bytes=0 if stage else LOGITS_BYTES,
             )
         )
     return forecast(stages, HIDDEN_BYTES, clients, Speeds(400e9, link))
@@ -86,6 +104,30 @@ def test_forecast_of_stages_lets_groups_take_turns() -> None:
     many = forecast_layout(2, 1, 16, SLOW)
     assert many.tokens_per_second > 15 * one.tokens_per_second
     assert many.tokens_per_second <= 16 / (WEIGHT_BYTES / 400e9)
+
+
+def test_forecast_counts_the_head_that_shards_share() -> None:
+    head_bytes = 800_000_000
+    without = forecast_layout(1, 2, 1, FAST)
+    shared = forecast_layout(1, 2, 1, FAST, head_bytes)
+    reading = head_bytes / 2 / 400e9
+    saved = reading - FAST.seconds(LOGITS_BYTES / 2)
+    assert without.step_seconds - shared.step_seconds == pytest.approx(saved)
+    # The logits of many rows take longer than what is saved, and so do those of one on a slow link.
+    for clients, link in ((64, FAST), (1, SLOW)):
+        whole = forecast_layout(1, 2, clients, link)
+        assert forecast_layout(1, 2, clients, link, head_bytes) == whole
+    assert forecast_layout(2, 1, 1, FAST, head_bytes) == forecast_layout(2, 1, 1, FAST)
+
+
+def test_max_tokens_of_shared_head() -> None:
+    """Half of a millisecond is for gathering: 0.1 ms until the first byte, then 0.1 ms for half of
+    the logits of a token."""
+    link = Link(round_trip_seconds=0.0002, bytes_per_second=1e9)
+    assert max_tokens_of_shared_head(0.00101, 200_000, 2, link) == 4
+    assert max_tokens_of_shared_head(0.0003, 200_000, 2, link) == 0
+    assert max_tokens_of_shared_head(0.00015, 200_000, 2, link) == 0
+    assert max_tokens_of_shared_head(0.00121, 300_000, 3, link) == 2
 
 
 def test_parse_link() -> None:

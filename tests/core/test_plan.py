@@ -15,9 +15,7 @@ from serve.core.plan import (
     balanced_split,
     count_stages,
     even_split,
-    format_bytes,
     kv_budgets,
-    parse_memory,
     parse_split,
     plan_stages,
     room_for_tokens,
@@ -249,29 +247,6 @@ def test_a_large_model_is_planned_at_once() -> None:
     """A search over all splits would run into the test's time-out."""
     ranges = balanced_split(model([10] * 126, head=5), 8, Demand(4096, 32), [400] * 8)
     assert len(ranges) == 8
-
-
-def test_amounts() -> None:
-    assert parse_memory("24GB", 2) == [24 * 10**9] * 2
-    assert parse_memory("1.5gib, 512MB", 2) == [int(1.5 * 2**30), 512 * 10**6]
-    assert format_bytes(999) == "999 B"
-    assert format_bytes(24e9) == "24.0 GB"
-    for text in (
-        "24",
-        "GB",
-        "x GB",
-        "-1GB",
-        "0GB",
-        "1GB,,2GB",
-        "24GB,24GB,24GB",
-        "nanGB",
-        "1e99GB",
-    ):
-        with pytest.raises(UsageError, match="--memory"):
-            parse_memory(text, 2)
-    for text in ("lots", "0GB", "1GB,1GB,1GB"):
-        with pytest.raises(UsageError, match=f"^--kv-memory '?{text}"):
-            parse_memory(text, 2, "--kv-memory")
 
 
 def test_a_split_by_hand() -> None:

@@ -104,7 +104,8 @@ class FaultSoak:
     def faults(self) -> dict[str, Callable[[], None]]:
         return {
             "reset": self.reset,
-            "hold": self.hold,
+            "parents' reset": self.reset_parents,
+            "hold": lambda: self.cluster.ranks.hold_links(HELD_SECONDS),
             "engine kill": lambda: self.random_engine().kill(),
             "SIGSTOP": lambda: self.random_engine().send_signal(signal.SIGSTOP),
             "parent kill": self.kill_parent,
@@ -115,12 +116,12 @@ class FaultSoak:
         for proxy in self.chance.sample(proxies, self.chance.choice((1, 2))):
             proxy.reset()
 
-    def hold(self) -> None:
-        for proxy in self.cluster.ranks.proxies:
-            proxy.freeze()
-        time.sleep(HELD_SECONDS)
-        for proxy in self.cluster.ranks.proxies:
-            proxy.thaw()
+    def reset_parents(self) -> None:
+        """Resets the connection between the parents, and sometimes the ring's links with it."""
+        assert self.cluster.ranks.control_proxy
+        self.cluster.ranks.control_proxy.reset()
+        if self.chance.random() < 0.5:
+            self.reset()
 
     def random_engine(self) -> psutil.Process:
         return self.chance.choice(list(self.cluster.engines().values()))

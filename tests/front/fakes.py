@@ -22,9 +22,9 @@ from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
 from serve.core.types import Event, FinishReason, Sampling, Score
+from serve.front.adapters.loader import AdapterLoader, Ranks
 from serve.front.app import serve
 from serve.front.http.listening import bind
-from serve.front.pipeline.adapter_loader import AdapterLoader, Ranks
 from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.status import StageSpan
 from serve.front.prefixes.counts import PrefixCounts

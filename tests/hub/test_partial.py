@@ -564,7 +564,7 @@ def test_two_processes_at_once(hub: FakeHub, home: Path, repo: Path, num_shards:
 
 
 @pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(b"short")])
-def test_a_weight_file_that_was_lost_is_made_anew(
+def test_partial_model_restores_a_weight_file_that_was_lost(
     hub: FakeHub, home: Path, spoil: Callable[[Path], object]
 ) -> None:
     model = opened(home / "cache")

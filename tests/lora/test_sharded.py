@@ -1,11 +1,14 @@
 """The parts of trained adapters that shards have."""
 
+import math
+
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
 from serve.core.errors import PlanError
 from serve.lora.sharded import Part, ShardedLoRALinear, shard_trained
+from serve.model import pairs
 from serve.model.sharding import Division, StandIn
 from serve.tune.model import DropoutKeys, make_trainable
 from tests.models import build
@@ -30,6 +33,16 @@ def test_part_of_shards_add_up_to_the_whole(axis: int) -> None:
     assert mx.array_equal(total, whole)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_own_part_is_not_a_view(axis: int) -> None:
+    """OpenBLAS rounds a product with a view in another way than one with the same numbers of an
+    update, so a run that is continued would drift away from one that is not interrupted."""
+    whole = mx.random.normal((12, 12))
+    own = Part(Division(-2, 24, ((12, 24),)), axis).own_part(whole)
+    mx.eval(own)
+    assert memoryview(own).c_contiguous
+
+
 def test_shard_trained_divides_each_matrix_on_one_side() -> None:
     config = config_of(num_layers=-1)
     model = build("qwen2")
@@ -51,11 +64,55 @@ def test_shard_trained_divides_each_matrix_on_one_side() -> None:
     assert "model.layers.0.self_attn.q_proj.lora_a" in parts.partial
 
 
-def test_shard_trained_refuses_a_model_whose_shards_share_whole_matrices() -> None:
-    """A part of the keys comes from a matrix that every shard has."""
+def test_shard_trained_takes_unequal_parts() -> None:
+    """Three heads of keys and values on two shards."""
+    whole: dict[str, tuple[int, ...]] = {}
+    totals: dict[str, int] = {}
+    for number in range(NUM_SHARDS):
+        model = build("qwen3", num_attention_heads=6, num_key_value_heads=3)
+        make_trainable(config_of(num_layers=-1), DropoutKeys(0), model)
+        whole = {name: array.shape for name, array in tree_flatten(model.trainable_parameters())}
+        _, parts = shard_trained(model, StandIn(NUM_SHARDS, number))
+        own = dict(tree_flatten(model.trainable_parameters()))
+        for name, part in parts.divided.items():
+            assert part.whole_shape(own[name].shape) == whole[name]
+            totals[name] = totals.get(name, 0) + own[name].size
+    assert any("self_attn" in name for name in totals)
+    for name, size in totals.items():
+        assert size == math.prod(whole[name])
+
+
+def test_shard_trained_makes_blocks_around_matrices_that_stay_whole() -> None:
+    """A part of the keys comes from a matrix that every shard has, and so do the routes to
+    experts. What each shard computes with it is only a part of its gradient."""
+    model = build("deepseek_v3")
+    make_trainable(config_of(num_layers=-1), DropoutKeys(0), model)
+    whole = {name: array.shape for name, array in tree_flatten(model.trainable_parameters())}
+    sharding, parts = shard_trained(model, StandIn(NUM_SHARDS))
+    own = {name: array.shape for name, array in tree_flatten(model.trainable_parameters())}
+    assert own.keys() == whole.keys() == parts.divided.keys() | parts.partial
+    assert {"model.layers.1.self_attn", "model.layers.1.mlp"} <= set(sharding.blocks)
+    for name, part in parts.divided.items():
+        assert part.whole_shape(own[name]) == whole[name]
+    assert "model.layers.1.self_attn.kv_a_proj_with_mqa.lora_a" in parts.partial
+    assert "model.layers.1.mlp.switch_mlp.down_proj.lora_b" in parts.partial
+    assert parts.divided["model.layers.1.mlp.switch_mlp.down_proj.lora_a"].axis == -1
+
+
+def test_shard_trained_refuses_dora_on_a_part_of_the_inputs_in_a_block() -> None:
     model = build("deepseek_v3")
     lora = {**LORA, "keys": ["self_attn.o_proj"]}
-    make_trainable(config_of(num_layers=-1, lora_parameters=lora), DropoutKeys(0), model)
+    config = config_of(num_layers=-1, fine_tune_type="dora", lora_parameters=lora)
+    make_trainable(config, DropoutKeys(0), model)
+    with pytest.raises(PlanError, match=r"cannot train DoRA on .*o_proj"):
+        shard_trained(model, StandIn(NUM_SHARDS))
+
+
+def test_shard_trained_refuses_a_model_without_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm over all heads keeps the attention whole; here the MLP stays whole, too."""
+    monkeypatch.setattr(pairs._Layer, "_can_be_summed", lambda *_: False)
+    model = build("deepseek_v3")
+    make_trainable(config_of(num_layers=-1), DropoutKeys(0), model)
     with pytest.raises(PlanError, match="the shards of this model do not divide model"):
         shard_trained(model, StandIn(NUM_SHARDS))
 

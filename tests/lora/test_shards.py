@@ -14,11 +14,12 @@ from serve.lora.table import Adapters
 from serve.model.sharding import StandIn, shard, without_sums
 from serve.model.stage import Stage
 from tests import adapters, architectures
-from tests.lora.test_table import ALL, CASES, LLAMA, Pipeline, alone, difference, quantized
+from tests.lora.test_table import ALL, CASES, LLAMA, Make, Pipeline, alone, difference, quantized
 from tests.model.shard_threads import Seat, on_shards
 
 MIXED = ([1, 2, 0], [2, 2, 2], [0, 0, 0])
 QUICK = {"lora", "4 bit"}
+SWITCH = ["switch_mlp.gate_proj", "switch_mlp.up_proj", "switch_mlp.down_proj"]
 WIDE = partial(quantized, hidden_size=128, intermediate_size=128, head_dim=16)
 # Half of a divided input must be whole groups of quantized numbers.
 MADE_WIDE = {"4 bit": WIDE, "4 bit, tied": partial(WIDE, tie_word_embeddings=True)}
@@ -148,6 +149,11 @@ def test_shards_of_any_kind_apply_the_adapters_of_the_whole_model(
     of another model."""
     make = partial(architectures.build, name)
     folder = adapters.save_adapter(tmp_path / "a", make(), keys=keys)
+    compare_with_mlx_lm(make, folder, num_shards)
+
+
+def compare_with_mlx_lm(make: Make, folder: Path, num_shards: int) -> None:
+    """Compares batches with and without an adapter with mlx_lm on the whole model."""
     whole = {0: make(), 1: load_adapters(make(), str(folder))}
     versions = [1, 0, 1]
 
@@ -163,3 +169,36 @@ def test_shards_of_any_kind_apply_the_adapters_of_the_whole_model(
         for row, version in enumerate(versions):
             for got, wanted in zip(logits, alone(whole[version], row), strict=True):
                 assert difference(got[row], wanted) < 1e-5, row
+
+
+THREE_KV_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}
+COLUMN_PARALLEL = [key for key in ALL if not key.endswith(("o_proj", "down_proj"))]
+
+
+@pytest.mark.parametrize(
+    ("make", "num_shards", "options"),
+    [
+        (partial(LLAMA, **THREE_KV_HEADS), 2, {"keys": ALL}),
+        (partial(LLAMA, **THREE_KV_HEADS), 2, {"keys": COLUMN_PARALLEL, "dora": True}),
+        pytest.param(
+            *(partial(LLAMA, num_key_value_heads=4, intermediate_size=50), 3, {"keys": ALL}),
+            marks=SLOW,
+        ),
+        pytest.param(
+            *(partial(quantized, **THREE_KV_HEADS, head_dim=32, intermediate_size=96), 2),
+            {"keys": ALL},
+            marks=SLOW,
+        ),
+        pytest.param(
+            *(partial(architectures.build, "mixtral"), 3),
+            {"keys": [f"block_sparse_moe.{name}" for name in SWITCH]},
+            marks=SLOW,
+        ),
+    ],
+    ids=["lora", "dora", "three shards", "4 bit", "experts"],
+)
+def test_shards_of_unequal_parts_apply_the_adapters_of_the_whole_model(
+    tmp_path: Path, make: Make, num_shards: int, options: dict[str, Any]
+) -> None:
+    folder = adapters.save_adapter(tmp_path / "a", make(), **options)
+    compare_with_mlx_lm(make, folder, num_shards)

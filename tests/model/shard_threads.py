@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from serve.model.sharding import without_sums
 
@@ -32,17 +34,19 @@ class ThreadGroup:
     """Stands in for a group of MLX within one process. It evaluates at once, while MLX is lazy."""
 
     def __init__(self, num_shards: int) -> None:
-        self.parts: list[mx.array | None] = [None] * num_shards
+        self.parts: list[NDArray[np.uint8] | None] = [None] * num_shards
         self.barrier = threading.Barrier(num_shards, timeout=60)
         self.seats = [Seat(self, rank) for rank in range(num_shards)]
 
     def gather(self, seat: Seat, x: mx.array) -> list[mx.array]:
         if seat.is_building:  # Trial runs need only the shapes.
             return [x] * len(self.parts)
-        mx.eval(x)
-        self.parts[seat.rank()] = x
+        # As bytes, because threads must not share arrays of MLX.
+        self.parts[seat.rank()] = np.array(x.reshape(-1).view(mx.uint8))
         self.barrier.wait()
-        parts = [part for part in self.parts if part is not None]
+        parts = [
+            mx.array(part).view(x.dtype).reshape(x.shape) for part in self.parts if part is not None
+        ]
         self.barrier.wait()
         return parts
 
@@ -50,7 +54,9 @@ class ThreadGroup:
 @contextmanager
 def sums_between_threads() -> Iterator[None]:
     def all_sum(x: mx.array, *, group: Seat, **_: Any) -> mx.array:
-        first, *others = group.group.gather(group, x)
+        parts = group.group.gather(group, x)
+        parts[group.rank()] = x  # of which the sum has a gradient
+        first, *others = parts
         return sum(others, first)
 
     def all_gather(x: mx.array, *, group: Seat, **_: Any) -> mx.array:

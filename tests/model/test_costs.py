@@ -174,6 +174,14 @@ def test_caches_that_forget_are_not_quantised() -> None:
         quantized(make_prompt_cache(architectures.build("gemma3_text")), 8)
 
 
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_make_plan_counts_the_head_on_the_last_stage(tmp_path: Path, name: str) -> None:
+    head_bytes = 96 * 32 * 4
+    plan = make_plan(save(tmp_path, name), PlanRequest(num_ranks=4, num_shards=2))
+    found = [(stage.head_bytes, stage.logits_bytes) for stage in plan.stages]
+    assert found == [(head_bytes, 96 * 4)] * 2 + [(0, 0)] * 2
+
+
 def test_experts_cost_time_by_their_use(tmp_path: Path) -> None:
     """deepseek_v3 here: layer 0 is dense, of 4 experts a token uses 2."""
     folder = save(tmp_path, "deepseek_v3")
@@ -264,6 +272,8 @@ def test_plan_explains_and_chooses_layouts(
     assert "2 x 1" in explained
     assert "1 x 2" in explained
     assert f"clients with {layout}" in explained.replace("\n", " ")
+    assert plan_command.run([*words, "--tensor-parallel", "auto"]) == 0
+    assert f"Layout {layout} (stages x shards), the fastest forecast" in capsys.readouterr().out
     assert plan_command.run([*words, "--tensor-parallel", "auto", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert [stage["stage"] for stage in plan["stages"]] == stages
@@ -331,6 +341,22 @@ def test_make_plan_counts_the_weights_of_each_shard(tmp_path: Path, name: str) -
             assert plan.cache_bytes_per_token == whole[plan.stage].cache_bytes_per_token // 2
 
 
+def test_make_plan_counts_the_largest_part_of_unequal_ones(tmp_path: Path) -> None:
+    """Two of three heads of keys and values, and their heads of queries, are on shard 0."""
+    folder = save(tmp_path, "llama", num_attention_heads=6, num_key_value_heads=3)
+    whole = make_plan(folder, PlanRequest(num_ranks=1)).stages[0]
+    plan = make_plan(folder, PlanRequest(num_ranks=2, num_shards=2))
+    with without_sums():
+        loaded = load_stage(folder, 0, plan.num_layers, lambda *_: None, divide_by_two)
+    for stage in plan.stages:
+        assert stage.weight_bytes == loaded.bytes_owned < whole.weight_bytes
+        assert stage.cache_bytes_per_token == whole.cache_bytes_per_token * 2 // 3
+    norms = 2 * 32 * mx.float32.size * plan.num_layers
+    layers = whole.weight_bytes - (2 * 96 + 1) * 32 * mx.float32.size
+    assert plan.divided_share == pytest.approx(1 - norms / layers)
+    assert not plan.warning
+
+
 def divide_by_two(model: nn.Module) -> Sharding:
     return shard(model, StandIn(2))
 
@@ -353,8 +379,7 @@ def test_compare_chooses_a_layout_by_the_link(tmp_path: Path) -> None:
         (2, 2, "1 x 2", "for 2 ranks."),
         (3, 2, "3 x 1", "stages of 2 shards are not possible with 3 ranks"),
         (4, 2, "2 x 2", "for 4 ranks."),
-        # Four heads and inner sizes of 64 or 48 are divided by two, but hardly by three.
-        (3, 4, "3 x 1", "stages of 4 shards are not possible with 3 ranks"),
+        (3, 4, "1 x 3", "stages of 4 shards are not possible with 3 ranks"),
     ],
 )
 def test_plan_with_fewer_shards_keeps_as_many_as_the_ranks_allow(
@@ -374,6 +399,14 @@ def test_plan_with_fewer_shards_keeps_as_many_as_the_ranks_allow(
     assert reason in choice
 
 
+def test_plan_with_fewer_shards_divides_at_least_half_of_the_weights(tmp_path: Path) -> None:
+    """Three shards cannot divide two heads of keys and values, and the MLP is small."""
+    folder = save(tmp_path, "llama", intermediate_size=16)
+    request = PlanRequest(num_ranks=3, num_shards=4)
+    plan, _ = plan_with_fewer_shards(folder, request, shard_counts(3, 4))
+    assert {stage.num_shards for stage in plan.stages} == {1}
+
+
 def test_plan_with_fewer_shards_says_why_no_number_is_possible(tmp_path: Path) -> None:
     folder = save(tmp_path, "llama")
     request = PlanRequest(num_ranks=2, num_shards=2, memory="1KB")
@@ -388,7 +421,7 @@ def test_plan_with_fewer_shards_says_why_no_number_is_possible(tmp_path: Path) -
     [
         ("llama", ""),
         ("lfm2", "--tensor-parallel 2 divides only 68% of the weights"),
-        ("gemma3_text", "--tensor-parallel 2 divides nothing of this model"),
+        ("mamba2", "--tensor-parallel 2 divides nothing of this model"),
     ],
 )
 def test_plan_warns_of_layers_that_shards_cannot_divide(

@@ -17,8 +17,9 @@ from tests.model.shard_threads import Seat, on_shards
 from tests.models import build
 from tests.models_page import sharded
 
-# mlx-lm's own shard; and pairs: fused matrices, experts, and a recurrence.
-QUICK = {"deepseek_v3", "llama", "qwen3_5", "phi3", "mixtral", "falcon_h1"}
+# mlx-lm's own shard; and pairs: fused matrices, experts, a recurrence, and values that the code
+# changes in place (`h *= ...`).
+QUICK = {"deepseek_v3", "llama", "qwen3_5", "phi3", "mixtral", "falcon_h1", "gemma3_text"}
 CANNOT_RUN = {"olmo"}  # mlx-lm's own forward fails.
 ROOT = Path(__file__).resolve().parent.parent.parent
 NUM_SHARDS = 2
@@ -66,6 +67,14 @@ def compare_shards(
     num_shards: int = NUM_SHARDS,
 ) -> Divisions:
     """Compares the answers of shards with those of the whole model. Returns what is divided."""
+    first, *_ = divisions_of_shards(make, max_difference, num_shards)
+    return first
+
+
+def divisions_of_shards(
+    make: Callable[[], nn.Module], max_difference: float, num_shards: int
+) -> list[Divisions]:
+    """Compares the answers of shards with those of the whole model. Returns each shard's parts."""
     whole = answers(make())
     divisions: list[Divisions] = []
     digests: set[str] = set()
@@ -84,7 +93,7 @@ def compare_shards(
             assert float(mx.abs(expected - logits).max()) < max_difference * scale
     assert all(each.keys() == divisions[0].keys() for each in divisions)
     assert len(digests) == 1
-    return divisions[0]
+    return sorted(divisions, key=lambda each: [each[name].ranges for name in sorted(each)])
 
 
 def test_shard_divides_layers_and_keeps_the_rest_whole() -> None:
@@ -122,10 +131,9 @@ def test_without_sums_shows_the_shapes_of_a_shard() -> None:
     [
         ({"num_key_value_heads": 1}, 2, {"self_attn.q_proj", "self_attn.o_proj"}),
         ({"num_key_value_heads": 2}, 4, {"self_attn.k_proj", "self_attn.v_proj"}),
-        ({"num_attention_heads": 6, "num_key_value_heads": 3}, 2, set()),
         ({}, 3, set()),
     ],
-    ids=["one kv head", "fewer kv heads than shards", "odd kv heads", "odd shards"],
+    ids=["one kv head", "fewer kv heads than shards", "no whole kv heads"],
 )
 def test_shard_with_heads_that_mlx_lm_cannot_divide(
     changes: dict[str, int], num_shards: int, parts: set[str]
@@ -138,6 +146,100 @@ def test_shard_with_heads_that_mlx_lm_cannot_divide(
     assert parts <= inside
     if not parts:
         assert not any("self_attn" in name for name in inside)
+
+
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}
+EIGHT_KV_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8}
+SLOW = pytest.mark.slow
+# The heads, or the columns of an MLP, of each shard.
+UNEVEN = [
+    ("llama", SIX_HEADS, {"self_attn.o_proj": (4, 2)}),
+    ("llama", EIGHT_KV_HEADS, {"self_attn.o_proj": (6, 6, 4), "mlp.down_proj": (22, 21, 21)}),
+    pytest.param("llama", {}, {"mlp.down_proj": (22, 21, 21)}, marks=SLOW),
+    pytest.param(
+        "llama",
+        {"num_attention_heads": 5, "num_key_value_heads": 1},
+        {"self_attn.o_proj": (3, 2)},
+        marks=SLOW,
+    ),
+    pytest.param("qwen2", SIX_HEADS, {"self_attn.o_proj": (4, 2)}, marks=SLOW),
+    pytest.param("qwen3", SIX_HEADS, {"self_attn.o_proj": (4, 2)}, marks=SLOW),
+    pytest.param(
+        "gemma3_text",
+        EIGHT_KV_HEADS,
+        {"self_attn.o_proj": (6, 6, 4), "mlp.down_proj": (22, 21, 21)},
+        marks=SLOW,
+    ),
+    pytest.param(
+        "phi3", {**SIX_HEADS, "hidden_size": 96}, {"self_attn.o_proj": (4, 2)}, marks=SLOW
+    ),
+    pytest.param(
+        "mixtral",
+        EIGHT_KV_HEADS,
+        {
+            "self_attn.o_proj": (6, 6, 4),
+            "block_sparse_moe.switch_mlp.down_proj": (22, 21, 21),
+        },
+        marks=SLOW,
+    ),
+    pytest.param(
+        "qwen3_moe",
+        EIGHT_KV_HEADS,
+        {"self_attn.o_proj": (6, 6, 4), "mlp.switch_mlp.down_proj": (11, 11, 10)},
+        marks=SLOW,
+    ),
+    pytest.param("gpt_oss", SIX_HEADS, {"self_attn.o_proj": (4, 2)}, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "expected"), UNEVEN)
+def test_shards_of_unequal_parts_give_the_logits_of_the_whole_model(
+    name: str, changes: dict[str, int], expected: dict[str, tuple[int, ...]]
+) -> None:
+    (num_shards,) = {len(sizes) for sizes in expected.values()}
+    parts = divisions_of_shards(
+        lambda: architectures.build(name, **changes), MAX_DIFFERENCE, num_shards
+    )
+    for module, sizes in expected.items():
+        own = [each[f"model.layers.1.{module}"] for each in parts]
+        assert [each.share * sum(sizes) for each in own] == pytest.approx(sizes)
+
+
+@pytest.mark.slow
+def test_shards_whose_experts_are_looked_up_in_a_table_give_the_logits_of_the_whole_model() -> None:
+    """The search ran with a table of random numbers, and MLX read outside of an array, which ended
+    the process."""
+    divisions = compare_shards(lambda: architectures.build("deepseek_v41"), num_shards=3)
+    assert any("down_proj" in name for name in divisions)
+
+
+def test_shard_goes_on_with_the_arrays_of_the_files_where_mlx_lm_fails() -> None:
+    """mlx-lm divides this bias in place before it fails. The weights have to stay the objects that
+    were loaded, because a shard reads only its parts of these."""
+    model = architectures.build("gpt_oss", **SIX_HEADS)
+    loaded = dict(named_arrays(model))
+    sharding = shard(model, StandIn(2))
+    known = {id(array) for array in loaded.values()}
+    assert {id(made.source) for made in sharding.made.values()} <= known
+    biases = dict(named_arrays(architectures.build("gpt_oss", **SIX_HEADS)))
+    for layer in range(2):
+        name = f"model.layers.{layer}.mlp.experts.down_proj.bias"
+        bias = dict(named_arrays(model))[name]
+        assert mx.allclose(2 * bias, biases[name])
+
+
+def test_shards_of_four_bits_are_cut_between_groups() -> None:
+    """Groups of 32 numbers: a head has two groups, and the MLP has five."""
+    sizes = {**SIX_HEADS, "head_dim": 64, "intermediate_size": 160}
+    parts = divisions_of_shards(
+        lambda: architectures.quantized(architectures.build("llama", **sizes)),
+        MAX_DIFFERENCE,
+        num_shards=2,
+    )
+    for module, num_numbers in (("self_attn.o_proj", (256, 128)), ("mlp.down_proj", (96, 64))):
+        own = [each[f"model.layers.1.{module}"] for each in parts]
+        packed = [end - start for each in own for start, end in each.ranges]
+        assert packed == [number // 8 for number in num_numbers]
 
 
 def test_shards_of_four_bits() -> None:

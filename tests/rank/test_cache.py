@@ -144,7 +144,7 @@ def test_a_parked_row_can_be_dropped(rig: Rig) -> None:
     assert not rig.caches._layout.batches
 
 
-def test_a_sequence_may_begin_anew_after_it_was_dropped(rig: Rig) -> None:
+def test_sequence_may_begin_again_after_it_was_dropped(rig: Rig) -> None:
     rig.step(0, {0: [1, 2]})
     rig.length.clear()
     rig.alone.clear()

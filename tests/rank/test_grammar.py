@@ -62,7 +62,9 @@ def test_whatever_is_drawn_follows_the_grammar(grammars: Grammars, seed: int) ->
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
-def test_one_that_begins_anew_goes_on_where_it_was(grammars: Grammars, num_tokens: int) -> None:
+def test_grammar_of_a_sequence_that_begins_again_continues_where_it_was(
+    grammars: Grammars, num_tokens: int
+) -> None:
     before = TOKENIZER.encode("[12, 7]", add_special_tokens=False).ids[:num_tokens]
     fresh, again = begin(grammars, NUMBERS, []), begin(grammars, NUMBERS, before)
     for token in before:

@@ -37,6 +37,7 @@ from serve.rank.prefixes.store import PrefixStore, weight_digests
 from serve.rank.step_loop import StepLoop
 from serve.ring.transport import local_ring
 from tests import architectures
+from tests.front.prefixes.observing import is_busy
 from tests.models import build
 
 PROMPTS = [[1 + i, 2, 3, *range(i)] for i in range(16)] + [[5]]
@@ -145,7 +146,7 @@ class LocalPipeline:
         disk = self.scheduler.room.disk
         assert disk
         self._pump()
-        while disk.is_busy or self.scheduler.num_in_flight:
+        while is_busy(disk) or self.scheduler.num_in_flight:
             self._take(self.results.get(timeout=30))
             self._pump()
 
@@ -184,7 +185,7 @@ class LocalPipeline:
         assert disk
         self.scheduler.add(*sequences)
         self._pump()
-        while disk.is_busy or min(len(sequence.output) for sequence in sequences) < num_tokens:
+        while is_busy(disk) or min(len(sequence.output) for sequence in sequences) < num_tokens:
             self._take(self.results.get(timeout=30))
             self._pump()
 
@@ -395,7 +396,7 @@ def slow_penalties(prompt: list[int], sampling: Sampling, num_tokens: int) -> li
     return answer
 
 
-def test_penalties_follow_what_was_generated_also_when_it_begins_anew() -> None:
+def test_penalties_follow_what_was_generated_also_after_a_restart() -> None:
     """There is room for two sequences at a time: the others are sent back again and again."""
     wanted = Sampling(0, frequency_penalty=0.6, presence_penalty=0.4, repetition_penalty=1.3)
     prompts = PROMPTS[2:7]

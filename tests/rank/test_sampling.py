@@ -73,7 +73,7 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
     assert len(set(far)) == 3
 
 
-def test_each_top_p_is_not_compiled_anew() -> None:
+def test_sampling_is_compiled_once_for_all_values_of_top_p() -> None:
     """mx.compile takes seconds for a number that it has not seen; an array is one of many.
     Two hundred compilations would run into the test's time-out."""
     rows = mx.array([LOGITS] * 200)

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 
 from serve.core.types import Row, Step, Write
+from serve.model.head import share_head
 from serve.model.stage import Stage
 from serve.rank.prefixes.contents import FileContent, StageCaches
 from serve.rank.prefixes.store import PrefixStore
@@ -101,3 +102,26 @@ def test_step_loop_yields_a_result_before_it_writes(tmp_path: Path) -> None:
     store.close()
     assert len(store.contents) == 1
     assert loop.busy_seconds > busy_seconds
+
+
+def test_put_says_which_steps_share_the_head() -> None:
+    """Only rank 0 knows how many tokens pay. Steps that do not sample need no logits, or those of a
+    whole prompt."""
+    (transport,) = local_ring(1)
+    stage = Stage(build("llama"), 0, 4)
+    head = share_head(stage, 0, 1, lambda own: own)
+    assert head is not None
+    head.max_tokens = 2
+    loop = StepLoop(stage, transport, batchable=True, head=head)
+    for num_rows, sample, is_shared in (
+        (1, True, True),
+        (2, True, True),
+        (3, True, False),
+        (1, False, False),
+    ):
+        rows = tuple(Row(number, 4, 1) for number in range(num_rows))
+        loop.put(Step(num_rows, 0, rows, (7,) * num_rows, sample))
+        message = transport.receive()
+        assert message is not None
+        step, _ = message
+        assert step.shares_head == is_shared

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from serve.core.messages import Activity, Order, Status, ToEngine
+from serve.core.messages import Activity, FromEngine, Leave, Left, Order, Status, ToEngine
 from serve.core.plan import DraftSource
 from serve.core.types import Row, Sampling, Step
 from serve.core.wire import FrameReader, frame
@@ -44,6 +44,28 @@ def test_caches_are_looked_at_after_steps_alone() -> None:
         assert (activity().kv_bytes or 0) > 0
         idle = activity()
         assert (idle.num_steps, idle.spans, idle.kv_bytes) == (1, [], None)
+
+
+def test_engine_that_is_to_leave_reports_the_step_that_it_still_computes() -> None:
+    """Its parent waits for that, and for nothing else."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = Worker(Parent(theirs), ORDER)
+        transport = LocalTransport()
+        loop = StepLoop(Stage(build("llama"), 0, 4), transport, batchable=True)
+        worker.loop = loop
+        loop.step = 7
+        worker._leave(Leave(1))
+        worker._report()
+        (status,) = FrameReader(Status).feed(ours.recv(1 << 16))
+        assert status.activity
+        assert (status.activity.step, status.activity.waits_on) == (7, None)
+        worker._leave_ring(loop, transport, "its right neighbour is gone")
+        worker._report()
+        left, status = FrameReader(FromEngine).feed(ours.recv(1 << 16))
+        assert isinstance(left, Left)
+        assert isinstance(status, Status)
+        assert status.activity is None
 
 
 def test_rank_0_loads_its_draft_model_and_reports_its_guesses(tmp_path: Path) -> None:

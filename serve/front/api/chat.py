@@ -35,7 +35,9 @@ def prepare(
     is_thinking = _is_thinking(encoded.text, tokenizer.dialect)
     constraint = _constraint(request, tokenizer, is_thinking)
     splitting = request.tool_use.splitting(
-        is_thinking, request.shows_thoughts, is_native=constraint.forces_native_calls
+        is_thinking,
+        request.shows_thoughts,
+        is_native=constraint.forces_native_calls,
     )
     prediction = tokenizer.encode(request.prediction) if request.prediction else []
     prompt = Prompt(
@@ -101,15 +103,16 @@ def _samplings(
     """Returns the samplings of the request with the marks of reasoning and the grammar of the
     answers."""
     reasoning = request.thinking.reasoning(tokenizer, text)
-    return tuple(
-        replace(
+    samplings: list[Sampling] = []
+    for sampling in request.samplings:
+        changed = replace(
             sampling,
             reasoning=reasoning,
             grammar=constraint.grammar,
             free_until=constraint.free_until,
         )
-        for sampling in request.samplings
-    )
+        samplings.append(changed)
+    return tuple(samplings)
 
 
 def _boundaries(encoded: _Encoded, request: ChatRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -140,11 +143,14 @@ def _rendered(prompts: Iterable[ChatPrompt], tokenizer: Tokenizer) -> Iterator[s
 
 @dataclass(frozen=True, slots=True)
 class _Constraint:
-    """The grammar that answers follow, after the token free_until if it is not None. param is the
-    field that demands it. An optional one is left out if it cannot be followed. left_out are the
-    keywords of schemas that it does not hold, and held_inputs the tools whose input it holds to a
-    grammar. format_schema is the schema of a format. overridden are the fields whose grammar a
-    forced call replaces. If forces_native_calls, forced calls are in the dialect's own format."""
+    """The grammar that answers follow, after the token free_until if it is not None.
+
+    param is the field that demands the grammar. An optional grammar is left out if it cannot be
+    followed. left_out has the keywords of schemas that the grammar does not enforce, and
+    held_inputs the tools whose input it enforces. format_schema is the schema of a format.
+    overridden has the fields whose grammar a forced call replaces. If forces_native_calls, forced
+    calls are in the dialect's own format.
+    """
 
     grammar: str | None
     param: str | None
@@ -207,40 +213,56 @@ def _of_free_calls(
 def _of_forced_calls(
     demanded: str, request: ChatRequest, tokenizer: Tokenizer, free_until: int | None
 ) -> _Constraint:
-    """A forced call comes before a format. It is in the model's own format of calls, which the
-    model was trained on, if that has a grammar."""
-    use, param = request.tool_use, request.grammar_param
+    """Returns the grammar of a forced call, which takes precedence over a format. The call is in
+    the model's own format of calls, on which it was trained, if that has a grammar."""
+    use = request.tool_use
+    param = request.grammar_param
     overridden = (param,) if param and param != _FORCING else ()
     native = None
     if not use.is_raw:
         native = tokenizer.tool_grammar(
-            use.demanded, is_parallel=use.allows_several, is_forced=True, inputs=use.inputs
+            use.demanded,
+            is_parallel=use.allows_several,
+            is_forced=True,
+            inputs=use.inputs,
+        )
+    if native is None:
+        return _Constraint(
+            tokenizer.grammar_of_answer(demanded),
+            _FORCING,
+            free_until,
+            left_out=left_out_of(use.demanded),
+            overridden=overridden,
         )
     return _Constraint(
-        native.text if native else tokenizer.grammar_of_answer(demanded),
+        native.text,
         _FORCING,
         free_until,
-        left_out=native.left_out if native else left_out_of(use.demanded),
-        held_inputs=native.held_inputs if native else (),
+        left_out=native.left_out,
+        held_inputs=native.held_inputs,
         overridden=overridden,
-        forces_native_calls=native is not None,
+        forces_native_calls=True,
     )
 
 
 def _of_format(
     demanded: str, request: ChatRequest, tokenizer: Tokenizer, free_until: int | None
 ) -> _Constraint:
-    """Returns the grammar of a format: with tools that the model may call, the answer is calls or
-    the format."""
+    """Returns the grammar of a format. If the model may also call tools, the answer is either calls
+    or text in the format."""
     use = request.tool_use
-    both = None
+    schema = schema_of(demanded)
+    either = None
     if use.is_free:
-        both = tokenizer.tool_grammar(use.declared, demanded, use.is_parallel, inputs=use.inputs)
+        either = tokenizer.tool_grammar(use.declared, demanded, use.is_parallel, inputs=use.inputs)
+    if either is None:
+        grammar = tokenizer.grammar_of_answer(demanded)
+        return _Constraint(grammar, request.grammar_param, free_until, format_schema=schema)
     return _Constraint(
-        both.text if both else tokenizer.grammar_of_answer(demanded),
+        either.text,
         request.grammar_param,
         free_until,
-        left_out=both.left_out if both else (),
-        held_inputs=both.held_inputs if both else (),
-        format_schema=schema_of(demanded),
+        left_out=either.left_out,
+        held_inputs=either.held_inputs,
+        format_schema=schema,
     )

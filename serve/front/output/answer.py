@@ -22,7 +22,7 @@ from serve.front.output.choice import Choice, Piece, StopRules
 from serve.front.output.conformance import Conformance
 from serve.front.output.deltas import Progress, TokenUsage, Update
 from serve.front.output.progress import with_progress
-from serve.front.output.running import describe
+from serve.front.output.running import Running, describe
 from serve.front.output.splitter import Splitting
 from serve.front.pipeline.interface import Generation, Prompt
 from serve.front.text import call_parser
@@ -112,7 +112,7 @@ class Job(msgspec.Struct, frozen=True, tag=True):
         return tokenizer.grammars.check(self.grammar, self.grammar_param)
 
 
-class Answer:
+class Answer(Running):
     """A generation on its way to a client. Closing the answer ends the generation."""
 
     def __init__(
@@ -125,6 +125,7 @@ class Answer:
         conformance: Conformance | None = None,
     ) -> None:
         """conformance checks the answers at their ends, if a grammar does not hold them whole."""
+        super().__init__(job.prompts, record, metrics)
         self._generation = generation
         self._conformance = conformance
         self.violations: list[Violation] = []
@@ -144,15 +145,9 @@ class Answer:
         self._lists_progress = job.is_stream and job.listing.progress
         self._submitted = time.perf_counter()
         self._num_open = len(self._choices)
-        self._record = record
-        self._metrics = metrics
         self._times: dict[int, float] = {}
         self._last_time = 0.0
         self._num_tokens = 0
-        self._num_prompt = sum(len(prompt.ids) for prompt in job.prompts)
-        record.prompt_tokens = self._num_prompt
-        record.completion_tokens = 0
-        metrics.prompt(self._num_prompt)
 
     async def updates(self) -> AsyncIterator[Update]:
         """Yields what each event of the engine adds. Raises BrigadeError if the engine breaks or
@@ -199,29 +194,13 @@ class Answer:
             _logger.error("request=%s event=bug trace=%s", self._record.request, trace)
             yield failed(self._failure(BrigadeError(str(error))))
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a part of the answer is still to come."""
-        return self._record.finish_reason is None
-
-    def interrupt(self, error: BrigadeError) -> None:
-        """Ends the answer with error after earlier events, also while it waits for the engine."""
-        self._generation.put(error)
-
-    def is_of(self, request: str) -> bool:
-        """Whether the request has this id."""
-        return self._record.request == request
-
-    @property
-    def age_seconds(self) -> float:
-        """The seconds since the request arrived."""
-        return self._record.seconds()
-
     def describe(self) -> RunningRequest:
         return describe(self._record, self._generation)
 
+    def interrupt(self, error: BrigadeError) -> None:
+        self._generation.put(error)
+
     def cancel(self, error: BrigadeError) -> None:
-        """Ends the generation at once, even if the answer is not read. error becomes its end."""
         self._generation.cancel(error)
 
     def close(self) -> None:

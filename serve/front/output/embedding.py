@@ -6,11 +6,11 @@ from serve.core.errors import BrigadeError, EngineError
 from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record
 from serve.front.http.schemas import RunningRequest
-from serve.front.output.running import describe
+from serve.front.output.running import Running, describe
 from serve.front.pipeline.interface import Generation, Prompt
 
 
-class Embeddings:
+class Embeddings(Running):
     """Embeds prompts a few at a time, so that a request with many does not fill the queue. submit
     begins some of them."""
 
@@ -22,37 +22,18 @@ class Embeddings:
         record: Record,
         metrics: Metrics,
     ) -> None:
+        super().__init__(prompts, record, metrics)
         self._prompts, self._submit, self._num_at_once = prompts, submit, num_at_once
         self._generation: Generation | None = None
-        self._record, self._metrics = record, metrics
-        record.prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-        record.completion_tokens = 0
-        metrics.prompt(record.prompt_tokens)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a part is still to come."""
-        return self._record.finish_reason is None
-
-    def interrupt(self, error: BrigadeError) -> None:
-        """Ends the request with error."""
-        if self._generation is not None:
-            self._generation.put(error)
-
-    def is_of(self, request: str) -> bool:
-        """Whether the request has this id."""
-        return self._record.request == request
-
-    @property
-    def age_seconds(self) -> float:
-        """The seconds since the request arrived."""
-        return self._record.seconds()
 
     def describe(self) -> RunningRequest:
         return describe(self._record, self._generation)
 
+    def interrupt(self, error: BrigadeError) -> None:
+        if self._generation is not None:
+            self._generation.put(error)
+
     def cancel(self, error: BrigadeError) -> None:
-        """Ends the request with error at once."""
         if self._generation is not None:
             self._generation.cancel(error)
 

@@ -1,8 +1,50 @@
-"""Describes a request that runs or waits, for operators."""
+"""A request that runs or waits: the common part of answers and embeddings, and its description for
+operators."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from serve.core.errors import BrigadeError
+from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record
 from serve.front.http.schemas import RunningRequest
-from serve.front.pipeline.interface import Generation
+from serve.front.pipeline.interface import Generation, Prompt
+
+
+class Running(ABC):
+    """A request that runs or waits. Counts its prompts in its record and in the metrics."""
+
+    def __init__(self, prompts: Sequence[Prompt], record: Record, metrics: Metrics) -> None:
+        self._record, self._metrics = record, metrics
+        self._num_prompt = sum(len(prompt.ids) for prompt in prompts)
+        record.prompt_tokens = self._num_prompt
+        record.completion_tokens = 0
+        metrics.prompt(self._num_prompt)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a part of the answer is still to come."""
+        return self._record.finish_reason is None
+
+    def is_of(self, request: str) -> bool:
+        """Whether the request has this id."""
+        return self._record.request == request
+
+    @property
+    def age_seconds(self) -> float:
+        """The seconds since the request arrived."""
+        return self._record.seconds()
+
+    @abstractmethod
+    def describe(self) -> RunningRequest: ...
+
+    @abstractmethod
+    def interrupt(self, error: BrigadeError) -> None:
+        """Ends the request with error after earlier events, also while it waits for the engine."""
+
+    @abstractmethod
+    def cancel(self, error: BrigadeError) -> None:
+        """Ends the request at once, even if its answer is not read. error becomes its end."""
 
 
 def describe(record: Record, generation: Generation | None) -> RunningRequest:

@@ -4,8 +4,9 @@ beside decoding, and a better split of the layers."""
 from dataclasses import dataclass
 from statistics import fmean
 
+from serve.core.amounts import memory_of
 from serve.core.config import ServeConfig
-from serve.core.plan import KvRoom, kv_budgets, kv_room, memory_of
+from serve.core.plan import KvRoom, kv_budgets, kv_room
 from serve.front.drafts.model_guesses import ModelCosts
 from serve.front.pipeline.chunks import MAX_CHUNK_SHARE, max_chunks_between_steps
 from serve.front.pipeline.status import StageStatus

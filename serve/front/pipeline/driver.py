@@ -38,8 +38,8 @@ from serve.core.messages import (
 )
 from serve.core.plan import StagePlan
 from serve.core.types import Step
+from serve.front.adapters.loader import AdapterLoader
 from serve.front.pipeline import actions, events
-from serve.front.pipeline.adapter_loader import AdapterLoader
 from serve.front.pipeline.lifecycle import Lifecycle
 from serve.front.pipeline.orders import order
 from serve.front.pipeline.requests import Requests
@@ -151,8 +151,7 @@ class Driver:
                 for action in self._lifecycle.on(taken, time.monotonic()):
                     self._perform(action)
         except Exception as error:  # Wherever it came from, it has to be reported.
-            _logger.exception("event=bug")
-            self._fail(EngineError(f"{type(error).__name__}: {error}"))
+            self._fail_by_bug(error)
         finally:
             self._is_taking = False
         self._set_timer()
@@ -210,11 +209,19 @@ class Driver:
                 self._fail(error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(self._run_reporting(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    async def _run_reporting(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # The top of the task: the life cycle would wait forever.
+            self._fail_by_bug(error)
+
     async def _replace_engine(self, life: int, dump: bool, keep: bool) -> None:
+        if dump and self._process:
+            await self._process.dump()
         if keep and self._process and (left := await self._process.leave(life)):
             self.on(events.EngineStarted(life, left))
             return
@@ -222,8 +229,6 @@ class Driver:
             if self._reading:
                 await cancelled(self._reading)
             if self._process:
-                if dump:
-                    await self._process.dump()
                 await self._process.stop()
             self._process = await self._spare.take()
         except EngineError as error:
@@ -355,6 +360,10 @@ class Driver:
         self._adapters.fail(error)
         self._loaded.set()
         self._requests.fail(error)
+
+    def _fail_by_bug(self, error: Exception) -> None:
+        _logger.error("event=bug", exc_info=error)
+        self._fail(EngineError(f"{type(error).__name__}: {error}"))
 
     def _send_to_engine(self, message: Any) -> None:
         assert self._process is not None

@@ -14,7 +14,7 @@ from typing import Any
 
 from serve.core.config import Cluster, ServeConfig
 from serve.core.errors import BrigadeError, UnavailableError
-from serve.front.pipeline.adapter_loader import AdapterLoader, Ranks
+from serve.front.adapters.loader import AdapterLoader, Ranks
 from serve.front.pipeline.capacity import better_split, kept_bytes
 from serve.front.pipeline.driver import Driver, StartView
 from serve.front.pipeline.generation import Generation

@@ -36,6 +36,7 @@ class FaultBlame:
         self._num_faults_alone = 0
         self._faults: dict[int, list[int]] = {}  # that each sequence saw
         self._num_since_token: Counter[int] = Counter()
+        self._num_kept: dict[int, int] = {}  # tokens of each sequence that outlived a fault
         self._explained: set[int] = set()
         self._queue: list[int] = []
 
@@ -56,9 +57,18 @@ class FaultBlame:
         if sequence_id in self._queue:
             self._queue.remove(sequence_id)
 
+    def note_kept(self, sequence_id: int, num_tokens: int) -> None:
+        """Notes that all engines have outlived the latest fault, and hold this many tokens of a
+        sequence. If these are more than after an earlier fault, its steps have succeeded since
+        then, so it is cleared as by a token: a long prompt may be computed for minutes."""
+        if num_tokens > self._num_kept.get(sequence_id, 0):
+            self._num_kept[sequence_id] = num_tokens
+            self.clear(sequence_id)
+
     def forget(self, sequence_id: int) -> None:
         """Forgets a sequence that has ended."""
         self.clear(sequence_id)
+        self._num_kept.pop(sequence_id, None)
         self._faults.pop(sequence_id, None)
         if not self._faults:
             self._explained.clear()

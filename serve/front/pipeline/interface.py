@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from serve.core.errors import BrigadeError
 from serve.core.types import Event, Pooling, Sampling, Score
-from serve.front.pipeline.adapter_loader import AdapterLoader
+from serve.front.adapters.loader import AdapterLoader
 from serve.front.pipeline.status import StageSpan
 
 # A request is in the queue, or its prompt is computed, or its answer is generated.

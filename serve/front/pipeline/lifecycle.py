@@ -35,12 +35,20 @@ from serve.front.pipeline import actions, events
 from serve.front.pipeline.events import LastFault, State
 from serve.front.pipeline.machine import Machine
 from serve.front.pipeline.orders import plan_request
-from serve.front.pipeline.status import StageStatus, is_silent, shard_disagreement, stall_cause
+from serve.front.pipeline.status import (
+    StageStatus,
+    is_silent,
+    shard_disagreement,
+    stall_cause,
+    stuck_ranks,
+)
 from serve.parent.control import Gone, Joined
 from serve.parent.restarts import Judgement, Restarts, better_reason, may_pass, reason_seconds
 
 WATCH_SECONDS = 0.5
-RENEW_SECONDS = 10.0  # for a parent to start an engine
+# For a parent to wait until an engine leaves its ring or ends (15 s, see serve.parent.engine), and
+# to start another one.
+RENEW_SECONDS = 20.0
 
 
 class Lifecycle(Machine):
@@ -57,7 +65,7 @@ class Lifecycle(Machine):
         self.recovery_seconds = 0.0
         self._plans: dict[tuple[int, ...], list[StagePlan] | PlanError] = {}
         self._tried: tuple[int, ...] = ()  # the ranks of the latest plan
-        self._settled: tuple[int, ...] = ()  # the ring that has had room
+        self._settled: tuple[int, ...] = ()  # the latest ring with room for keys and values
         self._restarts = Restarts(config.max_restarts, config.restart_window)
         # For how many seconds a state may last without progress of any stage.
         self._patience = {
@@ -66,8 +74,6 @@ class Lifecycle(Machine):
             State.LOADING: config.load_timeout,
         }
         self._reason: BrigadeError | None = None
-        self._judgement = Judgement(was_working=False)
-        self._is_stalled = False  # engines are to write their stacks before they end
         self._has_engine = False
         self.has_worked = False
         self._recovering_since: float | None = None
@@ -81,11 +87,11 @@ class Lifecycle(Machine):
         if self.state not in events.OVER:
             self._now = now
             self._take(event)
-        actions, self._actions = self._actions, []
-        return actions
+        collected, self._actions = self._actions, []
+        return collected
 
     def _take(self, event: events.Event) -> None:
-        if isinstance(event, events.Answer) and self._is_late(event):
+        if isinstance(event, events.Answer) and self._is_outdated(event):
             return
         match event:
             case events.Begin():
@@ -133,7 +139,8 @@ class Lifecycle(Machine):
     def _on_joined(self, rank: int, hello: Joined) -> None:
         self.roster.joined[rank] = hello
         self.roster.unfit.discard(rank)
-        self._renew_rank(self.ranks[rank])
+        if self.state is not State.JUDGING:  # After that, the engines of all ranks are renewed.
+            self._renew_rank(self.ranks[rank], keep=self._keeps_engines)
         if self.state is State.GATHERING:
             self._check_gathered()
         elif self.state is State.LACKING:
@@ -141,9 +148,12 @@ class Lifecycle(Machine):
 
     def _on_gone(self, rank: int, reason: str) -> None:
         self.roster.joined.pop(rank, None)
-        # A rank that is awaited may come and go.
         self._warn(f"event=rank_gone rank={rank}", reason)
-        if rank in self.ring and self.ranks[rank].state != "renewing":
+        if rank not in self.ring or self.state in events.NOTED:
+            return  # A rank that is awaited may come and go.
+        if self.state in (State.PAUSING, State.STARTING):
+            self._gather()  # No engine has an order yet, so nothing is lost for the others.
+        else:
             self._fault(ClusterError(reason))
 
     def _on_reported_fault(self, rank: int, life: int, error: BrigadeError) -> None:
@@ -170,8 +180,7 @@ class Lifecycle(Machine):
             case Status():
                 self._on_status(self.ranks[rank], message)
             case RingLost(reason):
-                self._warn(f"event=fault rank={rank}", reason)
-                self._fault(ClusterError(reason))
+                self._on_ring_lost(rank, ClusterError(reason))
             case Left():
                 self._on_left(self.ranks[rank], message)
             case _ if isinstance(message, AnswerOfRank):
@@ -188,6 +197,17 @@ class Lifecycle(Machine):
                     ClusterError(f"Rank {rank} sent an unexpected {type(message).__name__}.")
                 )
                 self._forget(rank, is_silent=False)
+
+    def _on_ring_lost(self, rank: int, error: ClusterError) -> None:
+        """Takes the report of an engine whose ring broke. Once all have reported it, all of them
+        live, so no better reason is to come."""
+        self._warn(f"event=fault rank={rank}", error)
+        self._fault(error)
+        if self.state is State.JUDGING:
+            self._judgement.without_ring.add(rank)
+            if self._judgement.without_ring.issuperset(self.ring):
+                self.deadline = self._now
+                self._judge()
 
     def _on_status(self, stage: StageStatus, status: Status) -> None:
         before = stage.state, stage.done
@@ -292,7 +312,7 @@ class Lifecycle(Machine):
         """Gives up on a plan. While ranks are replanned, the engine hangs, because it has planned
         this model before; otherwise the model is wrong."""
         if self.state is State.REPLANNING:
-            self._is_stalled = True
+            self._stuck = frozenset({0})
             self._on_no_plan(EngineError(f"{what}: the engine of rank 0 hangs (--load-timeout)."))
         else:
             fix = "does config.json match the weights? (--load-timeout)"
@@ -391,6 +411,9 @@ class Lifecycle(Machine):
             self._start()
 
     def _start(self) -> None:
+        if self.missing:  # A rank was lost while others were planned with.
+            self._gather()
+            return
         self._enter(State.STARTING, self._patience[State.STARTING])
         self._check_stages()
 
@@ -424,21 +447,15 @@ class Lifecycle(Machine):
         if self.num_shards > 1 and self._have_stayed:
             self._renew(ClusterError("The new layout has shards: all engines are replaced."))
             return
-        plans = []
-        for stage in self.stages:
-            assert stage.plan is not None
-            plans.append(stage.plan)
-            stage.state = "joining"
-            if stage.rank in self.roster.joined:
-                stage.pid = self.roster.joined[stage.rank].pid
+        plans = self._plans_of_stages()
         self._enter(State.JOINING, self._patience[State.JOINING])
-        self._do(actions.GiveOrders(tuple(plans)))
+        self._do(actions.GiveOrders(plans))
 
     def _on_late(self) -> None:
         stage = self._late_stages()[0]
         error = self._no_progress(stage, self._patience[self.state])
         # A parent that does not react has to join again.
-        does_not_react = stage.state == "renewing"
+        does_not_react = stage.state in ("renewing", "leaving")
         self._fault(error)
         if does_not_react:
             self._probe([stage], even_if_it_answers=True)
@@ -450,6 +467,8 @@ class Lifecycle(Machine):
             self.recovery_seconds += seconds
         self._recovering_since = None
         self.has_worked = True
+        have_all_stayed = all(stage.has_stayed for stage in self.stages)
+        self._restarts.note_ready(self._now, have_all_stayed)
         self._enter(State.WORKING, 0.0)
         self._do(actions.Work(self.number, seconds))
 
@@ -473,7 +492,7 @@ class Lifecycle(Machine):
             self._look_for_silence(timeout + 2 * WATCH_SECONDS)
 
     def _on_stall(self, timeout: float) -> None:
-        self._is_stalled = True
+        self._stuck = stuck_ranks(self.stages, self._now)
         cause = stall_cause(self.stages, self._now)
         silent = [stage for stage in self.stages if is_silent(stage, self._now)]
         reason = f"No step came back for {timeout:g} s: {cause}, look at its log (--stall-timeout)."
@@ -485,7 +504,7 @@ class Lifecycle(Machine):
         earlier, because it says more."""
         silent = [stage for stage in self.stages if self._now - stage.heard_at > patience_seconds]
         if silent:
-            self._is_stalled = True
+            self._stuck = stuck_ranks(self.stages, self._now)
             self._fault(ClusterError(f"Rank {silent[0].rank} on {silent[0].host} is silent."))
             self._probe(silent[:1], even_if_it_answers=True)
 
@@ -507,15 +526,6 @@ class Lifecycle(Machine):
         has_clients = was_working and self._restarts.num_left(self._now) > 0
         self._enter(State.JUDGING, reason_seconds(self._reason, has_clients))
         self._do(actions.Interrupt(self.number))
-
-    def _probe(self, stages: Sequence[StageStatus], even_if_it_answers: bool = False) -> None:
-        """Finds out which parents hang, before they are asked for new engines."""
-        ranks = frozenset(stage.rank for stage in stages) & self.roster.joined.keys()
-        if ranks and self.state is State.JUDGING:
-            self._judgement.is_probing = True
-            if even_if_it_answers:
-                self._judgement.let_go = ranks
-            self._do(actions.Probe(self.number, ranks))
 
     def _on_probed(self, silent: frozenset[int]) -> None:
         self._judgement.is_probing = False
@@ -545,16 +555,10 @@ class Lifecycle(Machine):
             self._renew(reason)
 
     def _renew(self, reason: BrigadeError) -> None:
-        """Begins the next life. Engines that worked until the fault stay if they can, and the
-        others are replaced. After a stall all are replaced."""
+        """Begins the next life."""
         self.number += 1
         self._warn(f"event=recovering life={self.number}", reason)
         self._reason = None
-        is_stalled, self._is_stalled = self._is_stalled, False
-        keep = self._judgement.was_working and not is_stalled and self._can_stay
-        self._judgement.was_working = False
-        for stage in self.ranks:
-            self._renew_rank(stage, is_stalled, keep)
         self._has_engine = False
         self._enter(State.RENEWING)
-        self._do(actions.ReplaceEngine(self.number, is_stalled, keep))
+        self._renew_engines()

@@ -9,10 +9,12 @@ from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError, ClusterError
 from serve.core.layouts import Link, shard_counts
 from serve.core.messages import Planned
+from serve.core.plan import StagePlan
 from serve.front.pipeline import actions, events
 from serve.front.pipeline.events import LastFault, State
 from serve.front.pipeline.orders import replan_request
 from serve.front.pipeline.status import StageStatus
+from serve.parent.restarts import Judgement
 from serve.parent.roster import Roster
 
 
@@ -36,6 +38,10 @@ class Machine:
         self.last_fault: LastFault | None = None
         self._link: Link | None = None  # the slowest one, if the layout is chosen by it
         self._choices: dict[tuple[int, ...], str] = {}  # why layouts were chosen, by their ring
+        self._judgement = Judgement(was_working=False)
+        # After a stall, the ranks whose engines are stuck, and None after other faults.
+        self._stuck: frozenset[int] | None = None
+        self._keeps_engines = False  # whether engines of the previous life may stay
         self._now = 0.0
         self._actions: list[actions.Action] = []
 
@@ -87,7 +93,7 @@ class Machine:
             return f"waiting for rank {self.missing[0]}"
         return next((stage.doing for stage in self.stages if stage.state != "ready"), None)
 
-    def _is_late(self, answer: events.Answer) -> bool:
+    def _is_outdated(self, answer: events.Answer) -> bool:
         """Whether the life or the state to which an answer belongs is over."""
         expected = events.EXPECTED_IN.get(type(answer), self.state)
         return answer.life != self.number or self.state is not expected
@@ -113,7 +119,7 @@ class Machine:
         self._actions.append(action)
 
     def _log_awaited(self) -> None:
-        """Logs which ranks have to return. Those that have not come yet are no news."""
+        """Logs which ranks have to return. Nothing is logged about ranks that have never joined."""
         seconds, flag = self._return_terms
         if self.missing and flag == "--return-timeout":
             ranks = ",".join(map(str, self.missing))
@@ -164,9 +170,46 @@ class Machine:
         states, _ = events.AWAITED[self.state]
         return [stage for stage in self.stages if stage.state not in states]
 
+    def _plans_of_stages(self) -> tuple[StagePlan, ...]:
+        """Returns the plan of each stage, and notes that all of them are joining."""
+        plans: list[StagePlan] = []
+        for stage in self.stages:
+            assert stage.plan is not None
+            plans.append(stage.plan)
+            stage.state = "joining"
+            if stage.rank in self.roster.joined:
+                stage.pid = self.roster.joined[stage.rank].pid
+        return tuple(plans)
+
     def _forget(self, rank: int, is_silent: bool) -> None:
         if rank in self.roster.joined:
             self._do(actions.Forget(rank, self.roster.joined[rank].pid, is_silent))
+
+    def _probe(self, stages: Sequence[StageStatus], even_if_it_answers: bool = False) -> None:
+        """Finds out which parents hang, before they are asked for new engines."""
+        ranks = frozenset(stage.rank for stage in stages) & self.roster.joined.keys()
+        if ranks and self.state is State.JUDGING:
+            self._judgement.is_probing = True
+            if even_if_it_answers:
+                self._judgement.let_go = ranks
+            self._do(actions.Probe(self.number, ranks))
+
+    def _renew_engines(self) -> None:
+        """Has every rank find an engine that is in no ring. Engines that worked until the fault
+        stay if they can, and the others are replaced. After a stall, those that are stuck are
+        replaced, or all if none is: then it is not known what went wrong."""
+        stuck, self._stuck = self._stuck, None
+        is_stalled = stuck is not None
+        is_explained = stuck is None or bool(stuck)
+        self._keeps_engines = self._judgement.was_working and self._can_stay and is_explained
+        self._judgement.was_working = False
+        staying: set[int] = set()
+        if self._keeps_engines:
+            staying.update(range(len(self.ranks)))
+            staying.difference_update(stuck or ())
+        for stage in self.ranks:
+            self._renew_rank(stage, is_stalled, stage.rank in staying)
+        self._do(actions.ReplaceEngine(self.number, is_stalled, 0 in staying))
 
     def _renew_rank(self, stage: StageStatus, dump: bool = False, keep: bool = False) -> None:
         stage.renew()

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from serve.core.amounts import memory_of
 from serve.core.config import Cluster, ServeConfig
 from serve.core.messages import Order
-from serve.core.plan import MIN_KV_TOKENS, DraftSource, PlanRequest, StagePlan, memory_of
+from serve.core.plan import MIN_KV_TOKENS, DraftSource, PlanRequest, StagePlan
 
 _CONVERSATION_TOKENS = 4096
 

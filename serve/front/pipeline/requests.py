@@ -295,6 +295,7 @@ class Requests:
                 sequence.is_held = True
                 positions[sequence.id] = position
                 kept.append(sequence)
+                self._fault_blame.note_kept(sequence.id, position)
         for sequence in kept:
             self.scheduler.waiting.remove(sequence)
         self.scheduler.waiting.put_back(kept)

@@ -121,6 +121,7 @@ class StageStatus:
     logits_bytes_per_token: int = 0  # on rank 0, which has the head
     scoring_bytes: int = 0  # further bytes that scoring a prompt takes
     hidden_size: int = 0
+    shared_head_tokens: int = 0  # steps of up to as many tokens share the head among shards
     reuse: str = "none"
     can_rewind: bool = False
     is_causal: bool = True  # whether tokens fed together give the same logits as one by one
@@ -178,6 +179,7 @@ class StageStatus:
         self.logits_bytes_per_token = loaded.logits_bytes_per_token
         self.scoring_bytes = loaded.scoring_bytes
         self.hidden_size = loaded.hidden_size
+        self.shared_head_tokens = loaded.shared_head_tokens
 
     def _note_activity(self, activity: Activity, ring: Sequence[int], now: float) -> None:
         self.busy_seconds = activity.busy_seconds
@@ -257,7 +259,8 @@ class StageStatus:
         return f"rank {self.rank}: {self.state} {share:.0%}"
 
     def line(self) -> str:
-        """Returns the status as one line of the log, key=value."""
+        """Returns the status as one line of the log, key=value. Only a stage that is ready has
+        byte counts: before that, they are those of an earlier engine."""
         words = [f"event=stage_{self.state}", f"rank={self.rank}"]
         if self.plan:
             start, end = self.plan.layers
@@ -269,8 +272,10 @@ class StageStatus:
             "bytes_read": self.bytes_read,
             "bytes_fetched": self.bytes_fetched,
             "bytes_kept": self.bytes_kept,
+            "shared_head_tokens": self.shared_head_tokens,
         }
-        words += [f"{key}={value}" for key, value in counts.items() if value]
+        if self.state == "ready":
+            words += [f"{key}={value}" for key, value in counts.items() if value]
         return " ".join(words)
 
     def to_json(self) -> dict[str, Any]:
@@ -299,6 +304,7 @@ class StageStatus:
             "num_hops": self.num_hops,
             "hop_seconds": round(self.hop_seconds, 5),
             "all_reduce": self.sums and self.sums.to_json(),
+            "shared_head_tokens": self.shared_head_tokens,
         }
 
 
@@ -330,6 +336,17 @@ def is_silent(stage: StageStatus, now: float) -> bool:
     """Whether the engine of a stage has stopped reporting. Engines report four times a second,
     whatever they compute."""
     return stage.state == "ready" and now - stage.heard_at > _SILENT_SECONDS
+
+
+def stuck_ranks(stages: Sequence[StageStatus], now: float) -> frozenset[int]:
+    """Returns the ranks whose engines are silent, wait for a tensor that does not arrive, or do not
+    finish a step. The others wait for a step, so they can leave their ring at once."""
+    stuck: set[int] = set()
+    for stage in stages:
+        is_busy = stage.step is not None or stage.waits_on is not None
+        if is_busy or is_silent(stage, now):
+            stuck.add(stage.rank)
+    return frozenset(stuck)
 
 
 def stall_cause(stages: list[StageStatus], now: float) -> str:

@@ -119,11 +119,6 @@ class DiskPrefixes:
         return len(self._index)
 
     @property
-    def is_busy(self) -> bool:
-        """Whether something is being read or written, or is about to be."""
-        return bool(self._readings or self._wanted or self._writing)
-
-    @property
     def num_reading_tokens(self) -> int:
         """The tokens that are being read: the stages hold no sequence with them yet."""
         return sum(reading.found.num_tokens for reading in self._readings.values())

@@ -33,6 +33,7 @@ from serve.front.http.schemas import RunningRequest
 from serve.front.output.answer import Answer, Job, UsageInStream
 from serve.front.output.conformance import Conformance
 from serve.front.output.embedding import Embeddings
+from serve.front.output.running import Running
 from serve.front.pipeline.interface import Engine
 from serve.front.prefixes.index import scope_of
 from serve.front.text.grammar_queue import GrammarQueue
@@ -73,7 +74,7 @@ class Answering:
         self._checker = SchemaChecker()
         self._pooling = config.pooling
         self._num_at_once = config.max_num_sequences
-        self._answers: weakref.WeakSet[Answer | Embeddings] = weakref.WeakSet()
+        self._answers: weakref.WeakSet[Running] = weakref.WeakSet()
 
     def warm_up(self) -> None:
         """Reads two requests that no client sent, so that validators, the template and the checker
@@ -88,7 +89,7 @@ class Answering:
             except RequestError as error:  # The model may have no template that takes this.
                 _logger.info("event=warm_up_refused reason=%s", json.dumps(str(error)))
 
-    def open_answers(self) -> list[Answer | Embeddings]:
+    def open_answers(self) -> list[Running]:
         return [answer for answer in self._answers if answer.is_open]
 
     def running(self, max_num: int | None = None) -> list[RunningRequest]:

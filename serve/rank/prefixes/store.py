@@ -24,6 +24,7 @@ import mlx.core as mx
 
 from serve.core.errors import EngineError
 from serve.core.facts import versions
+from serve.core.folder import sync
 from serve.core.messages import (
     ForgetPrefixFiles,
     Order,
@@ -169,7 +170,7 @@ class PrefixStore:
         except BaseException:
             unfinished.unlink(missing_ok=True)
             raise
-        _sync_folder(self._folder)
+        sync(self._folder)
         stored = stored_files.stored_file(path, is_own=True)
         assert stored
         with self._lock:
@@ -413,14 +414,6 @@ def _check_length(descriptor: int, arrays: Mapping[str, mx.array]) -> int:
     if num_bytes < _LENGTH_BYTES + header_bytes + array_bytes:
         raise OSError("the file was not written completely")
     return num_bytes
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _unlink(path: Path) -> None:

@@ -1,8 +1,8 @@
 """Writes the files of a run, on rank 0: adapters as mlx_lm writes them, and checkpoints from which
 it can resume. Each file is complete or absent."""
 
+import filecmp
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from serve.core.errors import UsageError
+from serve.core.folder import sync
 from serve.lora.formats import convert
 from serve.tune.backward import Arrays
 from serve.tune.results.run_folder import (
@@ -71,7 +72,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
         _save_arrays(path / "optimizer.safetensors", checkpoint.optimizer)
         (path / "state.json").write_text(json.dumps(state))
         for part in path.iterdir():
-            _sync(part)
+            sync(part)
 
     with writing(folder):
         # There are never more than two checkpoints on the disk: this one, and the one before.
@@ -86,9 +87,11 @@ def publish(folder: Path) -> Path:
     *_, final = whole_checkpoints(folder)
     adapters = final / ADAPTERS
     with writing(folder):
-        # Existing files are replaced too: somebody may have gone back to an earlier checkpoint.
+        # Other files are replaced too: somebody may have gone back to an earlier checkpoint.
         for name in (ADAPTERS, f"{final.name}_{ADAPTERS}"):
-            _replace(folder / name, lambda path: shutil.copyfile(adapters, path))
+            path = folder / name
+            if not path.exists() or not filecmp.cmp(adapters, path, shallow=False):
+                _replace(path, lambda new: shutil.copyfile(adapters, new))
         _keep_last(folder, 2)
     return folder / ADAPTERS
 
@@ -212,17 +215,9 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
     disk."""
     partial = path.with_name(path.name + ".new")
     write(partial)
-    _sync(partial)
+    sync(partial)
     partial.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path.parent)
 
 
 def _save_arrays(path: Path, arrays: Arrays) -> None:

@@ -92,8 +92,8 @@ def longest_gap(streams: Sequence[Stream], began: float, ended: float) -> float:
 
 
 class Pair:
-    """A cluster of two ranks that are started one by one, as on two hosts. Their ring runs through
-    proxies. Rank 1 may be started again."""
+    """A cluster of two ranks that are started one by one, as on two hosts. Their ring and the
+    connection of their parents run through proxies. Rank 1 may be started again."""
 
     def __init__(self, stack: ExitStack, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -139,10 +139,11 @@ def pair(
     each rank keeps a spare engine process, as without flags."""
     ports = free_ports(4)
     with ExitStack() as stack:
-        proxies = [Proxy(port) for port in ports[:2]]
-        for proxy in proxies:
+        *proxies, control_proxy = [Proxy(port) for port in ports[:3]]
+        for proxy in (*proxies, control_proxy):
             stack.callback(proxy.close)
-        ranks = Ranks(folder, ports, proxies, (*ADAPTER_FLAGS, *flags), model, spare)
+        own_flags = (*ADAPTER_FLAGS, *flags)
+        ranks = Ranks(folder, ports, proxies, own_flags, model, spare, control_proxy)
         running = Pair(stack, ranks)
         running.server.wait_until_ready()
         yield running

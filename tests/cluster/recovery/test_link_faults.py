@@ -86,6 +86,7 @@ class LinkFaults:
             began = time.monotonic()
             ended = self.reset() if kind == "reset" else self.hold()
             self.outages.append(Outage(kind, began, ended))
+            wait_until_all_go_on(streams, ended)  # A pause is to be due to one outage.
 
     def reset(self) -> float:
         """Resets the connection that carries rank 1's tensors, or both. (The other one is idle,
@@ -102,11 +103,7 @@ class LinkFaults:
         return ended
 
     def hold(self) -> float:
-        for proxy in self.cluster.ranks.proxies:
-            proxy.freeze()
-        time.sleep(HELD_SECONDS)
-        for proxy in self.cluster.ranks.proxies:
-            proxy.thaw()
+        self.cluster.ranks.hold_links(HELD_SECONDS)
         return time.monotonic()
 
 
@@ -114,6 +111,14 @@ def wait_for_first_tokens(streams: list[AnyStream]) -> None:
     deadline = time.monotonic() + LOG_SECONDS
     while not all(stream.times for stream in streams):
         assert time.monotonic() < deadline, "no first token came"
+        time.sleep(0.01)
+
+
+def wait_until_all_go_on(streams: list[AnyStream], since: float) -> None:
+    """Waits until each stream has ended or has had a token since a time of the monotonic clock."""
+    deadline = time.monotonic() + LOG_SECONDS
+    while any(stream.is_alive() and stream.times[-1] <= since for stream in streams):
+        assert time.monotonic() < deadline, "a stream does not go on after an outage"
         time.sleep(0.01)
 
 

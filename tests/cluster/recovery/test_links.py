@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -25,8 +26,9 @@ pytestmark = pytest.mark.long
 
 @dataclass
 class Ranks:
-    """proxies are before the rank of that number, if any; the last two ports are rank 0's. With
-    spare, each rank keeps a spare engine process, as without flags."""
+    """proxies are before the rank of that number, if any; the last two ports are rank 0's. Other
+    ranks reach the first of these through control_proxy, if there is one. With spare, each rank
+    keeps a spare engine process, as without flags."""
 
     folder: Path
     ports: list[int]
@@ -34,11 +36,14 @@ class Ranks:
     flags: tuple[str, ...]
     model: Path = TINY_CHAT
     spare: bool = False
+    control_proxy: Proxy | None = None
 
     def command(self, rank: int, secret: str = "s") -> list[str]:
         *ring, control, http = self.ports
         ports = [proxy.port for proxy in self.proxies] or list(ring)
         ports[rank] = ring[rank]
+        if rank and self.control_proxy:
+            control = self.control_proxy.port
         hostfile = self.folder / f"hosts-{rank}.json"
         hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
         variables = [f"MLX_RANK={rank}", f"MLX_HOSTFILE={hostfile}"]
@@ -48,15 +53,23 @@ class Ranks:
             flags.remove(NO_SPARE)
         return ["env", *variables, f"BRIGADE_SECRET={secret}", *alone(flags)]
 
+    def hold_links(self, seconds: float) -> None:
+        """Lets nothing pass between the ranks for some seconds."""
+        for proxy in self.proxies:
+            proxy.freeze()
+        time.sleep(seconds)
+        for proxy in self.proxies:
+            proxy.thaw()
+
 
 @contextmanager
 def two_ranks(folder: Path, *flags: str) -> Iterator[tuple[Ranks, Server, Server]]:
     ports = free_ports(4)
     with ExitStack() as stack:
-        proxies = [Proxy(port) for port in ports[:2]]
-        for proxy in proxies:
+        *proxies, control_proxy = [Proxy(port) for port in ports[:3]]
+        for proxy in (*proxies, control_proxy):
             stack.callback(proxy.close)
-        ranks = Ranks(folder, ports, proxies, flags)
+        ranks = Ranks(folder, ports, proxies, flags, control_proxy=control_proxy)
         other = stack.enter_context(started(ranks.command(1)))
         server = stack.enter_context(started(ranks.command(0), ports[3]))
         server.wait_until_ready()
@@ -106,20 +119,23 @@ def test_a_slow_link_changes_no_token_and_a_broken_one_is_mended(tmp_path: Path)
 
 @pytest.mark.slow
 def test_link_that_is_reset_costs_no_weights_and_no_tokens(tmp_path: Path) -> None:
-    """Every engine stays, with the keys and values of every sequence that runs."""
+    """Every engine stays, with the keys and values of every sequence that runs. A link also carries
+    the connection between the parents, which may break with the ring or by itself."""
     with two_ranks(tmp_path, "--max-restarts", "9") as (ranks, server, other):
         expected = run_streams(server)
         engines = engine_pids(server, other)
         num_running: list[int] = []
 
-        def reset() -> None:
+        def reset(links: list[Proxy]) -> None:
             time.sleep(0.7)
             num_running.append(server.get("/admin/pipeline")["num_running"])
-            for proxy in ranks.proxies:
+            for proxy in links:
                 proxy.reset()
 
-        for number in range(3):
-            check_same(run_streams(server, reset), expected)
+        assert ranks.control_proxy
+        ring, control = ranks.proxies, [ranks.control_proxy]
+        for number, links in enumerate((ring, control, [*ring, *control], [*control, *ring])):
+            check_same(run_streams(server, partial(reset, links)), expected)
             assert num_restarts(server) == number + 1, server.text
             assert engine_pids(server, other) == engines, server.text + other.text
             stages = server.get("/admin/pipeline")["stages"]
@@ -168,7 +184,7 @@ def test_a_rank_that_does_not_come_again_ends_the_cluster_with_the_reason(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_layers_are_shared_out_anew_when_ranks_go_and_when_they_come_again(tmp_path: Path) -> None:
+def test_layers_are_redistributed_when_ranks_are_lost_and_when_they_return(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, free_ports(5), [], ("--replan", "--join-timeout", "20"))
 
     def layers() -> dict[int, list[int]]:

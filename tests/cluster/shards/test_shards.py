@@ -1,10 +1,13 @@
 """Clusters whose stages have several shards: greedy answers and scores are those of mlx_lm on the
 whole model, also after a shard was lost."""
 
+import json
+import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,8 +15,11 @@ from typing import Any
 import httpx2
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from launcher.process import free_ports
 from tests import adapters
 from tests.cluster.questions import QUESTIONS
 from tests.cluster.servers import (
@@ -25,12 +31,15 @@ from tests.cluster.servers import (
     brigade_launch,
     mlx_launch,
     running,
+    serve_flags,
+    started,
 )
 from tests.cluster.test_parity import ask
 from tests.lora.test_table import ALL
 
 TWO_SHARDS = ("--tensor-parallel", "2")
 MAX_DIFFERENCE = 1e-4
+WIDE_VOCABULARY = 100_000
 
 
 def launch_shards(num_ranks: int, flags: Sequence[str]) -> list[str]:
@@ -39,11 +48,38 @@ def launch_shards(num_ranks: int, flags: Sequence[str]) -> list[str]:
     return [brigade, launch, *TWO_SHARDS, *words]
 
 
-def check_scores(server: Server, max_tokens: int) -> None:
+@contextmanager
+def running_wide(
+    num_ranks: int,
+    folder: Path,
+    *flags: str,
+    launch: Any = brigade_launch,
+) -> Iterator[Server]:
+    """Starts a cluster with a model whose head is worth sharing: tiny-chat, with many more tokens
+    in its vocabulary."""
+    model = folder / TINY_CHAT.name
+    shutil.copytree(TINY_CHAT, model)
+    config = json.loads((model / "config.json").read_text())
+    config["vocab_size"] = WIDE_VOCABULARY
+    (model / "config.json").write_text(json.dumps(config))
+    weights = load_file(TINY_CHAT / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    # The logits of the new tokens are 0, which is less than that of any likely token.
+    new_rows = np.zeros((WIDE_VOCABULARY - len(embedding), embedding.shape[1]), embedding.dtype)
+    weights["model.embed_tokens.weight"] = np.concatenate([embedding, new_rows])
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    port = free_ports(1)[0]
+    command = launch(num_ranks, serve_flags(port, model, *flags))
+    with started(command, port) as server:
+        server.wait_until_ready()
+        yield server
+
+
+def check_scores(server: Server, max_tokens: int, folder: Path = TINY_CHAT) -> None:
     """Compares the tokens of a greedy answer, and the log-probabilities of its prompt and its
-    tokens, with those of mlx_lm on the whole model."""
+    tokens, with those of mlx_lm on the whole model in a folder."""
     reply: Any = server.client().completions.create(
-        model="tiny-chat",
+        model=folder.name,
         prompt="the cat sat on the mat " * 4,
         temperature=0,
         max_tokens=max_tokens,
@@ -53,7 +89,7 @@ def check_scores(server: Server, max_tokens: int) -> None:
     )
     (choice,) = reply.choices
     ids = choice.model_extra["prompt_token_ids"] + choice.model_extra["token_ids"]
-    model, _ = mlx_lm.load(str(TINY_CHAT))
+    model, _ = mlx_lm.load(str(folder))
     (logits,) = model(mx.array([ids])).astype(mx.float32)
     exact = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     logprobs = choice.logprobs.token_logprobs[1:]
@@ -64,15 +100,54 @@ def check_scores(server: Server, max_tokens: int) -> None:
     assert ids[-max_tokens:] == best[-max_tokens - 1 : -1]
 
 
-def test_shards_of_two_stages_answer_as_mlx_lm(mlx_lm_answer: Callable[[str], str]) -> None:
-    with running(4, "--kv-memory", "1GB", launch=launch_shards) as server:
+def test_shards_of_two_stages_answer_as_mlx_lm(
+    tmp_path: Path,
+    mlx_lm_answer: Callable[[str], str],
+) -> None:
+    """Those of the last stage share the head, unless the machine is too busy when they start."""
+    with running_wide(4, tmp_path, "--kv-memory", "1GB", launch=launch_shards) as server:
         found = server.get("/admin/pipeline")
         places = [(stage["stage"], stage["shard"]) for stage in found["stages"]]
         assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
         first, second, third, last = (stage["layers"] for stage in found["stages"])
         assert first == second != third == last
         assert ask(server, QUESTIONS[4]) == mlx_lm_answer(QUESTIONS[4])
-        check_scores(server, max_tokens=4)
+        check_scores(server, 4, tmp_path / TINY_CHAT.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "num_shards"), [(2, 2), (3, 3), (4, 2)])
+def test_shards_share_the_head(
+    num_ranks: int,
+    num_shards: int,
+    tmp_path: Path,
+    mlx_lm_answer: Callable[..., str],
+) -> None:
+    """One answer, scores, guesses that are verified, and more requests at a time than share it."""
+    text = "red green blue red green blue"
+    with running_wide(num_ranks, tmp_path, "--tensor-parallel", str(num_shards)) as server:
+        first, *others = server.get("/admin/pipeline")["stages"]
+        assert first["shared_head_tokens"] > 0, first
+        assert not any(stage["shared_head_tokens"] for stage in others)
+        before = first["all_reduce"]["num_bytes"]
+        assert ask(server, QUESTIONS[4]) == mlx_lm_answer(QUESTIONS[4])
+        after = server.get("/admin/pipeline")["stages"][0]["all_reduce"]["num_bytes"]
+        part_bytes = 4 * WIDE_VOCABULARY // num_shards
+        assert after - before > len(mlx_lm_answer(QUESTIONS[4]).split()) * part_bytes
+        check_scores(server, 8, tmp_path / TINY_CHAT.name)
+        reply = server.client().chat.completions.create(
+            model="tiny-chat",
+            messages=[{"role": "user", "content": f"Reverse the words: {text}"}],
+            temperature=0,
+            max_tokens=24,
+            extra_body={"prediction": {"type": "content", "content": text}},
+        )
+        drafts = server.get("/admin/pipeline")["drafts"]
+        with ThreadPoolExecutor(len(QUESTIONS)) as threads:
+            answers = list(threads.map(lambda question: ask(server, question), QUESTIONS))
+    assert reply.choices[0].message.content == mlx_lm_answer(f"Reverse the words: {text}", 24)
+    assert sum(each["drafted"] for each in drafts.values()) > 0, drafts
+    assert answers == [mlx_lm_answer(question) for question in QUESTIONS]
 
 
 @pytest.mark.slow

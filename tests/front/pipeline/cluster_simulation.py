@@ -50,11 +50,13 @@ REPORT_SECONDS = 0.25
 @dataclass
 class PlayedEngine:
     """An engine process of one rank. order is the life whose order it has, None before that and
-    after it has left its ring. loaded_for is the ring for which it has loaded its layers. If it is
-    stuck, it cannot leave its ring. If it is confused, it reports other positions than it holds."""
+    after it has left its ring; then has_left is set. loaded_for is the ring for which it has loaded
+    its layers. If it is stuck, it cannot leave its ring. If it is confused, it reports other
+    positions than it holds."""
 
     rank: int
     order: int | None = None
+    has_left: bool = False
     state: str = ""
     is_stopped: bool = False
     is_dead: bool = False
@@ -71,13 +73,21 @@ class PlayedEngine:
 
 @dataclass
 class PlayedParent:
-    """The parent of a rank above 0, as one process with one connection."""
+    """The parent of a rank above 0. It has one connection after the other. If it will return, it
+    outlives the end of its connection, with its engine."""
 
     pid: int
     engine: PlayedEngine
     life: int = 0
+    connection: int = 0
     is_connected: bool = True
     is_stopped: bool = False
+    will_return: bool = False
+
+    @property
+    def can_speak(self) -> bool:
+        """Whether rank 0 hears it, and takes what it says for a report of this life."""
+        return self.is_connected and not self.is_stopped and self.life >= 0
 
 
 @dataclass
@@ -253,8 +263,9 @@ class PlayedCluster:
                 self.choices.append(choice)
             case actions.RenewRank(rank, _, _, keep):
                 parent = self.parents[rank]
+                over = parent.connection
                 seconds = self.renew_seconds or self.delay()
-                self.after(seconds, lambda: self.renew(rank, parent, life, keep))
+                self.after(seconds, lambda: self.renew(rank, parent, over, life, keep))
             case actions.GiveOrders(stages):
                 assert life not in self.ordered, "a life has one order"
                 self.ordered.append(life)
@@ -294,11 +305,12 @@ class PlayedCluster:
 
     def can_stay(self, engine: PlayedEngine) -> bool:
         """Whether an engine can leave its ring."""
-        return engine.runs and not engine.is_stuck and engine.order is not None
+        is_used = engine.order is not None or engine.has_left
+        return engine.runs and not engine.is_stuck and is_used
 
     def leave_ring(self, engine: PlayedEngine, life: int) -> Left:
-        engine.order, engine.state = None, "starting"
-        self.num_stays += 1
+        self.num_stays += not engine.has_left
+        engine.order, engine.state, engine.has_left = None, "starting", True
         positions = {id: len(tokens) for id, tokens in engine.model.held.items()}
         if engine.is_confused:
             engine.is_confused = False
@@ -357,9 +369,18 @@ class PlayedCluster:
             answer = events.LinksMeasured(life, Link(0.0002, 1e9))
         self.on(answer)
 
-    def renew(self, rank: int, parent: PlayedParent, life: int, keep: bool) -> None:
+    def renew(
+        self,
+        rank: int,
+        parent: PlayedParent,
+        connection: int,
+        life: int,
+        keep: bool,
+    ) -> None:
         if parent is not self.parents[rank] or not parent.is_connected or parent.is_stopped:
             return
+        if connection != parent.connection:
+            return  # It was lost with the connection.
         if keep and self.can_stay(parent.engine):
             parent.life = life
             self.say(rank, life, self.leave_ring(parent.engine, life))
@@ -389,7 +410,7 @@ class PlayedCluster:
         if any(len(engine.model.held.get(id, ())) < num for id, num in positions.items()):
             self.kill(engine.rank)  # It refuses the order.
             return
-        engine.order, engine.state = life, "joining"
+        engine.order, engine.state, engine.has_left = life, "joining", False
         kept = {id: tokens for id, tokens in engine.model.held.items() if id in positions}
         for id, position in positions.items():
             if id in self.requests.scheduler._live:
@@ -448,7 +469,9 @@ class PlayedCluster:
     def forget(self, rank: int, is_silent: bool) -> None:
         """As ControlServer and a launcher do it."""
         self.forgotten.append((rank, is_silent))
-        self.disconnect(rank, f"Rank {rank} is silent.", back_seconds=3.0 if is_silent else 1.0)
+        back_seconds = 3.0 if is_silent else 1.0
+        reason = f"Rank {rank} is silent."
+        self.disconnect(rank, reason, back_seconds, will_return=not is_silent)
 
     # --- ranks
 
@@ -461,16 +484,30 @@ class PlayedCluster:
         parent = self.parents.get(rank)
         if rank in self.absent or (parent and parent.is_connected):
             return
-        self.parents[rank] = PlayedParent(next(self._pids), PlayedEngine(rank))
+        if parent and parent.will_return:
+            parent.connection += 1
+            parent.is_connected = True
+        else:
+            self.parents[rank] = PlayedParent(next(self._pids), PlayedEngine(rank))
         facts = self.facts.get(rank, FACTS)
         self.on(events.Heard(rank, Joined(self.parents[rank].pid, facts)))
 
-    def disconnect(self, rank: int, reason: str, back_seconds: float) -> None:
-        """A parent whose connection ends ends its engine. It, or another one, joins again."""
+    def disconnect(
+        self,
+        rank: int,
+        reason: str,
+        back_seconds: float,
+        will_return: bool = False,
+    ) -> None:
+        """The connection of a parent ends. The parent joins again with its engine if it will
+        return, and otherwise another one joins in its place."""
         parent = self.parents.get(rank)
         if parent and parent.is_connected:
             parent.is_connected = False
-            parent.engine.is_dead = True
+            parent.life = -1
+            # A parent that is stopped is killed, and started again.
+            parent.will_return = will_return and not parent.is_stopped
+            parent.engine.is_dead |= not parent.will_return
             self.on(events.Heard(rank, Gone(reason)))
             self.after(back_seconds + self.delay(), lambda: self.join(rank))
 
@@ -483,7 +520,7 @@ class PlayedCluster:
             return
         self.after(REPORT_SECONDS, lambda: self.report(engine, life))
         parent = self.parents.get(engine.rank)
-        if engine.is_stopped or (parent and parent.is_stopped):
+        if engine.is_stopped or (parent and not parent.can_speak):
             return
         free_bytes = 1 << 30 if len(self.lifecycle.ring) >= self.roomy_ranks else 0
         loaded = Loaded(
@@ -550,7 +587,7 @@ class PlayedCluster:
     def say_of(self, rank: int, engine: PlayedEngine, life: int, fault: Fault) -> None:
         """What a dead engine's parent tells, if that is still its engine or was until just now."""
         parent = self.parents.get(rank)
-        if parent and not (parent.is_connected and not parent.is_stopped):
+        if parent and not parent.can_speak:
             return
         if not rank and engine is not self.engine:
             return  # Its reader is gone.
@@ -591,7 +628,7 @@ class PlayedCluster:
 
     def say_ring_lost(self, engine: PlayedEngine, life: int) -> None:
         parent = self.parents.get(engine.rank)
-        can_speak = parent is None or (parent.is_connected and not parent.is_stopped)
+        can_speak = parent is None or parent.can_speak
         if can_speak and engine.runs and engine is self.engine_of(engine.rank):
             self.say(engine.rank, life, RingLost(f"Rank {engine.rank}: its link broke."))
 
@@ -604,7 +641,9 @@ class PlayedCluster:
             self.parents[rank].is_stopped = True
 
     def cut(self, rank: int) -> None:
-        self.disconnect(rank, f"Rank {rank} is gone.", back_seconds=1.0)
+        """The connection to a rank's parent breaks, which joins again with its engine."""
+        reason = f"Rank {rank} is gone."
+        self.disconnect(rank, reason, self.chance.uniform(1, 30), will_return=True)
 
     def lose(self, rank: int) -> None:
         self.disconnect(rank, f"Rank {rank} is gone.", back_seconds=self.chance.uniform(5, 60))

@@ -3,7 +3,8 @@
 Speaks as serve.rank.worker does. What its model says at a position is tests' next_token. Run as
 a program; argv[1] is the descriptor of the socket to the parent. BREAK_AT_ORDER makes a rank
 end with an exit code when it gets its order, POISON is a token that ends rank 0's, READ_SECONDS
-is how long it reads an adapter, MIN_RANKS are what the model needs.
+is how long it reads an adapter, MIN_RANKS are what the model needs, LEAVE_SECONDS is how long it
+computes before it can leave its ring.
 """
 
 import os
@@ -14,6 +15,7 @@ import time
 
 from serve.core.errors import PlanError
 from serve.core.messages import (
+    Activity,
     AdapterRead,
     Admit,
     Fault,
@@ -35,6 +37,7 @@ from serve.rank.outbox import Outbox
 from tests.front.pipeline.simulation import StageModel, next_token, result_of
 
 STATUS_SECONDS = 0.1
+COMPUTING = Activity(0.0, 0, 0, 0, 0.0, None, 1, None, [], 0.0)
 
 
 class Standin:
@@ -107,6 +110,9 @@ class Standin:
     def leave(self, life: int) -> None:
         self.outbox = Outbox(self.run)
         self.todo.clear()
+        with self.lock:
+            self.status = Status("ready", activity=COMPUTING)
+        time.sleep(float(os.environ.get("LEAVE_SECONDS", "0")))
         positions = {id: len(tokens) for id, tokens in self.model.held.items()}
         with self.lock:
             self.status = None

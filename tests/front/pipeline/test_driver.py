@@ -27,9 +27,12 @@ from serve.core.errors import (
 )
 from serve.core.plan import KvRoom
 from serve.core.types import Event, Sampling
+from serve.front.pipeline import lifecycle as lifecycle_module
 from serve.front.pipeline.engine import Engine
+from serve.front.pipeline.events import State
 from serve.front.pipeline.interface import Prompt
 from serve.parent import engine as engine_module
+from serve.parent import member as member_module
 from serve.parent import pings, spare
 from serve.parent.engine import EngineProcess
 from serve.parent.member import run_member
@@ -193,19 +196,22 @@ async def test_answers_are_whole_after_kills_at_any_moment() -> None:
 
 
 @asynccontextmanager
-async def cluster_with_spares(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
-    """A cluster that works, and whose ranks start their spare engines at once."""
+async def cluster_with_spares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[tuple[Engine, list[psutil.Process], list[psutil.Process]]]:
+    """A cluster that works, whose ranks have spare engines: rank 0's engine, the processes that
+    work, and the spare ones."""
     monkeypatch.setattr(spare, "_QUIET_SECONDS", 0.0)
     async with cluster(no_spare_engine=False) as engine:
         await ready(engine)
-        yield engine
+        working, spares = await with_spares()
+        yield engine, working, spares
 
 
 async def test_driver_replaces_a_lost_engine_with_the_spare_of_its_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with cluster_with_spares(monkeypatch) as engine:
-        working, spares = await with_spares()
+    async with cluster_with_spares(monkeypatch) as (engine, working, spares):
         for victim in working:
             victim.kill()
         await asyncio.wait_for(collect(engine, prompt(10, 20)), 15)
@@ -215,8 +221,7 @@ async def test_driver_replaces_a_lost_engine_with_the_spare_of_its_rank(
 async def test_driver_has_each_rank_start_a_spare_once_in_each_life(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with cluster_with_spares(monkeypatch) as engine:
-        working, spares = await with_spares()
+    async with cluster_with_spares(monkeypatch) as (engine, working, spares):
         for process in spares:
             process.kill()
         await until(lambda: len(engines()) == 3)
@@ -230,8 +235,7 @@ async def test_driver_has_each_rank_start_a_spare_once_in_each_life(
 async def test_driver_and_members_close_everything_if_an_engine_does_not_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with cluster_with_spares(monkeypatch) as engine:
-        await with_spares()
+    async with cluster_with_spares(monkeypatch) as (engine, _, _):
         copies = Path(engine._driver._copies.name)
         assert copies.exists()
         with monkeypatch.context() as patch:
@@ -310,15 +314,39 @@ async def test_too_many_restarts_end_everything_with_the_reason() -> None:
             engine.submit([prompt(10, 5)])
 
 
-async def test_a_broken_connection_between_parents_is_made_again() -> None:
+async def test_engines_outlive_a_broken_connection_between_parents() -> None:
+    """Also one that breaks when the engines have left their ring and have no order yet."""
     async with cluster() as engine:
         await ready(engine)
+        before = {process.pid for process in engines()}
         answer = asyncio.create_task(collect(engine, prompt(10, 300)))
         await asyncio.sleep(0.1)
-        engine._driver._control.forget(1)
+        control = engine._driver._control
+        control.forget(1)
+        await until(lambda: engine._lifecycle.state is State.GATHERING)
+        await until(lambda: engine._lifecycle.ranks[2].has_stayed)
+        control.forget(2)
         await asyncio.wait_for(answer, 15)
-        assert engine.pipeline()["num_restarts"] == 1
         await ready(engine)
+        assert engine.pipeline()["num_restarts"] == 1
+        assert {process.pid for process in engines()} == before
+        assert all(stage.has_stayed for stage in engine._lifecycle.stages)
+
+
+async def test_engines_that_compute_for_long_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They can leave their ring only when the step is done."""
+    monkeypatch.setattr(engine_module, "_LEAVE_SECONDS", 0.4)
+    monkeypatch.setattr(member_module, "_SIGN_SECONDS", 0.2)
+    monkeypatch.setattr(lifecycle_module, "RENEW_SECONDS", 0.6)
+    monkeypatch.setenv("LEAVE_SECONDS", "1.5")
+    async with cluster() as engine:
+        await ready(engine)
+        before = {process.pid for process in engines()}
+        engine._driver._control.forget(1)
+        await until(lambda: engine.pipeline()["num_restarts"] == 1)
+        await ready(engine)
+        assert {process.pid for process in engines()} == before
+        assert engine.pipeline()["num_restarts"] == 1
 
 
 async def test_ids_of_sequences_are_not_kept() -> None:
@@ -469,7 +497,7 @@ async def test_a_rank_that_comes_again_and_cannot_load_stays_out(
 
 
 @pytest.mark.long
-async def test_one_that_could_not_load_and_comes_anew_is_enough_with_rank_0(
+async def test_rank_that_could_not_load_and_returns_is_enough_with_rank_0(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MIN_RANKS", "2")
@@ -617,6 +645,19 @@ async def test_a_fault_of_our_own_ends_the_cluster_and_is_no_silence(
         with pytest.raises(BrigadeError, match="KeyError: 'a bug'"):
             await asyncio.wait_for(collect(engine, prompt(10, 300)), 10)
         assert (await engine.failed()).exit_code == 1
+
+
+async def test_driver_fails_if_one_of_its_tasks_has_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken() -> EngineProcess:
+        raise KeyError("a bug")
+
+    async with cluster() as engine:
+        await ready(engine)
+        monkeypatch.setattr(engine._driver._spare, "take", broken)
+        for process in engines():
+            process.kill()
+        error = await asyncio.wait_for(engine.failed(), 10)
+        assert "KeyError: 'a bug'" in str(error)
 
 
 @pytest.mark.long

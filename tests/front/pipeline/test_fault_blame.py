@@ -69,13 +69,29 @@ def test_fault_blame_forgets_faults_with_a_token() -> None:
         fault_blame.clear(2)
 
 
+def test_fault_blame_clears_a_long_prompt_that_gets_further_between_faults() -> None:
+    """A link that broke four times in the prefill of a long prompt made it a crash of the
+    engines."""
+    fault_blame = FaultBlame(MAX_RESTARTS)
+    for num_tokens in range(100, 1000, 100):
+        assert fault_blame.after_fault([1]) is None
+        fault_blame.note_kept(1, num_tokens)
+        assert fault_blame.alone is None
+    for _ in range(MAX_SHARED_FAULTS):
+        fault_blame.after_fault([1])
+        fault_blame.note_kept(1, 900)
+    assert fault_blame.alone == 1, "it gets no further"
+
+
 def test_fault_blame_keeps_nothing_of_those_that_ended() -> None:
     fault_blame = FaultBlame(MAX_RESTARTS)
     for number in range(0, 900, 3):
         for _ in range(NUM_FAULTS):
             fault_blame.after_fault([number])
+            fault_blame.note_kept(number, 5)
         fault_blame.forget(number)
     assert [fault_blame._faults, fault_blame._explained, fault_blame._queue] == [{}, set(), []]
+    assert not fault_blame._num_kept
 
 
 class DiedError(Exception):

@@ -23,6 +23,7 @@ FAULTS: dict[str, Fault] = {
     "wrong report": PlayedCluster.confuse,
     "engine": PlayedCluster.kill,
     "rank": lose,
+    "connection": PlayedCluster.cut,
     "parent": PlayedCluster.stop_parent,
     "hang": PlayedCluster.stop,
 }

@@ -9,7 +9,7 @@ import pytest
 
 from serve.core.config import ServeConfig
 from serve.core.errors import PlanError
-from serve.core.messages import Activity, Span, Status
+from serve.core.messages import Activity, Loaded, Span, Status
 from serve.core.plan import KvRoom, StagePlan
 from serve.core.types import Row, Step
 from serve.front.pipeline.capacity import (
@@ -25,6 +25,7 @@ from serve.front.pipeline.status import (
     chrome_trace,
     spans_after,
     stall_cause,
+    stuck_ranks,
 )
 
 
@@ -54,6 +55,16 @@ def test_chunk_beside_decoding_keeps_to_a_time_between_tokens() -> None:
     assert chunk_beside_decoding([*stages, *stages], 4, 512, 0.901) == 60  # 0.1 s, and 5 times
     assert chunk_beside_decoding(stages, 2, 512, 0.25) == 8
     assert chunk_beside_decoding([StageStatus(0, "h")], 1, 512, 0.25) == 32
+
+
+def test_stage_status_logs_bytes_only_of_an_engine_that_is_ready() -> None:
+    stage = make_stage(0, (4, 8), 0.1)
+    loaded = Loaded(100, 120, 0, 1000, "any")
+    stage.update(Status("ready", loaded=loaded), (0,), 1.0)
+    assert "bytes_owned=100 bytes_read=120" in stage.line()
+    stage.renew()
+    stage.update(Status("loading"), (0,), 2.0)
+    assert stage.line() == "event=stage_loading rank=0 layers=4-7"
 
 
 def test_before_anything_is_known_chunks_are_small() -> None:
@@ -132,32 +143,47 @@ def test_no_split_is_suggested_before_there_are_enough_steps() -> None:
     assert better_split(stages) is None
 
 
-def stalled(**changes: dict[int, object]) -> str:
-    """What is said of four stages that reported just now; changes are fields of ranks."""
-    stages = [StageStatus(rank, f"h{rank}", num_steps=10, heard_at=100.0) for rank in range(4)]
+def stalled(**changes: dict[int, object]) -> tuple[str, set[int]]:
+    """Returns the cause and the stuck ranks of four stages that reported just now. changes are
+    fields of ranks."""
+    stages = [
+        StageStatus(rank, f"h{rank}", state="ready", num_steps=10, heard_at=100.0)
+        for rank in range(4)
+    ]
     for name, of_ranks in changes.items():
         for rank, value in of_ranks.items():
             setattr(stages[rank], name, value)
-    return stall_cause(stages, 100.2)
+    return stall_cause(stages, 100.2), set(stuck_ranks(stages, 100.2))
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "said", "stuck"),
     [
         # Others wait for one that is stopped, so what it does is the better word.
         (
             {"heard_at": {2: 90.0}, "waits_on": {1: (2, 1)}},
             "rank 2 on h2 has been silent for 10.2 s",
+            {1, 2},
         ),
-        ({"waits_on": {1: (2, 1)}, "num_steps": {0: 9}}, "the hop from rank 2 to rank 1 is stuck"),
-        ({"waits_on": {0: (0, 3)}}, "the hop from rank 0 to rank 3 is stuck"),
-        ({"step": {3: 77, 1: 80}, "num_steps": {3: 9}}, "rank 3 on h3 does not finish step 77"),
-        ({"step": {2: 78}, "num_steps": {1: 8}}, "rank 2 on h2 does not finish step 78"),
-        ({"num_steps": {1: 9}}, "rank 1 on h1 is behind"),
+        (
+            {"waits_on": {1: (2, 1)}, "num_steps": {0: 9}},
+            "the hop from rank 2 to rank 1 is stuck",
+            {1},
+        ),
+        ({"waits_on": {0: (0, 3)}}, "the hop from rank 0 to rank 3 is stuck", {0}),
+        (
+            {"step": {3: 77, 1: 80}, "num_steps": {3: 9}},
+            "rank 3 on h3 does not finish step 77",
+            {1, 3},
+        ),
+        ({"step": {2: 78}, "num_steps": {1: 8}}, "rank 2 on h2 does not finish step 78", {2}),
+        ({"num_steps": {1: 9}}, "rank 1 on h1 is behind", set()),
     ],
 )
-def test_who_holds_the_others_up(changes: dict[str, dict[int, object]], said: str) -> None:
-    assert stalled(**changes) == said
+def test_stall_cause_and_stuck_ranks(
+    changes: dict[str, dict[int, object]], said: str, stuck: set[int]
+) -> None:
+    assert stalled(**changes) == (said, stuck)
 
 
 def ready(**changes: Any) -> Status:

@@ -19,6 +19,7 @@ from tests.front.pipeline.simulation import (
     make_sequence,
 )
 from tests.front.pipeline.test_scheduler import check_all_ended, make_prompt
+from tests.front.prefixes.observing import is_busy
 
 MAX_BYTES = 10**9
 SHORT = DiskRules(segment=4, min_segment=2, min_gain=16, running=8)
@@ -84,9 +85,9 @@ def test_room_writes_nothing_of_a_prompt_without_logits() -> None:
     room, disk = make_room()
     for unknown in (running(8999, []), running(9000, [], Pooling("mean"))):
         room.write_running(unknown)
-        assert not disk.is_busy
+        assert not is_busy(disk)
     room.write_running(running(9000, [1]))
-    assert disk.is_busy
+    assert is_busy(disk)
 
 
 # --- by simulation
@@ -148,7 +149,7 @@ class DiskPipeline(Pipeline):
 
     def flush(self) -> None:
         for _ in range(100_000):
-            if not self.disk.is_busy:
+            if not is_busy(self.disk):
                 return
             self.tick()
         raise AssertionError("the disk does not come to an end")

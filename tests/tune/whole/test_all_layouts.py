@@ -13,7 +13,11 @@ from tests.tune.runs import arrays_of, finish, flags, launch, losses_of, norms_o
 pytestmark = pytest.mark.long
 
 ALL = [
-    (p, t, d) for p in (1, 2, 3, 4) for t in (1, 2, 4) for d in (1, 2, 3, 4) if 1 < p * t * d <= 4
+    (p, t, d)
+    for p in (1, 2, 3, 4)
+    for t in (1, 2, 3, 4)
+    for d in (1, 2, 3, 4)
+    if 1 < p * t * d <= 4
 ]
 QUICK = [(1, 1, 2), (1, 2, 1)]
 CELLS = [pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.slow) for cell in ALL]
@@ -24,15 +28,18 @@ WITHOUT_DROPOUT += ["--steps-per-eval", "10"]
 WORDS = [*WITHOUT_DROPOUT, "--lora-dropout", "0.2"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with heads enough for four shards."""
-    folder = tmp_path_factory.mktemp("model")
-    save(folder, "llama", num_hidden_layers=4, num_key_value_heads=4, vocab_size=1024)
+def with_tokenizer(folder: Path, name: str) -> Path:
+    """Saves a model with heads enough for four shards. Three shards have two heads, one and one."""
+    save(folder, name, num_hidden_layers=4, num_key_value_heads=4, vocab_size=1024)
     for file in TINY_CHAT.iterdir():
         if not (folder / file.name).exists() and file.suffix != ".safetensors":
             shutil.copy(file, folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_tokenizer(tmp_path_factory.mktemp("model"), "llama")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +59,7 @@ KINDS = {
         *["--optimizer", "muon"],
     ],
 }
-OTHERS = [(kind, p, t) for kind in KINDS for p, t in ((1, 2), (2, 2), (1, 4))]
+OTHERS = [(kind, p, t) for kind in KINDS for p, t in ((1, 2), (1, 3), (2, 2), (1, 4))]
 
 
 @pytest.mark.slow
@@ -61,12 +68,39 @@ OTHERS = [(kind, p, t) for kind in KINDS for p, t in ((1, 2), (2, 2), (1, 4))]
 def test_shards_make_the_same_run_of_every_kind(
     folder: Path, model: Path, tmp_path: Path, kind: str, num_stages: int, num_shards: int
 ) -> None:
+    settings = WITHOUT_DROPOUT if "full" in kind else WORDS
+    words = [*settings, *KINDS[kind], "--model", str(model)]
+    check_shards(folder, tmp_path, words, num_stages, num_shards)
+
+
+# With experts, and the second one with attention whose keys and values have a low rank.
+MIXTURES = [
+    pytest.param(name, kind, p, t, id=f"{name}-{kind}-{p}-{t}")
+    for name in ("qwen3_moe", "deepseek_v3")
+    for kind in ("lora", "full")
+    for p, t in ((1, 2), (2, 2))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("name", "kind", "num_stages", "num_shards"), MIXTURES)
+def test_shards_make_the_same_run_of_a_mixture_of_experts(
+    folder: Path, tmp_path: Path, name: str, kind: str, num_stages: int, num_shards: int
+) -> None:
+    words = ["--model", str(with_tokenizer(tmp_path / "model", name))]
+    words += WORDS if kind == "lora" else [*WITHOUT_DROPOUT, *KINDS["full"]]
+    check_shards(folder, tmp_path, words, num_stages, num_shards)
+
+
+def check_shards(
+    folder: Path, tmp_path: Path, words: list[str], num_stages: int, num_shards: int
+) -> None:
     outs = [tmp_path / "alone", tmp_path / "shards"]
     for out, layout in zip(outs, [(1, 1), (num_stages, num_shards)], strict=True):
-        settings = WITHOUT_DROPOUT if "full" in kind else WORDS
-        words = [*flags(folder, out, *settings, *KINDS[kind]), "--model", str(model)]
         num_ranks = layout[0] * layout[1]
-        finish(launch(num_ranks, [*words, "--tensor-parallel", str(layout[1])]), seconds=500)
+        own_words = [*flags(folder, out, *words), "--tensor-parallel", str(layout[1])]
+        finish(launch(num_ranks, own_words), seconds=500)
     alone, shards = outs
     assert losses_of(shards) == pytest.approx(losses_of(alone), rel=1e-5)
     assert norms_of(shards) == pytest.approx(norms_of(alone), rel=1e-5)

@@ -14,10 +14,13 @@ TokenId = Callable[[str], int | None]
 
 
 class Lark:
-    """Collects rules. token_id says which id a text has that is one added token: a model writes a
-    mark as this token, and may spell it in ordinary ones, which means the same. left_out are the
-    keywords of schemas that the rules do not enforce. Unless is_parallel, an answer has one call.
-    inputs are the grammars that the one text of a tool has to follow, by the names of tools."""
+    """Collects the rules of a grammar.
+
+    token_id returns the id of a text that is a single added token, or None. A model writes a mark
+    as this token, or spells it in ordinary tokens, which means the same. left_out has the keywords
+    of schemas that the rules do not enforce. Unless is_parallel, an answer has one call. inputs has
+    grammars that the input of a tool must follow if it is a single text, by the tool's name.
+    """
 
     def __init__(
         self,
@@ -51,7 +54,10 @@ class Lark:
         return self._named("r", body, options)
 
     def _named(self, kind: str, body: str, options: str) -> str:
-        name = self._names.setdefault(f"{kind}{options} {body}", f"{kind}{len(self._names)}")
+        """Returns the name of a rule or a terminal. Equal ones share a name."""
+        key = f"{kind}{options} {body}"
+        next_name = f"{kind}{len(self._names)}"
+        name = self._names.setdefault(key, next_name)
         self._rules[name] = f"{name}{options}: {body}"
         return name
 
@@ -83,19 +89,20 @@ class Lark:
         first, *rest = self._pieces(mark)
         id = self.token_id(first)
         spelled = self.rule(f"{text} {_quoted(mark)}", "[lazy]")
+        tail = " ".join(self._one(piece) for piece in rest)
         if id is not None:
-            tail = " ".join(self._one(piece) for piece in rest)
             return f"( {text} <[{id}]> {tail} | {spelled} )"
         if not rest:
             return spelled
-        # Ordinary text before a special token: the text ends with it where the token comes.
+        # The mark begins with ordinary text, and an added token follows. Where that token comes,
+        # the text before it ends with the ordinary part.
         ending = self.terminal(f"{text} {_quoted(first)}")
-        tail = " ".join(self._one(piece) for piece in rest)
         return f"( {ending} {tail} | {spelled} )"
 
     def json(self, schema: dict[str, Any] | bool) -> str:
-        """Returns the name of a rule for JSON by a tool's schema, whose objects are closed. What a
-        grammar cannot express is left out: one tool's schema must not cost all tools theirs."""
+        """Returns the name of a rule for JSON that follows a tool's schema, whose objects are
+        closed. What a grammar cannot express is left out, because otherwise one tool's schema would
+        leave all tools without a grammar."""
         if not isinstance(schema, dict):
             schema = {}
         whole = closed(schema)
@@ -111,11 +118,12 @@ class Lark:
         return f"( BLANK {call} )+" if self.is_parallel else f"BLANK {call}"
 
     def input_before(self, tool: str, mark: str) -> str:
-        """Returns the rule of a tool's input with the mark behind it; empty if the input is any
-        text. An input that is only text before a mark of text cannot be held: where it ends is seen
-        too late."""
+        """Returns the body of a rule for a tool's input and the mark behind it, or "" if the input
+        may be any text. An input before a mark that begins with ordinary text cannot follow a
+        grammar, because its end is recognised too late."""
         first = self._pieces(mark)[0]
-        if tool not in self._inputs or (first[0] != "\n" and self.token_id(first) is None):
+        is_text = first[0] != "\n" and self.token_id(first) is None
+        if tool not in self._inputs or is_text:
             return ""
         name = self.held_inputs.setdefault(tool, f"input{len(self.held_inputs)}")
         return f"@{name} {self.mark(mark)}"

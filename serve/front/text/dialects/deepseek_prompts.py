@@ -97,21 +97,25 @@ def render_v4(
         schemas = "\n".join(_json(each.get("function") or each) for each in tools)
         messages = with_system(messages, _TOOLS.format(schemas=schemas), keeps_empty=True)
     turns = _turns(messages)
-    last_user = max((n for n, each in enumerate(turns) if each["role"] == "user"), default=-1)
+    users = [number for number, turn in enumerate(turns) if turn["role"] == "user"]
+    last_user = users[-1] if users else -1
+    last = len(turns) - 1
     text = _BOS
     if enable_thinking and reasoning_effort == "max":
         text += _MAX_EFFORT
     for number, turn in enumerate(turns):
-        thinks = enable_thinking and (bool(tools) or number >= last_user)
+        has_thought = enable_thinking and (bool(tools) or number >= last_user)
         if turn["role"] == "system":
             text += turn["content"]
         elif turn["role"] == "user":
             text += _USER + turn["content"]
-            if number + 1 < len(turns) or add_generation_prompt:
-                text += _ASSISTANT + (_THINK if thinks else _THINK_END)
+            if number < last or add_generation_prompt:
+                text += _ASSISTANT
+                text += _THINK if has_thought else _THINK_END
         else:
-            is_last = number == len(turns) - 1
-            text += _answer(turn, thinks) + ("" if is_last and continue_final_message else _EOS)
+            text += _answer(turn, has_thought)
+            if number < last or not continue_final_message:
+                text += _EOS
     return text
 
 
@@ -148,23 +152,35 @@ def _ordered(messages: Messages) -> Messages:
     return ordered[:-1]
 
 
-def _answer(turn: dict[str, Any], thinks: bool) -> str:
-    thought = f"{turn.get('reasoning_content') or ''}{_THINK_END}" if thinks else ""
-    calls = turn.get("tool_calls") or ()
-    return f"{thought}{turn['content']}{_calls(calls) if calls else ''}"
+def _answer(turn: dict[str, Any], has_thought: bool) -> str:
+    text = str(turn["content"])
+    if has_thought:
+        thought = turn.get("reasoning_content") or ""
+        text = f"{thought}{_THINK_END}{text}"
+    if calls := turn.get("tool_calls"):
+        text += _calls(calls)
+    return text
 
 
 def _calls(calls: Sequence[dict[str, Any]]) -> str:
-    written = []
+    lines = ["\n\n<｜DSML｜tool_calls>"]
     for call in calls:
         function = call["function"]
-        values = "\n".join(
-            f'<｜DSML｜parameter name="{name}" string="{str(isinstance(value, str)).lower()}">'
-            f"{value if isinstance(value, str) else _json(value)}</｜DSML｜parameter>"
-            for name, value in json.loads(function["arguments"]).items()
-        )
-        written.append(f'<｜DSML｜invoke name="{function["name"]}">\n{values}\n</｜DSML｜invoke>')
-    return "\n\n<｜DSML｜tool_calls>\n" + "\n".join(written) + "\n</｜DSML｜tool_calls>"
+        arguments = json.loads(function["arguments"])
+        parameters = [_parameter(name, value) for name, value in arguments.items()]
+        lines.append(f'<｜DSML｜invoke name="{function["name"]}">')
+        lines.append("\n".join(parameters))  # an empty line if there are none
+        lines.append("</｜DSML｜invoke>")
+    lines.append("</｜DSML｜tool_calls>")
+    return "\n".join(lines)
+
+
+def _parameter(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        is_string, text = "true", value
+    else:
+        is_string, text = "false", _json(value)
+    return f'<｜DSML｜parameter name="{name}" string="{is_string}">{text}</｜DSML｜parameter>'
 
 
 def _json(value: Any) -> str:

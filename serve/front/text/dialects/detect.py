@@ -122,14 +122,11 @@ def dialect_of(tokenizer: Any, config: Mapping[str, Any], tool_parser: str | Non
     than a second list.
     """
     model = _model_of(tokenizer, config)
-    found = _found(model, tokenizer)
+    found = _by_program(model) or _by_rules(model) or _by_mlx_lm(model, tokenizer)
     if tool_parser is not None:
         named = _named(tool_parser)
-        found = replace(
-            named,
-            reasoning=named.reasoning or found.reasoning,
-            render=found.render,
-        )
+        reasoning = named.reasoning or found.reasoning
+        found = replace(named, reasoning=reasoning, render=found.render)
     return replace(found, reasoning=_reasoning(found, model, tokenizer))
 
 
@@ -146,45 +143,52 @@ def _model_of(tokenizer: Any, config: Mapping[str, Any]) -> Model:
     template = tokenizer.chat_template
     if isinstance(template, dict):  # Several templates by name.
         template = "\n".join(str(each) for each in template.values())
+    template_type = tokenizer.init_kwargs.get("chat_template_type")
     return Model(
         str(template or ""),
         tokenizer.get_vocab(),
         str(config.get("model_type") or ""),
-        str(tokenizer.init_kwargs.get("chat_template_type") or ""),
+        str(template_type or ""),
     )
 
 
-def _found(model: Model, tokenizer: Any) -> Dialect:
+def _by_program(model: Model) -> Dialect | None:
+    """Returns the dialect of a model whose prompts are rendered by a program, or None."""
     if model.template_type == "deepseek_v32":
         return replace(DEEPSEEK_V32, render=render_v32)
-    if not model.template and model.model_type in _PROGRAMS:
-        dialect, render = _PROGRAMS[model.model_type]
-        return replace(dialect, render=render)
-    for applies, dialect in _RULES:
-        if applies(model):
-            # Conversions of some models bring a template that shows tools itself.
-            shows = dialect.shows_tools or _reads(model, "tools")
-            if shows == dialect.shows_tools:
-                return dialect
-            return _showing(dialect)
-    # After our own rules: its test for JSON calls is less strict than `_is_hermes`.
+    if model.template or model.model_type not in _PROGRAMS:
+        return None
+    dialect, render = _PROGRAMS[model.model_type]
+    return replace(dialect, render=render)
+
+
+def _by_rules(model: Model) -> Dialect | None:
+    """Returns the dialect of the first rule that applies, or None."""
+    dialect = next((dialect for applies, dialect in _RULES if applies(model)), None)
+    if dialect is None:
+        return None
+    # Conversions of some models bring a template that shows tools itself.
+    if not dialect.shows_tools and _reads(model, "tools"):
+        return replace(dialect, shows_tools=True, prepare=None)
+    return dialect
+
+
+def _by_mlx_lm(model: Model, tokenizer: Any) -> Dialect:
+    """Returns the dialect that mlx-lm detects, or the generic one. Our own rules come first,
+    because mlx-lm's test for JSON calls is less strict than `_is_hermes`."""
     name = mlx_lm_module("tokenizer_utils")._infer_tool_parser(tokenizer)
-    if name is None:
-        knows_calls = "tool_calls" in model.template
-        if knows_calls:
-            return replace(GENERIC, prepare=prepare_if_tools)
-        return GENERIC
     if name in NAMED:
         return NAMED[name]
-    return mlx_lm_dialect(name, None)
-
-
-def _showing(dialect: Dialect) -> Dialect:
-    return replace(dialect, shows_tools=True, prepare=None)
+    if name is not None:
+        return mlx_lm_dialect(name, None)
+    if "tool_calls" in model.template:
+        return replace(GENERIC, prepare=prepare_if_tools)
+    return GENERIC
 
 
 def _reasoning(dialect: Dialect, model: Model, tokenizer: Any) -> Reasoning | None:
-    """Returns the dialect's own where the model knows its marks, with the template's variables."""
+    """Returns the dialect's reasoning if the model knows its marks, and otherwise the reasoning
+    that mlx-lm detects, each with the variables that the template reads."""
     own = dialect.reasoning
     if own is None or not _knows(model, own):
         start, end, *_ = mlx_lm_module("tokenizer_utils")._infer_thinking(tokenizer)
@@ -192,18 +196,15 @@ def _reasoning(dialect: Dialect, model: Model, tokenizer: Any) -> Reasoning | No
     if own is None or dialect.render:
         return own
     switch = next((name for name in _SWITCHES if _reads(model, name)), None)
-    has_effort = _reads(model, "reasoning_effort")
-    return replace(
-        own,
-        switch=switch,
-        states=own.states if switch == own.switch else (False, True),
-        effort="reasoning_effort" if has_effort else None,
-        efforts=(own.efforts or _EFFORTS) if has_effort else (),
-    )
+    if switch != own.switch:
+        own = replace(own, switch=switch, states=(False, True))
+    if _reads(model, "reasoning_effort"):
+        return replace(own, effort="reasoning_effort", efforts=own.efforts or _EFFORTS)
+    return replace(own, effort=None, efforts=())
 
 
 def _reads(model: Model, variable: str) -> bool:
-    """Whether the template reads the variable: not a field or a text of this name."""
+    """Whether the template reads this variable, and not only a field or a text of the same name."""
     is_tested = re.search(rf"\b{variable} is (not )?defined", model.template) is not None
     return is_tested or variable in _variables(model.template)
 

@@ -2,7 +2,7 @@
 
 All ranks read and check the files first. If none refuses them, the name gets the new version:
 later sequences have it, and running sequences keep theirs until they end.
-`serve.front.pipeline.adapter_registry` knows which name stands for which version.
+`serve.front.adapters.registry` knows which name stands for which version.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from serve.core.errors import (
     UsageError,
 )
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
-from serve.front.pipeline.adapter import Adapter, LoadedVersion, Source, checked
-from serve.front.pipeline.adapter_registry import AdapterRegistry
+from serve.front.adapters.adapter import Adapter, LoadedVersion, Source, checked
+from serve.front.adapters.registry import AdapterRegistry
 from serve.hub.access import FAILURES, is_refusal
 from serve.hub.partial import pin
 from serve.hub.repo import ADAPTER
@@ -93,7 +93,7 @@ class AdapterLoader:
         try:
             adapter = await self._loaded(name)
         except AdapterError as error:
-            _logger.error("event=adapter_lost name=%s reason=%s", name, error)
+            _logger.error("event=adapter_lost name=%s reason=%s", name, json.dumps(str(error)))
             raise UnavailableError(f"The adapter {name!r} cannot be read again.") from error
         adapter.used_at = time.monotonic()
         self.registry.statistics.num_requests[name] += 1
@@ -322,10 +322,10 @@ class AdapterLoader:
         # On fewer ranks, each has more layers of every adapter.
         nothing_more = [0] * len(self._ranks.ring())
         if not self._evict(nothing_more, None):
-            _logger.warning("event=over_adapter_memory reason='all are pinned or in use'")
+            _logger.warning('event=over_adapter_memory reason="all are pinned or in use"')
 
     def _lose(self, version: int, error: AdapterError) -> None:
-        _logger.error("event=adapter_lost version=%d reason=%s", version, error)
+        _logger.error("event=adapter_lost version=%d reason=%s", version, json.dumps(str(error)))
         self.registry.lose(version)
         lost = UnavailableError("The adapter of this request cannot be read again.")
         self._ranks.end_requests(version, lost)

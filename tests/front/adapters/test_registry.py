@@ -7,8 +7,8 @@ import pytest
 
 from serve.core.errors import AdapterError
 from serve.core.messages import AdapterRead
-from serve.front.pipeline.adapter import Adapter, LoadedVersion, Source
-from serve.front.pipeline.adapter_registry import AdapterRegistry
+from serve.front.adapters.adapter import Adapter, LoadedVersion, Source
+from serve.front.adapters.registry import AdapterRegistry
 from tests.front.fakes import CONFIG
 
 RING = (0,)

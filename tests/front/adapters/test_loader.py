@@ -228,7 +228,7 @@ async def test_the_default_is_listed_first() -> None:
 # --- engines that restart
 
 
-def start_anew(ranks: FakeRanks) -> None:
+def restart(ranks: FakeRanks) -> None:
     ranks.held.clear()
     ranks.are_loaded.clear()
     ranks.adapters.interrupt()
@@ -242,7 +242,7 @@ async def test_new_engines_hold_what_is_current_or_in_use_and_nothing_else() -> 
     ranks.running[1] = 2  # a's first version, which is replaced while it is in use
     await adapters.load("a", "a2", in_place=True)
     await adapters.unload("b")
-    start_anew(ranks)
+    restart(ranks)
     ranks.paths.clear()
     await adapters.restore()
     assert ranks.held == {1, 3, 4}
@@ -258,12 +258,12 @@ async def test_a_ring_with_less_memory_evicts_what_is_idle(
         await ranks.adapters.load(name, name, in_place=False)
     await ranks.adapters.version("a")
     ranks.num_bytes = [150_000, 50_000]
-    start_anew(ranks)
+    restart(ranks)
     await ranks.adapters.restore()
     assert ranks.held == {1}, "b was used least recently"
     ranks.num_bytes = [250_000, 50_000]
     ranks.running[1] = 1
-    start_anew(ranks)
+    restart(ranks)
     await ranks.adapters.restore()
     assert ranks.held == {1}, "no request ends for it"
     assert "event=over_adapter_memory" in caplog.text
@@ -275,7 +275,7 @@ async def test_an_adapter_whose_files_changed_is_not_taken_for_what_it_was(fault
     adapters = ranks.adapters
     await adapters.load("x", "x", in_place=False)
     ranks.running[1] = 1
-    start_anew(ranks)
+    restart(ranks)
     if fault == "other files":
         ranks.checksum = "other"
     else:
@@ -297,7 +297,7 @@ async def test_a_load_that_a_fault_interrupts_is_asked_for_again() -> None:
     loading = asyncio.create_task(ranks.adapters.load("x", "x", in_place=False))
     while not ranks.paths:
         await asyncio.sleep(0)
-    start_anew(ranks)
+    restart(ranks)
     ranks.is_silent = False
     await asyncio.sleep(0.05)
     assert not loading.done(), "there are no engines that could answer"
@@ -316,7 +316,7 @@ async def test_a_load_that_ends_the_engines_is_not_asked_for_without_end() -> No
     for number in (1, 2):
         while len(ranks.paths) < number:
             await asyncio.sleep(0)
-        start_anew(ranks)
+        restart(ranks)
         ranks.are_loaded.set()
     with pytest.raises(AdapterError, match="ended 2 times while they read the adapter") as caught:
         await loading
@@ -331,7 +331,7 @@ async def test_a_fault_right_after_the_last_answer_is_a_fault_all_the_same() -> 
     while not ranks.held:
         await asyncio.sleep(0)
     await asyncio.sleep(0)  # the answers
-    start_anew(ranks)
+    restart(ranks)
     await ranks.adapters.restore()
     ranks.are_loaded.set()
     await loading
@@ -343,7 +343,7 @@ async def test_ranks_learn_which_versions_they_may_have_read_before() -> None:
     await ranks.adapters.load("x", "a", in_place=False)
     ranks.running[1] = 1
     await ranks.adapters.load("x", "b", in_place=True)
-    start_anew(ranks)
+    restart(ranks)
     await ranks.adapters.restore()
     ranks.are_loaded.set()
     ranks.running[1] = 0
@@ -355,7 +355,7 @@ async def test_ranks_learn_which_versions_they_may_have_read_before() -> None:
 async def test_what_is_unloaded_while_it_is_read_again_does_not_stay() -> None:
     ranks = FakeRanks()
     await ranks.adapters.load("x", "x", in_place=False)
-    start_anew(ranks)
+    restart(ranks)
     restoring = asyncio.create_task(ranks.adapters.restore())
     while len(ranks.paths) < 2:
         await asyncio.sleep(0)

@@ -23,7 +23,7 @@ from serve.core.errors import (
     UnavailableError,
 )
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
-from serve.front.pipeline.adapter_loader import AdapterLoader, Ranks
+from serve.front.adapters.loader import AdapterLoader, Ranks
 from serve.front.pipeline.driver import cancelled
 from tests.front.fakes import CONFIG
 from tests.front.pipeline.simulation import expected, make_sequence

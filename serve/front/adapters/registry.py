@@ -1,7 +1,7 @@
 """The registry of LoRA adapters: it maps the names that clients use to versions. Pure.
 
 Each time that files are read, they become a new version, with a number that no other version gets.
-`serve.front.pipeline.adapter_loader` makes the ranks read them.
+`serve.front.adapters.loader` makes the ranks read them.
 """
 
 from collections import Counter
@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from serve.core.amounts import memory_of
 from serve.core.config import NO_ADAPTER_NAME, ServeConfig, may_name_adapter
 from serve.core.errors import AdapterError, NotFoundError, RequestError
-from serve.core.plan import memory_of
-from serve.front.pipeline.adapter import Adapter, LoadedVersion
+from serve.front.adapters.adapter import Adapter, LoadedVersion
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,230 @@
+"""Divides the head among the shards of the last stage: each computes the logits of its part of the
+vocabulary, and all of them are gathered.
+
+Every shard holds the whole head, because rank 0 needs it for steps that are not shared, and the
+embedding may be the same array. A shard's part is a view of it, which takes no memory.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from serve.model.stage import Stage
+
+# The methods with which models compute logits. Modules of other types may not treat each row of
+# their weights by itself.
+_METHODS: dict[type, str] = {
+    nn.Linear: "__call__",
+    nn.QuantizedLinear: "__call__",
+    nn.Embedding: "as_linear",
+    nn.QuantizedEmbedding: "as_linear",
+}
+_NUM_MEASUREMENTS = 8
+
+Compute = Callable[[mx.array], mx.array]
+"""Computes logits (..., vocabulary) from hidden states (..., D)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a module, not evaluated."""
+
+    module: nn.Module
+    inputs: mx.array
+    outputs: mx.array
+
+
+class SharedHead:
+    """The head of a last stage. Inside of `shared` this shard computes its part of the logits;
+    otherwise it computes all of them, as without shards.
+
+    gather returns the arrays (n, ...) of all shards, one behind the other. All shards evaluate what
+    `take` returns, in the same order as their sums. max_tokens is the largest number of tokens of a
+    step for which sharing pays; only rank 0 needs it.
+    """
+
+    def __init__(
+        self,
+        example: _Call,
+        shard: int,
+        num_shards: int,
+        gather: Compute,
+    ) -> None:
+        module = example.module
+        inputs = example.inputs
+        logits = example.outputs
+        hidden_size = inputs.shape[-1]
+        self.max_tokens = 0
+        self.vocabulary_size = logits.shape[-1]
+        self.logits_bytes = self.vocabulary_size * logits.dtype.size
+        self._example = mx.zeros((1, 1, hidden_size), inputs.dtype)
+        self._num_shards = num_shards
+        self._gather = gather
+        self._part_size = _part_size(self.vocabulary_size, num_shards)
+        start = shard * self._part_size
+        end = min(start + self._part_size, self.vocabulary_size)
+        self._part = _rows_of(module, start, end)
+        self._method = _METHODS[type(module)]
+        self._is_shared = False
+        self._gathered: mx.array | None = None
+        _intercept(module, self._method, self._logits)
+        self._whole = module
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Makes calls inside a with block compute the logits together with the other shards."""
+        self._is_shared = True
+        try:
+            yield
+        finally:
+            self._is_shared = False
+
+    def take(self) -> mx.array:
+        """Returns the gathered logits of the last shared call, not evaluated. They are given once,
+        because they would stay in memory."""
+        gathered, self._gathered = self._gathered, None
+        assert gathered is not None, "take() follows a shared call"
+        return gathered
+
+    def saved_seconds(self) -> float:
+        """Measures how much sooner this shard has its part of the logits of one token than the
+        logits of the whole vocabulary."""
+        compute_all = getattr(self._whole, self._method)
+        compute_own = getattr(self._part, self._method)
+        seconds_of_all = _seconds(compute_all, self._example)
+        seconds_of_own = _seconds(compute_own, self._example)
+        return max(0.0, seconds_of_all - seconds_of_own)
+
+    def _logits(self, compute: Compute, hidden: mx.array) -> mx.array:
+        if not self._is_shared:
+            return compute(hidden)
+        compute_own: Compute = getattr(self._part, self._method)
+        own = compute_own(hidden)
+        *shape, num_own = own.shape
+        rows = own.reshape(-1, num_own)
+        num_missing = self._part_size - num_own
+        if num_missing:
+            # The last shard has a smaller part, but arrays that are gathered have one size.
+            rows = mx.pad(rows, [(0, 0), (0, num_missing)])
+        gathered = self._gather(rows)
+        self._gathered = gathered
+        parts = gathered.reshape(self._num_shards, *rows.shape)
+        parts_of_rows = parts.swapaxes(0, 1)
+        joined = parts_of_rows.reshape(*shape, -1)
+        return joined[..., : self.vocabulary_size]
+
+
+def share_head(
+    stage: Stage,
+    shard: int,
+    num_shards: int,
+    gather: Compute,
+) -> SharedHead | None:
+    """Makes the head of a loaded last stage one that shards can share. Returns None, and changes
+    nothing, if its rows are not known to be independent or are too few."""
+    example = find_head(stage.model, stage.layers, stage.logits)
+    if example is None:
+        return None
+    vocabulary_size = example.outputs.shape[-1]
+    start_of_last = _part_size(vocabulary_size, num_shards) * (num_shards - 1)
+    if start_of_last >= vocabulary_size:
+        return None
+    return SharedHead(example, shard, num_shards, gather)
+
+
+def find_head(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    run: Callable[[], mx.array],
+) -> _Call | None:
+    """Returns the call in which a model computes its logits, or None if no call of a module does
+    so. run runs the model lazily and returns its logits."""
+    calls: list[_Call] = []
+
+    def record(module: nn.Module, compute: Compute, hidden: mx.array) -> mx.array:
+        outputs = compute(hidden)
+        calls.append(_Call(module, hidden, outputs))
+        return outputs
+
+    candidates = [module for module in _outside(model, layers) if type(module) in _METHODS]
+    types = [type(module) for module in candidates]
+    try:
+        for module in candidates:
+            method = _METHODS[type(module)]
+            _intercept(module, method, functools.partial(record, module))
+        logits = run()
+    finally:
+        for module, original in zip(candidates, types, strict=True):
+            module.__class__ = original
+            object.__delattr__(module, "_brigade_head")
+    vocabulary_size = logits.shape[-1]
+    found = [call for call in calls if call.outputs.shape[-1] == vocabulary_size]
+    if len(found) != 1:
+        return None
+    (call,) = found
+    for value in call.module.values():
+        if isinstance(value, mx.array) and value.shape[:1] != (vocabulary_size,):
+            return None
+    return call
+
+
+def _outside(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    inside: set[int] = set()
+    for layer in layers:
+        ids = {id(module) for module in layer.modules()}
+        inside |= ids
+    return [module for module in model.modules() if id(module) not in inside]
+
+
+def _part_size(vocabulary_size: int, num_shards: int) -> int:
+    return -(-vocabulary_size // num_shards)
+
+
+def _rows_of(module: nn.Module, start: int, end: int) -> nn.Module:
+    """Makes a module of the same type with the rows [start, end) of its arrays, as views."""
+    part = type(module).__new__(type(module))
+    vars(part).update(vars(module))
+    for key, value in module.items():
+        if isinstance(value, mx.array):
+            value = value[start:end]
+        part[key] = value
+    return part
+
+
+def _intercept(module: nn.Module, method: str, function: Callable[..., mx.array]) -> None:
+    """Makes calls of a method of this one module go through a function, which gets the original
+    method and the argument. Seams of adapters are opened around it."""
+    module.__class__ = _intercepted(type(module), method)
+    object.__setattr__(module, "_brigade_head", function)
+
+
+@functools.cache
+def _intercepted(original: type[nn.Module], method: str) -> type[nn.Module]:
+    """Makes the subclass that calls the function. It keeps the name of the original, for code that
+    looks at class names."""
+
+    def call(self: Any, hidden: mx.array) -> mx.array:
+        compute = functools.partial(getattr(original, method), self)
+        logits: mx.array = self._brigade_head(compute, hidden)
+        return logits
+
+    return type(original.__name__, (original,), {method: call})
+
+
+def _seconds(compute: Compute, hidden: mx.array) -> float:
+    """Measures the time of computing logits. Other programs can only make it longer."""
+    times: list[float] = []
+    for _ in range(_NUM_MEASUREMENTS):
+        started = time.perf_counter()
+        logits = compute(hidden)
+        first = logits[..., 0]
+        first.item()
+        seconds = time.perf_counter() - started
+        times.append(seconds)
+    return min(times)

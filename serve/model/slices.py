@@ -1,0 +1,190 @@
+"""The parts of an axis that the shards of a stage have: equal ones, or ones that differ by a unit,
+such as a head."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """The ranges of an axis of size num_whole that each shard has."""
+
+    num_whole: int
+    ranges: tuple[Ranges, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The size of each shard's part."""
+        sizes: list[int] = []
+        for own in self.ranges:
+            size = sum(end - start for start, end in own)
+            sizes.append(size)
+        return tuple(sizes)
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether the parts of all shards have the same size."""
+        return len(set(self.sizes)) == 1
+
+    @property
+    def is_partition(self) -> bool:
+        """Whether each number of the axis belongs to exactly one shard."""
+        last_end = 0
+        for start, end in sorted(itertools.chain(*self.ranges)):
+            if start != last_end:
+                return False
+            last_end = end
+        return last_end == self.num_whole
+
+    def take(self, array: mx.array, shard: int, axis: int = -1) -> mx.array:
+        """Returns the shard's part of an array, whose axis has the size num_whole."""
+        moved = array.swapaxes(axis, 0)
+        parts = []
+        for start, end in self.ranges[shard]:
+            part = moved[start:end]
+            parts.append(part)
+        joined = mx.concatenate(parts)
+        return joined.swapaxes(axis, 0)
+
+    def possible_numbers(self, whole: int) -> list[tuple[int, ...]]:
+        """Returns the values that an attribute with the value `whole` may have on the shards, if
+        they have these parts of an axis, the likeliest values first."""
+        num_shards = len(self.ranges)
+        if whole <= 0:
+            return []
+        if not self.are_equal:
+            in_proportion = self._in_proportion(whole)
+            return [in_proportion] if in_proportion else []
+        found: list[tuple[int, ...]] = []
+        for divisor in range(num_shards, 1, -1):
+            # Several shards may have copies of the same head.
+            is_possible = num_shards % divisor == 0
+            part, rest = divmod(whole, divisor)
+            if is_possible and not rest:
+                found.append((part,) * num_shards)
+        return found
+
+    def _in_proportion(self, whole: int) -> tuple[int, ...] | None:
+        """Divides a number as this axis is divided; None if the parts are no whole numbers."""
+        parts: list[int] = []
+        for size in self.sizes:
+            part, rest = divmod(whole * size, self.num_whole)
+            if rest:
+                return None
+            parts.append(part)
+        return tuple(parts)
+
+
+def cut_units(size: int, num_units: int, num_shards: int) -> Slices:
+    """Cuts an axis between units of equal size, of which some shards have one more than the others.
+    These are the first ones, so that no shard has more than shard 0."""
+    size_of_unit = size // num_units
+    num_each, num_larger = divmod(num_units, num_shards)
+    ranges: list[Ranges] = []
+    start = 0
+    for shard in range(num_shards):
+        num_own = num_each + (shard < num_larger)
+        end = start + num_own * size_of_unit
+        own = (start, end)
+        ranges.append((own,))
+        start = end
+    return Slices(size, tuple(ranges))
+
+
+def own_ranges(size: int, segments: Any, shard: int, num_shards: int) -> Ranges:
+    """Returns the ranges of an axis that belong to a shard: an equal part of each segment. segments
+    is either a number of equal segments, or a list of the positions at which the axis is cut, as
+    indices or as fractions of its size; or the Slices of all shards. Raises ValueError if the parts
+    are not equal, or are not cut between whole numbers."""
+    if isinstance(segments, Slices):
+        return _scaled(segments.ranges[shard], size, segments.num_whole)
+    ranges: list[tuple[int, int]] = []
+    start = 0
+    for end in _segment_ends(size, segments):
+        length = end - start
+        part, rest = divmod(length, num_shards)
+        if rest:
+            raise ValueError(f"{length} does not divide into {num_shards} parts")
+        first = start + shard * part
+        last = first + part
+        ranges.append((first, last))
+        start = end
+    return tuple(ranges)
+
+
+def _scaled(ranges: Ranges, size: int, num_whole: int) -> Ranges:
+    """Returns the same ranges of an axis that has another size: quantized weights are packed."""
+    scaled: list[tuple[int, int]] = []
+    for start, end in ranges:
+        first, rest_of_first = divmod(start * size, num_whole)
+        last, rest_of_last = divmod(end * size, num_whole)
+        if rest_of_first or rest_of_last:
+            raise ValueError(f"{num_whole} numbers in {size} do not divide at {start} and {end}")
+        scaled.append((first, last))
+    return tuple(scaled)
+
+
+def _segment_ends(size: int, segments: Any) -> list[int]:
+    ends: list[int] = []
+    if isinstance(segments, int):
+        length, rest = divmod(size, segments)
+        if rest:
+            raise ValueError(f"{size} does not divide into {segments} segments")
+        for number in range(segments):
+            ends.append(length * (number + 1))
+        return ends
+    for cut in segments:
+        if isinstance(cut, int):
+            ends.append(cut)
+        else:
+            place = int(cut * size)
+            ends.append(place)
+    ends.append(size)
+    return ends
+
+
+def slices_of(supports: Sequence[mx.array], axis: int, parts: Slices) -> Slices | None:
+    """Returns the ranges of an axis on which each shard's part of another axis depends: where its
+    support is not zero. None if a part depends on everything or on nothing, or if the sizes are not
+    in the proportions of the parts."""
+    num_whole = supports[0].shape[axis]
+    ranges: list[Ranges] = []
+    for support in supports:
+        depends = support != 0
+        moved = depends.swapaxes(axis, 0)
+        flat = moved.reshape(num_whole, -1)
+        is_used: list[bool] = flat.any(axis=1).tolist()  # type: ignore[assignment]
+        runs = tuple(_runs(is_used))
+        ranges.append(runs)
+    found = Slices(num_whole, tuple(ranges))
+    is_whole = num_whole in found.sizes
+    is_unused = 0 in found.sizes
+    if is_whole or is_unused or not _are_proportional(found.sizes, parts.sizes):
+        return None
+    return found
+
+
+def _are_proportional(sizes: Sequence[int], others: Sequence[int]) -> bool:
+    total = sum(sizes)
+    total_of_others = sum(others)
+    for size, other in zip(sizes, others, strict=True):
+        if size * total_of_others != other * total:
+            return False
+    return True
+
+
+def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Yields the ranges in which the flags are true."""
+    start = 0
+    for flag, group in itertools.groupby(flags):
+        length = len(list(group))
+        end = start + length
+        if flag:
+            yield start, end
+        start = end

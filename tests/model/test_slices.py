@@ -1,0 +1,63 @@
+"""Parts of an axis: units, supports, and the numbers that fit them."""
+
+import mlx.core as mx
+import pytest
+
+from serve.model.slices import Slices, cut_units, slices_of
+
+
+@pytest.mark.parametrize(
+    ("size", "num_units", "num_shards", "sizes"),
+    [
+        (48, 2, 2, (24, 24)),
+        (48, 3, 2, (32, 16)),
+        (64, 8, 3, (24, 24, 16)),
+        (14336, 224, 3, (75 * 64, 75 * 64, 74 * 64)),
+        (9, 9, 4, (3, 2, 2, 2)),
+    ],
+)
+def test_cut_units_gives_the_first_shards_one_unit_more(
+    size: int, num_units: int, num_shards: int, sizes: tuple[int, ...]
+) -> None:
+    slices = cut_units(size, num_units, num_shards)
+    assert slices.sizes == sizes
+    assert slices.is_partition
+    array = mx.arange(size)
+    parts = [slices.take(array, shard) for shard in range(num_shards)]
+    assert mx.concatenate(parts).tolist() == array.tolist()
+
+
+@pytest.mark.parametrize(
+    ("ranges", "is_partition"),
+    [
+        ((((0, 2), (4, 6)), ((2, 4),)), True),
+        ((((0, 4),), ((2, 6),)), False),  # a copy
+        ((((0, 2),), ((4, 6),)), False),  # a gap
+        ((((0, 2),), ((2, 4),)), False),  # no end
+    ],
+)
+def test_slices_know_whether_each_number_has_one_shard(
+    ranges: tuple[tuple[tuple[int, int], ...], ...], is_partition: bool
+) -> None:
+    assert Slices(6, ranges).is_partition == is_partition
+
+
+def test_slices_of_unequal_parts_are_in_their_proportions() -> None:
+    parts = cut_units(6, 3, 2)  # Four numbers and two.
+    fitting = [mx.array([[1.0, 0, 1, 0, 0, 0]]), mx.array([[0, 0, 0, 0, 1.0, 0]])]
+    found = slices_of(fitting, -1, parts)
+    assert found
+    assert found.ranges == (((0, 1), (2, 3)), ((4, 5),))
+    equal = [mx.array([[1.0, 0, 0]]), mx.array([[0, 1.0, 0]])]
+    assert slices_of(equal, -1, parts) is None
+    assert slices_of(equal, -1, cut_units(6, 2, 2))
+    assert slices_of([mx.ones(3), mx.ones(3)], -1, parts) is None
+    assert slices_of([mx.zeros(3), mx.zeros(3)], -1, parts) is None
+
+
+def test_slices_divide_numbers_in_their_proportions() -> None:
+    assert cut_units(48, 3, 2).possible_numbers(9) == [(6, 3)]
+    assert cut_units(48, 3, 2).possible_numbers(8) == []
+    assert cut_units(48, 3, 2).possible_numbers(0) == []
+    # Four shards have a head each, or each head is on two shards.
+    assert cut_units(48, 4, 4).possible_numbers(4) == [(1, 1, 1, 1), (2, 2, 2, 2)]
