@@ -49,6 +49,12 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
+                reader, writer = await asyncio.open_connection(sock=ours)
+            except BaseException:
+                ours.close()
+                raise
+            # The process comes last: nobody would end it if the caller were cancelled after this.
+            try:
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", cls.program, str(theirs.fileno())),
                     pass_fds=[theirs.fileno()],
@@ -56,9 +62,8 @@ class EngineProcess:
                     env=with_openblas(os.environ),
                 )
             except BaseException:
-                ours.close()
+                writer.close()
                 raise
-        reader, writer = await asyncio.open_connection(sock=ours)
         return cls(process, Link(reader, writer, FromEngine))
 
     @property

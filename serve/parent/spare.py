@@ -61,12 +61,19 @@ class Spare:
         self._starting = asyncio.create_task(_started(earlier))
 
     async def _taken(self) -> EngineProcess | None:
-        """Returns the spare process, which may have ended, and forgets it."""
+        """Returns the spare process, which may have ended, and forgets it. If the caller is
+        cancelled meanwhile, the process is still the spare one, and `close` ends it."""
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        starting, self._starting = self._starting, None
-        return await starting if starting else None
+        starting = self._starting
+        if starting is None:
+            return None
+        await asyncio.wait({starting})
+        if self._starting is not starting:
+            return None  # Another caller has taken it.
+        self._starting = None
+        return starting.result()
 
 
 async def _started(earlier: EngineProcess | None) -> EngineProcess | None:

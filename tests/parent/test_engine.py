@@ -1,10 +1,13 @@
-"""Engine processes that cannot be started."""
+"""Engine processes that cannot be started, or whose start is cancelled."""
 
+import asyncio
 import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+import psutil
 import pytest
 
 from serve.core.errors import EngineError
@@ -47,3 +50,28 @@ def free_descriptors(count: int) -> Iterator[None]:
 async def test_engine_process_says_that_it_cannot_start_without_descriptors(num_free: int) -> None:
     with free_descriptors(num_free), pytest.raises(EngineError, match="Too many open files"):
         await EngineProcess.start()
+
+
+async def test_engine_process_whose_start_is_cancelled_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was cancelled between the start of the process and that of the connection to it."""
+    monkeypatch.setattr(EngineProcess, "program", "tests.front.pipeline.standin_engine")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    this = psutil.Process()
+    num_open, num_children = this.num_fds(), len(this.children())
+    num_cancelled = 0
+    for num_turns in range(100):
+        starting = asyncio.create_task(EngineProcess.start())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait({starting})
+        if not starting.cancelled():
+            await starting.result().stop()
+            break
+        num_cancelled += 1
+        assert len(this.children()) == num_children
+    assert num_cancelled > 3
+    await asyncio.sleep(0.1)  # Closed connections let go of their descriptors in the next turns.
+    assert this.num_fds() == num_open

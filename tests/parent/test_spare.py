@@ -72,6 +72,30 @@ async def test_spare_is_taken_once() -> None:
         await second.stop()
 
 
+async def test_spare_whose_taker_is_cancelled_is_still_the_spare_one() -> None:
+    own = Spare(is_on=True)
+    own.prepare()
+    while not own._is_there:
+        await asyncio.sleep(0)
+    taking = asyncio.create_task(own.take())
+    await asyncio.sleep(0)
+    taking.cancel()
+    await asyncio.wait({taking})
+    assert taking.cancelled()
+    assert own._is_there
+    await own.close()
+    assert not processes()
+
+
+async def test_spare_that_two_want_goes_to_one_of_them() -> None:
+    async with prepared() as (own, process):
+        first, second = await asyncio.gather(own.take(), own.take())
+        assert process.pid in (first.pid, second.pid)
+        assert first.pid != second.pid
+        await first.stop()
+        await second.stop()
+
+
 async def test_spare_that_was_killed_is_not_taken() -> None:
     async with prepared() as (own, process):
         process.kill()
