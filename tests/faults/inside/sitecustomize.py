@@ -1,8 +1,7 @@
 """Python runs this first where PYTHONPATH has its folder: it breaks engines from inside.
 
 BROKEN_SEED is a seed with which drawing a token raises, FATAL_SEED one with which it ends the
-engine as a stack overflow would; STEP_SECONDS is how much longer
-each step takes.
+engine as a stack overflow would. STEP_SECONDS is how much longer each step takes.
 """
 
 import os
@@ -18,7 +17,9 @@ if "serve.rank.worker" in sys.orig_argv:
 
     def _breaking_key(seed, position):
         if str(seed) == os.environ.get("FATAL_SEED"):
-            os.kill(os.getpid(), signal.SIGSEGV)
+            # In this thread, as a real one. With os.kill the main thread takes the signal, and this
+            # one may send the token before the process ends.
+            signal.raise_signal(signal.SIGSEGV)
         if str(seed) == os.environ.get("BROKEN_SEED"):
             raise ValueError(f"seed {seed}\nFORGED line of /a/path")
         return _key(seed, position)
