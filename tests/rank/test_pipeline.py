@@ -185,9 +185,18 @@ class LocalPipeline:
         assert disk
         self.scheduler.add(*sequences)
         self._pump()
+        held: list[Result] = []
         while is_busy(disk) or min(len(sequence.output) for sequence in sequences) < num_tokens:
-            self._take(self.results.get(timeout=30))
+            result = self.results.get(timeout=30)
+            # On a slow disk, the answers would otherwise end before their files are written.
+            if disk._writing and isinstance(result, Result):
+                held.append(result)
+                continue
+            for each in (*held, result):
+                self._take(each)
+            held.clear()
             self._pump()
+        assert all(sequence.num_left > 0 for sequence in sequences)
 
     def answer(self, sequences: list[Sequence]) -> dict[int, list[int]]:
         """Runs the sequences to their end, as serve.front.pipeline.engine does."""
