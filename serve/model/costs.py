@@ -90,7 +90,7 @@ def measure(
         tied=cost_outside(needs.first & needs.last),
         hop_bytes_per_token=hop_bytes // _NUM_TOKENS,
         head_bytes=_weight_bytes(head.module) if head else 0,
-        logits_bytes=head.outputs.nbytes // _NUM_TOKENS if head else 0,
+        logits_bytes=head.logits_bytes if head else 0,
     )
 
 

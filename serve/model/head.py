@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from serve.model.stage import Stage
+from serve.model.trial import Layers, modules_outside
 
 # The methods with which models compute logits. Modules of other types may not treat each row of
 # their weights by itself.
@@ -29,41 +30,50 @@ _NUM_MEASUREMENTS = 8
 
 Compute = Callable[[mx.array], mx.array]
 """Computes logits (..., vocabulary) from hidden states (..., D)."""
+Gather = Callable[[mx.array], mx.array]
+"""Returns the arrays (n, ...) of all shards, one behind the other."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """A call of a module, not evaluated."""
+class HeadCall:
+    """The call of a module that computes logits, not evaluated."""
 
     module: nn.Module
-    inputs: mx.array
-    outputs: mx.array
+    hidden: mx.array
+    logits: mx.array
+
+    @property
+    def vocabulary_size(self) -> int:
+        """The number of the logits of one token."""
+        return self.logits.shape[-1]
+
+    @property
+    def logits_bytes(self) -> int:
+        """The size of the logits of one token."""
+        return self.vocabulary_size * self.logits.dtype.size
 
 
 class SharedHead:
     """The head of a last stage. Inside of `shared` this shard computes its part of the logits;
     otherwise it computes all of them, as without shards.
 
-    gather returns the arrays (n, ...) of all shards, one behind the other. All shards evaluate what
-    `take` returns, in the same order as their sums. max_tokens is the largest number of tokens of a
-    step for which sharing pays; only rank 0 needs it.
+    All shards evaluate what `take` returns, in the same order as their sums. max_tokens is the
+    largest number of tokens of a step for which sharing pays; only rank 0 needs it.
     """
 
     def __init__(
         self,
-        example: _Call,
+        example: HeadCall,
         shard: int,
         num_shards: int,
-        gather: Compute,
+        gather: Gather,
     ) -> None:
         module = example.module
-        inputs = example.inputs
-        logits = example.outputs
-        hidden_size = inputs.shape[-1]
+        hidden_size = example.hidden.shape[-1]
         self.max_tokens = 0
-        self.vocabulary_size = logits.shape[-1]
-        self.logits_bytes = self.vocabulary_size * logits.dtype.size
-        self._example = mx.zeros((1, 1, hidden_size), inputs.dtype)
+        self.vocabulary_size = example.vocabulary_size
+        self.logits_bytes = example.logits_bytes
+        self._example = mx.zeros((1, 1, hidden_size), example.hidden.dtype)
         self._num_shards = num_shards
         self._gather = gather
         self._part_size = _part_size(self.vocabulary_size, num_shards)
@@ -73,7 +83,7 @@ class SharedHead:
         self._method = _METHODS[type(module)]
         self._is_shared = False
         self._gathered: mx.array | None = None
-        _intercept(module, self._method, self._logits)
+        _intercept(module, self._logits)
         self._whole = module
 
     @contextmanager
@@ -124,14 +134,14 @@ def share_head(
     stage: Stage,
     shard: int,
     num_shards: int,
-    gather: Compute,
+    gather: Gather,
 ) -> SharedHead | None:
     """Makes the head of a loaded last stage one that shards can share. Returns None, and changes
     nothing, if its rows are not known to be independent or are too few."""
     example = find_head(stage.model, stage.layers, stage.logits)
     if example is None:
         return None
-    vocabulary_size = example.outputs.shape[-1]
+    vocabulary_size = example.vocabulary_size
     start_of_last = _part_size(vocabulary_size, num_shards) * (num_shards - 1)
     if start_of_last >= vocabulary_size:
         return None
@@ -140,31 +150,16 @@ def share_head(
 
 def find_head(
     model: nn.Module,
-    layers: Sequence[nn.Module],
+    layers: Layers,
     run: Callable[[], mx.array],
-) -> _Call | None:
+) -> HeadCall | None:
     """Returns the call in which a model computes its logits, or None if no call of a module does
     so. run runs the model lazily and returns its logits."""
-    calls: list[_Call] = []
-
-    def record(module: nn.Module, compute: Compute, hidden: mx.array) -> mx.array:
-        outputs = compute(hidden)
-        calls.append(_Call(module, hidden, outputs))
-        return outputs
-
-    candidates = [module for module in _outside(model, layers) if type(module) in _METHODS]
-    types = [type(module) for module in candidates]
-    try:
-        for module in candidates:
-            method = _METHODS[type(module)]
-            _intercept(module, method, functools.partial(record, module))
+    candidates = [module for module in modules_outside(model, layers) if type(module) in _METHODS]
+    with _recorded(candidates) as calls:
         logits = run()
-    finally:
-        for module, original in zip(candidates, types, strict=True):
-            module.__class__ = original
-            object.__delattr__(module, "_brigade_head")
     vocabulary_size = logits.shape[-1]
-    found = [call for call in calls if call.outputs.shape[-1] == vocabulary_size]
+    found = [call for call in calls if call.vocabulary_size == vocabulary_size]
     if len(found) != 1:
         return None
     (call,) = found
@@ -174,12 +169,25 @@ def find_head(
     return call
 
 
-def _outside(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    inside: set[int] = set()
-    for layer in layers:
-        ids = {id(module) for module in layer.modules()}
-        inside |= ids
-    return [module for module in model.modules() if id(module) not in inside]
+@contextmanager
+def _recorded(modules: Sequence[nn.Module]) -> Iterator[list[HeadCall]]:
+    """Lists the calls of modules inside a with block."""
+    calls: list[HeadCall] = []
+
+    def record(module: nn.Module, compute: Compute, hidden: mx.array) -> mx.array:
+        outputs = compute(hidden)
+        calls.append(HeadCall(module, hidden, outputs))
+        return outputs
+
+    types = [type(module) for module in modules]
+    try:
+        for module in modules:
+            _intercept(module, functools.partial(record, module))
+        yield calls
+    finally:
+        for module, original in zip(modules, types, strict=True):
+            module.__class__ = original
+            object.__delattr__(module, "_brigade_head")
 
 
 def _part_size(vocabulary_size: int, num_shards: int) -> int:
@@ -197,17 +205,18 @@ def _rows_of(module: nn.Module, start: int, end: int) -> nn.Module:
     return part
 
 
-def _intercept(module: nn.Module, method: str, function: Callable[..., mx.array]) -> None:
-    """Makes calls of a method of this one module go through a function, which gets the original
-    method and the argument. Seams of adapters are opened around it."""
-    module.__class__ = _intercepted(type(module), method)
+def _intercept(module: nn.Module, function: Callable[[Compute, mx.array], mx.array]) -> None:
+    """Makes this one module compute logits through a function, which gets the original method and
+    the hidden states. Seams of adapters are opened around it."""
+    module.__class__ = _intercepted(type(module))
     object.__setattr__(module, "_brigade_head", function)
 
 
 @functools.cache
-def _intercepted(original: type[nn.Module], method: str) -> type[nn.Module]:
+def _intercepted(original: type[nn.Module]) -> type[nn.Module]:
     """Makes the subclass that calls the function. It keeps the name of the original, for code that
     looks at class names."""
+    method = _METHODS[original]
 
     def call(self: Any, hidden: mx.array) -> mx.array:
         compute = functools.partial(getattr(original, method), self)

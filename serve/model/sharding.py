@@ -20,7 +20,7 @@ from serve.model import trace
 from serve.model.pairs import Pairs, find_pairs
 from serve.model.probe import LINEAR
 from serve.model.slices import Ranges, Slices, own_ranges
-from serve.model.trial import FAILURES
+from serve.model.trial import FAILURES, modules_outside
 
 SUMMING = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)
 """Modules that have only some of the inputs, and add up the outputs of all shards."""
@@ -242,7 +242,8 @@ def _shard_as_mlx_lm(model: Any, group: Any) -> Sharding:
     """Divides a model with its own `shard`. Raises PlanError if that is not even."""
     numbers = [(module, _numbers(module)) for module in model.modules()]
     shapes = _weight_shapes(model)
-    outside = [(module, dict(module), dict(vars(module))) for module in _outside_layers(model)]
+    modules = modules_outside(model, list(model.layers))
+    outside = [(module, dict(module), dict(vars(module))) for module in modules]
     num_shards = group.size()
     divider = _Divider()
     try:
@@ -559,11 +560,6 @@ def _check_numbers(before: _Numbers, after: _Numbers, num_shards: int) -> None:
                 f"--tensor-parallel {num_shards} does not divide this model's {name} of {whole}: "
                 f"choose a divisor of {whole}, or leave the option out."
             )
-
-
-def _outside_layers(model: nn.Module) -> list[nn.Module]:
-    inside = {id(module) for layer in model.layers for module in layer.modules()}
-    return [module for module in model.modules() if id(module) not in inside]
 
 
 def _restore(

@@ -275,6 +275,17 @@ def without_weights(model: nn.Module) -> Iterator[None]:
         set_arrays(model, weights)
 
 
+def modules_outside(model: nn.Module, layers: Layers) -> list[nn.Module]:
+    """Returns the modules of a model that do not belong to its layers. Each is there once, even if
+    the model has several names for it."""
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    outside: dict[int, nn.Module] = {}
+    for module in model.modules():
+        if id(module) not in inside:
+            outside[id(module)] = module
+    return list(outside.values())
+
+
 def named_arrays(tree: Any) -> Iterator[tuple[str, mx.array]]:
     """Yields each array below a module, parameters and constants, with its dotted name."""
     for key, value in entries(tree):

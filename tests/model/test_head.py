@@ -128,6 +128,19 @@ def test_share_head_leaves_heads_of_other_types_whole() -> None:
     assert type(model.lm_head) is Special
 
 
+def test_share_head_finds_a_head_that_has_two_names() -> None:
+    model = build("llama")
+    model.other = model.lm_head
+    expected = model(mx.array(TOKENS))
+    stage = Stage(model, 0, len(model.layers))
+    head = share_head(stage, 0, 1, lambda own: own)
+    assert head is not None
+    with head.shared():
+        (logits,) = stage(mx.array(TOKENS), None, [])
+    assert mx.array_equal(logits, expected)
+    assert mx.array_equal(head.take(), expected.reshape(-1, 96))
+
+
 def test_share_head_leaves_a_vocabulary_whole_that_has_no_part_for_the_last_shard() -> None:
     stage = Stage(build("llama", vocab_size=9), 0, 4)
     assert share_head(stage, 0, 8, lambda own: own) is None
