@@ -23,6 +23,7 @@ from serve.model.sharding import (
     Division,
     Sharding,
     matrices_of_layers,
+    owner_of,
     shard_to_train,
     sum_of_shards,
     with_summed_gradient,
@@ -292,7 +293,7 @@ def _parts_in_blocks(model: nn.Module, sharding: Sharding, num_shards: int) -> T
     blocks. Raises PlanError."""
     parts = TrainedParts({}, set())
     for path, array in _trained_arrays(model).items():
-        name = _owner(path)
+        name = owner_of(path)
         key = path.removeprefix(f"{name}.")
         division = sharding.divisions.get(name)
         made = sharding.made.get(id(array))
@@ -333,12 +334,6 @@ def _check_shapes(before: Shapes, model: nn.Module, parts: TrainedParts) -> None
 def _trained_arrays(model: nn.Module) -> dict[str, mx.array]:
     arrays = model.trainable_parameters()
     return dict(tree_flatten(arrays))
-
-
-def _owner(name: str) -> str:
-    """Returns the name of the module that has an array or another module."""
-    owner, _, _ = name.rpartition(".")
-    return owner
 
 
 def _check_gradients(model: nn.Module, sharding: Sharding) -> None:

@@ -19,7 +19,7 @@ from serve.core.errors import PlanError
 from serve.model import trace
 from serve.model.pairs import Pairs, find_pairs
 from serve.model.probe import LINEAR
-from serve.model.slices import Ranges, Slices, own_ranges
+from serve.model.slices import Ranges, Segments, Slices, own_ranges
 from serve.model.trial import FAILURES, modules_outside
 
 SUMMING = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)
@@ -35,6 +35,9 @@ _PART_CLASSES: dict[tuple[bool, bool], Any] = {
 """MLX's modules for a shard's part of a linear module, by whether the part has all inputs, and
 whether it is quantized."""
 
+_Where = Callable[[str, mx.array], int | tuple[int, Segments] | None]
+"""Returns the axis along which an array of a module is divided, or the axis and its segments; or
+None for an array that stays whole. It gets the name of the array."""
 _Numbers = dict[str, int]
 _Shapes = dict[str, tuple[int, ...]]
 
@@ -189,13 +192,13 @@ def shard_to_train(model: nn.Module, group: Any, trained: Set[str]) -> Sharding:
 
 def _is_beside(array: str, divisions: Divisions) -> bool:
     """Whether an array that is not divided belongs to a module that contains divided ones."""
-    module = _owner(array)
+    module = owner_of(array)
     if module in divisions:
         return False
-    return any(_is_below(array, [_owner(name)]) for name in divisions)
+    return any(_is_below(array, [owner_of(name)]) for name in divisions)
 
 
-def _owner(name: str) -> str:
+def owner_of(name: str) -> str:
     """Returns the name of the module that has an array or another module."""
     owner, _, _ = name.rpartition(".")
     return owner
@@ -221,15 +224,21 @@ class _State:
         self._class = type(module)
         self._children = dict(module)
         self._attributes = dict(vars(module))
+        # Lists of modules are changed in place, too.
+        self._lists: list[tuple[list[Any], list[Any]]] = []
         # Operators such as /= change an array in place, but not a second object for it. The arrays
         # themselves are kept: what reads the files knows them.
         self._arrays: list[tuple[mx.array, mx.array]] = []
         for child in module.values():
-            if isinstance(child, mx.array):
+            if isinstance(child, list):
+                self._lists.append((child, list(child)))
+            elif isinstance(child, mx.array):
                 self._arrays.append((child, copy.copy(child)))
 
     def restore(self) -> None:
         self._module.__class__ = self._class
+        for children, same in self._lists:
+            children[:] = same
         for array, before in self._arrays:
             array[...] = before
         self._module.clear()
@@ -260,10 +269,28 @@ def _shard_as_mlx_lm(model: Any, group: Any) -> Sharding:
 
 def _shard_pairs(model: nn.Module, pairs: Pairs, group: Any) -> Sharding:
     """Divides matrices, arrays and numbers of a model as they were found."""
-    modules: dict[str, Any] = dict(model.named_modules())
     shapes = _weight_shapes(model)
-    roles = pairs.roles
     divider = _Divider()
+    _divide_matrices(model, pairs, divider, group)
+    modules: dict[str, Any] = dict(model.named_modules())
+    for path, (axis, slices) in pairs.roles.arrays.items():
+        name, _, key = path.rpartition(".")
+        module = modules[name]
+        whole = module[key]
+        module[key] = divider.own_part(whole, axis, slices, group)
+    for (name, attribute), values in pairs.roles.numbers.items():
+        module = modules[name]
+        vars(module)[attribute] = values[group.rank()]
+    for name in pairs.summed:
+        _sum_outputs(modules[name], group)
+    return _sharding(model, divider, pairs, group, shapes)
+
+
+def _divide_matrices(model: nn.Module, pairs: Pairs, divider: "_Divider", group: Any) -> None:
+    """Reduces the matrices of pairs to the parts of this shard. Those inside of a module whose
+    outputs are summed stay modules of their own class; the others become MLX's modules."""
+    modules: dict[str, Any] = dict(model.named_modules())
+    roles = pairs.roles
     for name, slices in roles.column_parallel.items():
         module = modules[name]
         where = functools.partial(_divided_outputs, slices)
@@ -286,17 +313,6 @@ def _shard_pairs(model: nn.Module, pairs: Pairs, group: Any) -> Sharding:
             # All shards add it, before their outputs are added up.
             bias = module["bias"]
             module["bias"] = bias / group.size()
-    for path, (axis, slices) in roles.arrays.items():
-        name, _, key = path.rpartition(".")
-        module = modules[name]
-        whole = module[key]
-        module[key] = divider.own_part(whole, axis, slices, group)
-    for (name, attribute), values in roles.numbers.items():
-        module = modules[name]
-        vars(module)[attribute] = values[group.rank()]
-    for name in pairs.summed:
-        _sum_outputs(modules[name], group)
-    return _sharding(model, divider, pairs, group, shapes)
 
 
 def _weight_shapes(model: nn.Module) -> _Shapes:
@@ -356,13 +372,13 @@ def _linear_part(
     return part
 
 
-def _divided_outputs(slices: Slices, path: str, weight: mx.array) -> tuple[int, Slices] | None:
+def _divided_outputs(slices: Slices, path: str, weight: mx.array) -> tuple[int, Segments] | None:
     if path == "bias":
         return -1, slices
     return (-2, slices) if weight.ndim > 1 else None
 
 
-def _divided_inputs(slices: Slices, path: str, weight: mx.array) -> tuple[int, Slices] | None:
+def _divided_inputs(slices: Slices, path: str, weight: mx.array) -> tuple[int, Segments] | None:
     if path == "bias" or weight.ndim < 2:
         return None
     return -1, slices
@@ -467,22 +483,20 @@ class _Divider:
     def own_parameters(
         self,
         module: nn.Module,
-        where: Callable[[str, mx.array], Any],
+        where: _Where,
         group: Any,
     ) -> dict[str, Any]:
-        """Returns this shard's parameters of a module. where is as for `_divide`."""
+        """Returns this shard's parameters of a module."""
         parameters: dict[str, Any] = self._divide(module.parameters(), where, group)
         return parameters
 
     def _divide(
         self,
         parameters: dict[str, Any],
-        where: Callable[[str, mx.array], Any],
+        where: _Where,
         group: Any,
     ) -> Any:
-        """Returns the parameters of this shard. where returns the axis along which a weight is
-        divided, or the axis and its segments, of each of which every shard gets a part; or None for
-        a weight that stays whole."""
+        """Returns the parameters of this shard, for MLX or for `own_parameters`."""
 
         def own(path: str, weight: Any) -> Any:
             if not isinstance(weight, mx.array):
@@ -490,15 +504,12 @@ class _Divider:
             place = where(path, weight)
             if place is None:
                 return weight
-            segments: Any = 1
-            axis = place
-            if isinstance(place, tuple):
-                axis, segments = place
+            axis, segments = place if isinstance(place, tuple) else (place, 1)
             return self.own_part(weight, axis, segments, group)
 
         return tree_map_with_path(own, parameters)
 
-    def own_part(self, weight: mx.array, axis: int, segments: Any, group: Any) -> mx.array:
+    def own_part(self, weight: mx.array, axis: int, segments: Segments, group: Any) -> mx.array:
         """Returns this shard's part of a weight, as a lazy array."""
         size = weight.shape[axis]
         ranges = own_ranges(size, segments, group.rank(), group.size())

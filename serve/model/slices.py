@@ -4,7 +4,6 @@ such as a head."""
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
@@ -81,6 +80,12 @@ class Slices:
         return tuple(parts)
 
 
+Segments = int | Sequence[int | float] | Slices
+"""How an axis is divided, as MLX's `shard_linear` takes it: a number of equal segments, or the
+positions at which the axis is cut, as indices or as fractions of its size, and every shard gets an
+equal part of each segment. Or the parts of all shards, which MLX does not know."""
+
+
 def cut_units(size: int, num_units: int, num_shards: int) -> Slices:
     """Cuts an axis between units of equal size, of which some shards have one more than the others.
     These are the first ones, so that no shard has more than shard 0."""
@@ -97,11 +102,9 @@ def cut_units(size: int, num_units: int, num_shards: int) -> Slices:
     return Slices(size, tuple(ranges))
 
 
-def own_ranges(size: int, segments: Any, shard: int, num_shards: int) -> Ranges:
-    """Returns the ranges of an axis that belong to a shard: an equal part of each segment. segments
-    is either a number of equal segments, or a list of the positions at which the axis is cut, as
-    indices or as fractions of its size; or the Slices of all shards. Raises ValueError if the parts
-    are not equal, or are not cut between whole numbers."""
+def own_ranges(size: int, segments: Segments, shard: int, num_shards: int) -> Ranges:
+    """Returns the ranges of an axis that belong to a shard. Raises ValueError if the parts of a
+    segment are not equal, or if Slices of another size are not cut between whole numbers."""
     if isinstance(segments, Slices):
         return _scaled(segments.ranges[shard], size, segments.num_whole)
     ranges: list[tuple[int, int]] = []
@@ -130,7 +133,7 @@ def _scaled(ranges: Ranges, size: int, num_whole: int) -> Ranges:
     return tuple(scaled)
 
 
-def _segment_ends(size: int, segments: Any) -> list[int]:
+def _segment_ends(size: int, segments: int | Sequence[int | float]) -> list[int]:
     ends: list[int] = []
     if isinstance(segments, int):
         length, rest = divmod(size, segments)

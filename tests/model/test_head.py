@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from serve.lora.layers import Adapted, Matrices, Rows
 from serve.model import trace
 from serve.model.head import SharedHead, find_head, share_head
 from serve.model.stage import Stage
@@ -27,8 +28,17 @@ def make(name: str) -> nn.Module:
     return architectures.build(name)
 
 
-def shared_logits(model: Callable[[], nn.Module], num_shards: int) -> list[mx.array]:
-    """Returns the logits that each shard has at the end."""
+def change_nothing(_: nn.Module) -> None:
+    pass
+
+
+def shared_logits(
+    model: Callable[[], nn.Module],
+    num_shards: int,
+    change: Callable[[nn.Module], None] = change_nothing,
+) -> list[mx.array]:
+    """Returns the logits that each shard has at the end. change gets the model with its shared
+    head."""
 
     def build_shard(seat: Seat) -> tuple[Stage, SharedHead]:
         whole = model()
@@ -40,6 +50,7 @@ def shared_logits(model: Callable[[], nn.Module], num_shards: int) -> list[mx.ar
             lambda own: mx.distributed.all_gather(own, group=seat),  # type: ignore[arg-type]
         )
         assert head is not None
+        change(whole)
         return stage, head
 
     def run(shard: tuple[Stage, SharedHead]) -> mx.array:
@@ -52,10 +63,16 @@ def shared_logits(model: Callable[[], nn.Module], num_shards: int) -> list[mx.ar
     return on_shards(num_shards, build_shard, run)
 
 
-def check_equal(model: Callable[[], nn.Module], num_shards: int = 2) -> None:
-    expected = model()(mx.array(TOKENS))
+def check_equal(
+    model: Callable[[], nn.Module],
+    num_shards: int = 2,
+    change: Callable[[nn.Module], None] = change_nothing,
+) -> None:
+    whole = model()
+    change(whole)
+    expected = whole(mx.array(TOKENS))
     mx.eval(expected)
-    for logits in shared_logits(model, num_shards):
+    for logits in shared_logits(model, num_shards, change):
         assert logits.dtype == expected.dtype
         assert mx.array_equal(logits, expected, equal_nan=True)
 
@@ -144,6 +161,38 @@ def test_share_head_finds_a_head_that_has_two_names() -> None:
 def test_share_head_leaves_a_vocabulary_whole_that_has_no_part_for_the_last_shard() -> None:
     stage = Stage(build("llama", vocab_size=9), 0, 4)
     assert share_head(stage, 0, 8, lambda own: own) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "module_name", "is_dora"),
+    [
+        ("llama", "lm_head", False),
+        ("llama", "lm_head", True),
+        ("llama-tied", "model.embed_tokens", False),
+    ],
+)
+def test_shared_head_with_an_adapter(name: str, module_name: str, is_dora: bool) -> None:
+    """DoRA scales the plain logits, and the adapter of a tied head is that of the embedding."""
+
+    def adapt(model: nn.Module) -> None:
+        module = dict(model.named_modules())[module_name]
+        size_in, size_out = 32, 96
+        if name == "llama-tied":
+            size_in, size_out = size_out, size_in
+        mx.random.seed(3)
+        matrices = Matrices(
+            a=mx.random.normal((size_in, 2)),
+            b=mx.random.normal((2, size_out)),
+            gain=mx.random.normal((1, size_out)) if is_dora else None,
+        )
+        rows = Rows(used={0, 1}, alone=None, index=mx.array([0, 1]))
+        Adapted(module_name, module, rows).write(1, matrices, num_slots=2)
+
+    check_equal(lambda: build(name), 3, adapt)
+    adapted = build(name)
+    adapt(adapted)
+    plain = build(name)
+    assert not mx.allclose(adapted(mx.array(TOKENS)), plain(mx.array(TOKENS)))
 
 
 def test_shared_head_is_inside_of_the_seams_of_adapters() -> None:

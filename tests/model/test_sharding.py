@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from serve.model import pairs
-from serve.model.sharding import Divisions, StandIn, shard, without_sums
+from serve.model.sharding import Divisions, StandIn, shard, shard_to_train, without_sums
 from serve.model.trial import Trial, named_arrays
 from tests import architectures
 from tests.model.shard_threads import Seat, on_shards
@@ -226,6 +226,20 @@ def test_shard_goes_on_with_the_arrays_of_the_files_where_mlx_lm_fails() -> None
         name = f"model.layers.{layer}.mlp.experts.down_proj.bias"
         bias = dict(named_arrays(model))[name]
         assert mx.allclose(2 * bias, biases[name])
+
+
+def test_shard_to_train_begins_again_with_modules_that_are_in_a_list() -> None:
+    """The MLP was divided twice, and then it was not known that it is divided at all."""
+    model = architectures.build("phi")
+    for layer in model.layers:
+        up = nn.Linear(64, 256)
+        layer.mlp = nn.Sequential(nn.LayerNorm(64), up, nn.GELU(), nn.Linear(256, 64))
+    trained = {"model.layers.0.mlp.layers.0.weight"}
+    sharding = shard_to_train(model, StandIn(2), trained)
+    assert "model.layers.0.mlp" in sharding.blocks
+    _, first, _, last = model.layers[0].mlp.layers
+    assert type(first) is type(last) is nn.Linear
+    assert (first.weight.shape, last.weight.shape) == ((128, 64), (64, 128))
 
 
 def test_shards_of_four_bits_are_cut_between_groups() -> None:
