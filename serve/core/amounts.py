@@ -53,11 +53,12 @@ def _parse_bytes(text: str, flag: str) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """Returns an amount of bytes in the largest unit of at most three digits, such as "1.5 GB"."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            if unit == "B":
-                return f"{count:.0f} {unit}"
-            return f"{count:.1f} {unit}"
+    """Returns an amount of bytes in the smallest unit that takes at most three digits before the
+    point, such as "1.5 GB"."""
+    if round(count) < 1000:
+        return f"{count:.0f} B"
+    for unit in ("KB", "MB", "GB"):
         count /= 1000
-    return f"{count:.1f} TB"
+        if round(count, 1) < 1000:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1000:.1f} TB"

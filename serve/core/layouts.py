@@ -105,7 +105,7 @@ def _saved_by_sharing_head(stage: StagePlan, num_rows: int, speeds: Speeds) -> f
     limit = max_tokens_of_shared_head(saved, logits_bytes, stage.num_shards, speeds.link)
     if num_rows > limit:
         return 0.0
-    return saved - gather_seconds(num_rows * logits_bytes, stage.num_shards, speeds.link)
+    return saved - _gather_seconds(num_rows * logits_bytes, stage.num_shards, speeds.link)
 
 
 def _sum_seconds(num_bytes: int, num_shards: int, link: Link) -> float:
@@ -117,7 +117,7 @@ def _sum_seconds(num_bytes: int, num_shards: int, link: Link) -> float:
     return num_messages * link.seconds(num_bytes / num_shards)
 
 
-def gather_seconds(num_bytes: float, num_shards: int, link: Link) -> float:
+def _gather_seconds(num_bytes: float, num_shards: int, link: Link) -> float:
     """Returns the time after which every shard has the equal parts of all shards, num_bytes in all.
     The parts go around a ring."""
     return (num_shards - 1) * link.seconds(num_bytes / num_shards)
@@ -132,8 +132,8 @@ def max_tokens_of_shared_head(
     """Returns the largest number of tokens in a step for which the shards of the last stage compute
     the logits together. saved_seconds is the time that this saves for one token, and never less for
     several. Gathering the logits, logits_bytes for each token, may take at most half of it."""
-    fixed_seconds = gather_seconds(0, num_shards, link)
-    seconds_per_token = gather_seconds(logits_bytes, num_shards, link) - fixed_seconds
+    fixed_seconds = _gather_seconds(0, num_shards, link)
+    seconds_per_token = _gather_seconds(logits_bytes, num_shards, link) - fixed_seconds
     seconds_left = _MAX_GATHER_SHARE * saved_seconds - fixed_seconds
     return max(0, int(seconds_left / seconds_per_token))
 

@@ -209,28 +209,18 @@ def shard_trained(
     """Divides a lazy model that was made trainable among the shards. is_initial says that its
     adapter was not loaded from a file. Raises PlanError if the shards could not compute its
     gradients."""
-    adapted: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, (LoRALinear, LoRASwitchLinear, DoRALinear)):
-            adapted[name] = module
-    _replace(model, {name: module.linear for name, module in adapted.items()})
+    adapted = _take_adapters(model)
     shapes = {name: array.shape for name, array in _trained_arrays(model).items()}
     trained = shapes.keys()
     sharding = shard_to_train(model, group, trained)
     _check_gradients(model, sharding)
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
-        if not isinstance(module, DIVIDED):
-            continue
-        module.freeze()
-        for key in module:
-            if f"{name}.{key}" in trained:
-                module.unfreeze(recurse=False, keys=key)
+    _train_in_new_modules(model, trained)
     if sharding.blocks:
         parts = _parts_in_blocks(model, sharding, group.size())
     else:
         parts = _parts_of_weights(trained, sharding, group.size())
     _check_shapes(shapes, model, parts)
+    modules = dict(model.named_modules())
     for name, lora in adapted.items():
         division = sharding.divisions.get(name)
         if division is not None:
@@ -245,6 +235,29 @@ def shard_trained(
             parts.partial.update(f"{name}.{key}" for key in own_names)
     _replace(model, adapted)
     return sharding, parts
+
+
+def _take_adapters(model: nn.Module) -> dict[str, Any]:
+    """Puts the plain modules into the places of those with adapters, and returns the latter by
+    name."""
+    adapted: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (LoRALinear, LoRASwitchLinear, DoRALinear)):
+            adapted[name] = module
+    _replace(model, {name: module.linear for name, module in adapted.items()})
+    return adapted
+
+
+def _train_in_new_modules(model: nn.Module, trained: Set[str]) -> None:
+    """Makes exactly these arrays trainable in MLX's own modules, which are new ones after the
+    model was divided."""
+    for name, module in model.named_modules():
+        if not isinstance(module, DIVIDED):
+            continue
+        module.freeze()
+        for key in module:
+            if f"{name}.{key}" in trained:
+                module.unfreeze(recurse=False, keys=key)
 
 
 def _divided(

@@ -32,7 +32,8 @@ from serve.ring.transport import (
 )
 
 _NUM_GATHERED = 1 << 17  # numbers of four bytes, about as many as the logits of a token
-_NUM_MEASUREMENTS = 24  # A process that the system delays delays all, so most may be slow.
+# All processes wait for one that the system delays, so most measurements may be slow.
+_NUM_MEASUREMENTS = 24
 _MIN_GATHER_SECONDS = 1e-6
 
 _logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class GridTransport(Hops):
         times: list[float] = []
         for _ in range(_NUM_MEASUREMENTS):
             started = time.perf_counter()
-            # The sum is computed on the GPU, if there is one, as logits are.
+            # Logits come from the GPU, if there is one, and so does this array.
             self.evaluate([self.gather(own + 1)])
             seconds = time.perf_counter() - started
             times.append(seconds)

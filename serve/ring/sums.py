@@ -38,12 +38,12 @@ class Sums:
         self._evaluate = evaluate
         # For a sum, each shard sends T - 1 parts of partial sums, then T - 1 parts of the result.
         num_others = num_shards - 1
-        self._count("all_sum", 2 * num_others / num_shards)
-        self._count("all_gather", num_others)
+        self._intercept("all_sum", 2 * num_others / num_shards)
+        self._intercept("all_gather", num_others)
 
-    def _count(self, name: str, num_sent: float) -> None:
-        """Makes a function of MLX go through this object. num_sent is how many times a shard sends
-        as many bytes as its own array has."""
+    def _intercept(self, name: str, num_sent: float) -> None:
+        """Makes calls of a function of MLX go through this object. num_sent is how many times a
+        shard sends as many bytes as its own array has."""
         original = getattr(mx.distributed, name)
         vars(mx.distributed)[name] = functools.partial(self._counted, original, num_sent)
 
@@ -79,17 +79,15 @@ class Sums:
         group: Any = None,
         stream: Any = None,
     ) -> mx.array:
+        result = original(x, group=group, stream=stream)
         if not self._is_counting or self.counts is None:
-            return original(x, group=group, stream=stream)
+            return result
         seconds = 0.0
         if self._is_measuring:
             self._evaluate([x])
             started = time.perf_counter()
-            total = original(x, group=group, stream=stream)
-            self._evaluate([total])
+            self._evaluate([result])
             seconds = time.perf_counter() - started
-        else:
-            total = original(x, group=group, stream=stream)
         num_bytes = int(num_sent * x.nbytes)
         self.counts = self.counts.with_sum(num_bytes, seconds)
-        return total
+        return result

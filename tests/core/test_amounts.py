@@ -43,4 +43,8 @@ def test_memory_of_some_ranks() -> None:
 
 def test_format_bytes() -> None:
     assert format_bytes(999) == "999 B"
+    assert format_bytes(1000) == "1.0 KB"
+    assert format_bytes(999_949) == "999.9 KB"
+    assert format_bytes(999_999) == "1.0 MB"
     assert format_bytes(24e9) == "24.0 GB"
+    assert format_bytes(1.5e15) == "1500.0 TB"

@@ -49,8 +49,11 @@ def hidden(number: int, stage: int) -> list[mx.array]:
 
 
 def steps() -> None:
-    """Rank 0 starts all steps at once. Every rank checks its messages, and a sum over its row."""
+    """Rank 0 starts all steps at once. Every rank checks its messages, and what its row sums up and
+    gathers."""
     grid, transport = place(), join()
+    assert 0 < transport.link.round_trip_seconds < 1
+    assert transport.link.bytes_per_second > 0
     if RANK == 0:
         for number in range(1, NUM_STEPS):
             transport.send(step(number), [])
@@ -65,13 +68,17 @@ def steps() -> None:
         own = mx.array([number * (10.0 if grid.shard else 1.0)])
         with transport.sums.of_step(got):
             total = mx.distributed.all_sum(own, group=transport.group)
-            transport.evaluate([total])
+            gathered = transport.gather(own)
+            transport.evaluate([total, gathered])
         assert total.item() == number * 11.0, total
+        assert gathered.tolist() == [number, number * 10.0]
         if grid.stage:
             transport.send(got, hidden(number, grid.stage))
     counts = transport.sums.counts
     assert counts is not None
-    assert (counts.num_sums, counts.num_bytes) == (NUM_STEPS - 1, 4 * (NUM_STEPS - 1))
+    # Each of two shards sends half of its four bytes twice for the sum, and all of them to gather.
+    assert counts.num_sums == 2 * (NUM_STEPS - 1)
+    assert counts.num_bytes == 8 * (NUM_STEPS - 1)
     assert counts.num_measured == 1  # Step 32.
     assert 0 < counts.seconds <= counts.step_seconds
     print("fine", flush=True)
