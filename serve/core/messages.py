@@ -269,17 +269,18 @@ class Planned(Message, frozen=True):
 class Loaded(msgspec.Struct, frozen=True, array_like=True):
     """The memory and the bytes that loading a stage took. bytes_read is None where the system does
     not count them. bytes_kept of the weights were in the engine's memory already. can_rewind says
-    whether rows can forget their last tokens.
+    whether rows can forget their last tokens, and is_causal whether tokens that are fed together
+    give the same logits as tokens that are fed one by one.
 
     files identifies the model's files as they were read: a stamp of serve.core.facts, or the commit
     of a model on the hub. sharding is a digest of how the layers were divided, which has to be the
     same on all shards of a stage ("" without shards). objection is the reason why the engine cannot
     outlive a fault, or None.
-    is_causal says whether tokens that are fed together give the same logits as one after the other.
-    Only the stage with the head sets the three fields before it: the memory for the logits of one
-    token, the memory that scoring a prompt needs in addition, and the numbers in a hidden state (0
-    if the model shows no hidden states). draft_bytes is the size of the draft model's weights, and
-    draft_seconds the time of one guess.
+
+    Only the last stage sets logits_bytes_per_token, scoring_bytes (the memory that scoring a prompt
+    needs in addition) and hidden_size (0 if the model shows no hidden states). Only rank 0 sets
+    draft_bytes (the draft model's weights), draft_seconds (the time of one guess), and
+    shared_head_tokens (the largest number of tokens of a step whose head is shared, 0 if none is).
     """
 
     bytes_owned: int

@@ -65,7 +65,7 @@ def find_pairs(model: nn.Module, num_shards: int, *, in_blocks: bool = False) ->
         try:
             probe.record()
         except FAILURES:
-            return Pairs(_union([]), ())
+            return Pairs(Roles(), ())
         return _Search(probe, num_shards, in_blocks=in_blocks).run()
 
 
@@ -91,7 +91,7 @@ class _Search:
                 with_prefix = partial(_joined, prefix)
                 same.append(roles.renamed(with_prefix))
         if not found:
-            return Pairs(_union([]), ())
+            return Pairs(Roles(), ())
         kinds = [_union(each) for each in found.values()]
         proved = self._proved(kinds)
         roles = _union(proved)
@@ -172,7 +172,7 @@ class _Layer:
                 self.names.append(name)
 
     def pairs(self) -> Iterator[Roles]:
-        if not self._is_equal(_union([])):
+        if not self._is_equal(Roles()):
             return  # A large array that stays NaN, for example, makes all runs fail.
         taken: set[str] = set()
         for name in self.names:
@@ -488,7 +488,7 @@ def _common_module(names: Sequence[str]) -> str:
 
 
 def _union(several: Sequence[Roles]) -> Roles:
-    total = Roles({}, {}, {}, {})
+    total = Roles()
     for roles in several:
         total.add(roles)
     return total

@@ -10,7 +10,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -52,14 +52,14 @@ class Roles:
     divided along an axis. numbers has new values of attributes.
     """
 
-    column_parallel: dict[str, Slices]
-    row_parallel: dict[str, Slices]
-    arrays: dict[str, tuple[int, Slices]]
-    numbers: Numbers
+    column_parallel: dict[str, Slices] = field(default_factory=dict)
+    row_parallel: dict[str, Slices] = field(default_factory=dict)
+    arrays: dict[str, tuple[int, Slices]] = field(default_factory=dict)
+    numbers: Numbers = field(default_factory=dict)
 
     def renamed(self, rename: Callable[[str], str]) -> "Roles":
         """Makes the same roles for modules with other names."""
-        renamed = Roles({}, {}, {}, {})
+        renamed = Roles()
         for name, slices in self.column_parallel.items():
             renamed.column_parallel[rename(name)] = slices
         for name, slices in self.row_parallel.items():

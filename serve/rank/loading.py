@@ -121,9 +121,6 @@ def load(
     loaded = load_stage(opened, *order.layers, progress, try_and_shard, weights)
     assert model is not None
     draft_model = draft.for_logits_of(loaded.stage) if draft else None
-    head = None
-    if isinstance(transport, GridTransport) and loaded.stage.is_last:
-        head = _shared_head(loaded.stage, transport)
     loop = StepLoop(
         loaded.stage,
         transport,
@@ -135,7 +132,7 @@ def load(
         open_store=partial(_open_store, order, loaded, folder, report),
         divisions=loaded.divisions,
         draft_model=draft_model,
-        head=head,
+        shared_head=_shared_head(loaded.stage, transport),
     )
     if leftovers:
         loop.adapters.take_over(leftovers.adapters)
@@ -147,9 +144,11 @@ def load(
     return Engine(order, model, loop, what_is_loaded, draft)
 
 
-def _shared_head(stage: Stage, transport: GridTransport) -> SharedHead | None:
-    """Makes the shards of the last stage share its head, if they can. Rank 0 finds out in which
-    steps that pays."""
+def _shared_head(stage: Stage, transport: Transport) -> SharedHead | None:
+    """Makes the shards of the last stage share its head, if there are shards and they can. Rank 0
+    finds out in which steps that pays."""
+    if not isinstance(transport, GridTransport) or not stage.is_last:
+        return None
     head = share_head(stage, transport.shard, transport.num_shards, transport.gather)
     if head and transport.shard == 0:
         head.max_tokens = max_tokens_of_shared_head(
@@ -231,5 +230,5 @@ def _what_is_loaded(order: Order, loaded: LoadedStage, loop: StepLoop, model: Mo
         objection=why_it_cannot_stay(order),
         files=order.commit or stamp(Path(order.model)),
         sharding=loaded.sharding_digest,
-        shared_head_tokens=loop.head.max_tokens if loop.head else 0,
+        shared_head_tokens=loop.shared_head.max_tokens if loop.shared_head else 0,
     )

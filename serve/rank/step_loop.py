@@ -50,10 +50,10 @@ class StepLoop:
         open_store: OpenStore | None = None,
         divisions: Divisions | None = None,
         draft_model: Drafter | None = None,
-        head: SharedHead | None = None,
+        shared_head: SharedHead | None = None,
     ) -> None:
         self.stage = stage
-        self.head = head
+        self.shared_head = shared_head
         self.draft_model = draft_model
         self.has_head = stage.is_last and transport.shard == 0
         self._make_cache = lambda: quantized(stage.make_cache(), kv_bits)
@@ -105,7 +105,7 @@ class StepLoop:
         """Takes a step on rank 0, and sends it as soon as the tokens that it feeds are known. It
         may be called while earlier steps run."""
         step = self.chooser.cut_drafts(step)
-        if self.head and step.sample and len(step.tokens) <= self.head.max_tokens:
+        if self.shared_head and step.sample and len(step.tokens) <= self.shared_head.max_tokens:
             step = msgspec.structs.replace(step, shares_head=True)
         self.outbox.put(step)
 
@@ -176,7 +176,9 @@ class StepLoop:
 
     def _head_of(self, step: Step) -> AbstractContextManager[None]:
         """Makes the model compute its logits as the step says, inside of a with block."""
-        return self.head.shared() if self.head and step.shares_head else nullcontext()
+        if self.shared_head and step.shares_head:
+            return self.shared_head.shared()
+        return nullcontext()
 
     def _sum_up(self, step: Step, outputs: list[mx.array], hidden: mx.array | None) -> None:
         """Evaluates what the shards of this stage compute together. Shards match their sums only by
@@ -185,8 +187,8 @@ class StepLoop:
         the logits."""
         if self.transport.num_shards == 1:
             return
-        if self.head and step.shares_head:
-            outputs = [self.head.take()]
+        if self.shared_head and step.shares_head:
+            outputs = [self.shared_head.take()]
         elif self.stage.is_last:
             assert hidden is not None, "make_plan refuses models without hidden states"
             outputs = [hidden]

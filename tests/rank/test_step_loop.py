@@ -112,7 +112,7 @@ def test_put_says_which_steps_share_the_head() -> None:
     head = share_head(stage, 0, 1, lambda own: own)
     assert head is not None
     head.max_tokens = 2
-    loop = StepLoop(stage, transport, batchable=True, head=head)
+    loop = StepLoop(stage, transport, batchable=True, shared_head=head)
     for num_rows, sample, is_shared in (
         (1, True, True),
         (2, True, True),
