@@ -5,6 +5,7 @@ A head is built as a model of its own family with one layer, so that mlx-lm's co
 weights and runs it.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,9 +136,12 @@ class HeadInputs:
         model = stage.model
         self._before_norm = before_norm
         self._noted: list[mx.array] = []
+        # The methods as they are without adapters: these belong to the rows of a step of the model,
+        # and the prediction head runs on others.
         self.logits: Callable[[mx.array], mx.array]
         if _HEAD in model:
-            self.logits = model[_HEAD]
+            head = model[_HEAD]
+            self.logits = functools.partial(type(head).__call__, head)
         else:
             self.logits = model.model.embed_tokens.as_linear
         trace.open_seam(model.model.norm, self._note)

@@ -134,10 +134,8 @@ def test_replies_are_the_same_with_guesses(
         assert comparable(other) == wanted, body
 
 
-@pytest.fixture(scope="module")
-def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first layers of the embedded model, and its tokenizer."""
-    folder = tmp_path_factory.mktemp("draft") / "draft"
+def save_first_layers(folder: Path) -> Path:
+    """Saves the first layers of the embedded model, and its tokenizer."""
     shutil.copytree(TINY_CHAT, folder)
     config = json.loads((folder / "config.json").read_text())
     config["num_hidden_layers"] = NUM_DRAFT_LAYERS
@@ -148,6 +146,11 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kept = {k: v for k, v in weights.items() if not any(part in k for part in left_out)}
     mx.save_safetensors(str(folder / "model.safetensors"), kept, {"format": "mlx"})
     return folder
+
+
+@pytest.fixture(scope="module")
+def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_first_layers(tmp_path_factory.mktemp("draft") / "draft")
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,11 @@ import pytest
 
 from serve.core.errors import ModelError, PlanError
 from serve.core.plan import MAX_DRAFT_ROWS, MAX_DRAFT_TOKENS, DraftSource, PlanRequest, with_slack
-from serve.model.mtp import PredictionHead, load_head
+from serve.lora.layers import Adapted, Matrices, Rows
+from serve.model.mtp import HeadInputs, PredictionHead, load_head
 from serve.model.planning import make_plan
+from serve.model.stage import Stage
+from serve.model.weights import build_model
 from tests import heads
 
 
@@ -61,6 +64,28 @@ def test_deepseeks_head_is_converted_as_its_layers_are(tmp_path: Path) -> None:
     normed, output = head(mx.array([[1, 2, 3]]), mx.ones((1, 3, size)), head.make_cache())
     assert normed.shape == output.shape == (1, 3, size)
     assert mx.all(mx.isfinite(normed)).item()
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_head_inputs_give_logits_without_adapters(tmp_path: Path, is_tied: bool) -> None:
+    """The adapter of the head belongs to rows of another forward. The engine ended if their number
+    did not divide that of the prediction head's rows."""
+    folder = heads.make(tmp_path, "mimo", tie_word_embeddings=is_tied)
+    model = build_model(folder)
+    stage = Stage(model, 0, len(model.layers))
+    inputs = HeadInputs(stage, before_norm=True)
+    size = inputs.example().shape[-1]
+    hidden = mx.ones((1, 6, size))
+    expected = inputs.logits(hidden)
+    rows = Rows(used={1}, alone=None, index=mx.array([0, 1, 1, 0, 1]))
+    if is_tied:
+        adapted = Adapted("embed_tokens", model.model.embed_tokens, rows)
+        sizes = (inputs.vocabulary_size, size)
+    else:
+        adapted = Adapted("lm_head", model.lm_head, rows)
+        sizes = (size, inputs.vocabulary_size)
+    adapted.write(1, Matrices(mx.ones((sizes[0], 2)), mx.ones((2, sizes[1]))), num_slots=2)
+    assert mx.array_equal(inputs.logits(hidden), expected)
 
 
 def test_a_folder_without_the_layers_of_a_head_is_refused(tmp_path: Path) -> None:

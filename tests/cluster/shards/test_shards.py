@@ -75,21 +75,28 @@ def running_wide(
         yield server
 
 
-def check_scores(server: Server, max_tokens: int, folder: Path = TINY_CHAT) -> None:
+def check_scores(
+    server: Server,
+    max_tokens: int,
+    folder: Path = TINY_CHAT,
+    name: str | None = None,
+    adapter: Path | None = None,
+) -> None:
     """Compares the tokens of a greedy answer, and the log-probabilities of its prompt and its
-    tokens, with those of mlx_lm on the whole model in a folder."""
+    tokens, with those of mlx_lm on the whole model in a folder. With an adapter, name is its name
+    and adapter its folder."""
     reply: Any = server.client().completions.create(
-        model=folder.name,
+        model=name or folder.name,
         prompt="the cat sat on the mat " * 4,
         temperature=0,
         max_tokens=max_tokens,
         logprobs=1,
         echo=True,
-        extra_body={"return_token_ids": True},
+        extra_body={"return_token_ids": True, "ignore_eos": True},
     )
     (choice,) = reply.choices
     ids = choice.model_extra["prompt_token_ids"] + choice.model_extra["token_ids"]
-    model, _ = mlx_lm.load(str(folder))
+    model, _ = mlx_lm.load(str(folder), adapter_path=str(adapter) if adapter else None)
     (logits,) = model(mx.array([ids])).astype(mx.float32)
     exact = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     logprobs = choice.logprobs.token_logprobs[1:]

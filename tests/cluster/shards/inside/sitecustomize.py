@@ -1,0 +1,30 @@
+"""Python runs this first where PYTHONPATH has its folder: it lets a test say which steps share the
+head, whatever rank 0 has measured, and notes the steps that did.
+
+SHARED_HEAD has the folder of both. Its file max_tokens is the largest number of tokens of a step
+that shares the head. Each engine of the last stage writes a file of its own with a line for each
+part of a step that shared it: the numbers of the step's rows and drafts.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+if "serve.rank.worker" in sys.orig_argv:
+    from serve.model.head import SharedHead
+    from serve.rank.step_loop import StepLoop
+
+    _folder = Path(os.environ["SHARED_HEAD"])
+    _sum_up = StepLoop._sum_up
+
+    def _noting_sum_up(self, step, outputs, hidden):
+        if step.shares_head and self.stage.is_last:
+            with open(_folder / f"steps-{os.getpid()}", "a") as file:
+                file.write(f"{len(step.rows)} {step.num_drafts}\n")
+        _sum_up(self, step, outputs, hidden)
+
+    StepLoop._sum_up = _noting_sum_up
+    SharedHead.max_tokens = property(
+        lambda self: int((_folder / "max_tokens").read_text()),
+        lambda self, measured: None,
+    )
