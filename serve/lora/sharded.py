@@ -50,18 +50,14 @@ class Part:
     def among_zeros(self, own: mx.array) -> mx.array:
         """Returns an array of the whole shape that is zero outside of this shard's part. The sum of
         those of all shards is the whole array."""
-        division = self.division
         shape = self.whole_shape(own.shape)
-        size = shape[self.axis]
         whole = mx.zeros(shape, own.dtype)
         before = [slice(None)] * (self.axis % own.ndim)
         start_of_piece = 0
-        for start, end in division.ranges:
-            first = start * size // division.num_whole
-            last = end * size // division.num_whole
-            end_of_piece = start_of_piece + last - first
+        for start, end in self.division.ranges_of(shape[self.axis]):
+            end_of_piece = start_of_piece + end - start
             piece = own[(*before, slice(start_of_piece, end_of_piece))]
-            whole[(*before, slice(first, last))] = piece
+            whole[(*before, slice(start, end))] = piece
             start_of_piece = end_of_piece
         return whole
 

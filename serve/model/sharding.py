@@ -19,7 +19,7 @@ from serve.core.errors import PlanError
 from serve.model import trace
 from serve.model.pairs import Pairs, find_pairs
 from serve.model.probe import LINEAR
-from serve.model.slices import Ranges, Segments, Slices, own_ranges
+from serve.model.slices import Ranges, Segments, Slices, own_ranges, scaled
 from serve.model.trial import FAILURES, modules_outside
 
 SUMMING = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)
@@ -78,14 +78,16 @@ class Division:
         It is contiguous like every array that an update makes, because MLX multiplies a view in
         another way, which may round differently. A view would also keep the whole array in memory.
         """
-        size = array.shape[axis]
         parts: list[mx.array] = []
-        for start, end in self.ranges:
-            first = start * size // self.num_whole
-            last = end * size // self.num_whole
-            part = _slice(array, axis, first, last)
+        for start, end in self.ranges_of(array.shape[axis]):
+            part = _slice(array, axis, start, end)
             parts.append(part)
         return mx.contiguous(mx.concatenate(parts, axis=axis))
+
+    def ranges_of(self, size: int) -> Ranges:
+        """Returns the shard's ranges of an axis of this size, which is divided in the same
+        proportions. Raises ValueError if that is not possible between whole numbers."""
+        return scaled(self.ranges, size, self.num_whole)
 
     @property
     def share(self) -> float:

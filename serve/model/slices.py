@@ -106,7 +106,7 @@ def own_ranges(size: int, segments: Segments, shard: int, num_shards: int) -> Ra
     """Returns the ranges of an axis that belong to a shard. Raises ValueError if the parts of a
     segment are not equal, or if Slices of another size are not cut between whole numbers."""
     if isinstance(segments, Slices):
-        return _scaled(segments.ranges[shard], size, segments.num_whole)
+        return scaled(segments.ranges[shard], size, segments.num_whole)
     ranges: list[tuple[int, int]] = []
     start = 0
     for end in _segment_ends(size, segments):
@@ -121,16 +121,17 @@ def own_ranges(size: int, segments: Segments, shard: int, num_shards: int) -> Ra
     return tuple(ranges)
 
 
-def _scaled(ranges: Ranges, size: int, num_whole: int) -> Ranges:
-    """Returns the same ranges of an axis that has another size: quantized weights are packed."""
-    scaled: list[tuple[int, int]] = []
+def scaled(ranges: Ranges, size: int, num_whole: int) -> Ranges:
+    """Returns the same ranges of an axis that has another size, as in packed weights. Raises
+    ValueError if it cannot be cut there."""
+    found: list[tuple[int, int]] = []
     for start, end in ranges:
         first, rest_of_first = divmod(start * size, num_whole)
         last, rest_of_last = divmod(end * size, num_whole)
         if rest_of_first or rest_of_last:
             raise ValueError(f"{num_whole} numbers in {size} do not divide at {start} and {end}")
-        scaled.append((first, last))
-    return tuple(scaled)
+        found.append((first, last))
+    return tuple(found)
 
 
 def _segment_ends(size: int, segments: int | Sequence[int | float]) -> list[int]:

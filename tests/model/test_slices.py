@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from serve.model.slices import Slices, cut_units, slices_of
+from serve.model.slices import Slices, cut_units, scaled, slices_of
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,14 @@ def test_slices_know_whether_each_number_has_one_shard(
     ranges: tuple[tuple[tuple[int, int], ...], ...], is_partition: bool
 ) -> None:
     assert Slices(6, ranges).is_partition == is_partition
+
+
+def test_scaled_refuses_an_axis_that_cannot_be_cut_there() -> None:
+    """A part that is rounded down would be a wrong part of an adapter."""
+    assert scaled(((0, 2), (4, 6)), 12, 6) == ((0, 4), (8, 12))
+    assert scaled(((2, 4),), 3, 6) == ((1, 2),)
+    with pytest.raises(ValueError, match="do not divide at 1 and 3"):
+        scaled(((1, 3),), 8, 6)
 
 
 def test_slices_of_unequal_parts_are_in_their_proportions() -> None:
