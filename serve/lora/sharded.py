@@ -226,7 +226,7 @@ def shard_trained(
             else:
                 adapted[name] = _divided(modules[name], lora, division, is_initial=is_initial)
             _note(name, lora, division, parts)
-        elif sharding.block_of(name):
+        elif sharding.is_in_block(name):
             own_names = _trained_arrays(lora)
             parts.partial.update(f"{name}.{key}" for key in own_names)
     _replace(model, adapted)
@@ -273,19 +273,21 @@ def _divide_in_block(name: str, lora: Any, division: Division, *, is_initial: bo
     """Reduces a module with an adapter, whose plain module is divided already, to this shard's
     part. The block computes the sums. Raises PlanError."""
     axis_of_a, axis_of_b = _axes(lora)
-    if division.axis == -2:
-        lora.lora_b = division.own_part(lora.lora_b, axis_of_b)
-    elif isinstance(lora, DoRALinear):
+    is_dora = isinstance(lora, DoRALinear)
+    has_some_inputs = division.axis == -1
+    if has_some_inputs and is_dora:
         raise PlanError(
             f"--tensor-parallel: the shards of this model cannot train DoRA on {name}, because "
             "each has only some of its inputs: use LoRA, or name other modules in keys of "
             "lora_parameters."
         )
-    else:
+    if has_some_inputs:
         lora.lora_a = division.own_part(lora.lora_a, axis_of_a)
-    if isinstance(lora, DoRALinear) and is_initial:
+        return
+    lora.lora_b = division.own_part(lora.lora_b, axis_of_b)
+    if is_dora and is_initial:
         lora.set_linear(lora.linear)  # It computes the magnitudes from this shard's part.
-    elif isinstance(lora, DoRALinear):
+    elif is_dora:
         lora.m = division.own_part(lora.m, 0)
 
 
@@ -309,7 +311,7 @@ def _parts_in_blocks(model: nn.Module, sharding: Sharding, num_shards: int) -> T
         if made is not None:
             _check_share(path, made.division, num_shards)
             parts.divided[path] = Part(made.division, made.division.axis)
-        elif sharding.block_of(name):
+        elif sharding.is_in_block(name):
             parts.partial.add(path)
             if division is not None and key == "bias":
                 # Each shard adds a part of it, of which the optimizer would know nothing.

@@ -147,12 +147,9 @@ class Sharding:
     digest: str
     blocks: tuple[str, ...] = ()
 
-    def block_of(self, name: str) -> str | None:
-        """Returns the block in which a module is, or None."""
-        for block in self.blocks:
-            if name == block or name.startswith(f"{block}."):
-                return block
-        return None
+    def is_in_block(self, name: str) -> bool:
+        """Whether a module is a block or a part of one."""
+        return name in self.blocks or _is_below(name, self.blocks)
 
 
 def shard(model: nn.Module, group: Any) -> Sharding:
