@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -161,21 +161,39 @@ def scored(token: int, num_top: int | None) -> Score | None:
     return Score(token, -float(token), tuple((id, -float(id)) for id in range(num_top)))
 
 
+class AdapterRanks(Protocol):
+    """Ranks that an adapter loader can be tested with."""
+
+    ring: tuple[int, ...]
+
+    async def loaded(self) -> None: ...
+    def tell_engines(self, message: LoadAdapter) -> None: ...
+    def retire_adapter(self, version: int) -> None: ...
+    def end_with_adapter(self, version: int, error: BrigadeError) -> None: ...
+    def num_with_adapter(self, version: int) -> int: ...
+
+
+def loader_over(ranks: AdapterRanks, **flags: Any) -> AdapterLoader:
+    """Returns a loader of adapters that has these ranks read them. flags are fields of the
+    config."""
+    config = dataclasses.replace(CONFIG, **{"adapter_root": Path("/adapters"), **flags})
+    functions = Ranks(
+        ring=lambda: ranks.ring,
+        loaded=ranks.loaded,
+        tell=ranks.tell_engines,
+        retire=ranks.retire_adapter,
+        end_requests=ranks.end_with_adapter,
+        num_sequences=ranks.num_with_adapter,
+    )
+    return AdapterLoader(config, functions)
+
+
 class FakeRanks:
     """Two ranks that hold what the server asks them to hold. refusals makes ranks refuse."""
 
     def __init__(self, **flags: Any) -> None:
-        config = dataclasses.replace(CONFIG, **{"adapter_root": Path("/adapters"), **flags})
-        self.ring = (0, 1)
-        ranks = Ranks(
-            ring=lambda: self.ring,
-            loaded=self.loaded,
-            tell=self.tell_engines,
-            retire=self.retire_adapter,
-            end_requests=self.end_with_adapter,
-            num_sequences=self.num_with_adapter,
-        )
-        self.adapters = AdapterLoader(config, ranks)
+        self.ring: tuple[int, ...] = (0, 1)
+        self.adapters = loader_over(self, **flags)
         self.held: set[int] = set()
         self.running: Counter[int] = Counter()
         self.submitted: list[int] = []

@@ -3,12 +3,9 @@ for a path, and a request sees what was there when its version was read, from it
 last, whatever becomes of the engines and of the files meanwhile."""
 
 import asyncio
-import dataclasses
 import random
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,9 +20,8 @@ from serve.core.errors import (
     UnavailableError,
 )
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
-from serve.front.adapters.loader import AdapterLoader, Ranks
 from serve.front.pipeline.driver import cancelled
-from tests.front.fakes import CONFIG
+from tests.front.fakes import CONFIG, loader_over
 from tests.front.pipeline.simulation import expected, make_sequence
 from tests.front.pipeline.test_scheduler import check_all_ended
 from tests.front.pipeline.test_scheduler_adapters import AdapterPipeline, AdapterStage, drain
@@ -43,17 +39,8 @@ class RandomRanks:
         self.chance = chance
         self.pipeline = AdapterPipeline(num_stages, max_num_sequences=6, prefill_chunk=8)
         self.pipeline.scheduler.reuse = "any"
-        flags: dict[str, Any] = {"adapter_root": Path("/adapters"), "adapter_memory": MEMORY}
         self.ring = tuple(range(num_stages))
-        ranks = Ranks(
-            ring=lambda: self.ring,
-            loaded=self.loaded,
-            tell=self.tell_engines,
-            retire=self.retire_adapter,
-            end_requests=self.end_with_adapter,
-            num_sequences=self.num_with_adapter,
-        )
-        self.adapters = AdapterLoader(dataclasses.replace(CONFIG, **flags), ranks)
+        self.adapters = loader_over(self, adapter_memory=MEMORY)
         self.asked: list[tuple[int, LoadAdapter, bool]] = []
         self.path_of = {0: "base"}
         self.content: Counter[str] = Counter()
