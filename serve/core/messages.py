@@ -358,7 +358,7 @@ class Activity(msgspec.Struct, frozen=True, array_like=True):
 
 class Status(Message, frozen=True):
     """Every engine reports its state four times a second. While it fetches or loads, done and total
-    are bytes."""
+    are bytes. A parent reports the states "starting" and "leaving" for its engine."""
 
     state: str
     done: int = 0

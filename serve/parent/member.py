@@ -41,7 +41,7 @@ _LAST_WORD_SECONDS = 1.0
 _REFUSED_SECONDS = 2.0
 _CAUSE_SECONDS = 0.05
 _NO_LIFE = -1
-_SIGN_SECONDS = 2.0
+_SIGN_SECONDS = 2.0  # between two signs to rank 0 while an engine computes before it leaves
 _STOP_SECONDS = 3.0  # how long rank 0 may take once its streams are finished
 
 
@@ -192,7 +192,8 @@ class _Member:
         """Replaces the engine, unless it is new and has not had an order yet, or may stay and has
         left its ring."""
         assert self._engine is not None
-        if message.dump:
+        # A new engine has nothing to show, and the signal would end one that still imports MLX.
+        if message.dump and not self._is_fresh:
             await self._engine.dump()
         if message.keep and await self._stays(message.life):
             return
@@ -216,14 +217,12 @@ class _Member:
             self._tell(msgspec.structs.replace(self._left, life=life))
             return True
         leaving = asyncio.create_task(self._engine.leave(life))
-        num_signs = 0
         try:
             while not leaving.done():
                 await asyncio.wait({leaving}, timeout=_SIGN_SECONDS)
-                num_signs += 1
-                if self._left is None:
+                if not leaving.done() and self._left is None:
                     # It may compute for long, and rank 0 has to know that this parent lives.
-                    self._send(Report(life, Status("leaving", num_signs)))
+                    self._send(Report(life, Status("leaving")))
         finally:
             leaving.cancel()
         return leaving.result() is not None
@@ -245,16 +244,23 @@ class _Member:
         has_said_why = False
         try:
             while message := await engine.receive():
-                has_said_why |= isinstance(message, Fault)
+                if isinstance(message, Fault):
+                    has_said_why = True
+                    self._forget_engine()
                 if isinstance(message, Left):
                     self._life = message.life
                     self._left = message
                 self._tell(message)
         except ClusterError as error:
             self._tell(fault_of(error))
-        self._is_fresh = False
+        self._forget_engine()
         if not has_said_why:
             self._tell(engine_ended(self._rank, await engine.wait()))
+
+    def _forget_engine(self) -> None:
+        """Notes that the engine ends: it must be replaced, even if its process still lives."""
+        self._is_fresh = False
+        self._left = None
 
     def _tell(self, message: FromEngine) -> None:
         self._send(Report(self._life, message))

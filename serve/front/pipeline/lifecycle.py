@@ -46,8 +46,8 @@ from serve.parent.control import Gone, Joined
 from serve.parent.restarts import Judgement, Restarts, better_reason, may_pass, reason_seconds
 
 WATCH_SECONDS = 0.5
-# For a parent to wait until an engine leaves its ring or ends (15 s, see serve.parent.engine), and
-# to start another one.
+# Without a sign of a parent, which waits until its engine leaves its ring or ends (15 s, see
+# serve.parent.engine), and starts another one. While the engine computes, the parent sends signs.
 RENEW_SECONDS = 20.0
 
 
@@ -218,7 +218,8 @@ class Lifecycle(Machine):
             self._fault(ClusterError(reason))
         if stage.state != before[0]:
             self._log(logging.INFO, stage.line())
-        if (stage.state, stage.done) == before:
+        # A parent repeats "leaving" as a sign that it still waits for a step to end.
+        if (stage.state, stage.done) == before and stage.state != "leaving":
             return
         self._do(actions.ShowProgress(stage.rank))
         if self.state in events.AWAITED:
@@ -555,7 +556,9 @@ class Lifecycle(Machine):
             self._renew(reason)
 
     def _renew(self, reason: BrigadeError) -> None:
-        """Begins the next life."""
+        """Ends this life for this reason, and begins the next one, for which every rank has to find
+        an engine that is in no ring. The ranks are gathered when rank 0 has its own; Interrupt has
+        returned the requests to the queue, where they wait until the engines work."""
         self.number += 1
         self._warn(f"event=recovering life={self.number}", reason)
         self._reason = None

@@ -1,0 +1,212 @@
+"""The parent of a rank above 0, with engines and a connection to rank 0 that tests play."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from serve.core.config import Cluster, ServeConfig
+from serve.core.messages import Fault, FromEngine, Left, Renew, Report, Status, Stop, ToRank
+from serve.parent import member as member_module
+from serve.parent.engine import EngineProcess
+from serve.parent.link import Link
+from serve.parent.member import _Member
+
+pytestmark = pytest.mark.anyio
+
+KEEP = Renew(1, dump=False, keep=True)
+FAULT = Fault(7, "It has a bug.")
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class PlayedEngine:
+    """An engine process. It leaves its ring when a test says so. One that ends is alive until it is
+    stopped, as a process is for some milliseconds."""
+
+    is_alive = True
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[FromEngine | None] = asyncio.Queue()
+        self.may_leave = asyncio.Event()
+        self.is_ending = False
+        self.num_dumps = 0
+
+    def end(self, last: Fault | None) -> None:
+        """Ends the engine with a report of the reason, or without one."""
+        self.is_ending = True
+        self.messages.put_nowait(last)
+
+    async def receive(self) -> FromEngine | None:
+        return await self.messages.get()
+
+    async def leave(self, life: int) -> Left | None:
+        if self.is_ending:
+            return None
+        await self.may_leave.wait()
+        left = Left(life, {5: 9})
+        self.messages.put_nowait(left)
+        await asyncio.sleep(0)
+        return left
+
+    async def dump(self) -> None:
+        self.num_dumps += 1
+
+    async def stop(self) -> None:
+        self.is_alive = False
+
+    async def wait(self) -> int:
+        return -9
+
+
+class PlayedSpare:
+    def __init__(self, engines: list[PlayedEngine]) -> None:
+        self.engines = engines
+
+    async def take(self) -> EngineProcess:
+        self.engines.append(PlayedEngine())
+        return cast(EngineProcess, self.engines[-1])
+
+    async def close(self) -> None: ...
+
+
+class PlayedControl:
+    """A connection to rank 0."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[ToRank | None] = asyncio.Queue()
+        self.sent: list[Any] = []
+        self.is_closed = False
+
+    async def receive(self) -> ToRank | None:
+        return await self.messages.get()
+
+    def send(self, message: Any) -> None:
+        if not self.is_closed:
+            self.sent.append(message)
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class Played:
+    """A member, the engines that it has had, and the latest connection to rank 0."""
+
+    def __init__(self) -> None:
+        config = ServeConfig(model=Path("."))
+        self.member = _Member(config, Cluster(1, 2, ("h",) * 2, None, ""), "")
+        self.engines: list[PlayedEngine] = []
+        self.member._spare = cast(Any, PlayedSpare(self.engines))
+        self.control = PlayedControl()
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """Has the member serve rank 0 until Stop."""
+        self.control = PlayedControl()
+        control = cast(Link[ToRank], self.control)
+        serving = asyncio.create_task(self.member.serve(control))
+        await self.until(lambda: bool(self.engines))
+        try:
+            yield
+        finally:
+            self.control.messages.put_nowait(Stop())
+            assert await asyncio.wait_for(serving, 10)
+
+    async def until(self, is_so: Any) -> None:
+        async with asyncio.timeout(10):
+            while not is_so():
+                await asyncio.sleep(0)
+
+    async def renew(self, message: Renew) -> None:
+        """Has the member renew its engine, and waits until it has said so."""
+        num_sent = len(self.control.sent)
+        self.control.messages.put_nowait(message)
+        await self.until(lambda: self.said(num_sent) & {"Left", "starting"})
+
+    def said(self, start: int = 0) -> set[str]:
+        """Returns the kinds of the reports, and the states of statuses, from one on."""
+        words: set[str] = set()
+        for message in self.control.sent[start:]:
+            assert isinstance(message, Report)
+            report = message.message
+            words.add(report.state if isinstance(report, Status) else type(report).__name__)
+        return words
+
+    def give_order(self) -> None:
+        """As if the engine had an order."""
+        self.member._is_fresh = False
+
+    async def leave_ring(self) -> None:
+        self.give_order()
+        self.engines[0].may_leave.set()
+        await self.renew(KEEP)
+        assert self.said() == {"Left"}
+
+
+async def test_member_does_not_ask_a_new_engine_for_its_stacks() -> None:
+    """The signal ended it if it had not imported MLX yet."""
+    played = Played()
+    async with played.connected():
+        await played.renew(Renew(1, dump=True, keep=False))
+        (engine,) = played.engines
+        assert engine.num_dumps == 0
+        played.give_order()
+        await played.renew(Renew(2, dump=True, keep=False))
+        assert engine.num_dumps == 1
+        assert len(played.engines) == 2
+
+
+async def test_member_replaces_a_new_engine_that_has_reported_a_fault() -> None:
+    """Its process may live for some more milliseconds, and nobody reported its end."""
+    played = Played()
+    async with played.connected():
+        played.engines[0].end(FAULT)
+        await played.until(lambda: "Fault" in played.said())
+        await played.renew(KEEP)
+        assert len(played.engines) == 2
+
+
+@pytest.mark.parametrize("last", [FAULT, None])
+async def test_member_replaces_an_engine_that_ends_after_it_has_left_its_ring(
+    last: Fault | None,
+) -> None:
+    played = Played()
+    async with played.connected():
+        await played.leave_ring()
+        played.engines[0].end(last)
+        await played.until(lambda: "Fault" in played.said())
+        await played.renew(KEEP)
+        assert len(played.engines) == 2
+
+
+async def test_member_repeats_over_a_new_connection_that_its_engine_has_left_its_ring() -> None:
+    played = Played()
+    async with played.connected():
+        await played.leave_ring()
+    async with played.connected():
+        await played.renew(Renew(4, dump=False, keep=True))
+        assert played.control.sent == [Report(4, Left(4, {5: 9}))]
+    assert len(played.engines) == 1
+
+
+async def test_member_signs_while_its_engine_computes_and_not_after_it_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 would wait for an engine that is leaving."""
+    monkeypatch.setattr(member_module, "_SIGN_SECONDS", 0.001)
+    played = Played()
+    async with played.connected():
+        played.give_order()
+        played.control.messages.put_nowait(KEEP)
+        await played.until(lambda: len(played.control.sent) > 3)
+        assert set(map(repr, played.control.sent)) == {repr(Report(1, Status("leaving")))}
+        played.engines[0].may_leave.set()
+        await played.until(lambda: "Left" in played.said())
+        await asyncio.sleep(0.05)
+        assert played.control.sent[-1] == Report(1, Left(1, {5: 9}))
