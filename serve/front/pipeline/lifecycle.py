@@ -239,7 +239,7 @@ class Lifecycle(Machine):
             case State.PLANNING | State.REPLANNING:
                 self._on_plan_overdue(f"No plan was made within {self._config.load_timeout:g} s")
             case State.GATHERING:
-                self._on_not_gathered()
+                self._on_gathered(self._not_gathered())
             case State.LACKING:
                 self._fail(ClusterError("No other rank came in time (--return-timeout)."))
             case State.PAUSING:
@@ -329,9 +329,6 @@ class Lifecycle(Machine):
     def _check_gathered(self) -> None:
         if not self.missing:
             self._on_gathered(self.roster.disagreement())
-
-    def _on_not_gathered(self) -> None:
-        self._on_gathered(self._not_gathered())
 
     def _on_gathered(self, error: ClusterError | None) -> None:
         if self._plans and self.number and self._config.replan:
@@ -556,9 +553,9 @@ class Lifecycle(Machine):
             self._renew(reason)
 
     def _renew(self, reason: BrigadeError) -> None:
-        """Ends this life for this reason, and begins the next one, for which every rank has to find
-        an engine that is in no ring. The ranks are gathered when rank 0 has its own; Interrupt has
-        returned the requests to the queue, where they wait until the engines work."""
+        """Begins the next life, for this reason. Every rank finds an engine that is in no ring: its
+        own if that can leave its ring, or else another one. The requests, which Interrupt has
+        returned to the queue, wait there until the engines work."""
         self.number += 1
         self._warn(f"event=recovering life={self.number}", reason)
         self._reason = None

@@ -1,6 +1,7 @@
 """The life cycle of the engines by simulation: faults of every kind at every moment."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +20,13 @@ from serve.core.messages import Fault, RingLost
 from serve.front.pipeline import events
 from serve.front.pipeline.events import State
 from serve.parent.control import Joined
-from tests.front.pipeline.cluster_simulation import FACTS, PlayedCluster, check_answer
+from tests.front.pipeline.cluster_simulation import (
+    FACTS,
+    Asked,
+    PlayedCluster,
+    PlayedEngine,
+    check_answer,
+)
 
 CHAOS_SECONDS = 40.0
 HEALING_SECONDS = 600.0
@@ -172,6 +179,19 @@ def begun(seed: int = 3, **flags: Any) -> PlayedCluster:
     return cluster
 
 
+def engines_of(
+    cluster: PlayedCluster,
+    ranks: Sequence[int] = range(3),
+) -> list[PlayedEngine | None]:
+    return [cluster.engine_of(rank) for rank in ranks]
+
+
+def check_recovery(cluster: PlayedCluster, *asked: Asked) -> None:
+    """Waits until everything is at rest, and checks that these answers are whole."""
+    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
+    assert not any(check_answer(each) for each in asked)
+
+
 def test_a_fault_while_ranks_are_gathered_is_judged_at_once_when_they_are_there() -> None:
     cluster = begun()
     cluster.lose(1)
@@ -289,7 +309,7 @@ def test_lifecycle_keeps_engines_and_sequences_when_only_a_link_is_lost(seed: in
     assert cluster.run(60, lambda: cluster.lifecycle.is_working)
     asked = [cluster.ask(10, 200) for _ in range(4)]
     cluster.run(1 + seed / 10)
-    engines = [cluster.engine_of(rank) for rank in range(3)]
+    engines = engines_of(cluster)
     num_computed = sum(cluster.requests.scheduler.sequence(n).num_computed for n in range(4))
     cluster.reset_link(seed % 3)
     stayed = [engine for engine in engines if engine and not engine.is_stuck]
@@ -303,8 +323,7 @@ def test_lifecycle_keeps_engines_and_sequences_when_only_a_link_is_lost(seed: in
         assert cluster.num_kept_sequences == 4 * 3
         held = engines[0] and engines[0].model.num_held
         assert (held or 0) >= num_computed - 2 * 4, "more is computed again than was lost"
-    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
-    assert not any(check_answer(each) for each in asked)
+    check_recovery(cluster, *asked)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -317,8 +336,7 @@ def test_lifecycle_computes_again_what_an_engine_reports_wrongly(seed: int) -> N
         if engine := cluster.engine_of(rank):
             engine.is_confused = True
     cluster.reset_link(seed % 3)
-    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
-    assert not any(check_answer(each) for each in asked)
+    check_recovery(cluster, *asked)
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -326,7 +344,7 @@ def test_lifecycle_replaces_only_the_engine_that_ended(rank: int) -> None:
     cluster = begun()
     asked = [cluster.ask(10, 50) for _ in range(4)]
     cluster.run(1)
-    engines = [cluster.engine_of(each) for each in range(3)]
+    engines = engines_of(cluster)
     cluster.kill(rank)
     assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
     stayed = [cluster.engine_of(each) is engines[each] for each in range(3)]
@@ -350,14 +368,13 @@ def test_lifecycle_replaces_all_engines_after_a_fault_of_a_recovery() -> None:
 def test_lifecycle_replaces_only_the_engine_that_hangs_after_a_stall(rank: int) -> None:
     cluster = begun()
     asked = cluster.ask(10, 500)
-    engines = [cluster.engine_of(each) for each in range(3)]
+    engines = engines_of(cluster)
     cluster.run(1)
     cluster.stop(rank)
     assert cluster.run(60, lambda: cluster.lifecycle.number == 1 and cluster.lifecycle.is_working)
     stayed = [cluster.engine_of(each) is engines[each] for each in range(3)]
     assert stayed == [each != rank for each in range(3)]
-    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
-    assert not check_answer(asked)
+    check_recovery(cluster, asked)
 
 
 def test_lifecycle_replaces_all_engines_after_a_stall_for_which_none_is_to_blame() -> None:
@@ -368,8 +385,7 @@ def test_lifecycle_replaces_all_engines_after_a_stall_for_which_none_is_to_blame
     cluster._break_ring(cluster.lifecycle.ring)
     assert cluster.run(60, lambda: cluster.lifecycle.number == 1 and cluster.lifecycle.is_working)
     assert cluster.num_stays == 0
-    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
-    assert not check_answer(asked)
+    check_recovery(cluster, asked)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -380,16 +396,15 @@ def test_lifecycle_keeps_engines_and_sequences_when_parents_lose_their_connectio
     cluster = begun(seed)
     asked = [cluster.ask(10, 200) for _ in range(4)]
     cluster.run(1 + seed / 10)
-    engines = [cluster.engine_of(rank) for rank in range(3)]
+    engines = engines_of(cluster)
     for rank in (1, 2)[: 1 + seed % 2]:
         cluster.cut(rank)
     assert cluster.run(60, lambda: cluster.lifecycle.number == 1 and cluster.lifecycle.is_working)
-    assert [cluster.engine_of(rank) for rank in range(3)] == engines
+    assert engines_of(cluster) == engines
     assert cluster.num_stays == 3
     if cluster.can_rewind:
         assert cluster.num_kept_sequences == 4 * 3
-    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
-    assert not any(check_answer(each) for each in asked)
+    check_recovery(cluster, *asked)
 
 
 @pytest.mark.parametrize("state", [State.RENEWING, State.GATHERING, State.STARTING])
@@ -402,7 +417,7 @@ def test_lifecycle_waits_for_a_rank_that_is_lost_before_the_engines_have_orders(
     cluster = begun(2 * seed)
     asked = [cluster.ask(10, 200) for _ in range(4)]
     cluster.run(1)
-    engines = [cluster.engine_of(rank) for rank in range(3)]
+    engines = engines_of(cluster)
     if state is State.GATHERING:
         cluster.cut(2)
     else:
@@ -413,10 +428,9 @@ def test_lifecycle_waits_for_a_rank_that_is_lost_before_the_engines_have_orders(
     cluster.cut(1)
     assert cluster.run(60, lambda: cluster.lifecycle.is_working)
     assert cluster.lifecycle.number == 1
-    assert [cluster.engine_of(rank) for rank in range(3)] == engines
+    assert engines_of(cluster) == engines
     assert cluster.num_kept_sequences == 4 * 3
-    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
-    assert not any(check_answer(each) for each in asked)
+    check_recovery(cluster, *asked)
 
 
 def test_lifecycle_plans_again_without_a_rank_that_is_lost_while_a_plan_is_made() -> None:
@@ -432,8 +446,7 @@ def test_lifecycle_plans_again_without_a_rank_that_is_lost_while_a_plan_is_made(
     assert cluster.run(30, lambda: cluster.lifecycle.is_working)
     assert cluster.lifecycle.number == 1
     assert cluster.engine_of(0) is engine
-    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
-    assert not check_answer(asked)
+    check_recovery(cluster, asked)
 
 
 def test_lifecycle_with_replan_keeps_the_engine_of_a_rank_whose_cable_was_out() -> None:
@@ -441,12 +454,12 @@ def test_lifecycle_with_replan_keeps_the_engine_of_a_rank_whose_cable_was_out() 
     cluster = begun(4, replan=True, join_timeout=2.0)
     asked = cluster.ask(10, 2000)
     cluster.run(1)
-    engines = [cluster.engine_of(rank) for rank in range(3)]
+    engines = engines_of(cluster)
     cluster.disconnect(2, "Rank 2 is gone.", back_seconds=20.0, will_return=True)
     assert cluster.run(30, lambda: cluster.lifecycle.ring == (0, 1))
     assert cluster.run(HEALING_SECONDS, lambda: cluster.lifecycle.ring == (0, 1, 2))
     assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
-    assert [cluster.engine_of(rank) for rank in range(3)] == engines
+    assert engines_of(cluster) == engines
     assert cluster.lifecycle.number == 2
     assert not check_answer(asked)
 
@@ -464,8 +477,7 @@ def test_requests_blame_no_long_prompt_for_links_that_break() -> None:
         assert cluster.run(60, lambda: not cluster.lifecycle.is_working)
         assert cluster.run(60, lambda: cluster.lifecycle.is_working)
     assert cluster.lifecycle.number == 6
-    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
-    assert not check_answer(asked)
+    check_recovery(cluster, asked)
 
 
 def test_lifecycle_blames_no_kept_sequence_for_a_fault_before_the_engines_work_again() -> None:
@@ -480,8 +492,7 @@ def test_lifecycle_blames_no_kept_sequence_for_a_fault_before_the_engines_work_a
     cluster.kill(1)
     assert cluster.run(60, lambda: cluster.lifecycle.number == 2 and cluster.lifecycle.is_working)
     assert cluster.requests._fault_blame.alone is None
-    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
-    assert not any(check_answer(each) for each in asked)
+    check_recovery(cluster, *asked)
 
 
 def test_requests_that_are_kept_run_before_those_that_are_computed_again() -> None:
@@ -503,7 +514,7 @@ def test_lifecycle_replaces_all_engines_when_a_new_one_has_read_other_files() ->
     cluster = begun()
     asked = cluster.ask(10, 50)
     cluster.run(1)
-    engines = [cluster.engine_of(each) for each in range(3)]
+    engines = engines_of(cluster)
     cluster.files = "2"
     cluster.kill(1)
     assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
@@ -518,15 +529,15 @@ def test_lifecycle_with_replan_keeps_engines_when_layers_change_owner(seed: int)
     cluster = begun(seed, replan=True, join_timeout=2.0)
     asked = [cluster.ask(10, 2000) for _ in range(3)]
     cluster.run(1)
-    engines = [cluster.engine_of(rank) for rank in (0, 1)]
+    engines = engines_of(cluster, (0, 1))
     cluster.disconnect(2, "Rank 2 is gone.", back_seconds=20.0)
     assert cluster.run(30, lambda: cluster.lifecycle.ring == (0, 1))
     assert cluster.run(30, lambda: cluster.lifecycle.is_working)
-    assert [cluster.engine_of(rank) for rank in (0, 1)] == engines
+    assert engines_of(cluster, (0, 1)) == engines
     assert cluster.num_reloaded == 2
     assert cluster.run(HEALING_SECONDS, lambda: cluster.lifecycle.ring == (0, 1, 2))
     assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
-    assert [cluster.engine_of(rank) for rank in (0, 1)] == engines
+    assert engines_of(cluster, (0, 1)) == engines
     assert cluster.num_reloaded == 4
     assert cluster.num_kept_sequences == 0
     assert cluster.lifecycle.number == 2
@@ -548,8 +559,7 @@ def test_lifecycle_keeps_no_sequence_for_an_engine_that_left_after_the_layers_we
     assert cluster.run(30, lambda: cluster.lifecycle.is_working)
     assert cluster.lifecycle.ranks[1].has_stayed
     assert (cluster.num_reloaded, cluster.num_kept_sequences) == (2, 0)
-    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
-    assert not check_answer(asked)
+    check_recovery(cluster, asked)
 
 
 def test_lifecycle_keeps_rank_0s_engine_when_the_model_does_not_fit_the_remaining_ranks() -> None:
@@ -557,11 +567,11 @@ def test_lifecycle_keeps_rank_0s_engine_when_the_model_does_not_fit_the_remainin
     cluster = begun(replan=True, min_ranks=3, join_timeout=2.0)
     asked = cluster.ask(10, 50)
     cluster.run(1)
-    engines = [cluster.engine_of(rank) for rank in (0, 1)]
+    engines = engines_of(cluster, (0, 1))
     cluster.disconnect(2, "Rank 2 is gone.", back_seconds=20.0)
     assert cluster.run(30, lambda: cluster.lifecycle.state is State.LACKING)
     assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
-    assert [cluster.engine_of(rank) for rank in (0, 1)] == engines
+    assert engines_of(cluster, (0, 1)) == engines
     assert cluster.num_reloaded == 0
     assert cluster.lifecycle.number == 1
     assert not check_answer(asked)
@@ -592,8 +602,7 @@ def test_lifecycle_replaces_all_engines_after_a_fault_while_layers_change_owner(
     assert cluster.run(30, lambda: cluster.lifecycle.ring == (0, 1))
     cluster.run(30, lambda: cluster.lifecycle.state is state)
     cluster.kill(rank)
-    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
-    assert not check_answer(asked)
+    check_recovery(cluster, asked)
 
 
 def test_lifecycle_replaces_all_engines_when_files_have_changed_before_a_replan() -> None:
@@ -755,15 +764,14 @@ def test_lifecycle_replaces_engines_with_whole_layers_when_shards_are_planned(se
     assert cluster.run(30, lambda: cluster.lifecycle.is_working)
     asked = cluster.ask(10, 2000)
     cluster.run(1)
-    engines = [cluster.engine_of(rank) for rank in (0, 3)]
+    engines = engines_of(cluster, (0, 3))
     cluster.disconnect(2, "Rank 2 is gone.", back_seconds=500.0)
     assert cluster.run(23, lambda: cluster.lifecycle.ring == (0, 3))
     assert cluster.run(10, lambda: cluster.lifecycle.is_working)
     assert cluster.lifecycle.num_shards == 2
-    for rank, engine in zip((0, 3), engines, strict=True):
-        assert cluster.engine_of(rank) is not engine
-    assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
-    assert not check_answer(asked)
+    for old, new in zip(engines, engines_of(cluster, (0, 3)), strict=True):
+        assert new is not old
+    check_recovery(cluster, asked)
 
 
 @pytest.mark.parametrize("seed", range(8))
