@@ -43,8 +43,9 @@ class MeasureLinks:
 
 @dataclass(frozen=True, slots=True)
 class RenewRank:
-    """Tells a rank's parent to start a new engine, which reports the state "starting". With keep,
-    the old one stays if it leaves its ring in time, and reports Left."""
+    """Tells a rank's parent to start a new engine, which reports the state "starting". With dump,
+    the old one writes its stacks first. With keep, it stays if it leaves its ring in time, and
+    reports Left."""
 
     rank: int
     life: int
