@@ -1,5 +1,6 @@
 """Python runs this first where PYTHONPATH has its folder: it lets a test say which steps share the
-head, whatever rank 0 has measured, and notes the steps that did.
+head, whatever rank 0 has measured, and notes the steps that did. Drafts cost little, so that their
+number does not depend on what was measured either.
 
 SHARED_HEAD has the folder of both. Its file max_tokens is the largest number of tokens of a step
 that shares the head. Each engine of the last stage writes a file of its own with a line for each
@@ -27,4 +28,17 @@ if "serve.rank.worker" in sys.orig_argv:
     SharedHead.max_tokens = property(
         lambda self: int((_folder / "max_tokens").read_text()),
         lambda self, measured: None,
+    )
+
+if "serve.cli.main" in sys.orig_argv:
+    from serve.front.drafts.model_guesses import ModelCosts
+    from serve.front.drafts.speculation import Speculation
+
+    def _keep_whether_known(self, costs):
+        self._has_model = costs is not None
+
+    Speculation.token_cost = property(lambda self: 0.01, lambda self, measured: None)
+    Speculation.model_costs = property(
+        lambda self: ModelCosts(0.01, 0.01) if self._has_model else None,
+        _keep_whether_known,
     )
