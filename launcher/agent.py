@@ -117,7 +117,8 @@ class Agent:
         kill_former(order.secret, order.rank)
         with shared_ring(order.addresses, order.control, order.secret) as ring:
             base = {**os.environ, **order.environment}
-            environment = rank_environment(base, ring, order.rank, order.num_ranks)
+            place = (order.rank, order.num_ranks, order.num_returns)
+            environment = rank_environment(base, ring, *place)
             try:
                 process = LocalProcess("", order.command, environment, ring.leash)
             except OSError as error:

@@ -21,6 +21,7 @@ RING_CHECK = "serve.ring.check"
 RANK_VARIABLES = (
     "BRIGADE_CONTROL",
     "BRIGADE_LEASH",
+    "BRIGADE_RETURNS",
     "BRIGADE_SECRET",
     "MLX_HOSTFILE",
     "MLX_IBV_DEVICES",
@@ -78,9 +79,10 @@ def rank_environment(
     ring: Ring,
     rank: int,
     num_ranks: int,
+    num_returns: int = 0,
 ) -> dict[str, str]:
     """Returns the environment of one rank: that of the caller without variables of another
-    cluster, and with those of this one."""
+    cluster, and with those of this one. num_returns is how often the rank was started before."""
     environment = {name: text for name, text in base.items() if name not in RANK_VARIABLES}
     # A rank writes into a pipe, into which Python would write only when its buffer is full.
     environment.setdefault("PYTHONUNBUFFERED", "1")
@@ -90,6 +92,8 @@ def rank_environment(
         environment["BRIGADE_SECRET"] = ring.secret
         environment["MLX_HOSTFILE"] = ring.hostfile
         environment["MLX_RANK"] = str(rank)
+    if num_returns:
+        environment["BRIGADE_RETURNS"] = str(num_returns)
     return environment
 
 

@@ -6,6 +6,7 @@ import secrets
 import signal
 import socket
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from launcher.command import HOST, Ring, hostfile_text, rank_environment
-from serve.core.errors import AddressError
+from serve.core.errors import RETURN_EXIT_CODE, AddressError
 from serve.core.folder import own_folder
 
 LONGEST_LINE_BYTES = 65536
@@ -28,7 +29,8 @@ class Process(Protocol):
 
     @property
     def lost(self) -> bool:
-        """Whether a process that has ended was ended by something other than itself."""
+        """Whether a process that has ended was ended by something other than itself, or has asked
+        to be started again."""
 
     def lines(self) -> Iterator[str]:
         """Yields the lines that the process writes. The last ones may come after its end."""
@@ -69,7 +71,7 @@ class LocalProcess:
 
     @property
     def lost(self) -> bool:
-        return (self._process.returncode or 0) < 0
+        return is_loss(self._process.returncode or 0)
 
     def lines(self) -> Iterator[str]:
         assert self._process.stdout is not None
@@ -98,6 +100,11 @@ class LocalProcess:
         return self._process.wait()
 
 
+def is_loss(returncode: int) -> bool:
+    """Whether a process that ended with this code, in subprocess's form, may be started again."""
+    return returncode < 0 or returncode == RETURN_EXIT_CODE
+
+
 @contextmanager
 def local_ranks(
     command: Sequence[str],
@@ -109,6 +116,7 @@ def local_ranks(
     control, *ports = free_ports(1 + num_ranks)
     base = os.environ if environment is None else environment
     addresses = [[f"{HOST}:{port}"] for port in ports]
+    num_starts: Counter[int] = Counter()
     with shared_ring(addresses, f"{HOST}:{control}", secrets.token_hex(16)) as ring:
 
         def start(rank: int) -> LocalProcess:
@@ -116,7 +124,8 @@ def local_ranks(
             # folders. A file that exists stays as it is: other ranks may be reading it.
             if not os.path.exists(ring.hostfile):
                 write_hostfile(ring.hostfile, addresses)
-            environment = rank_environment(base, ring, rank, num_ranks)
+            environment = rank_environment(base, ring, rank, num_ranks, num_starts[rank])
+            num_starts[rank] += 1
             return LocalProcess(f"rank {rank}", command, environment, ring.leash)
 
         yield [partial(start, rank) for rank in range(num_ranks)]

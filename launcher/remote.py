@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ from typing import TypeVar
 
 from launcher.agent import ALIVE_SECONDS
 from launcher.hostfile import Host
-from launcher.process import Start, shown, signal_group
+from launcher.process import Start, is_loss, shown, signal_group
 from launcher.ssh import CONNECT_SECONDS, meaning, ssh_command
 from launcher.supervisor import event_line
 from serve.core.agent_messages import (
@@ -208,7 +209,7 @@ class RemoteProcess:
 
     @property
     def lost(self) -> bool:
-        return self._returncode is None or self._returncode < 0
+        return self._returncode is None or is_loss(self._returncode)
 
     def lines(self) -> Iterator[str]:
         while (said := self._connection.next_line()) is not None:
@@ -332,7 +333,7 @@ def remote_ranks(
     ]
     secret = secrets.token_hex(16)
 
-    def order(rank: int) -> RunRank:
+    def order(rank: int, num_returns: int) -> RunRank:
         return RunRank(
             rank=rank,
             num_ranks=len(connections),
@@ -342,21 +343,23 @@ def remote_ranks(
             control=control,
             secret=secret,
             drain_seconds=drain_seconds,
+            num_returns=num_returns,
         )
 
-    used: set[int] = set()
+    num_starts: Counter[int] = Counter()
     is_over = threading.Event()
 
     def start(rank: int) -> RemoteProcess:
-        if rank in used:
+        num_returns = num_starts[rank]
+        if num_returns:
             # In the list before it has answered, which may take long, so that it is closed with
             # the others.
             connections[rank] = connections[rank].again()
             if is_over.is_set():
                 connections[rank].close()
             connections[rank].greet()
-        used.add(rank)
-        return RemoteProcess(connections[rank], order(rank))
+        num_starts[rank] += 1
+        return RemoteProcess(connections[rank], order(rank, num_returns))
 
     try:
         yield [functools.partial(start, rank) for rank in range(len(connections))]

@@ -6,8 +6,9 @@
                                                                or a second signal ──> killed
 
 While running, a rank above 0 that was lost is started again, some times; where that fails, such
-as on a host that boots, it is tried until rank 0 gives up waiting. A rank that stands still does
-not end: rank 0 writes a line when it hears nothing of one, which is then killed here.
+as on a host that boots, it is tried until rank 0 gives up waiting. Rank 0 is started again only if
+it asks for that by its exit code. A rank that stands still does not end: rank 0 writes a line when
+it hears nothing of one, which is then killed here.
 
 One thread a rank reads its output and one waits for its end; they and the signal handlers put
 events into one queue, and `run` sleeps on that queue. Knows no HTTP, no MLX and no command line.
@@ -30,7 +31,7 @@ from types import FrameType
 
 from launcher.command import exit_code
 from launcher.process import Process, Start
-from serve.core.errors import ClusterError
+from serve.core.errors import RETURN_EXIT_CODE, ClusterError
 from serve.core.restart_window import RestartWindow
 
 FOLLOW_SECONDS = 5.0  # how long the others may go on after one rank has ended with code 0
@@ -56,8 +57,8 @@ _ERROR = re.compile(r"brigade [a-z-]+: (.+)")
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The process of a rank has ended. It is lost if it did not decide to end; a lost rank may be
-    started again."""
+    """The process of a rank has ended. It is lost if it did not decide to end, or asks to be
+    started again; a lost rank may be."""
 
     rank: int
     returncode: int
@@ -246,7 +247,7 @@ class Supervisor:
         back_seconds = monotonic() - self._came_back_at.get(rank, -math.inf)
         is_early = code != 0 and back_seconds < self._early_seconds and self._is_kept(rank)
         if event.lost:
-            comes_back = self._may_restart(rank)
+            comes_back = self._may_restart(rank, asks=returncode == RETURN_EXIT_CODE)
         else:
             comes_back = is_early
         self._observer.ended(rank, code, comes_back)
@@ -396,19 +397,22 @@ class Supervisor:
         reader.start()
         waiter.start()
 
-    def _may_restart(self, rank: int) -> bool:
-        """Whether a rank may come back. Rank 0 may not: it has the clients' connections, and all
-        other ranks depend on it."""
+    def _may_restart(self, rank: int, *, asks: bool) -> bool:
+        """Whether a lost rank may come back, which this counts."""
         now = monotonic()
         losses = self._losses.setdefault(
             rank,
             RestartWindow(self._max_restarts, RESTART_WINDOW_SECONDS),
         )
         losses.add(now)
-        return self._is_kept(rank) and losses.num_left(now) >= 0
+        return self._is_kept(rank, asks=asks) and losses.num_left(now) >= 0
 
-    def _is_kept(self, rank: int) -> bool:
-        return rank > 0 and 0 in self._alive and self._state == "running"
+    def _is_kept(self, rank: int, *, asks: bool = False) -> bool:
+        """Whether the others would wait for a rank. For rank 0 they do only if it asks: a server's
+        has the clients' connections, and all other ranks depend on it."""
+        others = (self._alive | self._returning) - {rank}
+        is_awaited = 0 in others if rank else asks and bool(others)
+        return is_awaited and self._state == "running"
 
     def _bring_back(self, rank: int, is_early: bool) -> None:
         """Starts a rank again, in a thread: another host may be slow or unreachable."""

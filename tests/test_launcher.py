@@ -26,7 +26,7 @@ from launcher.command import (
 )
 from launcher.process import free_ports, local_ranks, shown
 from launcher.supervisor import Supervisor
-from serve.core.errors import ClusterError, UsageError
+from serve.core.errors import RETURN_EXIT_CODE, ClusterError, UsageError
 from tests.models import save
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -355,7 +355,7 @@ def test_a_killed_rank_is_started_again_in_the_same_ring(relaunch: Start) -> Non
     os.kill(launched.pids[1], signal.SIGKILL)
     launched.see("up", 3)
     first, second = (rank for rank in environments(launched) if rank["MLX_RANK"] == "1")
-    assert first == second
+    assert second == first | {"BRIGADE_RETURNS": "1"}
     assert alive(launched.pids[0])
     launched.process.send_signal(signal.SIGTERM)
     assert launched.end()[0] == 0
@@ -395,6 +395,39 @@ def test_a_rank_that_decided_to_end_and_rank_0_do_not_come_back(
     launched = relaunch(2, program)
     assert launched.end()[0] == code
     assert launched.text.count("event=rank_started") == 2
+
+
+def test_rank_0_comes_back_if_it_asks_for_that(relaunch: Start) -> None:
+    """As one does that is stuck in a sum of MLX."""
+    program = f"""
+if rank == 0 and "BRIGADE_RETURNS" not in os.environ: sys.exit({RETURN_EXIT_CODE})
+print("at last", flush=True)
+"""
+    launched = relaunch(2, program + SLEEP).see("at last", 2)
+    assert launched.text.count("event=rank_started rank=0") == 2
+    assert launched.text.count("event=rank_started rank=1") == 1
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+
+
+def test_a_rank_that_is_lost_while_rank_0_is_away_comes_back_too(relaunch: Start) -> None:
+    program = f"""
+if "BRIGADE_RETURNS" not in os.environ: sys.exit({RETURN_EXIT_CODE})
+print("at last", flush=True)
+"""
+    launched = relaunch(2, program + SLEEP).see("at last", 2)
+    assert launched.text.count("event=rank_started") == 4
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+
+
+@pytest.mark.parametrize(("num_ranks", "num_starts"), [(1, 1), (2, 3)])
+def test_rank_0_that_asks_for_a_return_too_often_or_alone_ends_the_launch(
+    relaunch: Start, num_ranks: int, num_starts: int
+) -> None:
+    launched = relaunch(num_ranks, f"if rank == 0: sys.exit({RETURN_EXIT_CODE})\n{SLEEP}")
+    assert launched.end()[0] == RETURN_EXIT_CODE
+    assert launched.text.count("event=rank_started rank=0") == num_starts
 
 
 def test_a_rank_that_came_back_too_early_is_tried_again(

@@ -70,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv = list(argv)
     try:
         cluster = read_cluster(os.environ)
-        config = check(argv, cluster.num_ranks, cluster.rank)
+        is_return = cluster.num_returns > 0
+        config = check(argv, cluster.num_ranks, cluster.rank, is_return=is_return)
         _with_fast_blas(argv)
         follow_launcher(cluster)
         # Imported here: a wrong flag should not wait for MLX.
@@ -129,8 +130,15 @@ def _heed_signals() -> None:
     threading.Thread(target=wait, name="stop", daemon=True).start()
 
 
-def check(argv: Sequence[str], num_ranks: int, rank: int = 0) -> FineTuneConfig:
-    """Reads the command line and finds mistakes that can be found before anything starts."""
+def check(
+    argv: Sequence[str],
+    num_ranks: int,
+    rank: int = 0,
+    *,
+    is_return: bool = False,
+) -> FineTuneConfig:
+    """Reads the command line and finds mistakes that can be found before anything starts. When a
+    rank returns to its run, the run's folder is no longer free, and a server may be away."""
     config = _parse(argv)
     layout = config.layout(num_ranks)
     if not config.hub_id:
@@ -145,7 +153,7 @@ def check(argv: Sequence[str], num_ranks: int, rank: int = 0) -> FineTuneConfig:
     total = config.grad_accumulation_steps * config.num_micro_batches(layout)
     share = total // layout.num_replicas
     make_schedule(config.schedule, Shape(layout.pipeline_size, share, config.num_chunks()))
-    if rank == 0:
+    if rank == 0 and not is_return:
         services(config)
         if config.load_into:
             check_server(config.load_into, config.adapter_path, adapter_name(config.adapter_path))

@@ -67,7 +67,7 @@ class RunRank(AgentMessage, frozen=True):
 
     addresses are those of all ranks, control is where rank 0's parent listens, and secret
     distinguishes this launch from others. A rank that is asked to end is killed after
-    drain_seconds.
+    drain_seconds. num_returns is how often the rank was started before.
     """
 
     rank: int
@@ -78,6 +78,7 @@ class RunRank(AgentMessage, frozen=True):
     control: str
     secret: str
     drain_seconds: float
+    num_returns: int = 0
 
 
 class SendSignal(AgentMessage, frozen=True):

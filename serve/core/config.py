@@ -493,6 +493,7 @@ class Cluster:
     control is the address where rank 0's parent listens for the others. secret distinguishes one
     launch from another. leash is a file descriptor that is closed when the launcher ends. addresses
     are those of the hostfile when this rank started: the file may be gone when an engine restarts.
+    num_returns is how often the launcher has started this rank again.
     """
 
     rank: int = 0
@@ -502,6 +503,7 @@ class Cluster:
     secret: str = ""
     leash: int | None = None
     addresses: tuple[tuple[str, ...], ...] = ()
+    num_returns: int = 0
 
 
 def read_cluster(environment: Mapping[str, str]) -> Cluster:
@@ -527,8 +529,7 @@ def read_cluster(environment: Mapping[str, str]) -> Cluster:
     if len(ring) <= 1:
         return Cluster(leash=leash)
     # mlx.launch numbers its ports upwards from rank 0's, so it does not use the port below.
-    below_first = f"{ring[0].host}:{ring[0].port - 1}"
-    control = environment.get("BRIGADE_CONTROL") or below_first
+    control = environment.get("BRIGADE_CONTROL") or f"{ring[0].host}:{ring[0].port - 1}"
     return Cluster(
         rank=rank,
         num_ranks=len(ring),
@@ -537,6 +538,7 @@ def read_cluster(environment: Mapping[str, str]) -> Cluster:
         secret=environment.get("BRIGADE_SECRET", ""),
         leash=leash,
         addresses=addresses,
+        num_returns=_number({"BRIGADE_RETURNS": "0", **environment}, "BRIGADE_RETURNS"),
     )
 
 

@@ -17,8 +17,12 @@
     ├── EngineError                       7   503   the engine process broke
     └── GivenUpError                      -   500   a request that ended the engines again and again
 
+A rank whose process cannot go on exits with 75 if it wants to be started again.
+
 The message is one line: what is wrong, where, and how to fix it.
 """
+
+RETURN_EXIT_CODE = 75  # of a rank that asks its launcher to start it again
 
 
 class BrigadeError(Exception):

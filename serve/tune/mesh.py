@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from serve.core.config import TRAINING_JOIN_SECONDS, Cluster, parse_address
-from serve.core.errors import ClusterError
+from serve.core.errors import RETURN_EXIT_CODE, ClusterError
 from serve.core.messages import AnyNote
 from serve.ring.peers import Grid, await_row, meet_all
 from serve.ring.transport import Ring, RingLostError, among, exchange, form_group
@@ -41,7 +41,44 @@ from serve.tune.transport import (
 
 _logger = logging.getLogger(__name__)
 _TICK_SECONDS = 1.0
-_MAX_STUCK_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class StuckLimit:
+    """How long this rank may stay in a sum of MLX after a loss, in seconds. MLX cannot interrupt a
+    sum. may_return says whether the rank would be started again and the run would continue."""
+
+    seconds: float
+    may_return: Callable[[], bool]
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Ends this process if the block, which waits for MLX after a loss, takes too long."""
+        timer = Timer(self.seconds, self.end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def end(self) -> None:
+        """Ends this process, because it is stuck."""
+        self.end_because(
+            f"This rank has waited for {self.seconds:g} s in a sum with a rank that is lost, and "
+            "MLX cannot interrupt it."
+        )
+
+    def end_because(self, reason: str) -> None:
+        """Ends this process, for a reason that it logs."""
+        if self.may_return():
+            code = RETURN_EXIT_CODE
+            next_step = "This process ends, and the launcher starts it again."
+        else:
+            code = ClusterError.exit_code
+            next_step = "Start the run again, with --resume if it has a checkpoint."
+        _logger.error("%s %s", reason, next_step)
+        os._exit(code)
 
 
 class MeshLinks(ProcessLinks):
@@ -54,13 +91,13 @@ class MeshLinks(ProcessLinks):
         self._stall_seconds = stall_seconds
         self._open(peers, peers)
 
-    def watch(self) -> None:
+    def watch(self, limit: StuckLimit) -> None:
         """Ends this process when another rank is silent, also while this one waits for it in a sum
         of MLX, which cannot be interrupted. It also ends if this rank does not leave the links soon
         after a loss: a sum with a lost rank may never return."""
-        Thread(target=self._watch, name="watch", daemon=True).start()
+        Thread(target=self._watch, args=(limit,), name="watch", daemon=True).start()
 
-    def _watch(self) -> None:
+    def _watch(self, limit: StuckLimit) -> None:
         silent = dict.fromkeys(self._peers, 0.0)
         heard: dict[int, int] = {}
         seconds_since_loss = 0.0
@@ -68,15 +105,14 @@ class MeshLinks(ProcessLinks):
             time.sleep(_TICK_SECONDS)
             if self._inbox.has_lost:
                 seconds_since_loss += _TICK_SECONDS
-            if seconds_since_loss > _MAX_STUCK_SECONDS:
-                end_stuck_rank()
+            if seconds_since_loss > limit.seconds:
+                limit.end()
             before, heard = heard, self._inbox.num_heard()
             # Only seconds in which this process ran count: after it was stopped, it blames nobody.
             for peer, count in heard.items():
                 silent[peer] = silent[peer] + _TICK_SECONDS if before.get(peer) == count else 0.0
                 if silent[peer] > self._stall_seconds + _TICK_SECONDS:
-                    _logger.error("%s", silence(peer, self._stall_seconds))
-                    os._exit(ClusterError.exit_code)
+                    limit.end_because(silence(peer, self._stall_seconds))
 
     def leave(self, seconds: float) -> None:
         for peer in self._peers.values():
@@ -109,27 +145,6 @@ class MeshLinks(ProcessLinks):
                 raise RingLostError("it ended in the middle of a message")
             view = view[num_read:]
         return mx.array(cast(Any, data))
-
-
-@contextmanager
-def ending_if_stuck() -> Iterator[None]:
-    """Ends this process if the block, which waits for MLX after a loss, takes too long."""
-    timer = Timer(_MAX_STUCK_SECONDS, end_stuck_rank)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def end_stuck_rank() -> None:
-    _logger.error(
-        "This rank has waited for %g s in a sum with a rank that is lost. MLX cannot interrupt it: "
-        "start the run again, with --resume if it has a checkpoint.",
-        _MAX_STUCK_SECONDS,
-    )
-    os._exit(ClusterError.exit_code)
 
 
 class Subset:
@@ -213,10 +228,11 @@ def join(
     cluster: Cluster,
     layout: Layout,
     stall_seconds: float,
+    limit: StuckLimit,
     timeout_seconds: float = TRAINING_JOIN_SECONDS,
 ) -> Groups:
     """Joins all ranks of a run, in the main thread. timeout_seconds is how long a rank waits for
-    the others. Raises ClusterError."""
+    the others, and limit is for sums of shards. Raises ClusterError."""
     if cluster.num_ranks == 1:
         return groups_of(layout, local_links(1)[0])
     nonce = zlib.crc32(cluster.secret.encode()) >> 1
@@ -237,7 +253,7 @@ def join(
     peers = {rank: connection.tcp_socket for rank, connection in connections.items()}
     links = MeshLinks(cluster.rank, peers, stall_seconds)
     if group is not None:
-        links.watch()
+        links.watch(limit)
     return groups_of(layout, links, group)
 
 

@@ -18,9 +18,9 @@ from serve.tune.events import Finished, NothingLeft, Show, Started, Validated, W
 from serve.tune.forecast import Forecast, Span, forecast, probe_of, spans, utilisation
 from serve.tune.inputs import Inputs, agree, open_inputs
 from serve.tune.loop import Update
-from serve.tune.mesh import Groups, join
+from serve.tune.mesh import Groups, StuckLimit, join
 from serve.tune.precision import HALF
-from serve.tune.recovery import NO_GROUP, Kept, join_again, leave
+from serve.tune.recovery import NO_GROUP, Kept, join_again, leave, limit_of
 from serve.tune.results import card, run_folder, whole
 from serve.tune.results.checkpoint import load_arrays
 from serve.tune.schedule import Schedule
@@ -49,14 +49,19 @@ def run(
 ) -> Path:
     """Runs everything and returns the folder of the weights that a server should load. It returns
     when all ranks have finished. The model card quotes `command`. Raises BrigadeError."""
-    groups = join(cluster, config.layout(cluster.num_ranks), config.stall_timeout)
-    kept = Kept()
+    kept = Kept(cluster.num_returns)
+    limit = limit_of(cluster, config, kept)
+    if kept.num_returns:
+        groups = join_again(cluster, config, kept, limit)
+    else:
+        layout = config.layout(cluster.num_ranks)
+        groups = join(cluster, layout, config.stall_timeout, limit)
     while True:
-        folder = _run_until_loss(config, groups, show, command, kept)
+        folder = _run_until_loss(config, groups, show, command, kept, limit)
         if folder is not None:
             return folder
         del groups  # MLX closes the ring of the shards when nothing refers to it.
-        groups = join_again(cluster, config, kept)
+        groups = join_again(cluster, config, kept, limit)
 
 
 def _run_until_loss(
@@ -65,6 +70,7 @@ def _run_until_loss(
     show: Show,
     command: str,
     kept: Kept,
+    limit: StuckLimit,
 ) -> Path | None:
     """Returns the folder as `run` does, or None if this rank has lost another one and left the
     links. Raises BrigadeError."""
@@ -79,7 +85,7 @@ def _run_until_loss(
             raise
         if not kept.may_stay(config):
             raise RingLostError(f"{reason} {kept.advice}") from error
-        leave(groups, config, kept, reason)
+        leave(groups, config, kept, limit, reason)
         return None
     finally:
         links.close()
@@ -137,7 +143,8 @@ def _open(
     links = groups.everybody
     inputs = open_inputs(config, links, kept.inputs)
     agree(inputs, links)
-    has_checkpoint = saving.has_checkpoint(inputs.config, links, is_rejoining=kept.is_rejoining)
+    is_rejoining = kept.is_rejoining or kept.num_returns > 0
+    has_checkpoint = saving.has_checkpoint(inputs.config, links, is_rejoining=is_rejoining)
     weights = kept.weights
     if weights is not None and not has_checkpoint:
         if weights.initial is None:

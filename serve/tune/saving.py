@@ -84,6 +84,7 @@ def save(session: Session, progress: Progress) -> None:
     if session.is_first:
         _write(session, progress, adapter, state)
     progress.saved = progress.done
+    progress.has_saved = True
     progress.has_learned = False
 
 

@@ -84,14 +84,15 @@ class Progress:
     """The progress of a run.
 
     `done` counts batches; `saved` is its value at the last checkpoint. A batch is divided into
-    num_parts micro-batches. has_learned says whether an update since the last checkpoint has
-    changed a parameter.
+    num_parts micro-batches. has_saved says whether there was a checkpoint since the ranks joined,
+    and has_learned whether an update since the last checkpoint has changed a parameter.
     """
 
     num_parts: int
     done: int = 0
     history: History = field(default_factory=History)
     saved: int | None = None
+    has_saved: bool = False
     has_learned: bool = False
 
 

@@ -48,10 +48,11 @@ def test_brigade_launch_says_more(hostfile: Path) -> None:
             "BRIGADE_CONTROL": "127.0.0.1:5000",
             "BRIGADE_SECRET": "s",
             "BRIGADE_LEASH": "7",
+            "BRIGADE_RETURNS": "2",
         }
     )
     assert cluster.control == Address("127.0.0.1", 5000)
-    assert (cluster.secret, cluster.leash) == ("s", 7)
+    assert (cluster.secret, cluster.leash, cluster.num_returns) == ("s", 7, 2)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from serve.core.agent_messages import (
     RunRank,
     StartEcho,
 )
-from serve.core.errors import ClusterError
+from serve.core.errors import RETURN_EXIT_CODE, ClusterError
 from serve.core.wire import LineReader, line
 from tests.launch.sshd import Sshd
 from tests.test_launcher import (
@@ -295,6 +295,16 @@ def test_a_rank_that_stands_still_with_its_agent_is_replaced(
     launched = relaunch_here(f"{program}if rank == 0: tell(1, pid_of_rank_1())\n{SLEEP}")
     wait_until(lambda: launched.text.count("up") == 2, 15.0)
     assert launched.text.count("event=rank_started rank=1") == 2
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+
+
+def test_rank_0_of_a_host_comes_back_if_it_asks_for_that(relaunch_here: Start) -> None:
+    program = f"""
+if rank == 0 and os.environ.get("BRIGADE_RETURNS") != "1": sys.exit({RETURN_EXIT_CODE})
+"""
+    launched = relaunch_here(program + SLEEP).see("up", 2)
+    assert launched.text.count("event=rank_started rank=0") == 2
     launched.process.send_signal(signal.SIGTERM)
     assert launched.end()[0] == 0
 

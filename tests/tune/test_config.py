@@ -253,6 +253,16 @@ def test_check_names_a_bad_line_and_a_taken_folder_without_mlx(tmp_path: Path) -
         assert said in done.stdout, done.stdout + done.stderr
 
 
+def test_a_rank_that_returns_to_its_run_finds_its_folder_taken(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}')
+    (tmp_path / "out" / "checkpoints" / "0000004").mkdir(parents=True)
+    words = ["--model", str(TINY_CHAT), "--data", str(tmp_path)]
+    words += ["--adapter-path", str(tmp_path / "out"), "--load-into", "http://127.0.0.1:9"]
+    with pytest.raises(UsageError):
+        check(words, 2)
+    assert check(words, 2, is_return=True).adapter_path == tmp_path / "out"
+
+
 def test_check_data_leaves_large_files_to_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
