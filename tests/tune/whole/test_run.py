@@ -337,7 +337,7 @@ class Swallows:
     def __del__(self):
         print("up", flush=True)
         time.sleep(30)
-def busy(*_):
+def busy(*_, **__):
     gone = Swallows()
     del gone
     time.sleep(30)
@@ -345,7 +345,7 @@ def busy(*_):
 
 BLOCKS = """
 import ctypes
-def busy(*_):
+def busy(*_, **__):
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
     libc.pthread_mutex_init(mutex, None)
     libc.pthread_mutex_lock(mutex)
