@@ -7,7 +7,7 @@
 
 While running, a rank above 0 that was lost is started again, some times; where that fails, such
 as on a host that boots, it is tried until rank 0 gives up waiting. Rank 0 is started again only if
-it asks for that by its exit code. A rank that stands still does not end: rank 0 writes a line when
+it asks for that by its exit code. A suspended rank does not end: rank 0 writes a line when
 it hears nothing of one, which is then killed here.
 
 One thread a rank reads its output and one waits for its end; they and the signal handlers put

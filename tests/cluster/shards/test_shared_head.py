@@ -98,7 +98,7 @@ class Cluster:
 
     @contextmanager
     def sharing(self, max_tokens: int) -> Iterator[list[tuple[int, int]]]:
-        """Lets steps of up to so many tokens share the head, inside of a with block. Afterwards the
+        """Lets steps of up to max_tokens share the head, inside a with block. Afterwards the
         list has the numbers of rows and drafts of each step that did."""
         noted: list[tuple[int, int]] = []
         before = self._noted()

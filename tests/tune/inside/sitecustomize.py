@@ -1,4 +1,4 @@
-"""Python runs this first where PYTHONPATH has its folder: it keeps a shard in a sum for ever.
+"""Python runs this first where PYTHONPATH has its folder: it keeps a shard in a sum forever.
 
 STUCK_FILE is a file with the number of a rank, which removes the file in its next sum and stays
 there. Nothing happens while the file is missing.
