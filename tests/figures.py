@@ -1,13 +1,20 @@
-"""Figures of the product's structure: scripts/figures prints them, tests/test_card.py limits them.
+"""Figures of the product's structure, which scripts/figures prints beside those of another commit.
 
 They are counts over the syntax trees of `serve` and `launcher`: no figure needs the code to run.
+`tests/test_card.py` uses the same functions for what must never appear at all.
 """
 
 import ast
+import functools
+import io
 import re
+import subprocess
+import sys
+import tarfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import median, quantiles
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("serve", "launcher")
@@ -21,16 +28,45 @@ _MIN_DOCSTRING_WORDS = 3
 _VERB = re.compile(r"[A-Z][a-z]+s\b")
 
 
+@functools.cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """Every node of a source's syntax tree. The nodes are shared and must not be changed."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
+@functools.cache
 def product() -> dict[str, str]:
     """The source of each file of the product, by its path relative to the repository."""
     files = (path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
     return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in sorted(files)}
 
 
+@functools.cache
 def sources_of_tests() -> dict[str, str]:
     """The source of each test file, by its path relative to the repository."""
     files = sorted((ROOT / "tests").rglob("*.py"))
     return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in files}
+
+
+def sources_of(revision: str) -> dict[str, str]:
+    """The source of each file of the product and its tests in another commit."""
+    command = ["git", "archive", revision, *PACKAGES, "tests"]
+    archive = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+    found = {}
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        for member in files:
+            if member.isfile() and member.name.endswith(".py"):
+                content = files.extractfile(member)
+                assert content is not None  # A regular file has content.
+                found[member.name] = content.read().decode()
+    return found
+
+
+def functions(source: str) -> Iterator[tuple[str, int, int]]:
+    """Name, line and length of each function."""
+    for node in nodes(source):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name, node.lineno, (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def code_lines(source: str) -> int:
@@ -82,7 +118,7 @@ def stumps(sources: Mapping[str, str]) -> Iterator[str]:
     """Docstrings of classes and functions whose first sentence cannot be read alone."""
     documented = ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
     for path, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes(source):
             if not isinstance(node, documented):
                 continue
             words = (ast.get_docstring(node) or "").split()
@@ -113,23 +149,22 @@ def untyped_messages(sources: Mapping[str, str]) -> Counter[str]:
     graph = imports(sources)
     found: Counter[str] = Counter()
     for path, source in sources.items():
-        tree = ast.parse(source)
         untyped: set[str] = set()
-        if has_channel(tree, graph[module_name(path)]):
+        if has_channel(source, graph[module_name(path)]):
             untyped = _UNTYPED | {"dict[str, Any]"}
         if path in _LISTS_OF_MESSAGES:
             untyped = _UNTYPED | {"Any"}
-        for node in ast.walk(tree):
+        for node in nodes(source):
             if isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
                 found[path] += ast.unparse(node) in untyped
     return +found
 
 
-def has_channel(tree: ast.Module, imported: set[str]) -> bool:
+def has_channel(source: str, imported: set[str]) -> bool:
     """Whether a module imports a channel, starts a process or reads its standard input."""
     if imported & _CHANNELS:
         return True
-    names = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names = {ast.unparse(node) for node in nodes(source) if isinstance(node, ast.Attribute)}
     return bool(names & {"subprocess.Popen", "sys.stdin", "sys.stdin.buffer"})
 
 
@@ -137,7 +172,7 @@ def public_methods(sources: Mapping[str, str]) -> Counter[str]:
     """The number of public methods and properties of each class."""
     found: Counter[str] = Counter()
     for path, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes(source):
             if isinstance(node, ast.ClassDef):
                 found[f"{path} {node.name}"] = sum(
                     isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -161,7 +196,7 @@ def imports(sources: Mapping[str, str]) -> dict[str, set[str]]:
     for path, source in sources.items():
         name = module_name(path)
         found[name] = set()
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes(source):
             if isinstance(node, ast.Import):
                 found[name] |= modules & {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -205,7 +240,7 @@ def hidden_cycles(
     protocols: dict[str, tuple[str, set[str]]] = {}
     classes: dict[str, tuple[str, set[str]]] = {}
     for path, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes(source):
             if isinstance(node, ast.ClassDef):
                 is_protocol = any("Protocol" in ast.unparse(base) for base in node.bases)
                 where = protocols if is_protocol else classes
@@ -213,7 +248,7 @@ def hidden_cycles(
     played = [
         _members(node)
         for source in (test_sources or {}).values()
-        for node in ast.walk(ast.parse(source))
+        for node in nodes(source)
         if isinstance(node, ast.ClassDef)
     ]
     found = []
@@ -250,24 +285,55 @@ def _members(node: ast.ClassDef) -> set[str]:
     return named - {"__init__"}
 
 
-def main() -> None:
-    sources = product()
-    folders = files_by_folder(sources)
+def shapes(sources: Mapping[str, str], test_sources: Mapping[str, str]) -> dict[str, str]:
+    """The figures of one state of the repository, as texts by their names."""
+    lengths = [length for source in sources.values() for *_, length in functions(source)]
+    lines = {path: code_lines(source) for path, source in sources.items()}
+    longest = max(lines, key=lambda path: lines[path])
+    (largest, num_files), *_ = files_by_folder(sources).most_common(1)
     density = nodes_per_statement(sources)
-    untyped = untyped_messages(sources)
-    methods = public_methods(sources)
     worst = max(density, key=lambda name: density[name])
-    graph_cycles = [" <-> ".join(group) for group in cycles(imports(sources))]
-    short = list(stumps(sources))
-    print(f"lines of code                     {sum(map(code_lines, sources.values()))}")
-    print(f"files in the largest folder       {folders.most_common(1)}")
-    print(f"import cycles                     {graph_cycles}")
-    print(f"import cycles behind a Protocol   {hidden_cycles(sources, sources_of_tests())}")
-    print(f"nodes per statement, worst folder {density[worst]:.1f} {worst}")
-    print(f"nodes per line                    {nodes_per_line(sources):.2f}")
-    print(f"docstrings that are stumps        {len(short)}")
-    print(f"untyped messages                  {dict(untyped)}")
-    print(f"widest classes                    {methods.most_common(3)}")
+    (widest, num_methods), *_ = public_methods(sources).most_common(1)
+    doubled = [name for name, count in class_names(sources).items() if count > 1]
+    return {
+        "lines of code": str(sum(lines.values())),
+        "lines of code in tests": str(sum(map(code_lines, test_sources.values()))),
+        "files": str(len(sources)),
+        "lines of the longest file": f"{lines[longest]} {longest}",
+        "lines of a function: median, 95 %, longest": (
+            f"{median(lengths):g}, {quantiles(lengths, n=20)[-1]:.0f}, {max(lengths)}"
+        ),
+        "files in the largest folder": f"{num_files} {largest}",
+        "public methods of the widest class": f"{num_methods} {widest}",
+        "nodes per line": f"{nodes_per_line(sources):.2f}",
+        "nodes per statement, densest folder": f"{density[worst]:.1f} {worst}",
+        "class names that occur twice": str(len(doubled)),
+        "docstrings that are stumps": str(len(list(stumps(sources)))),
+    }
+
+
+def class_names(sources: Mapping[str, str]) -> Counter[str]:
+    """How many classes of the product share each name."""
+    return Counter(
+        node.name
+        for source in sources.values()
+        for node in nodes(source)
+        if isinstance(node, ast.ClassDef)
+    )
+
+
+def main() -> None:
+    revision = sys.argv[1] if len(sys.argv) > 1 else "main"
+    try:
+        files = sources_of(revision)
+    except subprocess.CalledProcessError as e:
+        sys.exit(f"scripts/figures: {e.stderr.decode().strip()}")
+    here = shapes(product(), sources_of_tests())
+    own = {path: source for path, source in files.items() if not path.startswith("tests/")}
+    there = shapes(own, {path: files[path] for path in files.keys() - own.keys()})
+    for name, figure in here.items():
+        before = "" if there[name] == figure else f"   ({revision}: {there[name]})"
+        print(f"{name:44} {figure}{before}")
 
 
 if __name__ == "__main__":
