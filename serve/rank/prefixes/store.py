@@ -14,7 +14,7 @@ import os
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -352,20 +352,44 @@ def facts_digest(facts: Mapping[str, str]) -> str:
 
 
 def weight_digests(weights: Mapping[str, mx.array]) -> dict[str, str]:
-    """Computes a digest of each weight of a stage. Keys and values depend on them."""
+    """Computes a digest of each weight of a stage. Keys and values depend on them. It depends on
+    the place of every bit: negated, reversed or permuted weights have other digests."""
     digests: dict[str, str] = {}
     for name, array in weights.items():
         kind = f"{array.shape} {array.dtype}"
         digest = hashlib.blake2b(kind.encode(), digest_size=8)
-        # Sums of the bits differ for other weights, and need no copy of the weights.
-        bits = array.view(_BITS[array.dtype.size])
-        sums = bits.sum(axis=-1) if bits.ndim else bits
-        digest.update(memoryview(mx.contiguous(sums)))  # type: ignore[arg-type]
+        for hashes in _row_hashes(array):
+            digest.update(memoryview(hashes))  # type: ignore[arg-type]
         digests[name] = digest.hexdigest()
     return digests
 
 
-_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+def _row_hashes(array: mx.array) -> Iterator[mx.array]:
+    """Yields a hash of 64 bits for each row, for some rows at a time, so that a large array needs
+    little more memory.
+
+    The hash is the sum of the row's elements, as integers of at most 32 bits, times random numbers
+    of 64 bits (multilinear hashing, Carter and Wegman). Rows differ in the upper half of their
+    hashes with a probability of 1 - 2**-32, however alike they are.
+    """
+    bits = array.view(_BITS[array.dtype.size])
+    width = bits.shape[-1] if bits.ndim else 1
+    if bits.size == 0:
+        return
+    rows = bits.reshape(-1, width)
+    # MLX draws integers with less than 32 random bits, so a factor is made of four.
+    words = mx.random.randint(0, 1 << 16, (4, width), mx.uint64, key=mx.random.key(0))
+    factors = words[0] | (words[1] << 16) | (words[2] << 32) | (words[3] << 48)
+    num_rows = max(1, _HASHED_AT_ONCE // width)
+    for start in range(0, rows.shape[0], num_rows):
+        part = rows[start : start + num_rows].astype(mx.uint64)
+        hashes = (part * factors).sum(axis=-1)
+        mx.eval(hashes)
+        yield hashes
+
+
+_HASHED_AT_ONCE = 1 << 22  # elements
+_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint32}
 
 
 def _locked(folder: Path) -> int:

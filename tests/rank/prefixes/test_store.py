@@ -27,6 +27,7 @@ from serve.front.pipeline.scheduler import Scheduler
 from serve.front.prefixes.disk import DiskRules
 from serve.model.stage import Stage
 from serve.rank.prefixes import contents
+from serve.rank.prefixes import store as store_module
 from serve.rank.prefixes.contents import StageCaches
 from serve.rank.prefixes.store import PrefixStore, facts_digest, open_store, weight_digests
 from serve.rank.prefixes.stored_files import UNFINISHED, StoredFile, covering, unusable_file
@@ -457,6 +458,37 @@ def test_open_store_has_a_folder_for_each_rank_config_and_version(
     assert len(list(tmp_path.glob("rank-3/*/*.safetensors"))) == 2
     assert caplog.text.count("event=prefix_cache_disk_failed action=open") == 2, "it was locked"
     assert open_store(order(None), "one", weights, of_layers(0, 1), reports.put) is None
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: -w,
+        lambda w: w[:, ::-1],
+        lambda w: w[::-1],
+        lambda w: mx.roll(w, 1, axis=1),
+        lambda w: mx.concatenate([-w[:, :2], w[:, 2:]], axis=1),
+        lambda w: mx.concatenate([w[:, 1:2], w[:, :1], w[:, 2:]], axis=1),
+    ],
+    ids=["negated", "columns-reversed", "rows-reversed", "rolled", "half-negated", "two-swapped"],
+)
+def test_weight_digests_depend_on_the_place_of_every_bit(
+    dtype: mx.Dtype, change: Callable[[mx.array], mx.array]
+) -> None:
+    # A sum of bits is the same for all of these, and keys of one model then served another.
+    weights = mx.random.normal((8, 16), key=mx.random.key(1)).astype(dtype)
+    changed = mx.contiguous(change(weights))
+    assert weight_digests({"w": changed}) != weight_digests({"w": weights})
+
+
+def test_weight_digests_of_a_large_array_are_computed_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = {"w": mx.random.normal((9, 16)), "scalar": mx.array(1.5), "empty": mx.zeros((0, 4))}
+    at_once = weight_digests(weights)
+    monkeypatch.setattr(store_module, "_HASHED_AT_ONCE", 33)
+    assert weight_digests(weights) == at_once
 
 
 def test_weight_digests_depend_on_every_bit() -> None:
