@@ -7,12 +7,13 @@ before any process starts. Headers give the byte range of each tensor.
 import hashlib
 import json
 import math
+import os
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mode
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from serve.core.errors import ModelError
 
@@ -112,17 +113,24 @@ def is_folder(path: Path) -> bool:
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object from a model's folder. Raises ModelError."""
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_JSON_BYTES + 1)
-        if len(text) > MAX_JSON_BYTES:
-            raise ModelError(f"{path} is larger than {MAX_JSON_BYTES} bytes: fetch it again.")
-        value = json.loads(text)
+        with path.open("rb") as stream:
+            return read_json_from(stream, path)
     except FileNotFoundError as error:
         raise ModelError(
             f"{path.absolute()} is missing: the folder is not a model's, or not complete."
         ) from error
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def read_json_from(stream: BinaryIO, path: Path) -> dict[str, Any]:
+    """Reads the JSON object of an open file, which messages call path. Raises ModelError and
+    OSError."""
+    text = stream.read(MAX_JSON_BYTES + 1)
+    if len(text) > MAX_JSON_BYTES:
+        raise ModelError(f"{path} is larger than {MAX_JSON_BYTES} bytes: fetch it again.")
+    try:
+        value = json.loads(text)
     except RecursionError as error:
         raise ModelError(f"{path} is nested too deeply: fetch it again.") from error
     except ValueError as error:
@@ -139,15 +147,25 @@ def read_header(file: Path) -> dict[str, TensorRange]:
     return parse_header(text, file, file_bytes)
 
 
+def read_header_from(stream: BinaryIO, file: Path) -> dict[str, TensorRange]:
+    """Does the same with an open file, which messages call file. Raises ModelError and OSError."""
+    text, file_bytes = _header_of(stream, file)
+    return parse_header(text, file, file_bytes)
+
+
 def _read_header(file: Path) -> tuple[bytes, int]:
     """Returns the text of a file's header, and the length of the file."""
     try:
         with file.open("rb") as stream:
-            prefix = stream.read(_PREFIX_BYTES)
-            text = stream.read(header_bytes(prefix, file))
-            return text, file.stat().st_size
+            return _header_of(stream, file)
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror}.") from error
+
+
+def _header_of(stream: BinaryIO, file: Path) -> tuple[bytes, int]:
+    prefix = stream.read(_PREFIX_BYTES)
+    text = stream.read(header_bytes(prefix, file))
+    return text, os.fstat(stream.fileno()).st_size
 
 
 def header_bytes(prefix: bytes, file: Path) -> int:

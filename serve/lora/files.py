@@ -11,11 +11,17 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import regex
 
-from serve.core.checkpoint import TensorRange, read_header, read_json, refuse_pickles
+from serve.core.checkpoint import (
+    TensorRange,
+    read_header,
+    read_header_from,
+    read_json_from,
+    refuse_pickles,
+)
 from serve.core.errors import AdapterError, ModelError
 
 CONFIG_FILE = "adapter_config.json"
@@ -142,21 +148,23 @@ def read_adapter(
     rank. Raises AdapterError."""
     given = Path(root or ".") / path
     folder = _resolve(given, path, root)
+    stamp = None
+    samples = b""
     try:
-        config_file = _file(folder / CONFIG_FILE, path, root)
-        config = read_json(config_file)
+        with _open(folder / CONFIG_FILE, path, root) as stream:
+            config = read_json_from(stream, folder / CONFIG_FILE)
         is_peft = "peft_type" in config
         file = folder / (PEFT_FILE if is_peft else MLX_FILE)
         if not file.exists():
             names = (entry.name for entry in folder.iterdir())
             refuse_pickles(path, names)
-        stamp = None
-        samples = b""
         if is_whole:
-            regular = _file(file, path, root)
-            stamp = file_stamp(regular)
-            samples = _samples(file)
-        tensors = read_header(file)
+            with _open(file, path, root) as stream:
+                tensors = read_header_from(stream, file)
+                stamp = _stamp(os.fstat(stream.fileno()))
+                samples = _samples(stream)
+        else:
+            tensors = read_header(file)
     except (ModelError, OSError) as error:
         raise AdapterError(str(error)) from error
     if is_peft:
@@ -196,31 +204,46 @@ def _digest(
     return digest[:16]
 
 
-def _samples(file: Path) -> bytes:
+def _samples(stream: BinaryIO) -> bytes:
     """Returns some bytes from all parts of a file."""
-    with file.open("rb") as opened:
-        size = opened.seek(0, os.SEEK_END)
-        parts: list[bytes] = []
-        for n in range(_NUM_SAMPLES):
-            start = size * n // _NUM_SAMPLES
-            opened.seek(start)
-            sample = opened.read(_SAMPLE_BYTES)
-            parts.append(sample)
+    size = stream.seek(0, os.SEEK_END)
+    parts: list[bytes] = []
+    for n in range(_NUM_SAMPLES):
+        start = size * n // _NUM_SAMPLES
+        stream.seek(start)
+        sample = stream.read(_SAMPLE_BYTES)
+        parts.append(sample)
     return b"".join(parts)
 
 
 def file_stamp(file: Path) -> tuple[int, ...]:
     """Identifies the content of a file: it changes when the file is written or replaced."""
-    status = file.stat()
+    return _stamp(file.stat())
+
+
+def _stamp(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _file(path: Path, given: str, root: str | None) -> Path:
-    """Resolves the path of a regular file. Others, such as pipes, could block their reader."""
+def _open(path: Path, given: str, root: str | None) -> BinaryIO:
+    """Opens a regular file. Others, such as pipes, could block their reader.
+
+    No link is followed after the path has been resolved and checked: whoever can write below the
+    root could replace a folder or the file by a link at any moment. Raises AdapterError."""
     resolved = _resolve(path, given, root)
     if not resolved.is_file():
         raise AdapterError(f"{path.name} of {given} is not a file.")
-    return resolved
+    folder = os.open(resolved.anchor, os.O_RDONLY)
+    try:
+        for part in resolved.parts[1:-1]:
+            parent = folder
+            folder = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=parent)
+            os.close(parent)
+        # Without O_NONBLOCK, a pipe put there since would block this call.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        return os.fdopen(os.open(resolved.name, flags, dir_fd=folder), "rb")
+    finally:
+        os.close(folder)
 
 
 def _resolve(path: Path, given: str, root: str | None) -> Path:

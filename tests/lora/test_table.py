@@ -22,6 +22,7 @@ from serve.core.errors import AdapterError, EngineError
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
 from serve.core.types import Row, Step
 from serve.core.wire import FrameReader
+from serve.lora import files as files_module
 from serve.lora.files import read_adapter
 from serve.lora.layers import ModuleMatrices
 from serve.lora.reading import read_matrices
@@ -760,6 +761,32 @@ def test_experts_in_peft_s_format_are_refused_by_name(tmp_path: Path) -> None:
     peft = adapters.as_peft(folder, tmp_path / "peft", target_modules=["switch_mlp.up_proj"])
     with pytest.raises(AdapterError, match="layers.1.mlp.switch_mlp.up_proj is a SwitchLinear"):
         Pipeline(make, []).read(1, peft)
+
+
+@pytest.mark.parametrize("swapped", ["adapters.safetensors", "adapter_config.json", "folder"])
+def test_links_that_appear_after_the_check_are_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swapped: str
+) -> None:
+    outside = adapters.save_adapter(tmp_path / "outside", LLAMA())
+    inside = tmp_path / "root" / "inside"
+    inside.parent.mkdir()
+    shutil.copytree(outside, inside)
+    resolve = files_module._resolve
+
+    def resolve_and_swap(path: Path, given: str, root: str | None) -> Path:
+        """Checks a path, after which somebody puts a link in its place."""
+        resolved = resolve(path, given, root)
+        if swapped == "folder" and resolved.is_file():
+            inside.rename(tmp_path / "moved")
+            inside.symlink_to(outside)
+        if resolved.name == swapped:
+            resolved.unlink()
+            resolved.symlink_to(outside / swapped)
+        return resolved
+
+    monkeypatch.setattr(files_module, "_resolve", resolve_and_swap)
+    with pytest.raises(AdapterError, match=r"symbolic links|Not a directory"):
+        files_module.read_adapter("inside", str(tmp_path / "root"))
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
