@@ -23,6 +23,7 @@ _PREFIX_BYTES = 8  # A safetensors file begins with the length of its header, as
 # take two seconds. The header of a file with 100,000 tensors has 15 MB.
 MAX_JSON_BYTES = 32 << 20
 _LAYER_KEYS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+_MANY_LAYERS = 1000
 _DTYPES_BY_BITS = {
     8: ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"),
     16: ("U16", "I16", "F16", "BF16"),
@@ -93,6 +94,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         header, file_bytes = _read_header(file)
         tensors |= parse_header(header, file, file_bytes)
         digest.update(header)
+    if num_layers > max(_MANY_LAYERS, len(tensors)):
+        # Building so many layers would take minutes, and then their tensors would be missing.
+        raise ModelError(
+            f"{config_file} says that the model has {num_layers} layers, but its files contain "
+            f"only {len(tensors)} tensors: correct num_hidden_layers, or fetch the model again."
+        )
     return Checkpoint(
         folder=folder,
         model_type=model_type,

@@ -239,6 +239,21 @@ def load_changed(model: Path | PartialModel, changed: Mapping[str, mx.array]) ->
     return whole
 
 
+# Whatever a constructor of mlx-lm may raise for absurd numbers in config.json: a division by zero, a
+# size beyond 32 bits, a failed assertion.
+_BUILD_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
 def build_model(
     folder: Path,
     raw: Arrays | None = None,
@@ -267,8 +282,8 @@ def build_model(
             model_config=variant.config if variant else None,
             get_model_classes=classes,
         )
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
-        reason = str(error).rstrip(".\n")
+    except _BUILD_ERRORS as error:
+        reason = str(error).rstrip(".\n") or type(error).__name__
         raise ModelError(f"mlx-lm cannot build the model in {folder}: {reason}.") from error
     finally:
         if collects:

@@ -76,6 +76,11 @@ def break_layers(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "llama"}')
 
 
+def break_many_layers(folder: Path) -> None:
+    """Building a million layers would take minutes, before the first tensor is missed."""
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1_000_000}))
+
+
 def break_no_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
@@ -110,6 +115,7 @@ def break_code(folder: Path) -> None:
         (break_config_list, "not a JSON object"),
         (break_type, "no model_type"),
         (break_layers, "num_hidden_layers"),
+        (break_many_layers, "1000000 layers"),
         (break_no_weights, r"no model\*.safetensors"),
         (break_cut_short, "of .* bytes: fetch it again"),
         (break_empty, "not a safetensors file"),
