@@ -239,8 +239,8 @@ def load_changed(model: Path | PartialModel, changed: Mapping[str, mx.array]) ->
     return whole
 
 
-# Whatever a constructor of mlx-lm may raise for absurd numbers in config.json: a division by zero, a
-# size beyond 32 bits, a failed assertion.
+# What a constructor of mlx-lm may raise for absurd numbers in config.json: divisions by zero, sizes
+# beyond 32 bits, failed assertions.
 _BUILD_ERRORS = (
     ArithmeticError,
     AssertionError,
