@@ -220,12 +220,16 @@ def _resume_point(session: Session, last: checkpoint.Checkpoint) -> ResumePoint:
 def _settings(session: Session, num_parts: int) -> dict[str, Any]:
     """Returns the settings that must not change when a run is resumed."""
     inputs = session.inputs
-    return {
+    settings = {
         **inputs.config.decides_numbers(),
         "model": inputs.checkpoint.digest,
         "data": inputs.train.digest,
         "micro_batches": num_parts,
     }
+    if valid := inputs.splits.get("valid"):
+        # Losses over other examples cannot be compared: `best` and --early-stop would do so.
+        settings["valid.jsonl"] = valid.digest
+    return settings
 
 
 def _adapter_config(session: Session) -> dict[str, Any]:

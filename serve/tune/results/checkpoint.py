@@ -156,11 +156,13 @@ def load_last(folder: Path, settings: dict[str, Any]) -> Checkpoint:
     as_json = json.loads(json.dumps(settings))
     differences = []
     for name, value in as_json.items():
-        if value != former.get(name):
-            differences.append(f"{name} was {former.get(name)}")
+        before = former.get(name, value)  # A former run without valid.jsonl compared no losses.
+        if value != before:
+            differences.append(f"{name} was {before}")
     if differences:
-        before = ", ".join(differences)
-        raise UsageError(f"--resume: {folder} belongs to a run with other settings: {before}.")
+        raise UsageError(
+            f"--resume: {folder} belongs to a run with other settings: {', '.join(differences)}."
+        )
     return Checkpoint(adapter=adapter, optimizer=optimizer, **state)
 
 

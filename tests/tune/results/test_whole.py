@@ -116,7 +116,9 @@ def test_this_server_says_the_same(trained: tuple[Path, str], server: Server) ->
         model, _ = mlx_lm.load(str(folder))
         return log_probabilities(np.array(model(mx.array([TOKENS]))[0], dtype=np.float64))
 
-    assert found == pytest.approx(scores(trained[0] / "model"), rel=1e-5, abs=1e-4)
+    # The ranks multiply with OpenBLAS and this process without: on some processors the results
+    # differ by 1.3e-5. Another model's differ by far more, as the next lines show.
+    assert found == pytest.approx(scores(trained[0] / "model"), rel=1e-4, abs=1e-4)
     assert np.abs(np.subtract(found, scores(TINY_CHAT))).max() > 0.1, "it is the base"
 
 

@@ -424,6 +424,18 @@ def test_a_folder_with_another_run_is_not_touched(
     assert same(arrays_of(alone[0]), before)
 
 
+def test_a_run_is_not_resumed_with_other_validation_examples(
+    folder: Path, tmp_path: Path, alone: tuple[Path, list[Event]]
+) -> None:
+    """Otherwise `best` and --early-stop would compare losses over different examples."""
+    data = Path(shutil.copytree(folder, tmp_path / "data"))
+    lines = (data / "valid.jsonl").read_text().splitlines(keepends=True)
+    (data / "valid.jsonl").write_text("".join(lines[1:]))
+    config = config_of(data, alone[0], resume=True, iters=16)
+    with pytest.raises(UsageError, match=r"valid\.jsonl was"):
+        run(config, Cluster(), lambda _: None)
+
+
 @pytest.mark.parametrize("place", ["", pytest.param("/best", marks=pytest.mark.slow)])
 def test_a_full_disk_leaves_what_was_there_before(folder: Path, tmp_path: Path, place: str) -> None:
     """A limit on the size of files stands in for the disk."""
