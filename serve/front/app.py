@@ -1,20 +1,23 @@
 """The HTTP server of rank 0, composed of its parts."""
 
 import asyncio
+import json
 import logging
 import socket
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route
 
 from serve.core.config import ServeConfig
 from serve.core.errors import UnavailableError
 from serve.front.http import guard
-from serve.front.http.access import Policies
-from serve.front.http.door import Door, log_access
+from serve.front.http.access import Route
+from serve.front.http.admission import AccessCheck, CheckedRoute, NoRoute, log_access
 from serve.front.http.metrics import Metrics
+from serve.front.http.openapi import field_names
+from serve.front.http.record import trace_of
 from serve.front.http.server import QuietServer, Server
 from serve.front.pipeline.interface import Engine
 from serve.front.routes import admin, anthropic, errors, ollama, page
@@ -48,6 +51,7 @@ async def serve(
     """Runs the server until it is drained, or until SIGTERM or SIGINT. Raises the error of
     engine.failed() if the cluster breaks."""
     log_access(config)
+    asyncio.get_running_loop().set_exception_handler(_log_bug)
     front = Front(config, engine, tokenizer, max_context)
     if not config.no_warm_up:
         # In Starlette's thread pool: its first use imports the modules that streams need.
@@ -55,7 +59,7 @@ async def serve(
     server = Server(front.app, config, lambda: front.begin_drain(config.drain_timeout))
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     failing = asyncio.ensure_future(engine.failed())
-    draining = asyncio.ensure_future(front.door.drained())
+    draining = asyncio.ensure_future(front.check.drained())
     try:
         await asyncio.wait({serving, failing, draining}, return_when=asyncio.FIRST_COMPLETED)
         if failing.done() and not serving.done():
@@ -76,6 +80,13 @@ async def serve(
         front.answering.close()
 
 
+def _log_bug(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Logs an error that nobody awaits. asyncio would add messages, which may quote a client."""
+    error = context.get("exception")
+    what = trace_of(error) if error else json.dumps(context["message"])
+    _logger.error("event=bug trace=%s", what)
+
+
 class EarlyServer:
     """The HTTP server while the cluster starts, when there may be neither a tokenizer nor a model.
     It shows browsers the page with the state of the start, answers probes, and refuses everything
@@ -91,7 +102,7 @@ class EarlyServer:
         routes = [*self._events.routes(), *StartingCalls(observation).routes()]
         if not config.no_ui:
             routes[:0] = page.routes()
-        _, app = _guarded(routes, config, Metrics(dict))
+        app = _application(routes, AccessCheck(config), config, Metrics(dict), frozenset())
         self._server = QuietServer(app, config)
         # uvicorn closes the socket that it is given.
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening.dup()]))
@@ -104,7 +115,7 @@ class EarlyServer:
 
 
 class Front:
-    """The application: the calls inside the door, and the door inside the guard."""
+    """The application: all calls, with the check of who may make them, inside the log."""
 
     def __init__(
         self,
@@ -124,12 +135,15 @@ class Front:
         self.observation.answering = self.answering
         self.observation.metrics = self._metrics
         self.events = EventCalls(self.observation)
-        self.routes = self._compose(max_context)
+        self.check = AccessCheck(config)
+        self.routes, names = self._compose(max_context)
         # The page's files are no calls: /openapi.json does not describe them.
-        files = [] if config.no_ui else page.routes()
-        self.door, self.app = _guarded([*self.routes, *files], config, self._metrics)
+        self.files = [] if config.no_ui else page.routes()
+        routes = [*self.routes, *self.files]
+        self.app = _application(routes, self.check, config, self._metrics, names)
 
-    def _compose(self, max_context: int) -> list[Route]:
+    def _compose(self, max_context: int) -> tuple[list[Route], frozenset[str]]:
+        """Returns the calls, and the names of all fields that they have."""
         config, engine = self._config, self._engine
         server = ServerCalls(
             config.model_name,
@@ -152,13 +166,13 @@ class Front:
             *OllamaCalls(self.answering, engine, max_context).routes(),
             *AdapterCalls(engine.adapters, config.model_name).routes(),
         ]
-        server.describe(routes)
-        return routes
+        document = server.describe(routes)
+        return routes, field_names(document)
 
     def begin_drain(self, seconds: float) -> None:
         """Accepts no new requests. Answers that still run after this many seconds end with an
         error. They end sooner if a rank is missing, because it is unlikely to return."""
-        self.door.drain()
+        self.check.drain()
         self.observation.is_draining = True
         if not self._engine.is_complete:
             seconds = min(seconds, _BROKEN_DRAIN_SECONDS)
@@ -169,30 +183,27 @@ class Front:
     def _end_drain(self) -> None:
         self.num_ended += len(self.answering.open_answers())
         self.answering.interrupt(UnavailableError("The server is stopping."))
-        self.door.give_up()
+        self.check.give_up()
 
 
-def _guarded(
+def _application(
     routes: list[Route],
+    check: AccessCheck,
     config: ServeConfig,
     metrics: Metrics,
-) -> tuple[Door, guard.Application]:
-    """Wraps the calls in the door, and the door in the guard. Returns the door and the whole."""
-    starlette = Starlette(routes=routes, exception_handlers=errors.HANDLERS)
+    field_names: frozenset[str],
+) -> guard.Application:
+    """Returns the routes, each inside the check of its policy, inside the log of requests."""
+    checked = [CheckedRoute(route, check) for route in routes]
+    starlette = Starlette(routes=checked, exception_handlers=errors.HANDLERS)
     starlette.router.redirect_slashes = False
-    door = Door(starlette, config)
-    app = guard.Guard(
-        _with_cors(door, config),
-        metrics,
-        config,
-        paths=[route.path for route in routes],
-        policies=Policies(routes, _FOLDERS),
-    )
-    return door, app if config.no_ui else page.with_page(app)
+    starlette.router.default = NoRoute(check, _FOLDERS)
+    app = guard.RequestLog(_with_cors(starlette, config), metrics, config, field_names)
+    return app if config.no_ui else page.with_page(app)
 
 
 def _with_cors(app: guard.Application, config: ServeConfig) -> guard.Application:
-    """Allows the origins of --cors-origin. This is outside of the door, because a browser's
+    """Allows the origins of --cors-origin. This is outside of the check, because a browser's
     preflight request has no key. Credentials are never allowed: keys are headers, so no page can
     use what a browser has stored."""
     if not config.cors_origin:

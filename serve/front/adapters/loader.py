@@ -218,8 +218,9 @@ class AdapterLoader:
             else:
                 # A rank may hold the version, or still read it: the number is not used again.
                 self._ranks.retire(version)
-            reason = json.dumps(str(error) or type(error).__name__)
-            _logger.warning("event=adapter_refused name=%s reason=%s", adapter.name, reason)
+            # Its name, and the path in the message, are whatever the call had.
+            kind = type(error).__name__.lstrip("_")
+            _logger.warning("event=adapter_refused version=%d error=%s", version, kind)
             raise
         seconds = time.monotonic() - started
         adapter.take(version, loaded)

@@ -25,7 +25,8 @@ class Eviction:
 
 @dataclass(slots=True)
 class AdapterStatistics:
-    """The numbers of loads and requests since the start."""
+    """The numbers of loads since the start, and of requests for each adapter since its name was
+    registered: there is no number for names that are gone, because they could be any number."""
 
     num_loaded: int = 0
     num_swapped: int = 0
@@ -108,6 +109,7 @@ class AdapterRegistry:
         adapter = self.by_name.pop(name, None)
         if adapter is None:
             raise NotFoundError(f"The lora adapter '{name}' cannot be found.", param="lora_name")
+        self.statistics.num_requests.pop(name, None)
         return adapter
 
     @property

@@ -1,10 +1,17 @@
-"""Who may make a call, and which API's errors it returns. Each route declares its own policy."""
+"""Who may make a call, and which API's errors it returns: each route has the policy of its
+endpoint, and matches all spellings of its path itself."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
+
+from starlette import routing
+from starlette.requests import Request
+from starlette.responses import Response
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Access(Enum):
@@ -16,11 +23,13 @@ class Access(Enum):
 
 
 class Dialect(Enum):
-    """The API whose error objects a call returns."""
+    """The API whose error objects a call returns. BOTH is OpenAI's, or Anthropic's if the request
+    has a header anthropic-version."""
 
     OPENAI = "openai"
     ANTHROPIC = "anthropic"
     OLLAMA = "ollama"
+    BOTH = "both"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,50 +38,28 @@ class Policy:
     has too many connections. is_endless marks a stream without an end: a drain does not wait for
     it."""
 
-    access: Access = Access.CLIENT
+    access: Access
     dialect: Dialect = Dialect.OPENAI
     ignores_load: bool = False
     is_endless: bool = False
 
 
-class Route(Protocol):
-    path: str
-    path_regex: re.Pattern[str]
-    methods: set[str] | None
-    endpoint: Callable[..., Any]
+CLIENT = Policy(Access.CLIENT)
 
 
-class Policies:
-    """The policy of each path, whether it exists or not. folders are prefixes that end with a
-    slash; their policies apply to unknown paths below them."""
+class Route(routing.Route):
+    """A route with the policy of its endpoint. It also matches paths without /v1, and paths with
+    one more, because clients leave it out, or append it to a base URL that ends with it.
 
-    def __init__(self, routes: Iterable[Route], folders: Mapping[str, Policy]) -> None:
-        self._by_path: dict[str, Policy] = {}
-        self._by_pattern: list[tuple[re.Pattern[str], Policy]] = []
-        self._folders = folders
-        for route in routes:
-            policy: Policy = route.endpoint.call.policy  # type: ignore[attr-defined]
-            if "{" in route.path:
-                self._by_pattern.append((route.path_regex, policy))
-            else:
-                self._by_path[route.path] = policy
+    Raises TypeError for an endpoint without a policy."""
 
-    def address(self, path: str) -> str:
-        """Returns the path of the call that a client means. Some clients leave out /v1, and others
-        append it to a base URL that ends with /v1 already."""
-        others = (path.removeprefix("/v1"), f"/v1{path}")
-        return next((each for each in (path, *others) if self._exists(each)), path)
-
-    def _exists(self, path: str) -> bool:
-        return path in self._by_path or any(pattern.match(path) for pattern, _ in self._by_pattern)
-
-    def policy(self, path: str) -> Policy:
-        if path in self._by_path:
-            return self._by_path[path]
-        for pattern, policy in self._by_pattern:
-            if pattern.match(path):
-                return policy
-        for folder, policy in self._folders.items():
-            if path.startswith(folder):
-                return policy
-        return Policy()
+    def __init__(self, path: str, endpoint: Endpoint, methods: Sequence[str] = ("GET",)) -> None:
+        super().__init__(path, endpoint, methods=methods)
+        call: Any = getattr(endpoint, "call", None)
+        if call is None:
+            raise TypeError(f"The endpoint of {path} has no policy: declare it with @endpoint.")
+        self.policy: Policy = call.policy
+        pattern = self.path_regex.pattern.removeprefix("^").removesuffix("$")
+        prefix = "(/v1){0,2}" if path.startswith("/v1/") else "(/v1)?"
+        # Starlette's $ would also match before a newline at the end.
+        self.path_regex = re.compile(prefix + pattern.removeprefix("/v1") + r"\Z")

@@ -2,19 +2,17 @@
 ASGI."""
 
 import asyncio
-import json
 import logging
-import traceback
-from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError
 from serve.front.http import replies
-from serve.front.http.access import Access, Dialect, Policies, Policy
+from serve.front.http.access import CLIENT, Access, Dialect, Policy
 from serve.front.http.metrics import Metrics
 from serve.front.http.pace import MAX_FREE_BYTES, Pace
-from serve.front.http.record import Record, request_id
+from serve.front.http.record import OTHER, Record, request_id, trace_of
 from serve.front.http.replies import StatusError
 
 Message = MutableMapping[str, Any]
@@ -32,50 +30,49 @@ POLICY = "brigade.policy"
 CLIENT_LEFT = 499
 MAX_JOINED_BYTES = 64 << 10
 
+_OF_BROWSERS = {b"origin", b"sec-fetch-site"}
+_METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
+
 _logger = logging.getLogger(__name__)
 
 
-class Guard:
-    """The outermost application, which logs one line for each request and counts it. The metrics
-    name the paths in `paths`; all others are counted together."""
+class RequestLog:
+    """The outermost application, which logs one line for each request and counts it. field_names
+    are the names of fields that the log may show."""
 
     def __init__(
         self,
         inner: Application,
         metrics: Metrics,
         limits: ServeConfig,
-        paths: Collection[str],
-        policies: Policies,
+        field_names: frozenset[str],
     ) -> None:
         self._inner = inner
         self._metrics = metrics
         self._limits = limits
-        self._paths = frozenset(paths)
-        self._policies = policies
+        self._field_names = field_names
         self._pace = Pace()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["path"] = self._policies.address(scope["path"])
         client = scope.get("client")
         record = Record(
             request_id(scope["headers"]),
-            scope["method"],
-            scope["path"],
+            scope["method"] if scope["method"] in _METHODS else OTHER,
             client=client[0] if client else None,
+            field_names=self._field_names,
         )
         if record.method == "POST":  # The method of all calls that use the model.
             record.model = self._limits.model_name
-        policy = self._policies.policy(record.path)
         scope[RECORD] = record
         scope[LIMITS] = self._limits
         scope[PACE] = self._pace
-        scope[POLICY] = policy
+        scope[POLICY] = CLIENT  # until a route has matched
 
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = record.status or message["status"]
                 names = [b"x-request-id"]
-                if policy.dialect is Dialect.ANTHROPIC:
+                if dialect_of(scope) is Dialect.ANTHROPIC:
                     names.append(b"request-id")
                 named = [(name, record.request.encode("ascii")) for name in names]
                 message = {**message, "headers": [*message["headers"], *named]}
@@ -83,47 +80,40 @@ class Guard:
 
         try:
             await self._inner(scope, receive, watched)
-        except Exception:
+        except Exception as error:
             record.status, record.finish_reason = 500, "error"
-            # On one line, because an exception may quote a client's text.
-            trace = json.dumps(traceback.format_exc())
-            _logger.error("request=%s event=bug trace=%s", record.request, trace)
+            _logger.error("request=%s event=bug trace=%s", record.request, trace_of(error))
         finally:
-            self._end(record, policy)
+            self._end(record, scope[POLICY])
 
     def _end(self, record: Record, policy: Policy) -> None:
         if record.finish_reason == "abort" or record.status is None:
             record.status = CLIENT_LEFT
-        endpoint = record.path if record.path in self._paths else "other"
-        self._metrics.request(endpoint, record.status)
+        self._metrics.request(record.path, record.status)
         # Probes of a cluster that is starting must not fill the log.
         quiet = policy.access is Access.OPEN and record.status in (200, 304, 503)
         _logger.log(logging.DEBUG if quiet else logging.INFO, "%s", record.line())
 
 
+def dialect_of(scope: Scope) -> Dialect:
+    """Returns the API whose forms the client of a request expects."""
+    policy: Policy = scope[POLICY]
+    if policy.dialect is not Dialect.BOTH:
+        return policy.dialect
+    names = {name for name, _ in scope["headers"]}
+    return Dialect.ANTHROPIC if b"anthropic-version" in names else Dialect.OPENAI
+
+
 def error_reply(scope: Scope, error: BrigadeError) -> Mapping[str, Any]:
     """Returns the error object of the call's dialect."""
     record: Record = scope[RECORD]
-    policy: Policy = scope[POLICY]
     record.fail(error)
-    if policy.dialect is Dialect.ANTHROPIC:
+    dialect = dialect_of(scope)
+    if dialect is Dialect.ANTHROPIC:
         return replies.anthropic_error(error, record.request)
-    if policy.dialect is Dialect.OLLAMA:
+    if dialect is Dialect.OLLAMA:
         return replies.ollama_error(error)
     return replies.error_object(error)
-
-
-async def answer(scope: Scope, send: Send, error: BrigadeError) -> None:
-    """Sends an error outside of Starlette."""
-    body = replies.encode(error_reply(scope, error))
-    headers = {
-        "content-type": "application/json",
-        "content-length": str(len(body)),
-        **replies.error_headers(error),
-    }
-    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.http_status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
@@ -148,24 +138,30 @@ async def read_parts(scope: Scope, receive: Receive) -> Parts:
 async def _receive(scope: Scope, receive: Receive, max_bytes: int) -> Parts:
     limits: ServeConfig = scope[LIMITS]
     headers = dict(scope["headers"])
-    _check_type(headers)
+    _check_type(scope[POLICY].dialect, headers)
     announced = headers.get(b"content-length", b"0")
     if announced.isdigit() and int(announced[:20]) > max_bytes:
         raise _too_large(max_bytes)
     try:
         collecting = _collect(receive, max_bytes, scope[PACE])
-        return await asyncio.wait_for(collecting, limits.body_timeout)
+        parts = await asyncio.wait_for(collecting, limits.body_timeout)
     except TimeoutError:
         raise StatusError(
             408,
             f"The body took longer than {limits.body_timeout:g} seconds.",
             {"connection": "close"},
         ) from None
+    record: Record = scope[RECORD]
+    record.body_bytes = sum(map(len, parts))
+    return parts
 
 
-def _check_type(headers: dict[bytes, bytes]) -> None:
-    """Raises StatusError. A web page may send other types to any server without asking it first."""
-    if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
+def _check_type(dialect: Dialect, headers: dict[bytes, bytes]) -> None:
+    """Raises StatusError. A web page may send other types than JSON to any server without asking it
+    first. Some of Ollama's clients send none, or a form's; but they are no browsers."""
+    is_free = dialect is Dialect.OLLAMA and not headers.keys() & _OF_BROWSERS
+    content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if content_type != b"application/json" and not is_free:
         raise StatusError(415, "The body must be JSON: send Content-Type: application/json.")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise StatusError(

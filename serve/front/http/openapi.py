@@ -38,6 +38,7 @@ _ERRORS = {
     Dialect.OPENAI: ErrorReply,
     Dialect.ANTHROPIC: AnthropicErrorReply,
     Dialect.OLLAMA: OllamaErrorReply,
+    Dialect.BOTH: ErrorReply | AnthropicErrorReply,
 }
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
@@ -46,15 +47,15 @@ Schemas = Mapping[Any, JsonSchemaValue]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The description of a call. body and reply are types; None means no body, or a reply that
-    is text. chunk is the type of a stream's events; has_lines says that a stream is lines of JSON.
-    errors are the statuses of this call's errors, without those that follow from the other
-    fields."""
+    """The description of a call. policy says who may make it. body and reply are types; None means
+    no body, or a reply that is text. chunk is the type of a stream's events; has_lines says that a
+    stream is lines of JSON. errors are the statuses of this call's errors, without those that
+    follow from the other fields."""
 
+    policy: Policy
     body: Any = None
     reply: Any = None
     chunk: Any = None
-    policy: Policy = Policy()
     errors: frozenset[int] = frozenset()
     status: int = 200
     query: Mapping[str, Json] | None = None
@@ -76,11 +77,12 @@ class Call:
         return sorted(self.errors | of_body | {401, 403, 503})
 
 
-def endpoint(*errors: int, **fields: Any) -> Callable[[Endpoint], Endpoint]:
-    """Declares what the function that answers a call takes and returns, as the fields of Call."""
+def endpoint(*errors: int, policy: Policy, **fields: Any) -> Callable[[Endpoint], Endpoint]:
+    """Declares who may make a call, and what the function that answers it takes and returns: the
+    fields of Call."""
 
     def mark(function: Endpoint) -> Endpoint:
-        function.call = Call(errors=frozenset(errors), **fields)  # type: ignore[attr-defined]
+        function.call = Call(policy, errors=frozenset(errors), **fields)  # type: ignore[attr-defined]
         return function
 
     return mark
@@ -88,14 +90,15 @@ def endpoint(*errors: int, **fields: Any) -> Callable[[Endpoint], Endpoint]:
 
 def by_method(**endpoints: Callable[..., Any]) -> Callable[..., Any]:
     """Combines the endpoints of one path, given by their methods, into the endpoint of one route,
-    so that a 405 names all methods. They must have the same policy."""
+    so that a 405 names all methods. Raises TypeError unless they have the same policy."""
 
     async def answer(request: Any) -> Any:
         method = "GET" if request.method == "HEAD" else request.method
         return await endpoints[method](request)
 
     first, *others = (_call(each) for each in endpoints.values())
-    assert all(call.policy == first.policy for call in others)
+    if any(call.policy != first.policy for call in others):
+        raise TypeError(f"The methods {', '.join(endpoints)} of one path have different policies.")
     answer.call = first  # type: ignore[attr-defined]
     answer.by_method = endpoints  # type: ignore[attr-defined]
     return answer
@@ -156,6 +159,22 @@ def document(routes: Iterable[Route], version: str) -> Json:
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": _KEYS},
     }
+
+
+def field_names(document: Json) -> frozenset[str]:
+    """Returns the names of all fields and parameters in an OpenAPI document."""
+    names: set[str] = set()
+    waiting: list[Any] = [document]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        elif isinstance(part, dict):
+            waiting += part.values()
+            names |= part.get("properties", {}).keys()
+            if "in" in part:  # a parameter
+                names.add(part["name"])
+    return frozenset(names)
 
 
 def _schemas(types: list[Any]) -> tuple[dict[Any, JsonSchemaValue], Json]:

@@ -4,36 +4,31 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from serve.core.errors import BrigadeError, RequestError
 
 _PLAIN = re.compile(r"[\w./:@+-]+", re.ASCII)
-# A part of a path: clients resolve "." and ".." in it, and could not name such a request.
-_REQUEST_ID = re.compile(r"(?!\.{1,2}\Z)[\w.:@+-]{1,128}", re.ASCII)
-_MAX_PATH_CHARACTERS = 200
+# UUIDs and the like: with more letters it could be text.
+_REQUEST_ID = re.compile(r"[0-9A-Fa-f-]{1,128}")
+OTHER = "other"  # in place of a path or method that this server does not know
 _MAX_NAME_CHARACTERS = 150
 _MAX_REASON_CHARACTERS = 300
-_MAX_MESSAGE_CHARACTERS = 3000  # of an error's message; the rest is dropped before the search below
-# One character of a quotation, as repr and JSON escape it. A backslash matches in one way only, and
-# the quantifier is possessive, so no client's text makes the search for the closing mark slow.
-_CHARACTER = r"(?:\\.|(?!(?P=mark))[^\\])"
-# Behind two letters a mark is an apostrophe; behind one it may begin the repr of bytes.
-_QUOTE = re.compile(
-    rf"""(?<!\w\w)(?P<mark>['"])"""
-    rf"""(?:{_CHARACTER}{{0,40}}+|(?P<start>{_CHARACTER}{{40}}+){_CHARACTER}++)(?P=mark)"""
-)
+_MAX_CAUSES = 5
+_UNKNOWN_FIELD = "*"
 
 
 @dataclass(slots=True)
 class Record:
     """The facts about a request that its log line shows; None if unknown. started is a time of
-    time.perf_counter."""
+    time.perf_counter. path is that of the route, and field_names are the names of fields that the
+    line may show, so nothing in it is a client's text."""
 
     request: str
     method: str
-    path: str
+    path: str = OTHER
     client: str | None = None
     started: float = field(default_factory=time.perf_counter)
     status: int | None = None
@@ -45,17 +40,29 @@ class Record:
     completion_tokens: int | None = None
     ttft_seconds: float | None = None
     finish_reason: str | None = None
+    body_bytes: int | None = None
+    code: str | None = None
+    param: str | None = None
     reason: str | None = None
+    field_names: frozenset[str] = frozenset()
 
     def fail(self, error: BrigadeError) -> None:
-        """Notes why the request failed. A client's text may be private, so long quotations are
-        cut, and details that are for the client only are left out."""
-        if error.http_status == BrigadeError.http_status:
-            return  # An internal error has a log line with its traceback.
-        message = error.logged if isinstance(error, RequestError) else str(error)
-        text = message[:_MAX_MESSAGE_CHARACTERS].rstrip(":")
-        cut = _QUOTE.sub(_shortened, text)
-        self.reason = cut[:_MAX_REASON_CHARACTERS]
+        """Notes why the request failed. The message of a RequestError may quote the client, so it
+        is for the client only; other errors are in the server's own words."""
+        self.code = error.code
+        self.param = error.param and self._known(error.param)
+        is_internal = error.http_status == BrigadeError.http_status  # logged with its traceback
+        if not isinstance(error, RequestError) and not is_internal:
+            self.reason = str(error)[:_MAX_REASON_CHARACTERS]
+
+    def _known(self, param: str) -> str:
+        """Returns the path of a field, without the parts that a client chose."""
+        names = re.split(r"[.\[\]]+", param.strip(".[]"))
+        return ".".join(name if name in self.field_names else _UNKNOWN_FIELD for name in names)
+
+    def failure(self) -> str:
+        """Returns why the request failed, as key=value."""
+        return _line({"code": self.code, "param": self.param, "reason": self.reason})
 
     def seconds(self) -> float:
         return time.perf_counter() - self.started
@@ -67,35 +74,48 @@ class Record:
             "request": self.request,
             "client": self.client,
             "method": self.method,
-            "path": self.path[:_MAX_PATH_CHARACTERS],
+            "path": self.path,
             "status": self.status,
             "model": self.model and self.model[:_MAX_NAME_CHARACTERS],
             "adapter": self.adapter and self.adapter[:_MAX_NAME_CHARACTERS],
             "adapter_version": self.adapter_version,
+            "body_bytes": self.body_bytes,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "completion_tokens": self.completion_tokens,
             "ttft_seconds": _rounded(self.ttft_seconds),
             "total_seconds": _rounded(self.seconds()),
             "finish_reason": self.finish_reason,
+            "code": self.code,
+            "param": self.param,
             "reason": self.reason,
         }
-        return " ".join(f"{key}={_value(v)}" for key, v in pairs.items() if v is not None)
+        return _line(pairs)
 
 
 def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Returns the client's X-Request-Id if it is harmless, else a new one."""
+    """Returns the client's X-Request-Id if it cannot be text, else a new one."""
     for name, value in headers:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value.decode("latin-1")):
             return value.decode("latin-1")
     return secrets.token_hex(16)
 
 
-def _shortened(quote: re.Match[str]) -> str:
-    """Returns a quotation, of which only the start is left if it is long."""
-    if quote["start"] is None:
-        return quote[0]
-    return f"{quote['mark']}{quote['start']}...{quote['mark']}"
+def trace_of(error: BaseException) -> str:
+    """Returns the types of an error and its causes, and where each was raised, on one line. Their
+    messages are left out, because they may quote a client."""
+    raised: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(raised) < _MAX_CAUSES:
+        frames = traceback.extract_tb(cause.__traceback__)
+        where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
+        raised.append(f"{type(cause).__name__} in {', '.join(where)}")
+        cause = cause.__cause__ or cause.__context__
+    return json.dumps("; after ".join(raised))
+
+
+def _line(pairs: Mapping[str, object]) -> str:
+    return " ".join(f"{key}={_value(v)}" for key, v in pairs.items() if v is not None)
 
 
 def _rounded(seconds: float | None) -> float | None:

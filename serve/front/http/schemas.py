@@ -354,6 +354,22 @@ class ModelList(TypedDict):
     data: list[Model]
 
 
+class AnthropicModel(TypedDict):
+    """The model as Anthropic's API describes it. created_at is RFC 3339."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+
+
+class AnthropicModelList(TypedDict):
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
 class Status(TypedDict):
     status: str
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import re
 import resource
 import signal
 import sys
@@ -33,6 +34,7 @@ DISCARD_PAUSE_SECONDS = 0.002
 MAX_HEADERS = 256
 _HEADER_TOO_LARGE = 431
 _MAX_REASON_CHARACTERS = 200
+_ABSOLUTE = re.compile(rb"https?://(?P<authority>[^/?#]*)(?P<rest>.*)", re.IGNORECASE)
 _TLS_HANDSHAKE = b"\x16\x03"
 # A chunk of a body takes as long to parse as some kilobytes.
 MAX_FREE_CHUNKS = 1024
@@ -70,9 +72,9 @@ class Config(uvicorn.Config):
         self.limits = limits
 
 
-class TooManyError(h11.RemoteProtocolError):
-    """A request has more parts than are allowed, each of which costs time. Its text is for the
-    client."""
+class RefusedError(h11.RemoteProtocolError):
+    """A request is valid for h11 but not for this server: it has more parts than are allowed, each
+    of which costs time, or names two servers. Its text is for the client."""
 
 
 class Connection(h11.Connection):
@@ -88,14 +90,15 @@ class Connection(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = 0
-        elif isinstance(event, h11.Data):
+            return origin_form(event)
+        if isinstance(event, h11.Data):
             self._check_chunks(event)
         return event
 
     def _check_headers(self, received: bytes) -> None:
         """Checks the number of headers before h11 parses them."""
         if received.partition(b"\r\n\r\n")[0].count(b"\n") > MAX_HEADERS:
-            raise TooManyError(
+            raise RefusedError(
                 f"The request has more than {MAX_HEADERS} headers.", error_status_hint=431
             )
 
@@ -103,7 +106,27 @@ class Connection(h11.Connection):
         self._num_chunks += data.chunk_start
         self._num_bytes += len(data.data)
         if self._num_chunks > MAX_FREE_CHUNKS + self._num_bytes // MIN_CHUNK_BYTES:
-            raise TooManyError("The chunks of the body are too small: send larger ones.")
+            raise RefusedError("The chunks of the body are too small: send larger ones.")
+
+
+def origin_form(request: h11.Request) -> h11.Request:
+    """Returns a request whose target is an absolute URL (RFC 9112, 3.2.2) as one whose target is a
+    path; another request as it is. Raises RefusedError if the URL and Host name different
+    servers."""
+    absolute = _ABSOLUTE.fullmatch(request.target)
+    if absolute is None:
+        return request
+    hosts = [value.lower() for name, value in request.headers if name == b"host"]
+    if any(host != absolute["authority"].lower() for host in hosts):
+        raise RefusedError("The request's URL and its Host header name different servers.")
+    headers = [(name, value) for name, value in request.headers if name != b"host"]
+    target = absolute["rest"]
+    return h11.Request(
+        method=request.method,
+        target=target if target.startswith(b"/") else b"/" + target,
+        headers=[*headers, (b"host", absolute["authority"])],
+        http_version=request.http_version,
+    )
 
 
 class Protocol(H11Protocol):
@@ -233,7 +256,7 @@ class Protocol(H11Protocol):
         self._refuse(replies.StatusError(status, self._objection(status, error or msg)))
 
     def _objection(self, status: int, error: BaseException | str) -> str:
-        if isinstance(error, TooManyError):
+        if isinstance(error, RefusedError):
             return str(error)
         if status == _HEADER_TOO_LARGE:
             num_bytes = self.config.limits.max_header_bytes

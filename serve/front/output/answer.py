@@ -1,10 +1,8 @@
 """A request's answers on their way to its client: one stream of updates, independent of any API."""
 
 import asyncio
-import json
 import logging
 import time
-import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -16,7 +14,7 @@ from serve.core.errors import BrigadeError, EngineError
 from serve.core.helper_messages import Violation
 from serve.core.types import Event, Score
 from serve.front.http.metrics import Metrics
-from serve.front.http.record import Record
+from serve.front.http.record import Record, trace_of
 from serve.front.http.schemas import RunningRequest
 from serve.front.output.choice import Choice, Piece, StopRules
 from serve.front.output.conformance import Conformance
@@ -190,8 +188,8 @@ class Answer(Running):
         except BrigadeError as error:
             yield failed(self._failure(error))
         except Exception as error:
-            trace = json.dumps(traceback.format_exc())
-            _logger.error("request=%s event=bug trace=%s", self._record.request, trace)
+            id = self._record.request
+            _logger.error("request=%s event=bug trace=%s", id, trace_of(error))
             yield failed(self._failure(BrigadeError(str(error))))
 
     def describe(self) -> RunningRequest:
@@ -275,8 +273,8 @@ class Answer(Running):
     def _failure(self, error: BrigadeError) -> BrigadeError:
         self._record.status, self._record.finish_reason = error.http_status, "error"
         self._record.fail(error)
-        reason = json.dumps(self._record.reason)
-        _logger.warning("request=%s event=stream_failed reason=%s", self._record.request, reason)
+        id, why = self._record.request, self._record.failure()
+        _logger.warning("request=%s event=stream_failed status=%d %s", id, error.http_status, why)
         return error
 
     def _usage(self) -> TokenUsage:

@@ -5,13 +5,12 @@ from typing import Annotated, TypeVar
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 
 from serve.core.errors import RequestError
 from serve.front.adapters.loader import AdapterLoader
 from serve.front.api.openai import parse
 from serve.front.http import guard, replies
-from serve.front.http.access import Access, Policy
+from serve.front.http.access import Access, Policy, Route
 from serve.front.http.body import Body, json_object
 from serve.front.http.openapi import endpoint
 from serve.front.routes.stream import json_response

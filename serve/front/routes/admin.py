@@ -6,11 +6,11 @@ from typing import Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from serve.core.errors import RequestError
 from serve.front.api.openai import parse
 from serve.front.http import replies, schemas
+from serve.front.http.access import Route
 from serve.front.http.body import Body, json_object
 from serve.front.http.guard import read_body
 from serve.front.http.openapi import endpoint

@@ -4,7 +4,7 @@ answer."""
 import json
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -26,7 +26,7 @@ from serve.front.api.reading.reader import (
     ReadResponse,
 )
 from serve.front.http import guard, replies
-from serve.front.http.door import Keys
+from serve.front.http.admission import Keys
 from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record
 from serve.front.http.schemas import RunningRequest
@@ -42,8 +42,6 @@ from serve.front.text.schema_check import SchemaChecker
 from serve.front.text.schemas import TOOLS
 from serve.front.text.tokens import Tokenizer
 
-_MAX_NAMES_LOGGED = 8
-_MAX_CHARACTERS_LOGGED = 120
 WARM_UP_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 _logger = logging.getLogger(__name__)
@@ -119,7 +117,7 @@ class Answering:
             reading = self._lanes.read(method, held, client)
             named: Read = self._named(await guard.unless_gone(request.receive, reading))
             if isinstance(named, Job | EmbeddingJob | FinishedReply) and named.ignored_fields:
-                log_names(request.scope[guard.RECORD], "ignored_fields", named.ignored_fields)
+                log_number(request, "ignored_fields", len(named.ignored_fields))
             return named
         finally:
             held.clear()  # A request that waits for a thread must not keep its body alive.
@@ -223,12 +221,10 @@ class Answering:
             await guard.unless_gone(request.receive, checking)
         except OverloadedError:
             raise
-        except RequestError as error:
+        except RequestError:
             if not job.is_grammar_optional:
                 raise
-            id = request.scope[guard.RECORD].request
-            reason = json.dumps(str(error))
-            _logger.warning("request=%s event=tools_unchecked reason=%s", id, reason)
+            log_number(request, "tools_unchecked", len(job.splitting.declared))
             return job.without_grammar(), (TOOLS,)
         return job, tuple(sorted(set(not_enforced)))
 
@@ -258,13 +254,7 @@ class Answering:
         return Response(read.reply, headers=headers, media_type="application/json")
 
 
-def log_names(record: Record, event: str, names: Sequence[str]) -> None:
-    """Logs names that a client chose: only the first ones, because they may be many and long."""
-    shown = [name[:_MAX_CHARACTERS_LOGGED] for name in names[:_MAX_NAMES_LOGGED]]
-    _logger.warning(
-        "request=%s event=%s num=%d names=%s",
-        record.request,
-        event,
-        len(names),
-        json.dumps(shown),
-    )
+def log_number(request: Request, event: str, number: int) -> None:
+    """Logs how many things of a request were left out. Their names are a client's text."""
+    record: Record = request.scope[guard.RECORD]
+    _logger.warning("request=%s event=%s num=%d", record.request, event, number)

@@ -3,23 +3,22 @@
 from sse_starlette import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from serve.front.api.anthropic.body import CountBody, MessagesBody
 from serve.front.api.reading.reader import Reader
 from serve.front.api.writers.messages import MessagesWriter
 from serve.front.http import guard, schemas
-from serve.front.http.access import Dialect, Policy
+from serve.front.http.access import Access, Dialect, Policy, Route
 from serve.front.http.openapi import endpoint
 from serve.front.http.record import Record
 from serve.front.http.replies import Json, listed, named_event
-from serve.front.routes.answering import Answering, log_names
+from serve.front.routes.answering import Answering, log_number
 from serve.front.routes.stream import Framing, stream_reply, whole_reply
 
 _PING = ServerSentEvent('{"type":"ping"}', event="ping", sep="\n")
 _FRAMING = Framing(named_event, ping=_PING)
 
-_POLICY = Policy(dialect=Dialect.ANTHROPIC)
+_POLICY = Policy(Access.CLIENT, Dialect.ANTHROPIC)
 # Unknown paths below this folder get Anthropic's error objects, too.
 FOLDERS = {"/v1/messages/": _POLICY}
 
@@ -49,7 +48,7 @@ class MessageCalls:
         record: Record = request.scope[guard.RECORD]
         if read.left_out:
             headers |= listed("x-tools-not-offered", read.left_out)
-            log_names(record, "tools_not_offered", read.left_out)
+            log_number(request, "tools_not_offered", len(read.left_out))
         writer = MessagesWriter(job.model, record.request, read.omits_thoughts, read.applied_edits)
         if job.is_stream:
             return stream_reply(answer, writer, headers, _FRAMING)

@@ -2,13 +2,13 @@
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from serve.front.api.openai import ChatBody, CompletionBody, DetokenizeBody, Tokenizable
 from serve.front.api.reading.reader import Reader
 from serve.front.api.writers.chat import ChatWriter, WholeChat
 from serve.front.api.writers.completions import CompletionWriter, WholeCompletion
 from serve.front.http import schemas
+from serve.front.http.access import CLIENT, Route
 from serve.front.http.openapi import endpoint
 from serve.front.routes.answering import Answering
 from serve.front.routes.stream import OPENAI, stream_reply, whole_reply
@@ -26,7 +26,15 @@ class ChatCalls:
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
 
-    @endpoint(404, 429, 500, body=ChatBody, reply=schemas.ChatReply, chunk=schemas.ChatChunk)
+    @endpoint(
+        404,
+        429,
+        500,
+        body=ChatBody,
+        reply=schemas.ChatReply,
+        chunk=schemas.ChatChunk,
+        policy=CLIENT,
+    )
     async def chat(self, request: Request) -> Response:
         """Answers /v1/chat/completions, whole or as a stream."""
         job = await self._answering.read(request, Reader.chat)
@@ -41,6 +49,7 @@ class ChatCalls:
         body=CompletionBody,
         reply=schemas.CompletionReply,
         chunk=schemas.CompletionReply,
+        policy=CLIENT,
     )
     async def completions(self, request: Request) -> Response:
         """Answers /v1/completions: continues one prompt or several."""
@@ -51,12 +60,12 @@ class ChatCalls:
             return stream_reply(answer, CompletionWriter(job, tokenizer), headers, OPENAI)
         return await whole_reply(request, answer, WholeCompletion(job, tokenizer), headers)
 
-    @endpoint(404, body=Tokenizable, reply=schemas.Tokenized)
+    @endpoint(404, body=Tokenizable, reply=schemas.Tokenized, policy=CLIENT)
     async def tokenize(self, request: Request) -> Response:
         """Returns the token ids of a text or of messages."""
         return await self._answering.reply(request, Reader.tokenize)
 
-    @endpoint(404, body=DetokenizeBody, reply=schemas.Detokenized)
+    @endpoint(404, body=DetokenizeBody, reply=schemas.Detokenized, policy=CLIENT)
     async def detokenize(self, request: Request) -> Response:
         """Returns the text of token ids."""
         return await self._answering.reply(request, Reader.detokenize)

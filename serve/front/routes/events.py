@@ -5,11 +5,10 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from serve import __version__
 from serve.core.config import ServeConfig
-from serve.front.http.access import Access, Policy
+from serve.front.http.access import Access, Policy, Route
 from serve.front.http.metrics import Metrics
 from serve.front.http.openapi import endpoint
 from serve.front.http.replies import Json

@@ -5,7 +5,6 @@ from datetime import UTC, datetime
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from serve import __version__
 from serve.front.api.ollama import OllamaChatBody, OllamaGenerateBody, ShowBody
@@ -13,7 +12,7 @@ from serve.front.api.openai import parse
 from serve.front.api.reading.reader import FinishedReply, Reader
 from serve.front.api.writers.ollama import OllamaWriter, WholeOllama
 from serve.front.http import guard, replies
-from serve.front.http.access import Dialect, Policy
+from serve.front.http.access import Access, Dialect, Policy, Route
 from serve.front.http.body import json_object
 from serve.front.http.openapi import endpoint
 from serve.front.http.replies import Json
@@ -22,7 +21,7 @@ from serve.front.pipeline.interface import Engine
 from serve.front.routes.answering import Answering
 from serve.front.routes.stream import Framing, Space, json_response, stream_reply, whole_reply
 
-_POLICY = Policy(dialect=Dialect.OLLAMA)
+_POLICY = Policy(Access.CLIENT, Dialect.OLLAMA)
 _FRAMING = Framing(replies.json_line, ping=Space(), media_type="application/x-ndjson", comment=b" ")
 FOLDERS = {"/api/": _POLICY}
 

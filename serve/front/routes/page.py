@@ -2,11 +2,10 @@
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from serve.core.errors import NotFoundError
 from serve.front.http import pages
-from serve.front.http.access import Access, Policy
+from serve.front.http.access import Access, Policy, Route
 from serve.front.http.guard import Application, Receive, Scope, Send
 from serve.front.http.openapi import endpoint
 

@@ -2,10 +2,10 @@
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from serve.core.errors import NotFoundError, RequestCancelledError
 from serve.front.http import schemas
+from serve.front.http.access import Route
 from serve.front.http.openapi import endpoint
 from serve.front.routes.adapters import ADMIN
 from serve.front.routes.answering import Answering

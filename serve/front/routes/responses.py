@@ -1,13 +1,11 @@
 """The HTTP calls of OpenAI's Responses: made of chats, and kept for those that continue them."""
 
 import json
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from serve.core.errors import BrigadeError, RequestError
 from serve.front.api.reading.lanes import Read
@@ -18,12 +16,12 @@ from serve.front.api.responses.offer import Offer
 from serve.front.api.responses.store import Store, StoredItem
 from serve.front.api.writers.compaction import CompactionWriter
 from serve.front.api.writers.responses import ResponsesWriter
-from serve.front.http.guard import RECORD, read_parts
+from serve.front.http.access import CLIENT, Route
+from serve.front.http.guard import read_parts
 from serve.front.http.openapi import Call, by_method, endpoint
-from serve.front.http.record import Record
 from serve.front.http.replies import Json, encode
 from serve.front.http.schemas import DeletedResponse
-from serve.front.routes.answering import Answering
+from serve.front.routes.answering import Answering, log_number
 from serve.front.routes.background import Background, Run
 from serve.front.routes.stream import NAMED, Stream, json_response, stream_reply, whole_reply
 from serve.front.text.tokens import Tokenizer
@@ -33,8 +31,6 @@ _PAGE = 20
 # Harmless: a response is returned with everything that it has.
 _STRINGS = {"type": "array", "items": {"type": "string"}}
 _INCLUDE: Json = {"include": _STRINGS, "include[]": _STRINGS}
-
-_logger = logging.getLogger(__name__)
 
 
 class ResponseCalls:
@@ -56,11 +52,12 @@ class ResponseCalls:
             Route("/v1/responses/{id}/input_items", self.input_items, methods=["GET"]),
         ]
 
-    @endpoint(404, 429, 500, body=ResponsesBody, reply=Json, chunk=Json)
+    @endpoint(404, 429, 500, body=ResponsesBody, reply=Json, chunk=Json, policy=CLIENT)
     async def respond(self, request: Request) -> Response:
         """Answers with items: text, reasoning, calls of functions."""
         read = await self._read(request, Reader.response)
-        _log_warnings(request, read)
+        if warnings := read.plan.repeated.get("warnings"):
+            log_number(request, "warnings", len(warnings))
         for grammar in read.tool_grammars:
             await self._answering.check_grammar(request, grammar, "tools")
         with own_names():
@@ -76,7 +73,7 @@ class ResponseCalls:
             return stream_reply(answer, writer, headers, NAMED)
         return await whole_reply(request, answer, writer, headers)
 
-    @endpoint(404, 429, 500, body=CompactBody, reply=Json)
+    @endpoint(404, 429, 500, body=CompactBody, reply=Json, policy=CLIENT)
     async def compact(self, request: Request) -> Response:
         """Summarizes a conversation in an item that can replace it."""
         read = await self._read(request, Reader.compact)
@@ -108,6 +105,7 @@ class ResponseCalls:
             "include_obfuscation": {"type": "boolean"},
             **_INCLUDE,
         },
+        policy=CLIENT,
     )
     async def retrieve(self, request: Request) -> Response:
         """Returns a stored response, or the rest of its stream from an event on."""
@@ -124,7 +122,7 @@ class ResponseCalls:
             return json_response(run.response)
         return Response(stored.response, media_type="application/json")
 
-    @endpoint(*(400, 404), reply=DeletedResponse)
+    @endpoint(*(400, 404), reply=DeletedResponse, policy=CLIENT)
     async def delete(self, request: Request) -> Response:
         """Deletes a stored response, and ends it if it is still generated."""
         _check_query(request, type(self).delete)
@@ -146,7 +144,7 @@ class ResponseCalls:
         after = _number(request, "starting_after", -1, 0, 1 << 31)
         return Stream(None, run.read(after + 1), {})
 
-    @endpoint(400, 404, reply=Json)
+    @endpoint(400, 404, reply=Json, policy=CLIENT)
     async def cancel(self, request: Request) -> Response:
         """Ends a background response that is still generated."""
         id = request.path_params["id"]
@@ -172,6 +170,7 @@ class ResponseCalls:
             "order": {"enum": ["asc", "desc"]},
             **_INCLUDE,
         },
+        policy=CLIENT,
     )
     async def input_items(self, request: Request) -> Response:
         """Lists the items of a stored response's input."""
@@ -195,12 +194,6 @@ class ResponseCalls:
         before, after = encode(frame).split(b"[]", 1)
         data = b",".join(item.json for item in shown)
         return Response(before + b"[" + data + b"]" + after, media_type="application/json")
-
-
-def _log_warnings(request: Request, read: ReadResponse) -> None:
-    for warning in read.plan.repeated.get("warnings", ()):
-        record: Record = request.scope[RECORD]
-        _logger.warning("request=%s event=warning text=%s", record.request, json.dumps(warning))
 
 
 def _after(items: list[StoredItem], id: str | None) -> list[StoredItem]:

@@ -1,16 +1,16 @@
 """The HTTP calls about the server: its models, state and documentation."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from serve import __version__
-from serve.core.errors import UnavailableError
-from serve.front.http import replies, schemas
-from serve.front.http.access import Access, Policy
+from serve.core.errors import RequestError, UnavailableError
+from serve.front.http import guard, replies, schemas
+from serve.front.http.access import CLIENT, Access, Dialect, Policy, Route
 from serve.front.http.metrics import Metrics
 from serve.front.http.openapi import document, endpoint, summaries
 from serve.front.pipeline.interface import Engine
@@ -18,6 +18,9 @@ from serve.front.routes.stream import json_response
 
 _PROBE = Policy(access=Access.OPEN, ignores_load=True)
 _READY = Policy(access=Access.OPEN)
+_MODELS = Policy(Access.CLIENT, Dialect.BOTH)
+MAX_PAGE = 1000  # Anthropic's numbers
+_PAGE = 20
 
 
 class ServerCalls:
@@ -42,10 +45,12 @@ class ServerCalls:
         self._calls: dict[str, str] = {}
         self._document: replies.Json = {}
 
-    def describe(self, routes: Iterable[Route]) -> None:
+    def describe(self, routes: Iterable[Route]) -> replies.Json:
+        """Describes the calls to clients, and returns the OpenAPI document of them."""
         routes = list(routes)
         self._calls = summaries(routes)
         self._document = document(routes, __version__)
+        return self._document
 
     def routes(self) -> list[Route]:
         return [
@@ -61,17 +66,60 @@ class ServerCalls:
             Route("/openapi.json", self.openapi),
         ]
 
-    @endpoint(reply=schemas.ModelList)
-    async def models(self, _: Request) -> Response:
-        """Lists the model and its adapters."""
-        described = [self._described(name) for name in self._engine.adapters.registry.names]
-        return json_response({"object": "list", "data": described})
+    @endpoint(
+        400,
+        reply=schemas.ModelList | schemas.AnthropicModelList,
+        query={
+            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
+            "after_id": {"type": "string"},
+            "before_id": {"type": "string"},
+        },
+        policy=_MODELS,
+    )
+    async def models(self, request: Request) -> Response:
+        """Lists the model and its adapters, for clients of Anthropic in pages."""
+        names = self._engine.adapters.registry.names
+        if guard.dialect_of(request.scope) is Dialect.ANTHROPIC:
+            return json_response(self._page(names, request.query_params))
+        return json_response({"object": "list", "data": [self._described(name) for name in names]})
 
-    @endpoint(404, reply=schemas.Model)
+    @endpoint(400, 404, reply=schemas.Model | schemas.AnthropicModel, policy=_MODELS)
     async def model(self, request: Request) -> Response:
         """Describes the model or an adapter."""
         name = request.path_params["name"]
-        return json_response(self._described(self._engine.adapters.registry.meant(name)))
+        if not name:  # The path of the list, with a slash at its end.
+            return await self.models(request)
+        found = self._engine.adapters.registry.meant(name)
+        if guard.dialect_of(request.scope) is Dialect.ANTHROPIC:
+            return json_response(self._described_to_anthropic(found))
+        return json_response(self._described(found))
+
+    def _page(self, names: list[str], query: Mapping[str, str]) -> schemas.AnthropicModelList:
+        """Returns a page of the list, which after_id or before_id may limit. Raises
+        RequestError."""
+        limit = _limit(query.get("limit", str(_PAGE)))
+        start, end = 0, len(names)
+        if "after_id" in query:
+            start = _index(names, query["after_id"], "after_id") + 1
+        if "before_id" in query:
+            end = _index(names, query["before_id"], "before_id")
+        is_backward = "before_id" in query and "after_id" not in query
+        shown = names[start:end][-limit:] if is_backward else names[start:end][:limit]
+        return {
+            "data": [self._described_to_anthropic(name) for name in shown],
+            "has_more": len(shown) < max(0, end - start),
+            "first_id": shown[0] if shown else None,
+            "last_id": shown[-1] if shown else None,
+        }
+
+    def _described_to_anthropic(self, name: str) -> schemas.AnthropicModel:
+        created = datetime.fromtimestamp(self._created, UTC)
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": created.isoformat().replace("+00:00", "Z"),
+        }
 
     def _described(self, name: str) -> schemas.Model:
         adapter = self._engine.adapters.registry.by_name.get(name)
@@ -97,7 +145,7 @@ class ServerCalls:
         """Answers while the process is alive, for the probes of SageMaker and SGLang."""
         return json_response({"status": "alive"})
 
-    @endpoint(reply=schemas.Properties)
+    @endpoint(reply=schemas.Properties, policy=CLIENT)
     async def props(self, _: Request) -> Response:
         """Returns the properties of the model that llama.cpp's clients ask for first."""
         properties: schemas.Properties = {
@@ -109,7 +157,7 @@ class ServerCalls:
         }
         return json_response(properties)
 
-    @endpoint(reply=schemas.ServerInfo)
+    @endpoint(reply=schemas.ServerInfo, policy=CLIENT)
     async def info(self, _: Request) -> Response:
         """Returns the server's name and version, its model and its limits."""
         info: schemas.ServerInfo = {
@@ -135,7 +183,7 @@ class ServerCalls:
         body, content_type = self._metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
-    @endpoint(reply=schemas.Index)
+    @endpoint(reply=schemas.Index, policy=CLIENT)
     async def index(self, _: Request) -> Response:
         """Returns the name of this server, its model and its calls."""
         return json_response(
@@ -147,15 +195,28 @@ class ServerCalls:
             }
         )
 
-    @endpoint(reply=schemas.Version)
+    @endpoint(reply=schemas.Version, policy=CLIENT)
     async def version(self, _: Request) -> Response:
         """Returns the version of Brigade."""
         return json_response({"version": __version__})
 
-    @endpoint(reply=replies.Json)
+    @endpoint(reply=replies.Json, policy=CLIENT)
     async def openapi(self, _: Request) -> Response:
         """Describes every call, its parameters and its replies for programs."""
         return json_response(self._document)
+
+
+def _limit(text: str) -> int:
+    is_short_number = text.isascii() and text.isdigit() and len(text) < 5
+    if not is_short_number or not 1 <= int(text) <= MAX_PAGE:
+        raise RequestError(f"limit must be a whole number from 1 to {MAX_PAGE}.", param="limit")
+    return int(text)
+
+
+def _index(names: list[str], name: str, param: str) -> int:
+    if name not in names:
+        raise RequestError(f"{param}: this server has no such model.", param=param)
+    return names.index(name)
 
 
 def _permission(name: str, created: int) -> schemas.ModelPermission:

@@ -5,12 +5,11 @@ from typing import NoReturn
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from serve import __version__
 from serve.core.errors import UnavailableError
 from serve.front.http import schemas
-from serve.front.http.access import Access, Policy
+from serve.front.http.access import CLIENT, Access, Policy, Route
 from serve.front.http.openapi import endpoint
 from serve.front.routes.events import Observation
 from serve.front.routes.stream import json_response
@@ -37,7 +36,7 @@ class StartingCalls:
         """Answers while the process is alive."""
         return json_response({"status": "alive"})
 
-    @endpoint(reply=schemas.Version)
+    @endpoint(reply=schemas.Version, policy=CLIENT)
     async def version(self, _: Request) -> Response:
         """Returns the version of Brigade."""
         return json_response({"version": __version__})
@@ -47,7 +46,7 @@ class StartingCalls:
         """Answers 503 with the reason why the cluster is not ready."""
         self._refuse()
 
-    @endpoint(reply=schemas.Status)
+    @endpoint(reply=schemas.Status, policy=CLIENT)
     async def later(self, _: Request) -> Response:
         """Refuses every other call until the cluster is ready."""
         self._refuse()

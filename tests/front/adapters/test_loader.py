@@ -33,14 +33,24 @@ async def test_a_name_stands_for_its_newest_version() -> None:
     await adapters.load("x", "b", in_place=True)
     assert await adapters.version("x") == 2
     assert ranks.held == {2}
+    assert adapters.registry.statistics.to_json()["num_requests"] == {"x": 2}
     await adapters.unload("x")
     assert ranks.held == set()
     with pytest.raises(NotFoundError):
         await adapters.version("x")
     with pytest.raises(NotFoundError, match="'x' cannot be found"):
         await adapters.unload("x")
-    assert adapters.registry.statistics.to_json()["num_requests"] == {"x": 2}
     assert adapters.registry.statistics.to_json()["num_swapped"] == 1
+
+
+async def test_names_that_are_gone_are_not_counted() -> None:
+    """Else each name that was ever loaded would be a label of a metric."""
+    ranks = FakeRanks()
+    for number in range(20):
+        await ranks.adapters.load(f"x{number}", "a", in_place=False)
+        await ranks.adapters.version(f"x{number}")
+        await ranks.adapters.unload(f"x{number}")
+    assert ranks.adapters.registry.statistics.to_json()["num_requests"] == {}
 
 
 async def refused(

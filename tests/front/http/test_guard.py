@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from serve.front.http import guard
+from serve.front.http.access import CLIENT, Access, Dialect, Policy
 from serve.front.http.pace import MAX_FREE_BYTES, Pace
+from serve.front.http.record import Record
 from serve.front.http.replies import StatusError
 from tests.front.fakes import CONFIG
 
@@ -37,9 +39,14 @@ LEFT = {"type": "http.disconnect"}
 JSON = (b"content-type", b"application/json")
 
 
-def scope(*headers: tuple[bytes, bytes], **limits: Any) -> guard.Scope:
-    limited = dataclasses.replace(CONFIG, **limits)
-    return {"headers": [JSON, *headers], guard.LIMITS: limited, guard.PACE: Pace()}
+def scope(*headers: tuple[bytes, bytes], policy: Policy = CLIENT, **limits: Any) -> guard.Scope:
+    return {
+        "headers": [JSON, *headers],
+        guard.LIMITS: dataclasses.replace(CONFIG, **limits),
+        guard.PACE: Pace(),
+        guard.POLICY: policy,
+        guard.RECORD: Record("id", "POST"),
+    }
 
 
 async def status_of(scope: guard.Scope, receive: guard.Receive) -> int:
@@ -144,7 +151,41 @@ async def test_what_is_no_json_is_not_read(header: tuple[bytes, bytes]) -> None:
 
 
 async def test_a_body_without_a_type_is_not_read() -> None:
-    assert await status_of({"headers": [], guard.LIMITS: CONFIG}, unread) == 415
+    assert await status_of({**scope(), "headers": []}, unread) == 415
+
+
+OLLAMA = Policy(Access.CLIENT, Dialect.OLLAMA)
+FORM = (b"content-type", b"application/x-www-form-urlencoded")
+
+
+@pytest.mark.parametrize("headers", [[], [FORM], [(b"content-type", b"text/plain")]])
+async def test_clients_of_ollama_may_leave_out_the_type(headers: list[tuple[bytes, bytes]]) -> None:
+    given = {**scope(policy=OLLAMA), "headers": headers}
+    assert await guard.read_body(given, receiver(part(b"x", more=False))) == b"x"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        (b"origin", b"https://evil.example"),
+        (b"origin", b"null"),
+        (b"sec-fetch-site", b"cross-site"),
+        (b"sec-fetch-site", b"same-origin"),
+    ],
+)
+async def test_browsers_have_to_give_the_type_to_ollama_as_well(
+    header: tuple[bytes, bytes],
+) -> None:
+    """They send forms and text to any server without asking it first."""
+    for headers in ([header], [header, FORM]):
+        given = {**scope(policy=OLLAMA), "headers": headers}
+        assert await status_of(given, unread) == 415
+    assert await guard.read_body(scope(header, policy=OLLAMA), receiver(part(b"x", more=False)))
+
+
+async def test_compressed_bodies_of_ollama_are_not_read() -> None:
+    given = scope((b"content-encoding", b"gzip"), policy=OLLAMA)
+    assert await status_of(given, unread) == 415
 
 
 async def test_work_is_done_while_the_client_stays() -> None:

@@ -301,14 +301,7 @@ def test_hosted_tools_are_left_out_and_reported(
     assert '"add"' in prompt_of(played_engine)
     assert "web_search" not in prompt_of(played_engine)
     (line,) = [r.getMessage() for r in caplog.records if "tools_not_offered" in r.getMessage()]
-    assert line.startswith(f"request={reply.headers['x-request-id']} ")
-    assert "web_search" in line
-    caplog.clear()
-    many = [{**SEARCH, "name": f"s{number}" + "x" * 1000} for number in range(1000)]
-    httpx2.post(played.url + MESSAGES, json={**HELLO, "tools": many}, timeout=10)
-    (line,) = [r.getMessage() for r in caplog.records if "tools_not_offered" in r.getMessage()]
-    assert " num=1000 " in line
-    assert len(line) < 2000
+    assert line == f"request={reply.headers['x-request-id']} event=tools_not_offered num=2"
     plain = httpx2.post(played.url + MESSAGES, json={**HELLO, "tools": [TOOL]}, timeout=10)
     assert "x-tools-not-offered" not in plain.headers
 

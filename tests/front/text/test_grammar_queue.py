@@ -11,7 +11,7 @@ import pytest
 
 from serve.core.config import ServeConfig
 from serve.core.errors import OverloadedError, RequestError
-from serve.front.http.door import Keys
+from serve.front.http.admission import Keys
 from serve.front.text import grammar_queue
 from serve.front.text.grammar_queue import GrammarQueue
 

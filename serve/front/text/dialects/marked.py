@@ -1,6 +1,5 @@
 """Reads answers in which marks stand around thoughts and calls."""
 
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -76,7 +75,7 @@ class ListedCallsReader(PlainReader):
             yield from self._calls.feed(delta)
         except (ValueError, RecursionError) as error:
             self._failed = True
-            _logger.info("event=tool_call_not_understood error=%s", json.dumps(f"{error!r:.200}"))
+            _logger.info("event=tool_call_not_understood error=%s", type(error).__name__)
 
 
 @dataclass(slots=True)
@@ -246,7 +245,7 @@ class MarkedReader:
 
     def _failed(self, call: _OpenCall, error: Exception, mark: str) -> Iterator[Part]:
         """The text is content, from its start mark on, if no call has been given out of it."""
-        _logger.info("event=tool_call_not_understood error=%s", json.dumps(f"{error!r:.200}"))
+        _logger.info("event=tool_call_not_understood error=%s", type(error).__name__)
         call.has_failed = True
         if call.has_begun:
             return

@@ -16,12 +16,10 @@ import httpx2
 import openai
 import pytest
 
-from serve.core.errors import AddressError
-from serve.front.http import guard
-from serve.front.http.access import Policy
-from serve.front.http.door import Door
+from serve.core.errors import AddressError, UnavailableError
+from serve.front.http.access import CLIENT
+from serve.front.http.admission import AccessCheck
 from serve.front.http.listening import bind
-from serve.front.http.record import Record
 from serve.front.text.tokens import Tokenizer
 from tests.front.fakes import CONFIG, FakeEngine, Running
 from tests.front.test_app import CHAT, HELLO, get, post, wait_until
@@ -410,27 +408,24 @@ def test_too_many_connections_get_an_error(engine: FakeEngine) -> None:
 @pytest.mark.anyio
 async def test_what_clients_have_left_takes_room_while_it_is_under_way() -> None:
     """Else one client could have the server hold any number of bodies, by leaving."""
-    going_on, statuses = asyncio.Event(), []
+    going_on = asyncio.Event()
 
     async def inner(*_: Any) -> None:
         await going_on.wait()
 
-    async def send(message: Any) -> None:
-        statuses.append(message.get("status"))
+    check = AccessCheck(dataclasses.replace(CONFIG, max_connections=2))
+    asked: Any = {"path": CHAT, "http_version": "1.1", "headers": [], "state": {}}
 
-    door = Door(inner, dataclasses.replace(CONFIG, max_connections=2))
-    asked = {"path": CHAT, "http_version": "1.1", "headers": [], "state": {}, "method": "POST"}
-    asked[guard.RECORD] = Record("id", "POST", CHAT)
-    asked[guard.POLICY] = Policy()
-    inside = [asyncio.ensure_future(door(asked, inner, send)) for _ in range(2)]
+    async def ask() -> None:
+        await check.run(CLIENT, inner, asked, inner, inner)
+
+    inside = [asyncio.ensure_future(ask()) for _ in range(2)]
     await asyncio.sleep(0)
-    await door(asked, inner, send)
-    assert statuses[0] == 503
+    with pytest.raises(UnavailableError):
+        await ask()
     going_on.set()
     await asyncio.gather(*inside)
-    statuses.clear()
-    await door(asked, inner, send)
-    assert not statuses
+    await ask()
 
 
 def test_a_crowd_is_turned_away(engine: FakeEngine) -> None:

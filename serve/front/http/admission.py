@@ -1,21 +1,27 @@
-"""Decides which requests are admitted: it checks keys, host names, load and framing, and refuses
-new requests while the server drains. Plain ASGI."""
+"""Decides which requests run: it checks the policy of the route that has matched, host names, load
+and framing, and refuses new requests while the server drains."""
 
 import asyncio
 import hashlib
 import hmac
 import json
 import logging
-from collections.abc import Collection
+import unicodedata
+from collections.abc import Collection, Mapping
+
+from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match
 
 from serve.core.config import ServeConfig
-from serve.core.errors import BrigadeError, UnavailableError
-from serve.front.http.access import Access, Policy
-from serve.front.http.guard import POLICY, Application, Receive, Scope, Send, answer
+from serve.core.errors import UnavailableError
+from serve.front.http.access import CLIENT, Access, Policy, Route
+from serve.front.http.guard import POLICY, RECORD, Application, Receive, Scope, Send
 from serve.front.http.origin import Hosts, check_local, host_of, is_loopback_name
+from serve.front.http.record import Record
 from serve.front.http.replies import StatusError
 
 _CONNECTIONS = "connections"  # the key of the open connections in a request's state
+_CONTROLS = {"Cc", "Zl", "Zp"}  # categories of Unicode: control characters, line breaks
 
 _logger = logging.getLogger(__name__)
 
@@ -38,15 +44,14 @@ class Keys:
         return self.digest(scope) or str(address[0])
 
 
-class Door:
-    """Checks each request by the policy of its path, which the Guard puts into the scope.
+class AccessCheck:
+    """Lets requests run that the policy of their route allows.
 
     Once there are API keys, each call that is not open needs one. Admin calls need an admin key,
     or an API key if there are no admin keys; if the server has no keys, they must come from this
     host. Calls that need no key must name this server in Host."""
 
-    def __init__(self, inner: Application, config: ServeConfig) -> None:
-        self._inner = inner
+    def __init__(self, config: ServeConfig) -> None:
         self._api_keys = [_digest(key.encode()) for key in config.api_key]
         self._admin_keys = [_digest(key.encode()) for key in config.admin_key]
         self._hosts = Hosts(config.host, config.allowed_host)
@@ -55,21 +60,21 @@ class Door:
         self._draining = False
         self._drained = asyncio.Event()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            _check_framing(scope)
-            self._check_key(scope)
-            self._check_room(scope)
-        except BrigadeError as error:
-            await answer(scope, send, error)
-            return
-        policy: Policy = scope[POLICY]
+    async def run(
+        self, policy: Policy, inner: Application, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Has inner answer the request. Raises BrigadeError if the policy does not allow it."""
+        scope[POLICY] = policy
+        _check_framing(scope)
+        _check_path(scope)
+        self._check_key(policy, scope)
+        self._check_room(policy, scope)
         if policy.is_endless:
-            await self._inner(scope, receive, send)
+            await inner(scope, receive, send)
             return
         self._num_inside += 1
         try:
-            await self._inner(scope, receive, send)
+            await inner(scope, receive, send)
         finally:
             self._num_inside -= 1
             self._end_drain_if_empty()
@@ -91,9 +96,8 @@ class Door:
         if self._draining and not self._num_inside:
             self._drained.set()
 
-    def _check_key(self, scope: Scope) -> None:
+    def _check_key(self, policy: Policy, scope: Scope) -> None:
         """Raises StatusError 401 or 403."""
-        policy: Policy = scope[POLICY]
         if policy.access is Access.OPEN:
             return
         is_admin = policy.access is Access.ADMIN
@@ -107,10 +111,9 @@ class Door:
         else:
             self._hosts.check(scope)
 
-    def _check_room(self, scope: Scope) -> None:
+    def _check_room(self, policy: Policy, scope: Scope) -> None:
         """Raises UnavailableError. Probes are always answered, because a supervisor might kill a
         server that does not answer them, and all its answers would be lost."""
-        policy: Policy = scope[POLICY]
         if policy.ignores_load:
             return
         if self._draining:
@@ -119,6 +122,45 @@ class Door:
         num_open = max(len(scope["state"].get(_CONNECTIONS, ())), self._num_inside + 1)
         if num_open > self._max_connections:
             raise UnavailableError("The server has too many connections: try again later.")
+
+
+class CheckedRoute(BaseRoute):
+    """A route that runs only after the check of its own policy. Starlette has matched it by then,
+    so no path can be checked as one call and run as another."""
+
+    def __init__(self, route: Route, check: AccessCheck) -> None:
+        self._route = route
+        self._check = check
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        return self._route.matches(scope)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        record: Record = scope[RECORD]
+        record.path = self._route.path_format
+        await self._check.run(self._route.policy, self._route.handle, scope, receive, send)
+
+
+class NoRoute:
+    """Answers 404 to what no route matches. policies has those of folders, whose calls return
+    other errors than OpenAI's."""
+
+    def __init__(self, check: AccessCheck, policies: Mapping[str, Policy]) -> None:
+        self._check = check
+        self._policies = policies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = (each for folder, each in self._policies.items() if _is_below(scope, folder))
+        await self._check.run(next(found, CLIENT), _refuse, scope, receive, send)
+
+
+def _is_below(scope: Scope, folder: str) -> bool:
+    path: str = scope["path"]
+    return path.startswith(folder)
+
+
+async def _refuse(*_: object) -> None:
+    raise HTTPException(404)
 
 
 def log_access(config: ServeConfig) -> None:
@@ -162,6 +204,16 @@ def _check_framing(scope: Scope) -> None:
             400,
             "Content-Length and Transfer-Encoding exclude each other: send one of them.",
             {"connection": "close"},
+        )
+
+
+def _check_path(scope: Scope) -> None:
+    """Raises StatusError for control characters and line breaks in the path."""
+    if any(unicodedata.category(character) in _CONTROLS for character in scope["path"]):
+        raise StatusError(
+            400,
+            "The path has control characters: send it without them.",
+            code="invalid_path",
         )
 
 
