@@ -46,11 +46,8 @@ class UsageError(BrigadeError):
 
 
 class RequestError(UsageError):
-    """An error of one request. It is reported to the client and never ends a process.
-
-    detail is appended to the message for the client, but not logged, because it may repeat what
-    the client wrote.
-    """
+    """An error of one request. It is reported to the client and never ends a process. The message
+    may quote what the client wrote, so it is not logged; code must not, and is."""
 
     def __init__(
         self,
@@ -58,11 +55,9 @@ class RequestError(UsageError):
         *,
         param: str | None = None,
         code: str | None = None,
-        detail: str = "",
     ) -> None:
-        super().__init__(f"{message} {detail}", param=param)
+        super().__init__(message, param=param)
         self.code = code
-        self.logged = " ".join(message.split())
 
 
 class NotFoundError(RequestError):

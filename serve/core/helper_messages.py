@@ -60,7 +60,6 @@ class BodyRefused(HelperMessage, frozen=True):
     """A reading process reports that a body is wrong, with the parts of the RequestError."""
 
     message: str
-    detail: str
     param: str | None
     code: str | None
 

@@ -267,7 +267,7 @@ def test_no_text_of_a_client_is_logged(
     refused = {"message": f"There is no file {MARK}.", "status": 404}
     engine.ranks.refusals = {0: refused, 1: refused}
     statuses: dict[int, int] = {}
-    with logged() as lines, Running(engine, 4096, pooling="last") as server:
+    with logged() as lines, Running(engine, max_context=4096, pooling="last") as server:
         for seed in range(num):
             engine.answer = ANSWERS[seed % len(ANSWERS)]
             status = Requests(seed).send(server)

@@ -13,6 +13,7 @@ from typing import Any
 
 from serve.core.errors import OverloadedError
 from serve.front.http import replies
+from serve.front.http.record import trace_of
 from serve.front.http.replies import Json
 from serve.front.pipeline.status import StageSpan
 
@@ -127,8 +128,8 @@ class Watchers:
             await asyncio.sleep(PERIOD_SECONDS)
             try:
                 frame = self._look()
-            except Exception:  # The top of the task: without it the streams would hang.
-                _logger.exception("event=bug")
+            except Exception as error:  # The top of the task: without it the streams would hang.
+                _logger.error("event=bug trace=%s", trace_of(error))
                 self._end_all()
                 self._observing = None  # The next watcher starts a new observation.
                 return

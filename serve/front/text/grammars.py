@@ -97,9 +97,9 @@ def _lark_of_gbnf(text: str, param: str) -> str:
         reason = str(error)
     except Exception as error:  # For a missing rule it raises a bare Exception.
         reason = str(error)
-    detail = reason[:_MAX_REASON_CHARACTERS]
     raise RequestError(
-        "The grammar looks like GBNF and cannot be read:", detail=detail, param=param
+        f"The grammar looks like GBNF and cannot be read: {reason[:_MAX_REASON_CHARACTERS]}",
+        param=param,
     )
 
 
@@ -131,11 +131,7 @@ class Grammars:
             )
         checked = self._checked(grammar)
         if checked.reason is not None:
-            raise RequestError(
-                "The grammar cannot be followed:",
-                detail=checked.reason,
-                param=param,
-            )
+            raise RequestError(f"The grammar cannot be followed: {checked.reason}", param=param)
         return checked.unenforced
 
     def _checked(self, grammar: str) -> GrammarChecked:

@@ -364,8 +364,7 @@ def _first_that_works(attempts: Sequence[Callable[[], str]]) -> str:
             refused.append(error)
     reason = str(refused[0])[:500] or type(refused[0]).__name__
     raise RequestError(
-        "The model's chat template refuses these messages:",
-        detail=reason,
+        f"The model's chat template refuses these messages: {reason}",
         param="messages",
     ) from refused[0]
 

@@ -175,6 +175,32 @@ def test_no_spelling_of_an_admin_call_is_open_to_others(shared: Running, target:
             assert status in (400, 403, 404), (method, line)
 
 
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("scheme", ["http", "https", "HTTP"])
+def test_an_absolute_target_is_its_path(shared: Running, scheme: str, version: str) -> None:
+    here = f"{scheme}://localhost"
+    for path, status in (("/v1/models", 200), ("/models?a=b", 200), ("", 200), ("/x", 404)):
+        assert raw(shared, f"GET {here}{path} HTTP/{version}", HERE) == status
+    assert raw(shared, f"GET {here}/admin/pipeline HTTP/{version}", HERE) == 200
+    forwarded = "X-Forwarded-For: 203.0.113.9"
+    assert raw(shared, f"GET {here}/admin/pipeline HTTP/{version}", HERE, forwarded) == 403
+    assert raw(shared, f"GET {here}/admin/pipeline%0A HTTP/{version}", HERE) == 400
+
+
+def test_an_absolute_target_names_the_host(shared: Running) -> None:
+    """In place of Host, and never another one."""
+    assert raw(shared, "GET http://localhost/v1/models HTTP/1.0") == 200
+    assert raw(shared, "GET http://evil.example/v1/models HTTP/1.0") == 403
+    evil = "Host: evil.example"
+    for path in ("/v1/models", "/admin/pipeline"):
+        assert raw(shared, f"GET http://evil.example{path} HTTP/1.1", evil) == 403
+        assert raw(shared, f"GET http://evil.example{path} HTTP/1.1", HERE) == 400
+        assert raw(shared, f"GET http://localhost{path} HTTP/1.1", evil) == 400
+        assert raw(shared, f"GET http://localhost@evil.example{path} HTTP/1.1", HERE) == 400
+    for target in ("ftp://localhost/v1/models", "localhost/v1/models", "*"):
+        assert raw(shared, f"GET {target} HTTP/1.1", HERE) == 404
+
+
 def test_an_upgrade_opens_nothing(shared: Running) -> None:
     upgrade = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
     line = "GET /admin/pipeline HTTP/1.1"

@@ -146,12 +146,7 @@ class ProcessLane:
             case BodyRead(result):
                 return result
             case BodyRefused():
-                raise RequestError(
-                    answer.message,
-                    detail=answer.detail,
-                    param=answer.param,
-                    code=answer.code,
-                )
+                raise RequestError(answer.message, param=answer.param, code=answer.code)
             case BodyNotRead(reason):
                 raise BrigadeError(reason)
 

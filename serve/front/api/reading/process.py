@@ -11,10 +11,13 @@ from typing import TypeAlias
 from serve.core.errors import RequestError
 from serve.core.helper_messages import BodyKind, BodyNotRead, BodyRead, BodyRefused, ReadBody
 from serve.front.api.reading.reader import AnyReading, Reader
+from serve.front.http.record import trace_of
 from serve.front.text.isolated import answer_questions
 from serve.front.text.tokens import Tokenizer
 
 MAX_SECONDS = 30.0  # of a core
+
+_logger = logging.getLogger(__name__)
 
 Answer: TypeAlias = BodyRead[AnyReading] | BodyRefused | BodyNotRead
 
@@ -42,11 +45,11 @@ def answered(reader: Reader, kind: BodyKind, *given: bytes) -> Answer:
     try:
         return BodyRead(read(*given))
     except RequestError as error:
-        detail = str(error).removeprefix(error.logged).lstrip()
-        return BodyRefused(error.logged, detail, error.param, error.code)
+        return BodyRefused(str(error), error.param, error.code)
     # A mistake of ours ends this request and not the process.
     except Exception as error:
-        return BodyNotRead(f"{type(error).__name__}: {error}")
+        _logger.error("event=bug trace=%s", trace_of(error))
+        return BodyNotRead(type(error).__name__)
 
 
 if __name__ == "__main__":

@@ -111,21 +111,23 @@ def test_answered_refuses_a_body_as_its_reader_does(reader: Reader) -> None:
         reader.chat(data)
     refused = answered(reader, "chat", data)
     assert isinstance(refused, BodyRefused)
-    again = RequestError(
-        refused.message, detail=refused.detail, param=refused.param, code=refused.code
-    )
+    again = RequestError(refused.message, param=refused.param, code=refused.code)
     assert vars(again) == vars(raised.value)
     assert str(again) == str(raised.value)
 
 
-def test_answered_reports_a_mistake_of_ours(
-    reader: Reader, monkeypatch: pytest.MonkeyPatch
+def test_answered_reports_a_mistake_of_ours_without_its_message(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A message may quote the body, and the log must not."""
+
     def fail(*_: object) -> None:
-        raise KeyError("x")
+        raise KeyError("secret")
 
     monkeypatch.setattr(Reader, "chat", fail)
-    assert answered(reader, "chat", b"{}") == BodyNotRead("KeyError: 'x'")
+    assert answered(reader, "chat", b"{}") == BodyNotRead("KeyError")
+    assert "event=bug trace=" in caplog.text
+    assert "secret" not in caplog.text
 
 
 async def until_ready(lanes: Lanes) -> None:

@@ -1,0 +1,87 @@
+"""The list of models, in OpenAI's form and in Anthropic's."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+import anthropic
+import httpx2
+import pytest
+
+from serve.front.text.tokens import Tokenizer
+from tests.front.fakes import FakeEngine, Running
+
+NAMES = ["tiny", "a", "b", "c"]
+VERSION = {"anthropic-version": "2023-06-01"}
+
+
+@pytest.fixture(scope="module")
+def adapted(tokenizer: Tokenizer) -> Iterator[Running]:
+    """A server with three adapters."""
+    with Running(FakeEngine(tokenizer)) as running:
+        for name in NAMES[1:]:
+            body = {"lora_name": name, "lora_path": "p"}
+            httpx2.post(running.url + "/v1/load_lora_adapter", json=body).raise_for_status()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def claude(adapted: Running) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=adapted.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.mark.parametrize("headers", [{}, VERSION])
+def test_a_slash_after_models_is_the_list(adapted: Running, headers: dict[str, str]) -> None:
+    with_slash = httpx2.get(adapted.url + "/v1/models/", headers=headers).json()
+    assert with_slash == httpx2.get(adapted.url + "/v1/models", headers=headers).json()
+    assert [model["id"] for model in with_slash["data"]] == NAMES
+
+
+def test_the_official_client_of_anthropic_lists_models(claude: anthropic.Anthropic) -> None:
+    page = claude.models.list()
+    assert [model.id for model in page.data] == NAMES
+    assert {model.type for model in page.data} == {"model"}
+    assert [model.display_name for model in page.data] == NAMES
+    for model in page.data:
+        assert timedelta(0) <= datetime.now(UTC) - model.created_at < timedelta(hours=1)
+    assert (page.has_more, page.first_id, page.last_id) == (False, "tiny", "c")
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 1000])
+def test_the_official_client_of_anthropic_turns_pages(
+    claude: anthropic.Anthropic, limit: int
+) -> None:
+    assert [model.id for model in claude.models.list(limit=limit)] == NAMES
+    before = [model.id for model in claude.models.list(limit=limit, before_id="c")]
+    assert sorted(before) == ["a", "b", "tiny"]
+
+
+def test_a_page_before_a_model_ends_next_to_it(claude: anthropic.Anthropic) -> None:
+    page = claude.models.list(limit=2, before_id="c")
+    assert ([model.id for model in page.data], page.has_more) == (["a", "b"], True)
+    page = claude.models.list(after_id="tiny", before_id="b")
+    assert ([model.id for model in page.data], page.has_more) == (["a"], False)
+    page = claude.models.list(after_id="c")
+    assert (page.data, page.has_more, page.first_id, page.last_id) == ([], False, None, None)
+
+
+def test_the_official_client_of_anthropic_gets_a_model(claude: anthropic.Anthropic) -> None:
+    assert claude.models.retrieve("b").id == "b"
+    with pytest.raises(anthropic.NotFoundError) as raised:
+        claude.models.retrieve("other")
+    assert raised.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("query", ["limit=0", "limit=x", "limit=1001", "after_id=other"])
+def test_a_wrong_page_is_refused(adapted: Running, query: str) -> None:
+    reply = httpx2.get(f"{adapted.url}/v1/models?{query}", headers=VERSION)
+    assert reply.status_code == 400
+    assert reply.json()["type"] == "error"
+
+
+def test_other_clients_get_the_form_of_openai(adapted: Running) -> None:
+    listed = httpx2.get(adapted.url + "/v1/models?limit=x").json()
+    assert listed["object"] == "list"
+    assert {model["object"] for model in listed["data"]} == {"model"}
+    missing = httpx2.get(adapted.url + "/v1/models/other").json()
+    assert missing["error"]["code"] == "model_not_found"
