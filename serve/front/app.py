@@ -28,6 +28,7 @@ from serve.front.routes.anthropic import MessageCalls
 from serve.front.routes.chat import ChatCalls
 from serve.front.routes.embeddings import EmbeddingCalls
 from serve.front.routes.events import EventCalls, Observation
+from serve.front.routes.history import History
 from serve.front.routes.ollama import OllamaCalls
 from serve.front.routes.requests import RequestCalls
 from serve.front.routes.responses import ResponseCalls
@@ -60,6 +61,7 @@ async def serve(
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     failing = asyncio.ensure_future(engine.failed())
     draining = asyncio.ensure_future(front.check.drained())
+    sampling = asyncio.ensure_future(front.history.run())
     try:
         await asyncio.wait({serving, failing, draining}, return_when=asyncio.FIRST_COMPLETED)
         if failing.done() and not serving.done():
@@ -74,9 +76,10 @@ async def serve(
         if failing.done():
             raise failing.result()
     finally:
-        for task in (serving, failing, draining):
+        tasks = (serving, failing, draining, sampling)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(serving, failing, draining, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         front.answering.close()
 
 
@@ -133,7 +136,8 @@ class Front:
         self.observation = Observation(config)
         self.observation.engine = engine
         self.observation.answering = self.answering
-        self.observation.metrics = self._metrics
+        self.history = History(engine.pipeline, self._metrics.totals)
+        self.observation.history = self.history
         self.events = EventCalls(self.observation)
         self.check = AccessCheck(config)
         self.routes, names = self._compose(max_context)

@@ -328,6 +328,8 @@ class FakeEngine:
         counts = {
             "num_running": 2,
             "num_waiting": 3,
+            "kv_tokens": 0,
+            "max_kv_tokens": None,
             "adapters": self.adapters.registry.statistics.to_json(),
             "drafts": {},
         }

@@ -13,7 +13,7 @@ import pytest
 from serve.front.app import EarlyServer
 from serve.front.http import pages
 from serve.front.http.listening import bind
-from serve.front.routes import watching
+from serve.front.routes import history, watching
 from serve.front.routes.events import Observation
 from tests.front.fakes import CONFIG, FakeEngine, Running
 from tests.front.test_app import CHAT, HELLO, get, wait_until
@@ -104,10 +104,35 @@ def test_events_begin_with_what_other_calls_say(keyed: Running) -> None:
     assert state["pipeline"] == shown
     assert state["requests"] == []
     assert state["server"]["model"] == "tiny"
-    metrics = get(keyed, "/metrics").text
-    assert len(state["totals"]) == 8
-    for name, value in state["totals"].items():
-        assert f"\n{name} {value}\n" in metrics
+    assert state["server"]["adapter_sources"] == []
+
+
+def test_events_begin_with_the_samples_of_the_time_before(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody watched meanwhile."""
+    monkeypatch.setattr(history, "STEP_SECONDS", 0.05)
+    with Running(engine) as server:
+        ask(server, "early")
+
+        def is_shown() -> bool:
+            with httpx2.stream("GET", server.url + "/admin/events") as stream:
+                return any(sample[1] > 0 for sample in next(frames(stream))["history"])
+
+        wait_until(is_shown, 60)
+        with httpx2.stream("GET", server.url + "/admin/events") as stream:
+            states = frames(stream)
+            last = next(states)["history"][-1]
+            assert next(s["sample"] for s in states if "sample" in s)[0] > last[0]
+
+
+def test_events_say_where_adapters_may_come_from(engine: FakeEngine) -> None:
+    flags: dict[str, Any] = {"adapter_root": pages.ROOT, "allow_hub_adapters": True}
+    with (
+        Running(engine, **flags) as server,
+        httpx2.stream("GET", server.url + "/admin/events") as stream,
+    ):
+        assert next(frames(stream))["server"]["adapter_sources"] == ["folder", "hub"]
 
 
 def test_events_show_requests_while_they_run(server: Running, engine: FakeEngine) -> None:

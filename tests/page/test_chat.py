@@ -2,6 +2,7 @@
 log-probabilities and exports."""
 
 import json
+import re
 import subprocess
 from typing import Any
 
@@ -12,7 +13,7 @@ pytest.importorskip("playwright", reason="Playwright is not installed")
 from playwright.sync_api import Page, expect
 
 from tests.front.fakes import Running
-from tests.page.browser import Tab
+from tests.page.browser import REFUSED, Tab
 from tests.page.shown import ShownEngine
 
 TOOL = {
@@ -48,6 +49,41 @@ def test_chat_shows_markdown_and_copies_code(
     expect(page.get_by_role("button", name="Copied").first).to_be_visible()
     command = page.evaluate("navigator.clipboard.readText()")
     assert command.startswith(f"curl -N {server.url}/v1/chat/completions")
+    tab.check()
+
+
+def test_chat_says_how_an_answer_ended(engine: ShownEngine, tab: Tab) -> None:
+    with Running(engine) as server:
+        page = tab.show(server.url, "chat")
+        status = page.locator("[aria-live=polite]")
+        ask(page, "hello")
+        expect(status).to_have_text("The answer is complete.")
+        engine.delay = 60.0
+        page.get_by_label("Question").fill("hello")
+        page.get_by_role("button", name="Send").click()
+        page.get_by_role("button", name="Stop").click()
+        expect(status).to_have_text("The answer was stopped.")
+        engine.delay = 0.0
+    page.get_by_label("Question").fill("hello")
+    page.get_by_role("button", name="Send").click()
+    answer = page.locator(".answer").last
+    expect(answer).to_have_text("The server does not answer. Is it still running?")
+    expect(status).to_have_text(re.compile("^The answer failed: The server does not answer"))
+    tab.check(allowed=REFUSED)
+
+
+def test_chat_sees_that_an_answer_broke_off(server: Running, tab: Tab) -> None:
+    chunk = {"choices": [{"delta": {"content": "hello"}}]}
+    tab.page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(
+            body=f"data: {json.dumps(chunk)}\n\n", content_type="text/event-stream"
+        ),
+    )
+    page = tab.show(server.url, "chat")
+    page.get_by_label("Question").fill("hello")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator(".failure")).to_have_text("The server ended the answer too early.")
     tab.check()
 
 

@@ -3,6 +3,7 @@ requests, many pages, and long names."""
 
 import json
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -91,9 +92,14 @@ def test_chat_shows_the_error_for_a_tool_with_markup_in_its_name(server: Running
     tab.check(allowed=REFUSED)
 
 
-def test_adapters_run_nothing_in_their_names(server: Running, tab: Tab) -> None:
+def test_adapters_run_nothing_in_their_names(engine: ShownEngine, tab: Tab) -> None:
     """The server refuses such names. This test gives one to the page directly."""
-    page = tab.show(server.url, "adapters")
+    with Running(engine, adapter_root=Path()) as server:
+        check_adapters(tab.show(server.url, "adapters"))
+        tab.check(allowed=REFUSED)
+
+
+def check_adapters(page: Page) -> None:
     page.get_by_label("Name", exact=True).fill(MARKUP)
     page.get_by_label("Folder").fill(MARKUP)
     page.get_by_role("button", name="Load on all ranks").click()
@@ -109,7 +115,6 @@ def test_adapters_run_nothing_in_their_names(server: Running, tab: Tab) -> None:
     expect(page.locator(".adapter h2 span").first).to_have_text(MARKUP)
     expect(page.locator(".source")).to_have_text(MARKUP)
     check_unhurt(page, "main")
-    tab.check(allowed=REFUSED)
 
 
 def test_requests_show_the_oldest_of_very_many(engine: ShownEngine, tab: Tab) -> None:

@@ -122,7 +122,7 @@ def test_pipeline_shows_a_kill_and_its_recovery_without_a_reload(cluster: Server
 
 def test_requests_can_be_cancelled(cluster: Server, tab: Tab) -> None:
     page = tab.show(cluster.url, "requests")
-    expect(page.get_by_text("No request runs or waits.")).to_be_visible()
+    expect(page.get_by_text("No requests.")).to_be_visible()
     replies: list[httpx2.Response] = []
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4000, "ignore_eos": True}
 
@@ -153,12 +153,16 @@ def test_adapters_can_be_loaded_replaced_and_unloaded(cluster: Server, tab: Tab)
         page.get_by_label("Replace an adapter").set_checked(is_replaced)
         page.get_by_role("button", name="Load on all ranks").click()
         expect(card.locator(".source")).to_contain_text(path)
+        done = f"{'Replaced' if is_replaced else 'Loaded'} guest in "
+        expect(page.get_by_role("main").get_by_role("status")).to_contain_text(done)
+        loaded_at = card.locator("div", has_text="loaded").last.locator("dd")
+        expect(loaded_at).to_have_text(re.compile(r"^\d\d:\d\d:\d\d$"))
     card.get_by_role("button", name="Pin").click()
     expect(card.get_by_text("pinned")).to_be_visible()
     page.get_by_label("Name", exact=True).fill("guest")
     page.get_by_label("Folder").fill("nothing")
     page.get_by_role("button", name="Load on all ranks").click()
-    expect(page.get_by_role("alert")).to_be_visible()
+    expect(page.get_by_role("alert")).to_contain_text("Could not replace guest: ")
     card.get_by_role("button", name="Unload").click()
     card.get_by_role("button", name="Really").click()
     expect(card).to_have_count(0)

@@ -2,6 +2,9 @@
 bottleneck, the trace, accessibility and widths."""
 
 import json
+import re
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ pytest.importorskip("playwright", reason="Playwright is not installed")
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
+from serve.front.routes import history
 from tests.front.fakes import Running
 from tests.page.browser import REFUSED, Tab, opened
 from tests.page.overlap import measured
@@ -21,7 +25,7 @@ VIEWS = ("pipeline", "requests", "adapters", "chat")
 
 
 def enter_keys(page: Page, api: str, admin: str, is_kept: bool = False) -> None:
-    page.get_by_role("button", name="Keys").click()
+    page.get_by_role("button", name="API keys").click()
     page.get_by_label("API key", exact=True).fill(api)
     page.get_by_label("Admin key", exact=True).fill(admin)
     page.get_by_label("Keep them").set_checked(is_kept)
@@ -122,6 +126,7 @@ def test_pipeline_names_the_bottleneck_and_the_request_that_waits(
         page = tab.show(server.url)
         finding = page.locator("[data-finding=bottleneck]")
         expect(finding).to_contain_text("Rank 1 limits the speed")
+        expect(finding).to_contain_text(re.compile(r"of the time, rank 0 (29|3\d) %\."))
         queue = page.locator("[data-finding=queue]")
         expect(queue).to_contain_text("2 requests wait: first has waited the longest, for ")
         expect(queue).to_contain_text("All 4 places are taken")
@@ -156,13 +161,187 @@ def test_steps_are_drawn_after_a_clock_was_set_back(server: Running, tab: Tab) -
         const { history, take, timeline } = await import("/ui/lib/store.js");
         const time = timeline.time + 3600;
         const span = (end) => [0, 1, "decode", 1, 1, end - 0.1, end, [0]];
-        take({ kind: "change", time, spans: [span(time)] });
-        take({ kind: "change", time: time - 3600, spans: [span(time - 3600)] });
-        const times = history.series.time;
-        return [timeline.lanes.get(0).length, times.filter((each) => each > time - 60).length];
+        const sample = (end) => [end, 1, null, null, 1, 0, null, null];
+        for (const end of [time, time - 3600]) {
+            take({ kind: "change", time: end, spans: [span(end)], sample: sample(end) });
+        }
+        return [timeline.lanes.get(0).length, history.samples.length];
     }""")
-    assert lengths == [1, 0]
+    assert lengths == [1, 1]
     tab.check()
+
+
+# --- the charts
+
+
+def num_samples_at_first(page: Page) -> int:
+    """The number of samples after the first frame."""
+    number: int = page.evaluate("""async () => {
+        const { history, link } = await import("/ui/lib/store.js");
+        while (link.value.state !== "live") await new Promise((r) => setTimeout(r, 10));
+        return history.samples.length;
+    }""")
+    return number
+
+
+def test_charts_show_the_time_before_the_page_was_opened(
+    engine: ShownEngine, tab: Tab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "STEP_SECONDS", 0.05)
+    with Running(engine) as server:
+        page = tab.show(server.url, "requests")
+        expect(page.locator("[data-state=ready]")).to_be_visible()
+        deadline = time.monotonic() + 60
+        while num_samples_at_first(page) < 10:
+            assert time.monotonic() < deadline
+            page.reload()
+        page.locator("nav a[href='#pipeline']").click()
+        line = page.locator(".chart .line").first
+        expect(line).to_have_attribute("d", re.compile("(L.*){10}"))
+        tab.check()
+
+
+def test_charts_without_samples_have_times_of_today_and_no_speed(
+    engine: ShownEngine, tab: Tab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "STEP_SECONDS", 1000.0)
+    with Running(engine) as server:
+        page = tab.show(server.url)
+        expect(page.locator(".vitals dd").first).to_have_text("–")
+        expect(page.locator(".chart text", has_text=":").first).to_be_visible()
+        for clock in page.locator(".chart text", has_text=":").all_text_contents():
+            of_today = time.strptime(time.strftime("%Y-%m-%d ") + clock, "%Y-%m-%d %H:%M:%S")
+            distance = abs(time.time() - time.mktime(of_today))
+            assert min(distance, 86_400 - distance) < 300, clock
+        tab.check()
+
+
+def test_head_and_charts_show_the_same_number_of_requests(server: Running, tab: Tab) -> None:
+    """Also while the newest sample is older than the state."""
+    page = tab.show(server.url)
+    expect(page.locator("[data-state=ready]")).to_be_visible()
+    shown = page.evaluate("""async () => {
+        const { take, timeline } = await import("/ui/lib/store.js");
+        const sample = [timeline.time, 1, null, null, 9, 8, null, null];
+        take({ kind: "change", time: timeline.time, spans: [], sample });
+        await new Promise((resolve) => setTimeout(resolve, 100));
+        const texts = (selector) =>
+            [...document.querySelectorAll(selector)].map((each) => each.innerText);
+        return [texts(".vitals dd").slice(1), texts(".chart:nth-child(4) b")];
+    }""")
+    assert shown[0] == shown[1] == ["4", "0"]
+    tab.check()
+
+
+def test_requests_are_counted_in_whole_numbers_by_their_axis(server: Running, tab: Tab) -> None:
+    page = tab.show(server.url)
+    marks = page.locator(".chart").nth(3).locator("text[text-anchor=end]")
+    expect(marks).to_have_text(["0", "2", "4"])
+    tab.check()
+
+
+def test_steps_lie_above_the_lines_of_their_axis(server: Running, tab: Tab) -> None:
+    """One step fills a lane: all pixels in its middle have the same colour."""
+    page = tab.show(server.url)
+    num_colours = page.evaluate("""async () => {
+        const { draw } = await import("/ui/views/gantt_draw.js");
+        const { Timeline } = await import("/ui/lib/timeline.js");
+        const timeline = new Timeline();
+        timeline.lane(0).push([0, 1, "decode", 1, 1, 0, 10, []]);
+        const canvas = Object.assign(document.createElement("canvas"), { width: 400, height: 80 });
+        const context = canvas.getContext("2d");
+        draw(context, { from: 2, to: 8, width: 400, ranks: [0] }, timeline);
+        const pixels = context.getImageData(0, 10, 400, 1).data;
+        const colour = (_, x) => pixels.slice(4 * x, 4 * x + 4).join();
+        return new Set(Array.from({ length: 400 }, colour)).size;
+    }""")
+    assert num_colours == 1
+    tab.check()
+
+
+# --- how it looks
+
+
+def test_tabs_stay_where_they_are(server: Running, tab: Tab) -> None:
+    page = tab.show(server.url)
+    places = []
+    for view in VIEWS:
+        page.locator(f"nav a[href='#{view}']").click()
+        expect(page.locator(f"[data-view={view}]")).to_be_visible()
+        lefts = "(all) => all.map((each) => each.getBoundingClientRect().left)"
+        places.append(page.locator("nav a").evaluate_all(lefts))
+    assert places == [places[0]] * len(VIEWS)
+    tab.check()
+
+
+def test_zoom_goes_from_less_to_more(server: Running, tab: Tab) -> None:
+    page = tab.show(server.url)
+    expect(page.locator(".zoom")).to_have_text("−2 s+")
+    page.get_by_role("button", name="Zoom in").click()
+    expect(page.locator(".zoom")).to_have_text("−1 s+")
+    tab.check()
+
+
+def test_requests_and_kinds_of_steps_differ_in_colour(server: Running, tab: Tab) -> None:
+    """Their hues are at least 18 degrees apart."""
+    page = tab.show(server.url)
+    hues = page.evaluate("""async () => {
+        const { colour } = await import("/ui/lib/palette.js");
+        const { NUM_COLOURS } = await import("/ui/lib/timeline.js");
+        const hue = (name) => {
+            const [r, g, b] = colour(name).match(/\\d+/g).map(Number);
+            return 180 / Math.PI * Math.atan2(Math.sqrt(3) * (g - b), 2 * r - g - b);
+        };
+        const requests = Array.from({ length: NUM_COLOURS }, (_, number) => `r${number}`);
+        return [requests.map(hue), ["decode", "prefill"].map(hue)];
+    }""")
+    requests, kinds = hues
+    others = [*requests, *kinds]
+    pairs = [(a, b) for number, a in enumerate(requests) for b in others[number + 1 :]]
+    assert min(abs((a - b + 180) % 360 - 180) for a, b in pairs) > 18
+    tab.check()
+
+
+def test_cards_say_what_they_show(server: Running, tab: Tab) -> None:
+    page = tab.show(server.url)
+    names = ["layers", "weights", "KV cache", "adapters", "decode step", "transfer", "restarts"]
+    expect(page.locator(".stage").first.locator("dt")).to_have_text([*names, "state"])
+    for words in page.locator(".busy p").all_text_contents():
+        assert sum(map(int, re.findall(r"\d+", words))) == 100, words
+    tab.check()
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
+def test_chat_fills_the_window_and_does_not_scroll_it(
+    server: Running, tab: Tab, width: int, height: int
+) -> None:
+    tab.page.set_viewport_size({"width": width, "height": height})
+    page = tab.show(server.url, "chat")
+    expect(page.get_by_label("Question")).to_be_visible()
+    root = "document.documentElement"
+    assert page.evaluate(f"{root}.scrollHeight - {root}.clientHeight") == 0
+    tab.check()
+
+
+def test_phones_are_told_no_keys(server: Running, browser: Browser) -> None:
+    for options, is_phone in ({}, False), ({"has_touch": True, "is_mobile": True}, True):
+        with opened(browser, viewport={"width": 900, "height": 800}, **options) as tab:
+            page = tab.show(server.url)
+            expect(page.get_by_text("Space pauses")).to_be_visible(visible=not is_phone)
+            page.locator("nav a[href='#chat']").click()
+            placeholder = page.get_by_label("Question").get_attribute("placeholder") or ""
+            assert ("Shift+Enter" in placeholder) is not is_phone
+            tab.check()
+
+
+def test_adapters_are_loaded_where_that_is_allowed(engine: ShownEngine, browser: Browser) -> None:
+    allowed: dict[str, Any] = {"adapter_root": Path()}
+    for flags, words in (({}, "--adapter-root FOLDER"), (allowed, "below --adapter-root")):
+        with Running(engine, **flags) as server, opened(browser) as tab:
+            page = tab.show(server.url, "adapters")
+            expect(page.locator("main")).to_contain_text(words)
+            expect(page.locator("form.load")).to_have_count(1 if flags else 0)
+            tab.check()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

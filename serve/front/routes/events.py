@@ -9,12 +9,12 @@ from starlette.responses import Response
 from serve import __version__
 from serve.core.config import ServeConfig
 from serve.front.http.access import Access, Policy, Route
-from serve.front.http.metrics import Metrics
 from serve.front.http.openapi import endpoint
 from serve.front.http.replies import Json
 from serve.front.pipeline.interface import Engine
 from serve.front.pipeline.status import StageSpan
 from serve.front.routes.answering import Answering
+from serve.front.routes.history import History, Sample
 from serve.front.routes.stream import Stream
 from serve.front.routes.watching import Watcher, Watchers
 
@@ -33,7 +33,7 @@ class Observation:
         self.doing = "rank 0 reads the model's files"
         self.engine: Engine | None = None
         self.answering: Answering | None = None
-        self.metrics: Metrics | None = None
+        self.history: History | None = None
         self.is_draining = False
 
     def sections(self) -> dict[str, Any]:
@@ -49,13 +49,17 @@ class Observation:
         if self.answering is not None:
             found["requests"] = self.answering.running(MAX_SHOWN_REQUESTS)
             found["num_requests"] = len(self.answering.open_answers())
-        if self.metrics is not None:
-            found["totals"] = self.metrics.totals()
+        if self.history is not None:
+            found["sample"] = self.history.latest()
         return found
 
     def spans_after(self, numbers: Mapping[int, int], seconds: float) -> list[StageSpan]:
         """Returns the spans of the stages; none before there are engines."""
         return self.engine.spans_after(numbers, seconds) if self.engine else []
+
+    def samples(self) -> list[Sample]:
+        """Returns the samples of the last ten minutes; none before there are engines."""
+        return self.history.samples() if self.history else []
 
     def ready_reason(self) -> str | None:
         """Returns the reason why requests cannot be answered, or None."""
@@ -70,7 +74,14 @@ class Observation:
             "max_context": self._config.max_context,
             "max_num_sequences": self._config.max_num_sequences,
             "is_draining": self.is_draining,
+            "adapter_sources": self._adapter_sources(),
         }
+
+    def _adapter_sources(self) -> list[str]:
+        """Returns where adapters may be loaded from over HTTP."""
+        config = self._config
+        folder = ["folder"] if config.adapter_root is not None else []
+        return [*folder, "hub"] if config.allow_hub_adapters else folder
 
     def _cluster(self) -> Json:
         if self.engine is not None:
@@ -88,7 +99,7 @@ class Observation:
 
 class EventCalls:
     def __init__(self, observation: Observation) -> None:
-        self.watchers = Watchers(observation.sections, observation.spans_after)
+        self.watchers = Watchers(observation.sections, observation.spans_after, observation.samples)
 
     def routes(self) -> list[Route]:
         return [Route("/admin/events", self.events)]

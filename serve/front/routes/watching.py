@@ -16,6 +16,7 @@ from serve.front.http import replies
 from serve.front.http.record import trace_of
 from serve.front.http.replies import Json
 from serve.front.pipeline.status import StageSpan
+from serve.front.routes.history import Sample
 
 PERIOD_SECONDS = 0.25  # the pace at which engines report
 MAX_WATCHERS = 16
@@ -54,15 +55,16 @@ class Watcher:
 
 
 class Watchers:
-    """All readers of the stream. observe returns the sections of the state, and spans_after is the
-    engine's method of that name."""
+    """All readers of the stream. observe returns the sections of the state, spans_after is the
+    engine's method of that name, and samples returns the history behind the charts."""
 
     def __init__(
         self,
         observe: Callable[[], dict[str, Any]],
         spans_after: Callable[[Mapping[int, int], float], list[StageSpan]],
+        samples: Callable[[], list[Sample]],
     ) -> None:
-        self._observe, self._spans_after = observe, spans_after
+        self._observe, self._spans_after, self._samples = observe, spans_after, samples
         self._watchers: set[Watcher] = set()
         self._observing: asyncio.Task[None] | None = None
         self._sections: dict[str, Any] = {}
@@ -153,7 +155,7 @@ class Watchers:
     def _whole(self) -> bytes:
         since = time.time() - _SHOWN_SECONDS
         rows = [row for row in self._recent if row[_END] > since]
-        return _frame("state", {**self._sections, "spans": rows})
+        return _frame("state", {**self._sections, "history": self._samples(), "spans": rows})
 
 
 def _row(found: StageSpan) -> list[Any]:

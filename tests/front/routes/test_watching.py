@@ -22,6 +22,7 @@ class Observed:
     def __init__(self) -> None:
         self.sections: dict[str, Any] = {"a": 1, "b": [1]}
         self.spans: list[StageSpan] = []
+        self.samples: list[Any] = []
         self.num_looks = 0
 
     def observe(self) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def observed(monkeypatch: pytest.MonkeyPatch) -> Observed:
 
 def run(observed: Observed, test: Callable[[Watchers], Coroutine[Any, Any, None]]) -> None:
     async def around() -> None:
-        watchers = Watchers(observed.observe, observed.spans_after)
+        watchers = Watchers(observed.observe, observed.spans_after, lambda: observed.samples)
         await asyncio.wait_for(test(watchers), 10)
 
     asyncio.run(around())
@@ -106,6 +107,19 @@ def test_watchers_that_come_later_get_the_whole_state(observed: Observed) -> Non
         late = parsed(await anext(watchers.frames(watchers.add())))
         assert late["a"] == 2
         assert [row[1] for row in late["spans"]] == [1, 2]
+
+    run(observed, test)
+
+
+def test_watchers_send_the_history_with_the_whole_state_only(observed: Observed) -> None:
+    async def test(watchers: Watchers) -> None:
+        observed.samples = [[1.0, 5.0]]
+        frames = watchers.frames(watchers.add())
+        assert parsed(await anext(frames))["history"] == [[1.0, 5.0]]
+        assert "history" not in parsed(await anext(frames))
+        observed.samples.append([2.0, 6.0])
+        late = parsed(await anext(watchers.frames(watchers.add())))
+        assert late["history"] == [[1.0, 5.0], [2.0, 6.0]]
 
     run(observed, test)
 
@@ -206,7 +220,7 @@ def test_watcher_whose_first_observation_fails_takes_no_place(observed: Observed
         raise ZeroDivisionError
 
     async def test(_: Watchers) -> None:
-        watchers = Watchers(fail, observed.spans_after)
+        watchers = Watchers(fail, observed.spans_after, list)
         with pytest.raises(ZeroDivisionError):
             watchers.add()
         assert len(watchers) == 0

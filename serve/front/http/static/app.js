@@ -4,6 +4,7 @@ import { follow } from "./lib/feed.js";
 import { html, render, signal, useEffect } from "./lib/dom.js";
 import { wanted } from "./lib/api.js";
 import { rate } from "./lib/format.js";
+import { RATE } from "./lib/history.js";
 import { announcement, cluster, history, link, now, pipeline, server } from "./lib/store.js";
 import { Adapters } from "./views/adapters.js";
 import { Keys } from "./views/keys.js";
@@ -47,12 +48,13 @@ function status() {
 function Header() {
   const { word, look } = status();
   const counted = pipeline.value;
+  void now.value;
   return html`<header class="top">
     <a class="brand" href="#pipeline"><img src="ui/icon.svg" alt="" width="22" height="22" />Brigade</a>
     <span class="model" title="the model">${server.value?.model ?? ""}</span>
     <span class=${`pill ${look}`} data-state=${word}><i aria-hidden="true"></i>${word}</span>
     <dl class="vitals" aria-label="now">
-      <div><dt>speed</dt><dd>${now.value ? rate(history.latest("rate") ?? 0) : "–"}</dd></div>
+      <div><dt>speed</dt><dd>${rate(history.latest(RATE))}</dd></div>
       <div><dt>running</dt><dd>${counted?.num_running ?? "–"}</dd></div>
       <div><dt>waiting</dt><dd>${counted?.num_waiting ?? "–"}</dd></div>
     </dl>

@@ -26,7 +26,7 @@ export function useKeys(entered, isKept) {
   wanted.value = "";
 }
 
-/** An error that the server returned. */
+/** An error that the server returned, or with status 0 an error of the connection. */
 export class CallError extends Error {
   /** @param {number} status @param {string} message */
   constructor(status, message) {
@@ -39,6 +39,12 @@ export class CallError extends Error {
 function authorization(isAdmin) {
   const key = isAdmin ? keys.value.admin || keys.value.api : keys.value.api;
   return /** @type {Record<string, string>} */ (key ? { authorization: `Bearer ${key}` } : {});
+}
+
+/** Browsers describe a broken connection with a TypeError, each in its own words.
+ * @param {unknown} error @param {string} words @returns {never} */
+function fail(error, words) {
+  throw error instanceof TypeError ? new CallError(0, words) : error;
 }
 
 /** @param {Response} response */
@@ -61,7 +67,7 @@ export async function call(path, options = {}) {
   const { body, isAdmin = false, signal: aborted } = options;
   const headers = { ...authorization(isAdmin), ...options.headers };
   if (body !== undefined) headers["content-type"] = "application/json";
-  const response = await fetch(path, {
+  const fetching = fetch(path, {
     method: options.method ?? (body === undefined ? "GET" : "POST"),
     headers,
     body: body === undefined ? undefined : JSON.stringify(body),
@@ -69,6 +75,7 @@ export async function call(path, options = {}) {
     credentials: "omit",
     cache: "no-store",
   });
+  const response = await fetching.catch((error) => fail(error, "The server does not answer. Is it still running?"));
   if (response.ok) return response;
   if (response.status === 401 || response.status === 403) wanted.value = isAdmin ? "admin" : "api";
   throw new CallError(response.status, await refusal(response));
@@ -84,7 +91,7 @@ export async function* serverSent(response) {
   let rest = "";
   try {
     while (true) {
-      const { done, value } = await reader.read();
+      const { done, value } = await reader.read().catch((error) => fail(error, "The connection to the server broke."));
       if (done) return;
       const lines = (rest + decoder.decode(value, { stream: true })).split("\n");
       rest = /** @type {string} */ (lines.pop());

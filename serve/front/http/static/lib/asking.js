@@ -79,12 +79,11 @@ export async function ask(body, answer, stopped, shown) {
     const headers = { "x-request-id": answer.request };
     const response = await call("v1/chat/completions", { body, signal: stopped, headers });
     for await (const data of serverSent(response)) {
-      if (data === "[DONE]") break;
-      if (data.startsWith(":")) continue;
-      takeChunk(answer, JSON.parse(data), since());
+      if (data === "[DONE]") answer.state = "done";
+      else if (!data.startsWith(":")) takeChunk(answer, JSON.parse(data), since());
       shown();
     }
-    answer.state = "done";
+    if (answer.state !== "done") throw new Error("The server ended the answer too early.");
   } catch (error) {
     answer.state = stopped.aborted ? "stopped" : "failed";
     answer.error = stopped.aborted ? "" : /** @type {Error} */ (error).message;

@@ -32,7 +32,7 @@ function note(error) {
   else if (status === 429) link.value = { state: "full", message };
   else if (status === 404) link.value = { state: "old", message };
   else if (error instanceof DOMException) link.value = { state: "lost", message: "The server, or a proxy in front of it, sends no data." };
-  else link.value = { state: "lost", message: status ? message : "The server does not answer." };
+  else link.value = { state: "lost", message };
 }
 
 async function followOnce() {

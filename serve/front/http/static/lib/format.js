@@ -16,12 +16,12 @@ export function bytes(value) {
   return `${digits(left, unit ? 3 : 0)} ${UNITS[unit]}`;
 }
 
-/** @param {number} value @param {number} [significant] */
+/** Without zeros at the end: 5 and not 5.00. @param {number} value @param {number} [significant] */
 export function digits(value, significant = 3) {
   if (!value) return "0";
   const magnitude = Math.floor(Math.log10(Math.abs(value)));
-  const fraction = Math.max(0, Math.min(3, significant - 1 - magnitude));
-  return significant ? value.toFixed(fraction) : String(Math.round(value));
+  const fraction = significant ? significant - 1 - magnitude : 0;
+  return String(Number(value.toFixed(Math.max(0, Math.min(3, fraction)))));
 }
 
 /** @param {number} value */
@@ -47,6 +47,24 @@ export function duration(value) {
 
 /** @param {number} share from 0 to 1 */
 export const percent = (share) => `${Math.round(share * 100)} %`;
+
+/**
+ * Shares of a whole as percentages that sum to 100: those with the largest fractions are rounded up.
+ * @param {number[]} shares that sum to 1
+ */
+export function percents(shares) {
+  const whole = shares.map((share) => Math.floor(share * 100));
+  const missing = 100 - whole.reduce((sum, each) => sum + each, 0);
+  const fraction = (/** @type {number} */ place) => shares[place] * 100 - whole[place];
+  const places = [...shares.keys()].sort((a, b) => fraction(b) - fraction(a));
+  for (const place of places.slice(0, missing)) whole[place] += 1;
+  return whole.map((each) => `${each} %`);
+}
+
+/** The time of day. @param {number} time in seconds since 1970 @param {boolean} [hasSeconds] */
+export function clock(time, hasSeconds = true) {
+  return new Date(time * 1000).toTimeString().slice(0, hasSeconds ? 8 : 5);
+}
 
 /** @param {number | null} value */
 export const rate = (value) => (value == null ? NOTHING : `${digits(value)} tok/s`);

@@ -35,7 +35,7 @@ export function take(frame) {
     }
     const isWorking = cluster.value?.name === "working" || !cluster.value?.has_worked;
     timeline.take(frame, requests.value, isWorking);
-    history.take(frame, pipeline.value);
+    history.take(frame);
     now.value = frame.time;
   });
 }

@@ -6,7 +6,7 @@
 const KEPT_SECONDS = 25;
 const BUSY_SECONDS = 5;
 const NUM_NAMES = 4000;
-export const NUM_COLOURS = 12;
+export const NUM_COLOURS = 8;
 // The places of a span's parts in its row.
 export const RANK = 0;
 export const STEP = 1;

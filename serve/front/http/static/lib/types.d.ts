@@ -75,10 +75,16 @@ export interface ServerInfo {
   max_context: number | null;
   max_num_sequences: number;
   is_draining: boolean;
+  /** Where adapters may be loaded from: folder, hub. */
+  adapter_sources: string[];
 }
 
 /** Rank, step, kind, rows, tokens, start and end in seconds, sequences. */
 export type SpanRow = [number, number, "prefill" | "decode", number, number, number, number, number[]];
+
+/** The time in seconds, tokens per second, seconds to the first and to the next token, requests that
+ * run and that wait, the share of the KV cache in use, and of the prompt tokens that were cached. */
+export type SampleRow = [number, number, number | null, number | null, number, number, number | null, number | null];
 
 export interface Frame {
   kind: "state" | "change";
@@ -92,5 +98,6 @@ export interface Frame {
   num_requests?: number;
   adapters?: Adapter[];
   default?: string;
-  totals?: Record<string, number>;
+  sample?: SampleRow | null;
+  history?: SampleRow[];
 }

@@ -1,27 +1,27 @@
 // @ts-check
 /** The last ten minutes: speed, latencies, the queue, and how much is kept. */
-import uPlot from "../vendor/uplot.js";
 import { html, useEffect, useRef } from "../lib/dom.js";
-import { NOTHING, digits, percent, seconds } from "../lib/format.js";
-import { colour, scheme } from "../lib/palette.js";
-import { history, now } from "../lib/store.js";
+import { NOTHING, clock, digits, percent, seconds } from "../lib/format.js";
+import { CACHED, FIRST, KV, NEXT, RATE, RUNNING, TIME, WAITING } from "../lib/history.js";
+import { drawPlot } from "../lib/plot.js";
+import { history, now, pipeline, timeline } from "../lib/store.js";
 
-/** @typedef {{title: string, series: [string, string][], show: (value: number) => string, top?: number, minTop?: number}} Chart */
+/** @typedef {import("../lib/types.d.ts").SampleRow} SampleRow */
+/** @typedef {{title: string, series: [number, string][], show: (value: number) => string, top?: number, isWhole?: boolean}} Chart */
 
 const HEIGHT = 120;
 const MIN_SHOWN_SECONDS = 60;
-const SHORT_SECONDS = 300;
+const MAX_GAP_SECONDS = 3;
 const tokensPerSecond = (/** @type {number} */ value) => `${digits(value)}/s`;
-const number = (/** @type {number} */ value) => String(Math.round(value));
 
 /** @type {Chart[]} */
 const CHARTS = [
-  { title: "Tokens generated", series: [["rate", "tokens"]], show: tokensPerSecond },
-  { title: "Time to first token", series: [["first", "mean"]], show: seconds },
-  { title: "Between two tokens", series: [["next", "mean"]], show: seconds },
-  { title: "Requests", series: [["running", "running"], ["waiting", "waiting"]], show: number, minTop: 4 },
-  { title: "Keys and values in use", series: [["kv", "of capacity"]], show: percent, top: 1 },
-  { title: "Prompt tokens from the cache", series: [["cached", "cached"]], show: percent, top: 1 },
+  { title: "Tokens generated", series: [[RATE, "tokens"]], show: tokensPerSecond },
+  { title: "Time to first token", series: [[FIRST, "mean"]], show: seconds },
+  { title: "Between two tokens", series: [[NEXT, "mean"]], show: seconds },
+  { title: "Requests", series: [[RUNNING, "running"], [WAITING, "waiting"]], show: String, isWhole: true },
+  { title: "KV cache", series: [[KV, "in use"]], show: percent, top: 1 },
+  { title: "Prompt tokens from the cache", series: [[CACHED, "cached"]], show: percent, top: 1 },
 ];
 
 export function View() {
@@ -33,78 +33,64 @@ export function View() {
 
 /** @param {{chart: Chart}} props */
 function Panel({ chart }) {
-  const holder = useRef(/** @type {HTMLElement | null} */ (null));
+  const plot = useRef(/** @type {SVGSVGElement | null} */ (null));
   void now.value;
-  useEffect(() => keepDrawn(/** @type {HTMLElement} */ (holder.current), chart), [scheme.value]);
+  useEffect(() => keepDrawn(/** @type {SVGSVGElement} */ (plot.current), chart), []);
   return html`<figure class="panel chart">
     <figcaption>
       <h3>${chart.title}</h3>
-      ${chart.series.map(([name, title], place) => {
-        const value = history.latest(name);
-        return html`<p class=${`s${place}`}><span>${title}</span> <b>${value == null ? NOTHING : chart.show(value)}</b></p>`;
+      ${chart.series.map(([place, title], number) => {
+        const value = current(place);
+        return html`<p class=${`s${number}`}><span>${title}</span> <b>${value == null ? NOTHING : chart.show(value)}</b></p>`;
       })}
     </figcaption>
-    <div class="canvas" ref=${holder} aria-hidden="true"></div>
+    <svg ref=${plot} height=${HEIGHT} aria-hidden="true"></svg>
   </figure>`;
 }
 
-/** Draws a chart once a second until it is stopped. @param {HTMLElement} holder @param {Chart} chart */
-function keepDrawn(holder, chart) {
-  const plot = new /** @type {any} */ (uPlot)(options(holder.clientWidth, chart), data(chart), holder);
-  let drawn = history.version;
-  const timer = setInterval(() => {
-    if (document.hidden || drawn === history.version) return;
-    drawn = history.version;
-    plot.setData(data(chart));
-  }, 1000);
-  const resizing = new ResizeObserver(() => plot.setSize({ width: holder.clientWidth, height: HEIGHT }));
-  resizing.observe(holder);
+/** What the captions show. The number of requests is that of the head. @param {number} place */
+function current(place) {
+  if (place === RUNNING) return pipeline.value?.num_running;
+  if (place === WAITING) return pipeline.value?.num_waiting;
+  return history.latest(place);
+}
+
+/** Draws a chart whenever there is a new sample, until it is stopped. @param {SVGSVGElement} svg @param {Chart} chart */
+function keepDrawn(svg, chart) {
+  /** @type {SampleRow[] | null} */
+  let drawn = null;
+  const draw = () => {
+    if (document.hidden || drawn === history.samples || !svg.clientWidth) return;
+    drawn = history.samples;
+    drawPlot(svg, plotOf(chart, svg.clientWidth));
+  };
+  const stop = now.subscribe(draw);
+  const resizing = new ResizeObserver(() => {
+    drawn = null;
+    draw();
+  });
+  resizing.observe(svg);
   return () => {
-    clearInterval(timer);
+    stop();
     resizing.disconnect();
-    plot.destroy();
   };
 }
 
-/** @param {Chart} chart */
-const data = (chart) => [history.series.time, ...chart.series.map(([name]) => history.series[name])];
-
-/** @param {number} width @param {Chart} chart */
-function options(width, chart) {
-  const axis = { stroke: colour("muted"), font: "11px system-ui, sans-serif", ticks: { show: false } };
-  const grid = { stroke: colour("line"), width: 1 };
+/** @param {Chart} chart @param {number} width @returns {import("../lib/plot.js").Plot} */
+function plotOf(chart, width) {
+  const to = history.latest(TIME) ?? timeline.time;
+  const lines = chart.series.map(([place]) => history.samples.map((row) => /** @type {[number, number | null]} */ ([row[TIME], row[place]])));
+  const highest = Math.max(...lines.flat().map(([, value]) => value ?? 0));
   return {
     width,
     height: HEIGHT,
-    legend: { show: false },
-    cursor: { points: { size: 6 }, drag: { x: false, y: false }, sync: { key: "brigade" } },
-    scales: {
-      x: { range: (/** @type {any} */ _, /** @type {number} */ __, /** @type {number} */ last) => [(last ?? 0) - Math.max(MIN_SHOWN_SECONDS, history.seconds()), last ?? 0] },
-      y: { range: (/** @type {any} */ _, /** @type {number} */ __, /** @type {number} */ maxValue) => [0, chart.top ?? (Math.max(1.1 * maxValue, chart.minTop ?? 0) || 1)] },
-    },
-    axes: [
-      { ...axis, grid: { show: false }, size: 22, space: 70, values: clock },
-      { ...axis, grid, size: 58, space: 34, values: (/** @type {any} */ _, /** @type {number[]} */ marks) => marks.map(chart.show) },
-    ],
-    series: [{}, ...chart.series.map((_, place) => line(place))],
-  };
-}
-
-/** @param {any} _ @param {number[]} marks */
-function clock(_, marks) {
-  /** @type {Intl.DateTimeFormatOptions} */
-  const shown = { hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
-  if (history.seconds() < SHORT_SECONDS) shown.second = "2-digit";
-  return marks.map((mark) => new Date(mark * 1000).toLocaleTimeString([], shown));
-}
-
-/** The second line is dashed: colour is not all that tells them apart. @param {number} place */
-function line(place) {
-  return {
-    stroke: colour(place ? "second" : "accent"),
-    width: 1.5,
-    dash: place ? [4, 3] : undefined,
-    points: { show: false },
-    spanGaps: false,
+    from: to - Math.max(MIN_SHOWN_SECONDS, history.seconds()),
+    to,
+    top: chart.top ?? (highest || 1),
+    isWhole: chart.isWhole ?? false,
+    maxGap: MAX_GAP_SECONDS,
+    show: chart.show,
+    clock,
+    lines,
   };
 }

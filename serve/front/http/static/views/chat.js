@@ -19,6 +19,7 @@ const trouble = signal("");
 const draft = signal("");
 const isSetting = signal(false);
 const copied = signal("");
+const isPhone = matchMedia("(max-width: 760px), (pointer: coarse)").matches;
 
 export function View() {
   useEffect(() => void loadModels(), [adapters.value.map((each) => each.name).join("\n")]);
@@ -164,7 +165,7 @@ function Composer() {
     <textarea
       id="question"
       rows="2"
-      placeholder="Ask something. Enter sends, Shift and Enter begin a line."
+      placeholder=${isPhone ? "Ask something" : "Enter to send, Shift+Enter for a new line"}
       value=${draft.value}
       onInput=${(/** @type {any} */ event) => (draft.value = event.target.value)}
       onKeyDown=${onKey}
@@ -220,13 +221,19 @@ async function answer(own, number) {
     turn.answers = bodies.map((body) => emptyAnswer(String(body.model)));
     changed();
     await Promise.all(bodies.map((body, place) => ask(body, turn.answers[place], stopping.signal, shown)));
-    announce("The answer is complete.");
+    announce(turn.answers.map(ending).join(" "));
   } catch (error) {
     trouble.value = /** @type {Error} */ (error).message;
   } finally {
     asked.value = new Map([...asked.value].filter(([id]) => id !== own.id));
     changed();
   }
+}
+
+/** How an answer ended, in words. @param {Answer} answer */
+function ending(answer) {
+  if (answer.state === "failed") return `The answer failed: ${answer.error}`;
+  return answer.state === "stopped" ? "The answer was stopped." : "The answer is complete.";
 }
 
 /** Calls an action at most once in each frame of the screen. @param {() => void} action */

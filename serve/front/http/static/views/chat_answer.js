@@ -19,7 +19,7 @@ export function AnswerView({ answer, isNamed }) {
     ${answer.tokens.length && answer.state !== "running" ? html`<${Scored} tokens=${answer.tokens} />` : html`<${Text} text=${answer.text} />`}
     ${answer.calls.map((call) => html`<${Call} call=${call} />`)}
     ${answer.error && html`<p class="failure" role="alert">${answer.error}</p>`}
-    <${Pace} answer=${{ ...answer }} />
+    ${answer.state === "failed" && !answer.speed.count ? null : html`<${Pace} answer=${{ ...answer }} />`}
   </div>`;
 }
 

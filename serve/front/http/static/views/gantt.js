@@ -57,7 +57,7 @@ export function Gantt() {
     <p class="legend" id="gantt-help">
       <span><i class="solid"></i>decode</span><span><i class="stripes"></i>prefill</span>
       <span><i class="recovery"></i>recovery</span>
-      <span>One colour for each request. Space pauses, + and − zoom, arrows move.</span>
+      <span>One colour for each request.</span><span class="by-keyboard">Space pauses, + and − zoom, arrows move.</span>
       ${trouble.value && html`<span role="alert">${trouble.value}</span>`}
     </p>
   </section>`;
@@ -84,9 +84,9 @@ function Tools() {
     <div class="buttons">
       <button type="button" aria-pressed=${isPaused} onClick=${togglePause}>${isPaused ? "Resume" : "Pause"}</button>
       <span class="zoom" role="group" aria-label="Zoom">
-        <button type="button" aria-label="Zoom in" onClick=${() => zoom(-1)}>+</button>
-        <span class="length">${seconds(WINDOWS[size.value])}</span>
         <button type="button" aria-label="Zoom out" onClick=${() => zoom(1)}>−</button>
+        <span class="length">${seconds(WINDOWS[size.value])}</span>
+        <button type="button" aria-label="Zoom in" onClick=${() => zoom(-1)}>+</button>
       </span>
       <button type="button" onClick=${() => report(openInPerfetto())}>Open in Perfetto</button>
       <button type="button" onClick=${() => report(saveTrace())}>Save trace</button>

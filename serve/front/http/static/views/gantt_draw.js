@@ -51,16 +51,16 @@ export function draw(context, frame, timeline) {
   const { from, to, width, ranks } = frame;
   const scale = width / (to - from);
   context.clearRect(0, 0, width, heightOf(ranks.length));
+  context.fillStyle = colour("lane");
+  ranks.forEach((_, lane) => context.fillRect(0, lane * LANE, width, LANE - GAP));
+  drawAxis(context, frame);
   ranks.forEach((rank, lane) => {
     const top = lane * LANE;
-    context.fillStyle = colour("lane");
-    context.fillRect(0, top, width, LANE - GAP);
     for (const row of timeline.between(rank, from, to)) {
       drawStep(context, row, timeline, { top, left: (row[START] - from) * scale, scale });
     }
   });
   drawRecoveries(context, frame, timeline, scale);
-  drawAxis(context, frame);
 }
 
 /**

@@ -24,15 +24,15 @@ export function Keys() {
   return html`<button
       class=${`keys ${wanted.value ? "wanted" : ""}`}
       type="button"
-      aria-label=${hasKeys ? "Keys (entered)" : "Keys"}
+      aria-label=${hasKeys ? "API keys (entered)" : "API keys"}
       onClick=${() => dialog.current?.showModal()}
     >
       <svg viewBox="0 0 16 16" width="16" height="16" aria-hidden="true"><path d=${LOCK} /></svg>
-      <span>Keys</span>
+      <span>API keys</span>
     </button>
     <dialog ref=${dialog} aria-labelledby="keys-title">
       <form onSubmit=${enter}>
-        <h2 id="keys-title">Keys</h2>
+        <h2 id="keys-title">API keys</h2>
         <p class="hint">
           The API key is for chats, the admin key for everything else. They are sent to this server
           in a header, and to nobody else.

@@ -1,7 +1,7 @@
 // @ts-check
 /** The stages as a chain, the chart of their steps, and the charts of the last minutes. */
 import { html } from "../lib/dom.js";
-import { bytes, layers, percent, plural, seconds, short } from "../lib/format.js";
+import { bytes, layers, percent, percents, plural, seconds, short } from "../lib/format.js";
 import { now, pipeline, server, stages, timeline, waiting } from "../lib/store.js";
 import { Gantt } from "./gantt.js";
 import { Lazy } from "./lazy.js";
@@ -42,12 +42,12 @@ function bottleneck() {
   const leaders = busy.filter((each) => each.share > limit);
   const next = busy[leaders.length];
   if (!next && leaders.length > 1) {
-    return html`<b>Balanced.</b> All stages are about as busy: ${percent(busy[0].share)} and less.`;
+    return html`<b>Balanced:</b> every stage is busy up to ${percent(busy[0].share)} of the time.`;
   }
   const names = leaders.map((each) => each.rank).sort((a, b) => a - b).join(" and ");
   const verb = leaders.length > 1 ? `Ranks ${names} limit` : `Rank ${names} limits`;
-  const others = next ? `, the others ${percent(next.share)} and less` : "";
-  return html`<b>${verb} the speed:</b> busy ${percent(busy[0].share)} of the time${others}.${advice()}`;
+  const others = busy.length - leaders.length > 1 ? "the others up to" : `rank ${next?.rank}`;
+  return html`<b>${verb} the speed:</b> busy ${percent(busy[0].share)} of the time${next ? `, ${others} ${percent(next.share)}` : ""}.${advice()}`;
 }
 
 function advice() {
@@ -78,7 +78,7 @@ function Chain() {
   const ordered = [...stages.value].reverse();
   return html`<section aria-label="Stages">
     <ol class="chain">
-      ${ordered.map((stage, number) => html`<${StageCard} key=${stage.rank} stage=${stage} isLast=${number === ordered.length - 1} />`)}
+      ${ordered.map((stage) => html`<${StageCard} key=${stage.rank} stage=${stage} />`)}
     </ol>
     <p class="note">
       A step enters at the first layers and leaves at the head, where tokens are sampled.
@@ -86,8 +86,8 @@ function Chain() {
   </section>`;
 }
 
-/** @param {{stage: import("../lib/types.d.ts").Stage, isLast: boolean}} props */
-function StageCard({ stage, isLast }) {
+/** @param {{stage: import("../lib/types.d.ts").Stage}} props */
+function StageCard({ stage }) {
   void now.value;
   const shares = timeline.shares(stage.rank);
   const shard = (pipeline.value?.tensor_parallel ?? 1) > 1 ? `, shard ${stage.shard}` : "";
@@ -99,15 +99,14 @@ function StageCard({ stage, isLast }) {
     <dl>
       <div><dt>layers</dt><dd>${layers(stage.layers)}${shard}</dd></div>
       <div><dt>weights</dt><dd>${bytes(stage.bytes_owned)}</dd></div>
-      <div><dt title="keys and values that the stage holds">KV</dt><dd>${bytes(stage.kv_bytes)}</dd></div>
+      <div><dt title="keys and values that the stage holds">KV cache</dt><dd>${bytes(stage.kv_bytes)}</dd></div>
       <div><dt>adapters</dt><dd>${bytes(stage.adapter_bytes)}</dd></div>
-      <div><dt title="how long the stage computes in a decode step, on average">step</dt><dd>${seconds(stage.decode_seconds)}</dd></div>
-      <div><dt title="from a hop's header to its tensors, on average">hop in</dt><dd>${seconds(hop)}</dd></div>
+      <div><dt title="how long the stage computes in a decode step, on average">decode step</dt><dd>${seconds(stage.decode_seconds)}</dd></div>
+      <div><dt title="how long a step takes from the rank before, from its header to its tensors, on average">transfer</dt><dd>${seconds(hop)}</dd></div>
       <div><dt>restarts</dt><dd>${pipeline.value?.num_restarts ?? 0}</dd></div>
       <div><dt>state</dt><dd>${stage.state}</dd></div>
     </dl>
     <${Busy} prefill=${shares.prefill} decode=${shares.decode} rank=${stage.rank} />
-    ${isLast ? html`<span class="out">tokens out</span>` : null}
   </li>`;
 }
 
@@ -115,7 +114,8 @@ function StageCard({ stage, isLast }) {
 function Busy({ prefill, decode, rank }) {
   const scale = Math.max(1, prefill + decode);
   const idle = Math.max(0, 1 - prefill - decode);
-  const text = `prefill ${percent(prefill)}, decode ${percent(decode)}, idle ${percent(idle)}`;
+  const [decoding, prefilling, idling] = percents([decode, prefill, idle].map((share) => share / scale));
+  const text = `decode ${decoding}, prefill ${prefilling}, idle ${idling}`;
   return html`<div class="busy" data-rank=${rank}>
     <svg viewBox="0 0 100 6" preserveAspectRatio="none" role="img" aria-label=${`busy: ${text}`}>
       <rect class="idle" width="100" height="6" />
@@ -123,9 +123,9 @@ function Busy({ prefill, decode, rank }) {
       <rect class="prefill" x=${(100 * decode) / scale} width=${(100 * prefill) / scale} height="6" />
     </svg>
     <p>
-      <span class="decode">decode ${percent(decode)}</span>
-      <span class="prefill">prefill ${percent(prefill)}</span>
-      <span class="idle">idle ${percent(idle)}</span>
+      <span class="decode">decode ${decoding}</span>
+      <span class="prefill">prefill ${prefilling}</span>
+      <span class="idle">idle ${idling}</span>
     </p>
   </div>`;
 }

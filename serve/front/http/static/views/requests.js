@@ -18,7 +18,7 @@ export function Requests() {
 
 function Empty() {
   return html`<p class="empty">
-    <b>No request runs or waits.</b><br />
+    <b>No requests.</b><br />
     Requests appear here while they are answered. <a href="#chat">Ask something</a> to see one.
   </p>`;
 }

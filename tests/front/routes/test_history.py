@@ -1,0 +1,96 @@
+"""The samples behind the page's charts."""
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from serve.front.routes import history
+from serve.front.routes.history import NUM_KEPT, History, Sample
+
+COUNTERS = (
+    "brigade_generation_tokens_total",
+    "brigade_prefix_cache_queries_total",
+    "brigade_prefix_cache_hits_total",
+    "brigade_time_to_first_token_seconds_sum",
+    "brigade_time_to_first_token_seconds_count",
+    "brigade_inter_token_latency_seconds_sum",
+    "brigade_inter_token_latency_seconds_count",
+)
+
+
+class Counted:
+    """A pipeline and counters that a test changes."""
+
+    def __init__(self) -> None:
+        self.totals = dict.fromkeys(COUNTERS, 7.0)
+        self.state: dict[str, Any] = {
+            "num_running": 2,
+            "num_waiting": 1,
+            "kv_tokens": 3,
+            "max_kv_tokens": 4,
+        }
+        self.history = History(lambda: self.state, lambda: dict(self.totals))
+
+    def add(self, **numbers: float) -> None:
+        for name, number in numbers.items():
+            self.totals[f"brigade_{name}"] += number
+
+
+@pytest.fixture
+def counted() -> Counted:
+    return Counted()
+
+
+def test_sample_holds_what_happened_in_its_step(counted: Counted) -> None:
+    counted.add(generation_tokens_total=30, prefix_cache_queries_total=8)
+    counted.add(prefix_cache_hits_total=2)
+    counted.add(time_to_first_token_seconds_sum=3, time_to_first_token_seconds_count=2)
+    counted.add(inter_token_latency_seconds_sum=1, inter_token_latency_seconds_count=28)
+    counted.history.take(100.0, 2.0)
+    assert counted.history.latest() == Sample(100.0, 15.0, 1.5, 0.03571, 2, 1, 0.75, 0.25)
+
+
+def test_sample_of_a_step_without_work_has_no_means(counted: Counted) -> None:
+    counted.state["max_kv_tokens"] = None
+    counted.history.take(100.0, 1.0)
+    assert counted.history.latest() == Sample(100.0, 0.0, None, None, 2, 1, None, None)
+
+
+def test_history_keeps_ten_minutes(counted: Counted) -> None:
+    for second in range(NUM_KEPT + 5):
+        counted.history.take(float(second), 1.0)
+    kept = counted.history.samples()
+    assert (len(kept), kept[0].time) == (NUM_KEPT, 5.0)
+
+
+def test_history_begins_again_when_the_clock_is_set_back(counted: Counted) -> None:
+    for time in (100.0, 101.0, 50.0, 51.0):
+        counted.history.take(time, 1.0)
+    assert [sample.time for sample in counted.history.samples()] == [50.0, 51.0]
+
+
+def test_history_takes_samples_until_it_is_cancelled(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "STEP_SECONDS", 0.001)
+
+    async def run() -> None:
+        sampling = asyncio.ensure_future(counted.history.run())
+        async with asyncio.timeout(60):
+            while len(counted.history.samples()) < 3:
+                await asyncio.sleep(0.001)
+        sampling.cancel()
+
+    asyncio.run(run())
+
+
+def test_history_logs_a_bug(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(history, "STEP_SECONDS", 0.001)
+    counted.state = {}
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(counted.history.run())
+    assert "event=bug" in caplog.text
