@@ -1,9 +1,14 @@
 """What all tests share."""
 
 import functools
+import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
 
 import httpcore2
+import httpx2
 import pytest
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
@@ -13,6 +18,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Each call of httpx2.get makes a TLS context, which takes 20 ms. Tests that wait for a server make
 # thousands of such calls, and none of them uses https, so all can share one context.
 httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
+
+# By default httpx2 gives up after 5 seconds, and a busy machine may need longer for any answer.
+for phase in ("connect", "read", "write", "pool"):
+    setattr(httpx2._config.DEFAULT_TIMEOUT_CONFIG, phase, 60.0)
 
 # The tests that start clusters, in two halves. A half runs on one worker, so that its files can
 # share fixtures that keep a cluster running.
@@ -62,3 +71,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     first = [*CLUSTERS, *sorted(long - CLUSTERS.keys())]
     place = {scope: number for number, scope in enumerate(first)}
     items.sort(key=lambda item: place.get(scope_of(item.nodeid), len(first)))
+
+
+@pytest.fixture
+def full_disk() -> Iterator[BinaryIO]:
+    """A file on which every write fails for lack of room."""
+    device = Path("/dev/full")
+    if not device.is_char_device():
+        pytest.skip("this system has no /dev/full")
+    # Not `open`, which makes a plain file where there is no device.
+    with os.fdopen(os.open(device, os.O_WRONLY), "wb") as disk:
+        yield disk

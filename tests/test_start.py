@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from typing import BinaryIO
 
 import pytest
 
@@ -91,24 +92,30 @@ def test_the_last_line_of_a_start_says_where_to_ask_for_what(
     assert ready == "Ready on http://127.0.0.1:8080, model org/tiny [chat]"
 
 
-@pytest.mark.parametrize("target", ["pipe", "/dev/full"])
-def test_a_table_that_nobody_reads_ends_nothing(target: str) -> None:
-    """As in `brigade serve | true`, or where the disk of the log is full."""
+def ready_on(stdout: BinaryIO) -> None:
     program = (
         "from serve.cli.start import TerminalView\n"
         "for _ in range(2): TerminalView('http://h:1', 'm').ready()\n"
         "print('it went on')\n"
         "import sys; sys.exit(5)"
     )
+    done = subprocess.run(
+        [sys.executable, "-c", program], stdout=stdout, stderr=subprocess.PIPE, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (5, b"")
+
+
+def test_a_table_that_nobody_reads_ends_nothing() -> None:
+    """As in `brigade serve | true`."""
     reading, writing = os.pipe()
     os.close(reading)
-    with open(target if target != "pipe" else writing, "wb") as stdout:
-        done = subprocess.run(
-            [sys.executable, "-c", program], stdout=stdout, stderr=subprocess.PIPE, timeout=60
-        )
-    if target != "pipe":
-        os.close(writing)
-    assert (done.returncode, done.stderr) == (5, b"")
+    with open(writing, "wb") as broken:
+        ready_on(broken)
+
+
+def test_a_table_that_finds_no_room_ends_nothing(full_disk: BinaryIO) -> None:
+    """As where the disk of the log is full."""
+    ready_on(full_disk)
 
 
 def test_ready_is_logged_after_the_models_own_sampling(capsys: pytest.CaptureFixture[str]) -> None:

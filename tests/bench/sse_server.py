@@ -1,4 +1,4 @@
-"""A server that streams with known delays, or fails in known ways, by the words of the question."""
+"""A server that streams with known delays, or fails in known ways."""
 
 import asyncio
 import json
@@ -21,15 +21,41 @@ GAP_SECONDS = 0.02
 TEMPLATE_TOKENS = 4
 
 
+class Clock:
+    """A clock for the client, which stands still between the server's delays.
+
+    The client reads it for each event, which tells the server that the event has arrived.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+        self.num_reads = 0
+
+    def __call__(self) -> float:
+        self.num_reads += 1
+        return self.seconds
+
+
 class StreamingServer:
     """bodies: what was asked. running and most_running: answers at the same time.
 
     A prompt has a token for each word and TEMPLATE_TOKENS more; each chunk of an answer holds
     tokens_per_chunk tokens. fault: what goes wrong with every answer of more than one token.
+    Delays pass on the clock of the one client, if it has one. Answers of more than
+    held_tokens tokens wait until num_held of them are running.
     """
 
-    def __init__(self, tokens_per_chunk: int = 1, fault: str = "") -> None:
+    def __init__(
+        self,
+        tokens_per_chunk: int = 1,
+        fault: str = "",
+        clock: Clock | None = None,
+        num_held: int = 0,
+        held_tokens: int = 8,
+    ) -> None:
         self.tokens_per_chunk, self.fault = tokens_per_chunk, fault
+        self.clock = clock
+        self.num_held, self.held_tokens = num_held, held_tokens
         self.bodies: list[dict[str, Any]] = []
         self.arrivals: list[float] = []
         self.running = self.most_running = 0
@@ -52,11 +78,15 @@ class StreamingServer:
         fault = self.fault if body["max_tokens"] > 1 else ""
         words = len(body["messages"][-1]["content"].split())
         yield ": keepalive\n\n"
+        num_reads = self.num_reads()
         yield event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
-        await asyncio.sleep(FIRST_SECONDS)
+        await self.delay(FIRST_SECONDS, num_reads)
+        while body["max_tokens"] > self.held_tokens and self.most_running < self.num_held:
+            await asyncio.sleep(0.001)
         for i in range(0, body["max_tokens"], self.tokens_per_chunk):
             if i:
-                await asyncio.sleep(GAP_SECONDS)
+                await self.delay(GAP_SECONDS, num_reads)
+            num_reads = self.num_reads()
             yield event({"choices": [{"delta": {"content": " word"}}]})
             if fault == "error":
                 yield event({"error": {"message": "a rank was lost"}})
@@ -66,6 +96,18 @@ class StreamingServer:
         self.running -= 1
         if fault != "cut":
             yield "data: [DONE]\n\n"
+
+    def num_reads(self) -> int:
+        return 0 if self.clock is None else self.clock.num_reads
+
+    async def delay(self, seconds: float, num_reads: int) -> None:
+        """With a clock: num_reads is how often it was read before the latest event was sent."""
+        if self.clock is None:
+            await asyncio.sleep(seconds)
+            return
+        while self.clock.num_reads == num_reads:
+            await asyncio.sleep(0.001)
+        self.clock.seconds += seconds
 
 
 def event(body: dict[str, Any]) -> str:

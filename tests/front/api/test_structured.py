@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import ValidationError
@@ -325,10 +326,8 @@ def test_what_is_slow_to_prepare_is_refused_and_others_are_not(body: Any) -> Non
 def checkers() -> set[int]:
     """Processes that check grammars for this one."""
     gc.collect()
-    completed = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True
-    ).stdout
-    return {int(line.split()[0]) for line in completed.splitlines() if "grammar_check" in line}
+    children = psutil.Process().children()
+    return {child.pid for child in children if "grammar_check" in " ".join(child.cmdline())}
 
 
 def test_a_check_leaves_no_process_behind_and_brings_no_mlx() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 import mlx.core as mx
 import mlx_lm
@@ -396,11 +397,12 @@ def test_a_run_goes_on_when_nobody_reads_what_it_says(folder: Path, tmp_path: Pa
     assert (out / "checkpoints" / "0000004").is_dir()
 
 
-def test_a_run_goes_on_where_what_it_says_finds_no_room(folder: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_where_what_it_says_finds_no_room(
+    folder: Path, tmp_path: Path, full_disk: BinaryIO
+) -> None:
     out = tmp_path / "out"
     words = [sys.executable, "-m", "serve.cli.fine_tune", *flags(folder, out, "--iters", "4")]
-    with open("/dev/full", "wb") as full:
-        run = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=60)
+    run = subprocess.run(words, cwd=ROOT, stdout=full_disk, stderr=subprocess.PIPE, timeout=60)
     assert (run.returncode, run.stderr) == (0, b"")
     assert (out / "checkpoints" / "0000004").is_dir()
 
