@@ -6,7 +6,7 @@ Thunderbolt links that go at a reboot (mlx#1902), kinds of ports, RDMA.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -142,7 +142,7 @@ def check_addresses(facts: HostFacts) -> Finding | None:
                 "mlx.distributed_config again"
             )
         return Finding("fail", facts.host, f"{ip} is not an address of this host: {reason}", fix)
-    places = [f"{ip} on {name or 'loopback'}" for ip, name in facts.interfaces.items()]
+    places = [f"{ip} on {name}" for ip, name in facts.interfaces.items() if name]
     if places:
         return Finding("ok", facts.host, ", ".join(places))
     return None
@@ -220,19 +220,24 @@ def check_hosts(facts: Sequence[HostFacts]) -> Iterator[Finding]:
     for each in facts:
         yield from filter(None, (check(each) for check in HOST_CHECKS))
     if len(facts) > 1:
-        install = "install the same versions on all hosts"
+        yield check_same_versions(facts)
         copy = "copy the model from one host to the others"
         hosts = [each.host for each in facts]
-        versions = [_versions(each) for each in facts]
-        yield check_same(hosts, versions, install)
         if any(each.model or each.model_error for each in facts):
             models = [_model(each) for each in facts]
             yield check_same(hosts, models, copy)
 
 
-def _versions(facts: HostFacts) -> dict[str, str]:
-    """Returns the versions that must be the same on all hosts; Python's without its patch level."""
-    return {"Python": facts.python.rpartition(".")[0], **facts.versions}
+def check_same_versions(facts: Sequence[HostFacts]) -> Finding:
+    """Compares the versions of all hosts. Another patch level of Python is only a warning."""
+    hosts = [each.host for each in facts]
+    install = "install the same versions on all hosts"
+    exact = [{"Python": each.python, **each.versions} for each in facts]
+    needed = [each | {"Python": each["Python"].rpartition(".")[0]} for each in exact]
+    found = check_same(hosts, exact, install)
+    if found.status == "fail" and check_same(hosts, needed, install).status == "ok":
+        return replace(found, status="warn")
+    return found
 
 
 def _model(facts: HostFacts) -> dict[str, str]:

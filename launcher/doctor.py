@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
@@ -143,12 +144,13 @@ def examine_connected(
 ) -> Iterator[Finding]:
     answers = on_each(connections, lambda each: answer(each, question))
     labels = labels_of([connection.host for connection in connections])
+    # First, so that rank 0 is at the top of the report.
+    holder = connections[0].ask(FindHolder(port), PortHolder).holder
+    yield check_port(labels[0], port, holder)
     for connection, label, own in zip(connections, labels, answers, strict=True):
         if not connection.host.is_local:
             yield check_shell(label, connection.noise)
             yield check_clock(label, own.ahead_seconds)
-    holder = connections[0].ask(FindHolder(port), PortHolder).holder
-    yield check_port(labels[0], port, holder)
     facts = [named(own.facts, label) for own, label in zip(answers, labels, strict=True)]
     findings = list(check_hosts(facts))
     if len(connections) > 1:
@@ -169,11 +171,11 @@ def labels_of(hosts: Sequence[Host]) -> list[str]:
 
 def examine_hops(connections: Sequence[Connection], tell: Tell) -> Iterator[Finding]:
     """Measures both directions of each hop, one after the other, because they may share a cable."""
-    for rank, connection in enumerate(connections):
-        neighbour = connections[rank - 1]
-        if len(connections) == 2 and rank == 0:
-            continue  # With two ranks this is the same pair again.
-        for here, there in ((connection, neighbour), (neighbour, connection)):
+    pairs = list(pairwise([*connections, connections[0]]))
+    if len(connections) == 2:
+        pairs.pop()  # This is the same pair again.
+    for one, other in pairs:
+        for here, there in ((one, other), (other, one)):
             for ip in there.host.ips:
                 tell(f"measuring {here.host} to {there.host}")
                 yield examine_hop(here, there, ip)

@@ -3,6 +3,7 @@
 What is asked of macOS was written by reading, and has not run there yet.
 """
 
+import ipaddress
 import os
 import platform
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from launcher.command import HOST
 from launcher.process import bound
 from serve.core.agent_messages import HostFacts, MacFacts, PrefixFolder
 from serve.core.blas import with_openblas
@@ -125,7 +127,10 @@ def kill_former(secret: str, rank: int) -> None:
 
 
 def interface(ip: str) -> str | None:
-    """Returns the name of the interface that has this address."""
+    """Returns the name of the interface that has this address. The loopback interface lists one
+    address, and has all of 127.0.0.0/8."""
+    if ipaddress.ip_address(ip).is_loopback:
+        ip = HOST
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == ip for address in addresses):
             return str(name)

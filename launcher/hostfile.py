@@ -89,7 +89,7 @@ def parse_hostfile(text: str, path: str) -> Hostfile:
 
 
 def _host(path: str, rank: int, entry: Any) -> Host:
-    where = f"host {rank}"
+    where = f"rank {rank}"
     if not isinstance(entry, dict):
         _wrong(path, where, "is not an object", 'write {"ssh": "name", "ips": ["10.0.0.1"]}')
     ssh = entry.get("ssh")
@@ -97,7 +97,7 @@ def _host(path: str, rank: int, entry: Any) -> Host:
     rdma = entry.get("rdma", [])
     if not isinstance(ssh, str) or not _SSH.fullmatch(ssh):
         _wrong(path, where, f"has ssh {ssh!r}", "write the name that `ssh NAME` takes")
-    where = f"host {rank} ({ssh})"
+    where = f"rank {rank} ({ssh})"
     _check_names(path, where, entry, {"ssh", "ips", "rdma"})
     if not isinstance(ips, list) or not ips:
         _wrong(path, where, f"has ips {ips!r}", 'write a list of addresses: "ips": ["10.0.0.1"]')
@@ -136,10 +136,10 @@ def _check_together(path: str, hosts: tuple[Host, ...]) -> None:
         for ip in host.ips:
             other = names.setdefault(ip, host)
             if other.ssh != host.ssh:
-                what = f"has {ip}, and so does host {other.rank} ({other.ssh})"
+                what = f"has {ip}, and so does rank {other.rank} ({other.ssh})"
                 _wrong(
                     path,
-                    f"host {host.rank} ({host.ssh})",
+                    f"rank {host.rank} ({host.ssh})",
                     what,
                     "give each host its own address",
                 )
@@ -147,7 +147,7 @@ def _check_together(path: str, hosts: tuple[Host, ...]) -> None:
     if loopback and not all(_is_loopback(ip) for host in hosts for ip in host.ips):
         host = loopback[0]
         what = "has a loopback address, which other hosts cannot reach"
-        _wrong(path, f"host {host.rank} ({host.ssh})", what, "give its address in the network")
+        _wrong(path, f"rank {host.rank} ({host.ssh})", what, "give its address in the network")
 
 
 def _is_loopback(ip: str) -> bool:

@@ -4,6 +4,7 @@ import functools
 import os
 import queue
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -85,7 +86,7 @@ class Connection:
         command = [access.python, "-m", "launcher.agent", self._token]
         if not host.is_local:
             command = ssh_command(access.ssh, host.ssh, command)
-        self.name = f"host {host.rank} ({host.ssh})"
+        self.name = host.label
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._write_lock = threading.Lock()
         self.noise: list[str] = []
@@ -168,13 +169,15 @@ class Connection:
                 answer = self.next_line(max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 what = f"it did not answer within {timeout_seconds:g} s"
-                fix = f"`ssh {self.host.ssh} true` must return; does its shell profile wait?"
+                command = shlex.join([*self._access.ssh, self.host.ssh, "true"])
+                fix = f"`{command}` must return; does its shell profile wait?"
                 raise HostError(self.name, what, fix) from None
             match answer:
                 case None:
                     output = "\n".join(self.noise)
-                    python = self._access.python
-                    raise HostError(self.name, *meaning(output, self.host.ssh, python))
+                    access = self._access
+                    what, fix = meaning(output, access.ssh, self.host.ssh, access.python)
+                    raise HostError(self.name, what, fix)
                 case str():
                     self.noise += filter(None, [answer])  # from a shell profile, or from ssh itself
                 case AgentError(reason):

@@ -24,7 +24,8 @@ _SETTINGS = (
 
 class Meaning(NamedTuple):
     """The explanation of a message from ssh, or from the shell on the host. pattern is the regular
-    expression of the message. reason may contain {python}, fix may contain {host}."""
+    expression of the message. reason may contain {python}; fix may contain {host} and {ssh},
+    which is the command that a person types to log in there."""
 
     pattern: str
     reason: str
@@ -34,17 +35,17 @@ class Meaning(NamedTuple):
 _NO_PASSWORD = Meaning(
     "Permission denied",
     "it asks for a password",
-    "run `ssh-copy-id {host}`, or load the key with `ssh-add`",
+    "run `ssh-copy-id {host}`, or load the key with `ssh-add`, until `{ssh}` needs no password",
 )
 _CHANGED_KEY = Meaning(
     "REMOTE HOST IDENTIFICATION HAS CHANGED|Offending .* key",
     "its host key has changed",
-    "if that is right, run `ssh-keygen -R {host}` and `ssh {host}` once",
+    "if that is right, run `ssh-keygen -R {host}` and `{ssh}` once",
 )
 _UNKNOWN_KEY = Meaning(
     "Host key verification failed",
     "its key is not known",
-    "run `ssh {host}` once and accept",
+    "run `{ssh}` once and accept",
 )
 _UNKNOWN_HOST = Meaning(
     "Could not resolve hostname",
@@ -92,15 +93,16 @@ def ssh_command(ssh: Sequence[str], host: str, command: Sequence[str]) -> list[s
     return [*ssh, "-T", "-a", "-x", *settings, host, "exec " + shlex.join(command)]
 
 
-def meaning(said: str, host: str, python: str) -> tuple[str, str]:
+def meaning(said: str, ssh: Sequence[str], host: str, python: str) -> tuple[str, str]:
     """Explains what a host printed before its command ended: the reason, and how to fix it."""
+    login = shlex.join([*ssh, host])
     meanings = list(_MEANINGS)
     # The shell uses the words of ssh for an interpreter that is missing or cannot be run.
     if re.search(re.escape(python) + ".*(denied|No such)", said):
         meanings.insert(0, _NO_PYTHON)
     for pattern, reason, fix in meanings:
         if re.search(pattern, said, re.IGNORECASE):
-            return reason.format(python=python), fix.format(host=host)
+            return reason.format(python=python), fix.format(host=host, ssh=login)
     last = said.strip().rpartition("\n")[2][:200]
     reason = f"ssh reported {last!r}" if last else "it hung up"
-    return reason, f"try `ssh {host}`"
+    return reason, f"try `{login}`"

@@ -130,7 +130,7 @@ def together(changes: Changes) -> list[Finding]:
     ("changes", "what", "fix"),
     [
         (versions(mlx="0.32.5"), "mlx of mini is 0.32.5", "install the same"),
-        ({"python": "3.11.9"}, "Python of mini is 3.11", "install the same"),
+        ({"python": "3.11.9"}, "Python of mini is 3.11.9", "install the same"),
         ({"model": {"config.json": "1", "weights": "3"}}, "weights of mini is 3", "copy the model"),
         ({"model": None}, "config.json of mini is -", "copy the model"),
     ],
@@ -150,8 +150,14 @@ def test_only_files_that_hosts_have_are_said_to_be_the_same() -> None:
     ]
 
 
-def test_hosts_may_have_other_patch_levels_of_python_and_other_memory() -> None:
-    assert {each.status for each in together({"python": "3.12.9", "memory_bytes": 1})} == {"ok"}
+def test_another_patch_level_of_python_is_a_warning_and_not_the_same_python() -> None:
+    versions, model = together({"python": "3.12.9"})
+    assert (versions.status, model.status) == ("warn", "ok")
+    assert "Python of studio is 3.12.4, Python of mini is 3.12.9" in versions.what
+
+
+def test_hosts_may_have_other_memory() -> None:
+    assert {each.status for each in together({"memory_bytes": 1})} == {"ok"}
 
 
 def test_only_files_that_are_there_are_called_the_same() -> None:

@@ -69,9 +69,12 @@ def test_two_hosts_both_ways_of_their_hop_and_a_ring(
     assert code in (0, 1), bad(findings)
     where = [finding["where"] for finding in findings]
     assert where[-3:-1] == [
-        "127.0.0.3 → 127.0.0.2 (127.0.0.2)",
         "127.0.0.2 → 127.0.0.3 (127.0.0.3)",
+        "127.0.0.3 → 127.0.0.2 (127.0.0.2)",
     ]
+    assert [name[:6] for name in dict.fromkeys(where)][:2] == ["rank 0", "rank 1"]
+    whats = [finding["what"] for finding in findings]
+    assert {"127.0.0.2 on lo", "127.0.0.3 on lo"} <= set(whats)
     assert "the sum over 2 ranks is correct" in findings[-1]["what"]
     assert sum(name == "all hosts" for name in where) == 2
     agents = [
@@ -88,6 +91,16 @@ def test_every_address_of_a_host_is_measured_and_in_the_ring(
     _, findings = examined(capsys, *on_hosts(sshd, hostfile))
     assert sum("→" in finding["where"] for finding in findings) == 4
     assert "the sum over 2 ranks is correct" in findings[-1]["what"]
+
+
+def test_ranks_are_in_order_also_if_rank_0_is_this_machine(
+    sshd: Sshd, hostfile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = [{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}, {"ssh": "127.0.0.3", "ips": ["127.0.0.3"]}]
+    hostfile.write_text(json.dumps(ranks))
+    _, findings = examined(capsys, *on_hosts(sshd, hostfile))
+    where = list(dict.fromkeys(finding["where"] for finding in findings))
+    assert where[:2] == ["rank 0 on this machine", "rank 1 on 127.0.0.3"]
 
 
 def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,8 +134,8 @@ def test_a_host_that_cannot_be_reached(
     code, findings = examined(capsys, *on_hosts(sshd, hostfile), "--python", "/no/python")
     assert code == 2
     assert [finding["where"] for finding in findings] == [
-        "host 0 (127.0.0.2)",
-        "host 1 (127.0.0.3)",
+        "rank 0 on 127.0.0.2",
+        "rank 1 on 127.0.0.3",
     ]
     assert {finding["what"] for finding in findings} == {"/no/python does not exist there"}
     assert all("--python" in finding["fix"] for finding in findings)

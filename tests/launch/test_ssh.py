@@ -60,10 +60,18 @@ def test_any_login_shell_runs_the_same_words(shell: str) -> None:
     ],
 )
 def test_what_ssh_says_becomes_a_reason_and_a_fix(said: str, reason: str, fix: str) -> None:
-    what, what_to_do = meaning(said, "studio", PYTHON)
+    what, what_to_do = meaning(said, ["ssh"], "studio", PYTHON)
     assert reason in what
     assert fix in what_to_do
     assert "\n" not in what + what_to_do
+
+
+@pytest.mark.parametrize(
+    "said", ["Permission denied (publickey).", "Host key verification failed.", ""]
+)
+def test_the_remedy_names_the_command_that_was_used(said: str) -> None:
+    _, what_to_do = meaning(said, ["ssh", "-F", "my config"], "studio", PYTHON)
+    assert "`ssh -F 'my config' studio`" in what_to_do
 
 
 def test_paths_and_places_of_a_ring_do_not_go_to_other_hosts() -> None:
