@@ -66,12 +66,13 @@ class PlanConfig(ModelSource):
         None,
         among=(4, 8),
     )
-    tensor_parallel: str = flag(
-        f"{TENSOR_PARALLEL_HELP}, or auto for the fastest layout (needs --link)",
-        "1",
+    tensor_parallel: str | None = flag(
+        f"{TENSOR_PARALLEL_HELP}, or auto for the fastest layout, which needs --link (default: 1, "
+        "or auto with --explain)",
+        None,
         metavar="T",
     )
-    explain: bool = flag("compare the layouts of stages and shards (needs --link)", False)
+    explain: bool = flag("compare the layouts of stages and shards; needs --link", False)
     link: str | None = flag(
         "round trip in milliseconds and MB/s of the slowest link between ranks, as `brigade "
         "doctor` reports them: 0.2,1100",
@@ -93,11 +94,12 @@ class PlanConfig(ModelSource):
     def __post_init__(self) -> None:
         check_ranges(self)
         check_revision(self.model, self.revision)
-        parse_num_shards(self.tensor_parallel)
+        parse_num_shards(self.tensor_parallel or "1")
         check_one_drafter(self.draft_model, self.mtp)
         if self.compares and self.link is None:
             raise UsageError(
-                "--explain and --tensor-parallel auto need --link: `brigade doctor` measures it."
+                "--explain and --tensor-parallel auto need --link MS,MB/S, such as "
+                "--link 0.2,1100: `brigade doctor --hostfile hosts.json` measures both."
             )
         if not self.compares and (self.link or self.memory_speed):
             raise UsageError(
@@ -108,6 +110,11 @@ class PlanConfig(ModelSource):
     def compares(self) -> bool:
         """Whether to compare all layouts of stages and shards instead of planning one."""
         return self.explain or self.tensor_parallel == "auto"
+
+    @property
+    def takes_fastest(self) -> bool:
+        """Whether to plan the fastest layout, because no other one is asked for."""
+        return self.compares and self.tensor_parallel in (None, "auto")
 
     @property
     def is_promise(self) -> bool:
@@ -142,14 +149,14 @@ def run(argv: Sequence[str]) -> int:
         kv_bits=config.kv_bits,
         draft=_draft_source(config, folder),
     )
-    if config.tensor_parallel != "auto":
-        request = replace(request, num_shards=int(config.tensor_parallel))
+    if not config.takes_fastest:
+        request = replace(request, num_shards=int(config.tensor_parallel or 1))
     link = parse_link(config.link) if config.link else None
     comparison: Comparison | None = None
     if link:
         speed = config.memory_speed * 1e9 if config.memory_speed else memory_speed()
         comparison = compare(folder, request, Speeds(speed, link))
-    if comparison and config.tensor_parallel == "auto":
+    if comparison and config.takes_fastest:
         plan = comparison.plan
     else:
         plan = make_plan(folder, request)
@@ -161,7 +168,7 @@ def run(argv: Sequence[str]) -> int:
         print_table(layout_table(comparison))
         for line in layout_notes(comparison):
             print(line)
-        print()
+        print(f"\nThe plan with --tensor-parallel {plan.stages[0].num_shards}:")
     layers = f"{plan.num_layers} layers of {plan.model_type}"
     print_table(plan_table(plan.stages, config.is_promise), f"{config.model.name}: {layers}")
     if comparison and config.tensor_parallel == "auto":

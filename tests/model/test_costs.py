@@ -241,7 +241,7 @@ def test_a_table_of_the_largest_amounts_fits_a_terminal(
         ([], UsageError, "num-ranks"),
         (["-n", "2", "--bogus"], UsageError, "--bogus"),
         (["-n", "2", "--tensor-parallel", "some"], UsageError, "--tensor-parallel some"),
-        (["-n", "2", "--explain"], UsageError, "need --link"),
+        (["-n", "2", "--explain"], UsageError, "--link 0.2,1100: `brigade doctor --hostfile"),
         (["-n", "2", "--link", "1,1"], UsageError, "--link and --memory-speed are for"),
         (["-n", "2", "--explain", "--link", "1"], UsageError, "is not a link"),
     ],
@@ -271,7 +271,14 @@ def test_plan_explains_and_chooses_layouts(
     explained = capsys.readouterr().out
     assert "2 x 1" in explained
     assert "1 x 2" in explained
-    assert f"clients with {layout}" in explained.replace("\n", " ")
+    flag = f"--tensor-parallel {layout[-1]}"
+    assert f"clients with {layout} ({flag})" in explained.replace("\n", " ")
+    _, _, planned = explained.partition(f"The plan with {flag}:")
+    assert ("shard" in planned) == (layout == "1 x 2"), explained
+    assert plan_command.run([*words, "--explain", "--tensor-parallel", "1"]) == 0
+    _, _, planned = capsys.readouterr().out.partition("The plan with --tensor-parallel 1:")
+    assert planned
+    assert "shard" not in planned
     assert plan_command.run([*words, "--tensor-parallel", "auto"]) == 0
     assert f"Layout {layout} (stages x shards), the fastest forecast" in capsys.readouterr().out
     assert plan_command.run([*words, "--tensor-parallel", "auto", "--json"]) == 0
