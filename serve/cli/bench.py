@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from serve.bench.client import connected
 from serve.bench.config import BenchConfig, Level
-from serve.bench.load import Target
+from serve.bench.load import Target, num_requests
 from serve.bench.plot import check_plot, draw
 from serve.bench.records import Record, Summary, summarise
 from serve.cli.flags import parse
@@ -26,6 +27,7 @@ from serve.core.errors import ClusterError, UsageError
 Runs = dict[tuple[Level, str], list[list[Record]]]
 """The records of each round, by level and server. A server is `A: URL` or `B: URL`, because one URL
 may be given twice, to see how much equal servers differ."""
+_PROGRESS_SECONDS = 10.0
 _COLUMNS = ("answers", "errors", "prompt", "tok/s", "TTFT ms p50", "p99", "ITL ms p50", "p99")
 
 
@@ -70,31 +72,60 @@ async def measure(config: BenchConfig, runs: Runs) -> None:
                 console=console,
                 refresh_per_second=0.5,
             ):
-                await run_levels(config, targets, runs, lambda _: None)
+                await run_levels(config, targets, runs, Progress(lambda _: None))
             return
         try:
-            await run_levels(config, targets, runs, tell)
+            await run_levels(config, targets, runs, Progress(tell))
         finally:
             with console.capture() as shown:
                 console.print(table(runs))
             print("\n".join(line.rstrip() for line in shown.get().splitlines()))
 
 
+class Progress:
+    """Tells when a run begins, and at times how many of its requests have ended."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._what = ""
+        self._told_at = 0.0
+
+    def begin(self, what: str) -> None:
+        self._what = what
+        self._say(what)
+
+    def ended(self, num_ended: int, num_requests: int) -> None:
+        if time.monotonic() - self._told_at >= _PROGRESS_SECONDS:
+            self._say(f"{self._what}: {num_ended} of {num_requests} requests have ended")
+
+    def _say(self, text: str) -> None:
+        self._told_at = time.monotonic()
+        self._tell(text)
+
+
 async def run_levels(
     config: BenchConfig,
     targets: Mapping[str, Target],
     runs: Runs,
-    begin: Callable[[str], None],
+    progress: Progress,
 ) -> None:
-    """Sends the load of each level to each server in turn. Before each of these runs, begin is
-    called with a line about it."""
+    """Sends the load of each level to each server in turn."""
     for level in config.levels:
         for round_ in range(config.rounds):
             for name, target in targets.items():
-                begin(f"{level}, round {round_ + 1} of {config.rounds}, {name}")
+                progress.begin(f"{level}, round {round_ + 1} of {config.rounds}, {name}")
                 records: list[Record] = []
                 runs.setdefault((level, name), []).append(records)
-                await target.run(level, round_, records.append)
+                seen = _seen(records, progress, num_requests(config, level))
+                await target.run(level, round_, seen)
+
+
+def _seen(records: list[Record], progress: Progress, num_requests: int) -> Callable[[Record], None]:
+    def note(record: Record) -> None:
+        records.append(record)
+        progress.ended(len(records), num_requests)
+
+    return note
 
 
 def tell(text: str) -> None:

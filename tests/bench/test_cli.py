@@ -14,7 +14,7 @@ from launcher.cli import main
 from serve.bench.config import Level
 from serve.bench.plot import draw
 from serve.bench.records import Record, summarise
-from serve.cli.bench import Runs, table
+from serve.cli.bench import Progress, Runs, table
 from tests.bench.sse_server import streaming
 from tests.cluster.servers import running
 
@@ -98,6 +98,30 @@ def test_errors_are_shown_with_their_reason(capsys: pytest.CaptureFixture[str]) 
     assert "3 x HTTP 429: the queue is full" in " ".join(out.split())
     assert out.endswith("\n"), "what is written next would follow in the same line"
     assert "gave no complete answer" in err.splitlines()[-1]
+
+
+def test_a_long_run_tells_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("serve.cli.bench._PROGRESS_SECONDS", 0.0)
+    with streaming() as (url, _):
+        flags = ["--requests", "3", "--rounds", "1", "--max-tokens", "2"]
+        assert bench("--url", url, "--concurrency", "2", *flags) == 0
+    begin = f"brigade bench: 2 clients, round 1 of 1, A: {url}"
+    ended = [f"{begin}: {n} of 3 requests have ended" for n in (1, 2, 3)]
+    assert capsys.readouterr().err.splitlines() == [begin, *ended]
+
+
+def test_a_run_does_not_tell_of_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told = [100.0], list[str]()
+    monkeypatch.setattr("serve.cli.bench.time.monotonic", lambda: now[0])
+    progress = Progress(told.append)
+    progress.begin("8 clients")
+    for num_ended in range(1, 25):
+        now[0] += 1.0
+        progress.ended(num_ended, 32)
+    ended = [f"8 clients: {n} of 32 requests have ended" for n in (10, 20)]
+    assert told == ["8 clients", *ended]
 
 
 def test_a_plot_tells_servers_apart_and_has_whole_clients(tmp_path: Path) -> None:
