@@ -82,7 +82,9 @@ def write_start(folder: Path, seed: int) -> None:
     config = {**MODEL, "vocab_size": VOCABULARY, "bos_token_id": None, **ids}
     write_json(folder / "config.json", config)
     generation = {**ids, "bos_token_id": None, "eos_token_id": [ids["eos_token_id"]]}
-    write_json(folder / "generation_config.json", {**generation, "do_sample": False})
+    write_json(
+        folder / "generation_config.json", {**generation, "do_sample": False, "temperature": 0}
+    )
     tokenizer.save_pretrained(folder)
     # transformers 5 writes a class name and a list that transformers 4 rejects. Both know this
     # class, and tokenizer.json says by itself which tokens are special.

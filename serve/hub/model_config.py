@@ -70,8 +70,9 @@ _MAX_NEW_TOKENS = Parameter(int, Range(1, MAX_INT))
 
 
 def sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Returns the parameters that generation_config.json names, as vLLM reads them: do_sample and
-    all others have no effect. Raises ModelError for a value that no request could have."""
+    """Returns the parameters that generation_config.json names. `"do_sample": false` is
+    temperature 0, as in transformers. All others have no effect, as in vLLM. Raises ModelError for
+    a value that no request could have."""
     file = folder / "generation_config.json"
     config = read_json(file) if file.exists() else {}
     names = [field.name for field in fields(SamplingDefaults)]
@@ -83,6 +84,8 @@ def sampling_defaults(folder: Path) -> SamplingDefaults:
                 f"{file}: {name} is {value!r:.40}, not {declared[name]}. Correct it, or start with "
                 "--generation-config none."
             )
+    if config.get("do_sample") is False:
+        found["temperature"] = 0.0
     if "top_k" in found:
         found["top_k"] = max(0, found["top_k"])
     return SamplingDefaults(**found)

@@ -1,4 +1,4 @@
-"""The sampling parameters of generation_config.json, as vLLM takes them."""
+"""The sampling parameters of generation_config.json, as vLLM and transformers take them."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 
 from serve.core.errors import ModelError
 from serve.hub.model_config import SamplingDefaults, sampling_defaults
+from tests.cluster.servers import TINY_CHAT
 
 
 def read(folder: Path, config: dict[str, Any]) -> SamplingDefaults:
@@ -25,9 +26,20 @@ def test_sampling_defaults_are_the_models(tmp_path: Path) -> None:
         "repetition_penalty": 1.05,
         "max_new_tokens": 2048,
     }
-    found = read(tmp_path, {**given, "do_sample": False, "eos_token_id": [1], "typical_p": 0.5})
+    found = read(tmp_path, {**given, "do_sample": True, "eos_token_id": [1], "typical_p": 0.5})
     assert found == SamplingDefaults(**given)
     assert found.own() == given
+
+
+@pytest.mark.parametrize("more", [{}, {"temperature": 0.6}])
+def test_a_model_that_does_not_sample_is_greedy(tmp_path: Path, more: dict[str, Any]) -> None:
+    """As in transformers, whatever the temperature."""
+    assert read(tmp_path, {"do_sample": False, **more}).own() == {"temperature": 0.0}
+    assert read(tmp_path, {"do_sample": None}).own() == {}
+
+
+def test_the_embedded_model_is_greedy() -> None:
+    assert sampling_defaults(TINY_CHAT).temperature == 0
 
 
 def test_sampling_defaults_that_change_nothing_are_not_the_models_own(tmp_path: Path) -> None:
