@@ -292,7 +292,7 @@ class Demo:
         self._server.load_adapter(ADAPTER_NAME, path)
         milliseconds = (monotonic() - begin) * 1000
         self._console.print(
-            f"\nadapter    {ADAPTER_NAME} = {path}, in {milliseconds:.0f} ms",
+            f"\nloaded {path} as {ADAPTER_NAME} ({milliseconds:.0f} ms)",
             end="",
         )
         self._ask(ADAPTER_NAME)

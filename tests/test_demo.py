@@ -111,10 +111,10 @@ def test_the_embedded_model_changes_its_adapter(
 ) -> None:
     monkeypatch.setattr("launcher.demo.DEFAULT_MODEL", tmp_path)
     assert demo(str(tmp_path)).run() == 0
-    shown = re.sub(r"in \d+ ms", "", capfd.readouterr().out)
-    answers = re.findall(r"adapter    guest = (\w+), \nuser .*\nassistant  (.*)\n", shown)
+    shown = capfd.readouterr().out
+    answers = re.findall(r"loaded (\w+) as guest \(\d+ ms\)\nuser .*\nassistant  (.*)\n", shown)
     assert answers == [("pirate", "Paris [b]é!pirate"), ("poet", "Paris [b]é!poet")]
-    assert shown.index("Paris [b]é!\n") < shown.index("adapter")
+    assert shown.index("Paris [b]é!\n") < shown.index("loaded pirate")
 
 
 def test_an_adapter_that_is_not_there_ends_the_demo(

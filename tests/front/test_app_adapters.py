@@ -30,7 +30,8 @@ def test_load_use_replace_unload(server: Running, engine: FakeEngine) -> None:
         "The lora adapter 'x' has already been loaded. If you want to load the adapter in place, "
         "set 'load_inplace' to True."
     )
-    assert load(server, "x", load_inplace=True).status_code == 200
+    reply = load(server, "x", load_inplace=True)
+    assert reply.text == "Success: LoRA adapter 'x' replaced successfully."
     with httpx2.stream(
         "POST",
         server.url + "/v1/chat/completions",

@@ -126,8 +126,9 @@ class AdapterLoader:
             except AdapterError as error:
                 raise UsageError(f"--lora {name}: {error}") from error
 
-    async def load(self, name: str, path: str, in_place: bool) -> None:
-        """Loads an adapter for clients. Raises AdapterError; then nothing has changed."""
+    async def load(self, name: str, path: str, in_place: bool) -> bool:
+        """Loads an adapter for clients, and returns whether it replaced one of this name. Raises
+        AdapterError; then nothing has changed."""
         root = self._config.adapter_root
         commit = await self._commit(path, root)
         if root is None and commit is None:
@@ -137,7 +138,7 @@ class AdapterLoader:
                 403,
             )
         source = Source(path, None if commit else str(root), commit)
-        await self._add(Adapter(name, source), in_place)
+        return await self._add(Adapter(name, source), in_place)
 
     async def _commit(self, path: str, root: Path | None) -> str | None:
         """Returns the commit of `org/name` on the hub, so that all ranks get the same files now and
@@ -158,7 +159,8 @@ class AdapterLoader:
             raise AdapterError(str(error), status) from error
         return pinned.snapshot.commit
 
-    async def _add(self, adapter: Adapter, in_place: bool) -> None:
+    async def _add(self, adapter: Adapter, in_place: bool) -> bool:
+        """Returns whether the adapter replaced one of its name."""
         async with self._lock:
             old = self.registry.check_new(adapter.name, in_place)
             await self._load(adapter, old)
@@ -166,6 +168,7 @@ class AdapterLoader:
             if old:
                 self.registry.statistics.num_swapped += 1
                 self._retire(old)
+            return old is not None
 
     async def unload(self, name: str) -> None:
         async with self._lock:

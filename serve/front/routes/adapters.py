@@ -67,8 +67,10 @@ class AdapterCalls:
         body = await _read(request, LoadBody, "Both 'lora_name' and 'lora_path' must be provided.")
         if body.base_model_name not in (None, self._model):
             raise RequestError(f"The base model is {self._model!r}.", param="base_model_name")
-        await self._adapters.load(body.lora_name, body.lora_path, body.load_inplace)
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+        name = body.lora_name
+        was_replaced = await self._adapters.load(name, body.lora_path, body.load_inplace)
+        done = "replaced" if was_replaced else "added"
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' {done} successfully.")
 
     @endpoint(403, 404, 409, body=UnloadBody, policy=_ADMIN)
     async def unload(self, request: Request) -> Response:
