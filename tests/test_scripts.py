@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launcher.cli import SUBCOMMANDS
 from serve import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +45,16 @@ def test_scripts_lint_in_full_runs_and_not_before_chosen_tests(
     environment = {**os.environ, "PATH": f"{browser.parent}:{os.environ['PATH']}"}
     subprocess.run(command.split(), cwd=tmp_path, check=True, env=environment)
     assert log.read_text().splitlines() == called
+
+
+def test_help_of_the_demo_installs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "demo", tmp_path / "scripts" / "demo")
+    run = subprocess.run(
+        ["scripts/demo", "--help"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    usage = SUBCOMMANDS["demo"].usage
+    assert run.stdout.splitlines()[-1] == usage.replace("brigade demo", "scripts/demo")
 
 
 def test_release_publishes_what_was_tested_for_tags_and_without_a_token() -> None:
