@@ -25,9 +25,10 @@ _ROWS, _CONTEXT, _LENGTH = 3, 24, 5
 _HIDDEN = 64
 _HEAD = """# Architectures
 
-`scripts/check --all-models` writes this page. It builds a tiny random model of every architecture
-of mlx-lm {version} and compares it with its pipelines: prefill, decode, ragged batches, 4 bits and
-gradients, over 2 ranks, 3 ranks and one layer on each rank.
+Which of mlx-lm's 126 architectures can be split. `scripts/check --all-models` writes this page. It
+builds a tiny random model of every architecture of mlx-lm {version} and compares it with its
+pipelines: prefill, decode, ragged batches, 4 bits and gradients, over 2 ranks, 3 ranks and one
+layer on each rank.
 
 - **splits**: where layers can be divided between ranks. A cut *before layer n* separates layers
   n - 1 and n.

@@ -1,5 +1,6 @@
 """The documents name what there is: every module, every exit code, every parameter."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -49,6 +50,20 @@ def test_documents_name_files_that_there_are() -> None:
     }
     assert named
     assert sorted(pair for pair in named if not (ROOT / pair[1]).exists()) == []
+
+
+def test_documents_name_the_embedded_model_where_it_is() -> None:
+    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    named = {
+        name for each in documents for name in re.findall(r"--model (\S*/\S*)", each.read_text())
+    }
+    assert {name for name in named if name.endswith("tiny-chat")} == {"examples/tiny-chat"}
+
+
+def test_the_first_request_of_the_readme_gets_the_likeliest_answer() -> None:
+    """Small models answer nonsense at temperature 1."""
+    (body,) = re.findall(r"--json '(.*?)'", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert json.loads(body)["temperature"] == 0
 
 
 def test_operations_gives_every_exit_code() -> None:

@@ -163,8 +163,7 @@ class Trial:
                 self.model(self.tokens, cache=caches)
         except FAILURES as error:
             raise PlanError(
-                f"No cut before layer {cut}: the layers after it need more than what crosses the "
-                "cut."
+                f"No cut before layer {cut}: the layers after it also read earlier layers."
             ) from error
 
 

@@ -72,7 +72,7 @@ def main() -> int:
             stays = f"engines cannot outlive a fault: {reason}"
         else:
             go_round(cluster, streams)
-            stays = "the same processes formed a second ring, so engines can outlive a fault"
+            stays = "ring can be re-formed: engines survive a fault"
     except BrigadeError as error:
         sys.stdout.write(f"{error}\n")
         return error.exit_code
