@@ -54,10 +54,8 @@ class TerminalView:
         self._tasks: dict[int, tuple[str, TaskID]] = {}
         self._shown_at = time.monotonic()
 
-    def planned(self, stages: Sequence[StagePlan], choice: str) -> None:
+    def planned(self, stages: Sequence[StagePlan]) -> None:
         print_table(plan_table(stages))
-        if choice:
-            Output(highlight=False, soft_wrap=True).print(choice, markup=False)
 
     def loaded(self, stages: Sequence[StageStatus], room: int) -> None:
         owned = format_bytes(sum(stage.bytes_owned for stage in stages))

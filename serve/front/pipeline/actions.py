@@ -118,11 +118,9 @@ class PassOn:
 
 @dataclass(frozen=True, slots=True)
 class ShowPlan:
-    """Shows people the plan that the ranks follow from here on. choice says why its layout was
-    chosen, if the engine chose it."""
+    """Shows people the plan that the ranks follow from here on."""
 
     stages: tuple[StagePlan, ...]
-    choice: str
 
 
 @dataclass(frozen=True, slots=True)

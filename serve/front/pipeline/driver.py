@@ -54,7 +54,7 @@ _logger = logging.getLogger(__name__)
 class StartView(Protocol):
     """Shows people the progress of the start."""
 
-    def planned(self, stages: list[StagePlan], choice: str) -> None:
+    def planned(self, stages: list[StagePlan]) -> None:
         """Takes the plan, and why its layout was chosen ("" if the user chose it)."""
 
     def progressed(self, stage: StageStatus) -> None: ...
@@ -199,8 +199,8 @@ class Driver:
                     self._requests.on_prefix_cache(rank, answer)
                 else:
                     self._adapters.on_answer(rank, answer)
-            case actions.ShowPlan(stages, choice):
-                self._view.planned(list(stages), choice)
+            case actions.ShowPlan(stages):
+                self._view.planned(list(stages))
             case actions.ShowProgress(rank):
                 self._view.progressed(self._lifecycle.ranks[rank])
             case actions.Log(level, line):

@@ -138,7 +138,6 @@ class PlayedCluster:
         self.forgotten: list[tuple[int, bool]] = []
         self.asked: list[Asked] = []
         self.links: list[Link | None] = []  # of the plans that were asked for
-        self.choices: list[str] = []  # of the plans that were shown
         self.warning = ""  # of the plans
         self.num_measured = 0
         self.measure_seconds = 0.0
@@ -259,8 +258,6 @@ class PlayedCluster:
                 if shard_counts:
                     request = replace(request, num_shards=shard_counts[0])
                 self.after(self.delay(), lambda: self.plan(engine, life, request, link))
-            case actions.ShowPlan(_, choice):
-                self.choices.append(choice)
             case actions.RenewRank(rank, _, _, keep):
                 parent = self.parents[rank]
                 over = parent.connection
