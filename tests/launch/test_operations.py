@@ -26,6 +26,7 @@ from tests.launch.sshd import Sshd
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECTIONS = ("Launch", "Doctor", "Upgrade")
 SERVICE = ROOT / "examples" / "service"
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 
 
 def blocks(section: str) -> list[str]:
@@ -39,8 +40,8 @@ class Terminal:
 
     def __init__(self, folder: Path, sshd: Sshd) -> None:
         self.folder, self.port = folder, free_ports(1, "127.0.0.2")[0]
-        (folder / "models").mkdir()
-        (folder / "models" / "tiny-chat").symlink_to(TINY_CHAT)
+        (folder / "examples").mkdir()
+        (folder / "examples" / "tiny-chat").symlink_to(TINY_CHAT)
         shutil.copy(sshd.folder / "config", folder / "ssh_config")
         with (folder / "ssh_config").open("a") as file:
             file.write("Host studio-1\n  HostName 127.0.0.2\nHost studio-2\n  HostName 127.0.0.3\n")
@@ -97,6 +98,7 @@ class Terminal:
         raise AssertionError((self.folder / "launch.log").read_text("utf-8"))
 
 
+@needs_curl
 @pytest.mark.slow
 def test_every_command_runs(tmp_path: Path, sshd: Sshd) -> None:
     terminal = Terminal(tmp_path, sshd)
@@ -120,6 +122,7 @@ def test_every_command_runs(tmp_path: Path, sshd: Sshd) -> None:
     assert upgrade.count("Name: mlx-brigade") == 2
 
 
+@needs_curl
 @pytest.mark.slow
 def test_each_way_to_drain_ends_with_code_0() -> None:
     (block,) = blocks("Drain")
@@ -133,6 +136,7 @@ def test_each_way_to_drain_ends_with_code_0() -> None:
             assert server.process.wait(10) == 0
 
 
+@needs_curl
 @pytest.mark.long
 def test_what_is_watched_is_shown() -> None:
     (block,) = blocks("Watching")

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -12,7 +13,10 @@ import pytest
 from launcher.process import free_ports
 from tests.cluster.servers import BIN, ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl"),
+]
 
 MAX_SECONDS = 300
 
@@ -50,11 +54,9 @@ def test_from_data_to_a_swapped_adapter(tmp_path: Path) -> None:
     for done in ("added", "replaced"):
         assert said.count(f"Success: LoRA adapter 'friend' {done} successfully.") == 1, said
     answers = re.findall(r'"content": ?"([^"]*)"', said)
-    base, first, second = answers
-    assert "12" in base
-    assert "friend" not in base
-    assert "friend" in first
-    assert "king" in second
+    walk = (ROOT / "docs" / "fine-tuning.md").read_text()
+    assert answers == re.findall(r"^ask .*# (.*)$", walk, re.M)
+    assert answers[1:] == ["It is 12, friend.", "It is 12, king."]
     for name in ("best/adapters.safetensors", "README.md", "curves.svg", "schedule.svg"):
         assert (tmp_path / "adapters" / "friend" / name).exists(), name
     assert (tmp_path / "adapters" / "second" / "friend" / "peft").is_dir()
