@@ -108,8 +108,7 @@ def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutin
         asked = parse(ServeConfig, argv, "brigade serve", __doc__)
         if asked.hub_id and cluster.rank:
             # Rank 0 first fetches the small files, and sends the commit when all have joined.
-            patient = dataclasses.replace(asked, join_timeout=asked.load_timeout)
-            return functools.partial(run_member, patient, cluster, _facts(asked, None))
+            return functools.partial(run_member, asked, cluster, _facts(asked, None))
         if asked.hub_id:
             fetch = functools.partial(check, argv, cluster.num_ranks)
             config = with_keys(asked, os.environ)

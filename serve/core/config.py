@@ -195,7 +195,8 @@ class ServeConfig(ModelSource):
         min=1,
     )
     join_timeout: float = flag(
-        "seconds to wait for a rank to connect",
+        "seconds to wait for a rank to connect; under `brigade launch` a rank that starts has "
+        "--load-timeout",
         60.0,
         min=1,
         max=10**6,
@@ -327,6 +328,16 @@ class ServeConfig(ModelSource):
         if self.mtp:
             return "--mtp"
         return "--draft-model" if self.draft_model else None
+
+    def start_patience(self, *, is_launched: bool) -> float:
+        """Returns for how many seconds a rank may take to start until the others give it up.
+
+        `brigade launch` has started every rank, and ends the others when one ends: a rank that has
+        not connected yet is busy. So is rank 0 while it fetches the small files of a hub model.
+        """
+        if is_launched or self.hub_id:
+            return max(self.join_timeout, self.load_timeout)
+        return self.join_timeout
 
     @property
     def model_name(self) -> str:

@@ -261,17 +261,24 @@ async def join(
     refused_seconds: float | None = None,
 ) -> Link[ToRank]:
     """Connects another rank to rank 0. Rank 0 may start later than this rank, but must accept
-    connections within refused_seconds (if given) of the first attempt. Raises ClusterError if
-    rank 0 does not start, refuses this rank, or is another program."""
-    started = time.monotonic()
+    connections within refused_seconds (default: timeout_seconds) of the first attempt. A host that
+    refuses connections is there, so timeout_seconds count from its last refusal. Raises
+    ClusterError if rank 0 does not start, refuses this rank, or is another program."""
+    started = silent_since = time.monotonic()
+    if refused_seconds is None:
+        refused_seconds = timeout_seconds
     while True:
         try:
             # A host without power does not answer, and neither does a stopped process.
             return await asyncio.wait_for(_join_once(address, mine), _HELLO_SECONDS)
         except (TimeoutError, OSError) as error:
-            is_refused = isinstance(error, ConnectionRefusedError)
-            max_seconds = (is_refused and refused_seconds) or timeout_seconds
-            if time.monotonic() - started > max_seconds:
+            now = time.monotonic()
+            if isinstance(error, ConnectionRefusedError):
+                silent_since = now
+                seconds, max_seconds = now - started, refused_seconds
+            else:
+                seconds, max_seconds = now - silent_since, timeout_seconds
+            if seconds > max_seconds:
                 reason = getattr(error, "strerror", None) or "nobody answers"
                 raise ClusterError(
                     f"Rank {mine.rank} could not reach rank 0 at {address} within "

@@ -64,7 +64,9 @@ async def run_member(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _note, signalled, number)
     mine = Identity.of_cluster(cluster, facts, os.getpid())
-    control = await _until(signalled, join(cluster.control, mine, config.join_timeout))
+    start_seconds = config.start_patience(is_launched=cluster.leash is not None)
+    joining = join(cluster.control, mine, config.join_timeout, start_seconds)
+    control = await _until(signalled, joining)
     grace_seconds = config.drain_timeout + _STOP_SECONDS
     with own_folder() as copies:
         member = _Member(config, cluster, copies)

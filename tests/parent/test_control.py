@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -360,6 +362,35 @@ async def test_nobody_answers(silent: socket.socket) -> None:
     address = Address("127.0.0.1", silent.getsockname()[1])
     with pytest.raises(ClusterError, match=r"within 0.3 s \(nobody answers\): .*another program"):
         await join(address, replace(MINE, rank=1), 0.3)
+
+
+@pytest.fixture
+def hasty_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds pass whenever the clock of rank 1 is read."""
+    seconds = itertools.count(0.0, 10.0)
+    monkeypatch.setattr(control, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+
+
+@pytest.mark.usefixtures("hasty_clock")
+async def test_a_host_that_refuses_connections_is_there_and_its_rank_0_may_be_late() -> None:
+    """After the long start of rank 0 on a busy machine, one more delay ended the launch."""
+    port = free_ports(1)[0]
+    joining = asyncio.create_task(join(Address("127.0.0.1", port), replace(MINE, rank=1), 35, 1e6))
+    await asyncio.wait({joining}, timeout=1.0)
+    with socket.create_server(("127.0.0.1", port)) as busy:
+        connection, _ = await asyncio.to_thread(busy.accept)
+        connection.close()
+    async with control_server(port=port) as (centre, _, _heard):
+        link = await joining
+        await until(lambda: centre.joined == {1})
+        await link.close()
+
+
+@pytest.mark.usefixtures("hasty_clock")
+async def test_a_rank_0_that_never_listens_is_given_up() -> None:
+    address = Address("127.0.0.1", free_ports(1)[0])
+    with pytest.raises(ClusterError, match=r"within 50 s \(.*did rank 0 start"):
+        await join(address, replace(MINE, rank=1), 5, 50)
 
 
 async def test_a_host_without_power_is_asked_again_when_it_is_back(silent: socket.socket) -> None:

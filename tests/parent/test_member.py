@@ -1,19 +1,25 @@
 """The parent of a rank above 0, with engines and a connection to rank 0 that tests play."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from serve.core.config import Cluster, ServeConfig
+from launcher.process import free_ports
+from serve.core.config import Address, Cluster, ServeConfig
+from serve.core.errors import ClusterError
 from serve.core.messages import Fault, FromEngine, Left, Renew, Report, Status, Stop, ToRank
+from serve.parent import control as control_module
 from serve.parent import member as member_module
+from serve.parent.control import ControlServer, Identity
 from serve.parent.engine import EngineProcess
 from serve.parent.link import Link
-from serve.parent.member import _Member
+from serve.parent.member import _Member, run_member
 
 pytestmark = pytest.mark.anyio
 
@@ -210,3 +216,31 @@ async def test_member_signs_while_its_engine_computes_and_not_after_it_has_left(
         await played.until(lambda: "Left" in played.said())
         await asyncio.sleep(0.05)
         assert played.control.sent[-1] == Report(1, Left(1, {5: 9}))
+
+
+@pytest.mark.parametrize("leash", [None, 0])
+async def test_a_launched_rank_waits_for_rank_0_as_long_as_a_start_may_take(
+    monkeypatch: pytest.MonkeyPatch, leash: int | None
+) -> None:
+    """With a short --join-timeout, a busy machine ended the launch at its first start. A rank that
+    is started by hand may be alone."""
+    seconds = itertools.count(0.0, 10.0)
+    clock = SimpleNamespace(monotonic=lambda: next(seconds))
+    monkeypatch.setattr(control_module, "time", clock)
+    monkeypatch.setattr(member_module, "Spare", lambda _: PlayedSpare([]))
+    address = Address("127.0.0.1", free_ports(1)[0])
+    cluster = Cluster(1, 2, ("h",) * 2, address, "secret", leash)
+    config = ServeConfig(model=Path("."), join_timeout=30.0, load_timeout=1e6)
+    running = asyncio.create_task(run_member(config, cluster, {}))
+    if leash is None:
+        with pytest.raises(ClusterError, match="within 30 s"):
+            await running
+        return
+    await asyncio.wait({running}, timeout=1.0)
+    rank_0 = ControlServer(Identity(0, 2, "secret", {}, 1), lambda *_: None)
+    await rank_0.listen(address)
+    async with asyncio.timeout(60):
+        while not rank_0.joined:
+            await asyncio.sleep(0.01)
+    await rank_0.close()
+    await running

@@ -47,7 +47,8 @@ class Engine:
         view: StartView,
     ) -> None:
         self._config = config
-        self._lifecycle = Lifecycle(config, cluster.hosts, facts)
+        is_launched = cluster.leash is not None
+        self._lifecycle = Lifecycle(config, cluster.hosts, facts, is_launched=is_launched)
         num_shards = config.num_shards or 1
         num_stages = cluster.num_ranks // num_shards
         # The parts refer to each other, so some are looked up when they are first needed.

@@ -46,33 +46,25 @@ from serve.parent.control import Gone, Joined
 from serve.parent.restarts import Judgement, Restarts, better_reason, may_pass, reason_seconds
 
 WATCH_SECONDS = 0.5
-# Without a sign of a parent, which waits until its engine leaves its ring or ends (15 s, see
-# serve.parent.engine), and starts another one. While the engine computes, the parent sends signs.
-RENEW_SECONDS = 20.0
 
 
 class Lifecycle(Machine):
-    """The life cycle of the engines of all ranks. hosts has the host of each rank; facts are those
-    of rank 0."""
+    """The life cycle of the engines of all ranks. The arguments are those of Machine."""
 
     def __init__(
         self,
         config: ServeConfig,
         hosts: Sequence[str],
         facts: dict[str, str],
+        *,
+        is_launched: bool = False,
     ) -> None:
-        super().__init__(config, hosts, facts)
+        super().__init__(config, hosts, facts, is_launched=is_launched)
         self.recovery_seconds = 0.0
         self._plans: dict[tuple[int, ...], list[StagePlan] | PlanError] = {}
         self._tried: tuple[int, ...] = ()  # the ranks of the latest plan
         self._settled: tuple[int, ...] = ()  # the latest ring with room for keys and values
         self._restarts = Restarts(config.max_restarts, config.restart_window)
-        # For how many seconds a state may last without progress of any stage.
-        self._patience = {
-            State.STARTING: RENEW_SECONDS,
-            State.JOINING: config.join_timeout,
-            State.LOADING: config.load_timeout,
-        }
         self._reason: BrigadeError | None = None
         self._has_engine = False
         self.has_worked = False
@@ -224,7 +216,7 @@ class Lifecycle(Machine):
         self._do(actions.ShowProgress(stage.rank))
         if self.state in events.AWAITED:
             # The time counts from the last progress of any stage: a download may take hours.
-            self.deadline = self._now + self._patience[self.state]
+            self.deadline = self._now + self._patience_seconds
             self._check_stages()
 
     def _on_left(self, stage: StageStatus, left: Left) -> None:
@@ -412,7 +404,11 @@ class Lifecycle(Machine):
         if self.missing:  # A rank was lost while others were planned with.
             self._gather()
             return
-        self._enter(State.STARTING, self._patience[State.STARTING])
+        self._await_stages(State.STARTING)
+
+    def _await_stages(self, state: State) -> None:
+        self._enter(state)
+        self.deadline = self._now + self._patience_seconds
         self._check_stages()
 
     def _check_stages(self) -> None:
@@ -422,8 +418,7 @@ class Lifecycle(Machine):
             case State.STARTING:
                 self._give_orders()
             case State.JOINING:
-                self._enter(State.LOADING, self._patience[State.LOADING])
-                self._check_stages()
+                self._await_stages(State.LOADING)
             case State.LOADING:
                 self._on_loaded()
             case _:
@@ -446,12 +441,13 @@ class Lifecycle(Machine):
             self._renew(ClusterError("The new layout has shards: all engines are replaced."))
             return
         plans = self._plans_of_stages()
-        self._enter(State.JOINING, self._patience[State.JOINING])
+        self._await_stages(State.JOINING)
         self._do(actions.GiveOrders(plans))
 
     def _on_late(self) -> None:
-        stage = self._late_stages()[0]
-        error = self._no_progress(stage, self._patience[self.state])
+        # The others may only be waiting for an engine that still starts.
+        stage = min(self._late_stages(), key=lambda stage: stage.state != "starting")
+        error = self._no_progress(stage, self._patience_seconds)
         # A parent that does not react has to join again.
         does_not_react = stage.state in ("renewing", "leaving")
         self._fault(error)

@@ -17,18 +17,26 @@ from serve.front.pipeline.status import StageStatus
 from serve.parent.restarts import Judgement
 from serve.parent.roster import Roster
 
+# Without a sign of a parent, which waits until its engine leaves its ring or ends (15 s, see
+# serve.parent.engine), and starts another one. While the engine computes, the parent sends signs.
+RENEW_SECONDS = 20.0
+
 
 class Machine:
     """A state machine. `deadline` is the time at which `Ticked` is due, or None. `number` counts
-    the lives before this one. hosts has the host of each rank; facts are those of rank 0."""
+    the lives before this one. hosts has the host of each rank; facts are those of rank 0.
+    is_launched says that `brigade launch` has started the ranks."""
 
     def __init__(
         self,
         config: ServeConfig,
         hosts: Sequence[str],
         facts: dict[str, str],
+        *,
+        is_launched: bool = False,
     ) -> None:
         self._config = config
+        self._is_launched = is_launched
         self.roster = Roster(facts)
         self.ranks = [StageStatus(rank, host) for rank, host in enumerate(hosts)]
         self.stages = list(self.ranks)  # of the ranks that take part, in order
@@ -72,9 +80,13 @@ class Machine:
     def _return_terms(self) -> tuple[float, str]:
         """The time in seconds for which ranks are awaited, and its flag. Without --replan, lost
         ranks are awaited for longer, because no other rank can take their place."""
-        if self.number and not self._config.replan:
-            return self._config.return_timeout, "--return-timeout"
-        return self._config.join_timeout, "--join-timeout"
+        config = self._config
+        if not self.number:
+            seconds = config.start_patience(is_launched=self._is_launched)
+            return seconds, "--load-timeout" if seconds > config.join_timeout else "--join-timeout"
+        if config.replan:
+            return config.join_timeout, "--join-timeout"
+        return config.return_timeout, "--return-timeout"
 
     @property
     def _can_stay(self) -> bool:
@@ -132,6 +144,18 @@ class Machine:
             f"Ranks {self.missing} did not join within {seconds:g} s: look at their logs ({flag})."
         )
 
+    @property
+    def _patience_seconds(self) -> float:
+        """For how many seconds the state may last without progress of any stage. The ring can only
+        form when every engine has imported MLX and said that it joins."""
+        match self.state:
+            case State.STARTING:
+                return RENEW_SECONDS
+            case State.JOINING if not any(stage.state == "starting" for stage in self.stages):
+                return self._config.join_timeout
+            case _:
+                return self._config.load_timeout
+
     def _no_progress(self, stage: StageStatus, seconds: float) -> ClusterError:
         """Returns the error for a stage without progress. seconds is how long it has had none."""
         _, what = events.AWAITED[self.state]
@@ -171,12 +195,11 @@ class Machine:
         return [stage for stage in self.stages if stage.state not in states]
 
     def _plans_of_stages(self) -> tuple[StagePlan, ...]:
-        """Returns the plan of each stage, and notes that all of them are joining."""
+        """Returns the plan of each stage, and notes the processes of their parents."""
         plans: list[StagePlan] = []
         for stage in self.stages:
             assert stage.plan is not None
             plans.append(stage.plan)
-            stage.state = "joining"
             if stage.rank in self.roster.joined:
                 stage.pid = self.roster.joined[stage.rank].pid
         return tuple(plans)

@@ -86,7 +86,8 @@ def order(
         copies=copies,
         layers=stage.layers,
         kv_bits=config.kv_bits,
-        join_timeout=config.join_timeout,
+        # Other engines may still be importing MLX.
+        join_timeout=config.load_timeout + config.join_timeout,
         num_shards=stage.num_shards,
         prefix_dir=prefix_dir,
         prefix_bytes=prefix_bytes[0],

@@ -103,7 +103,13 @@ class PlayedCluster:
     """min_ranks are what the model needs, by plan; roomy_ranks are what its caches need."""
 
     def __init__(
-        self, seed: int, num_ranks: int = 3, min_ranks: int = 1, roomy_ranks: int = 1, **flags: Any
+        self,
+        seed: int,
+        num_ranks: int = 3,
+        min_ranks: int = 1,
+        roomy_ranks: int = 1,
+        is_launched: bool = False,
+        **flags: Any,
     ) -> None:
         settings: dict[str, Any] = {
             "max_restarts": 10**6,
@@ -119,7 +125,8 @@ class PlayedCluster:
         self.chance = random.Random(seed)
         self.can_rewind = seed % 2 == 0
         self.now = 1000.0
-        self.lifecycle = Lifecycle(config, ["h"] * num_ranks, FACTS)
+        hosts = ["h"] * num_ranks
+        self.lifecycle = Lifecycle(config, hosts, FACTS, is_launched=is_launched)
         self.requests = Requests(
             config,
             num_ranks,
@@ -135,6 +142,7 @@ class PlayedCluster:
         self.parents: dict[int, PlayedParent] = {}
         self.facts: dict[int, dict[str, str]] = {}  # of ranks with others than rank 0's
         self.absent: set[int] = set()
+        self.import_seconds: dict[int, float] = {}  # until a rank's next engine reads its order
         self.forgotten: list[tuple[int, bool]] = []
         self.asked: list[Asked] = []
         self.links: list[Link | None] = []  # of the plans that were asked for
@@ -397,6 +405,9 @@ class PlayedCluster:
         if engine is None or not engine.runs or engine is not self.engine_of(engine.rank):
             return
         if engine.rank and self.parents[engine.rank].life != life:
+            return
+        if seconds := self.import_seconds.pop(engine.rank, 0.0):
+            self.after(seconds, lambda: self.obey(engine, life, ring, positions))
             return
         assert engine.order is None, "an engine that has an order gets another one"
         num_shards = self.lifecycle.num_shards

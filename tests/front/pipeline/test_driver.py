@@ -27,7 +27,7 @@ from serve.core.errors import (
 )
 from serve.core.plan import KvRoom
 from serve.core.types import Event, Sampling
-from serve.front.pipeline import lifecycle as lifecycle_module
+from serve.front.pipeline import machine as machine_module
 from serve.front.pipeline.engine import Engine
 from serve.front.pipeline.events import State
 from serve.front.pipeline.interface import Prompt
@@ -337,7 +337,7 @@ async def test_engines_that_compute_for_long_stay(monkeypatch: pytest.MonkeyPatc
     """They can leave their ring only when the step is done."""
     monkeypatch.setattr(engine_module, "_LEAVE_SECONDS", 0.4)
     monkeypatch.setattr(member_module, "_SIGN_SECONDS", 0.2)
-    monkeypatch.setattr(lifecycle_module, "RENEW_SECONDS", 0.6)
+    monkeypatch.setattr(machine_module, "RENEW_SECONDS", 0.6)
     monkeypatch.setenv("LEAVE_SECONDS", "1.5")
     async with cluster() as engine:
         await ready(engine)

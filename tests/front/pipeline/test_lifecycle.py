@@ -264,6 +264,42 @@ def test_missing_ranks_are_named() -> None:
     cluster.absent.add(2)
     cluster.run(60)
     assert "Ranks [2] did not join within 5 s" in str(cluster.failure)
+    assert "(--join-timeout)" in str(cluster.failure)
+
+
+def test_a_rank_that_was_launched_may_take_longer_to_start_than_to_return() -> None:
+    """A busy machine ended the launch, when --join-timeout was short for the sake of --replan."""
+    cluster = PlayedCluster(0, is_launched=True, join_timeout=5.0, load_timeout=20.0)
+    cluster.absent.add(2)
+    cluster.run(15)
+    cluster.absent.clear()
+    cluster.join(2)
+    assert cluster.run(60, lambda: cluster.lifecycle.is_working)
+    assert cluster.lifecycle.number == 0
+
+
+def test_a_rank_that_was_launched_and_never_joins_is_named() -> None:
+    cluster = PlayedCluster(0, is_launched=True, join_timeout=5.0, load_timeout=20.0)
+    cluster.absent.add(2)
+    cluster.run(60)
+    assert "Ranks [2] did not join within 20 s" in str(cluster.failure)
+    assert "(--load-timeout)" in str(cluster.failure)
+
+
+def test_an_engine_may_import_mlx_for_longer_than_the_ring_may_take_to_form() -> None:
+    """On a busy machine every engine was replaced before it had imported MLX."""
+    cluster = PlayedCluster(0, join_timeout=5.0, load_timeout=20.0)
+    cluster.import_seconds = {1: 15.0}
+    assert cluster.run(60, lambda: cluster.lifecycle.is_working)
+    assert cluster.lifecycle.number == 0
+
+
+def test_an_engine_that_never_says_that_it_joins_is_named() -> None:
+    cluster = PlayedCluster(0, join_timeout=5.0, load_timeout=20.0)
+    cluster.import_seconds = {1: 1000.0}
+    cluster.run(60, lambda: cluster.lifecycle.number > 0)
+    line = next(line for line in cluster.logged if "event=recovering" in line)
+    assert "Rank 1 on h did not join the ring: it made no progress for 20 s" in line
 
 
 def test_a_fault_that_no_engine_can_mend_ends_the_cluster_at_once() -> None:
