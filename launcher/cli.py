@@ -117,11 +117,11 @@ def launch(flags: argparse.Namespace) -> int:
         if flags.cwd or flags.ssh:
             raise UsageError("--cwd and --ssh are for --hostfile: leave them out with -n.")
         num_ranks = check_num_ranks(flags.num_ranks)
-        times = check_words(flags.command, num_ranks)
+        terms = check_words(flags.command, num_ranks)
         environment = {**os.environ, **environment}
         check_before([host_facts(None, [])], environment)
         ranks = local_ranks(command, num_ranks, environment)
-        return keep(flags.command, [HOST] * num_ranks, ranks, times)
+        return keep(flags.command, [HOST] * num_ranks, ranks, terms)
     hostfile = read_hostfile(flags.hostfile)
     # The model's files can be checked only if a rank runs on this machine.
     here = next((rank for rank, host in enumerate(hostfile.hosts) if host.is_local), None)
@@ -129,7 +129,7 @@ def launch(flags: argparse.Namespace) -> int:
         num_here = None
     else:
         num_here = len(hostfile.hosts)
-    times = check_words(flags.command, num_here, here or 0)
+    terms = check_words(flags.command, num_here, here or 0)
     serves = flags.command[0] == "serve"
     with connected(hostfile.hosts, ssh_access(flags), write_line, serves=serves) as connections:
         environment = {
@@ -138,8 +138,8 @@ def launch(flags: argparse.Namespace) -> int:
             **environment,
         }
         check_before(on_each(connections, ask), environment)
-        ranks = remote_ranks(connections, command, environment, times.drain_seconds)
-        return keep(flags.command, [h.ssh for h in hostfile.hosts], ranks, times)
+        ranks = remote_ranks(connections, command, environment, terms.drain_seconds)
+        return keep(flags.command, [h.ssh for h in hostfile.hosts], ranks, terms)
 
 
 def check_alone(flags: argparse.Namespace) -> None:
@@ -159,14 +159,16 @@ def check_alone(flags: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """The seconds that ranks may take to end, and to reach rank 0."""
+class Terms:
+    """What the program's flags mean for the launcher: the seconds that ranks may take to end and to
+    reach rank 0, and whether rank 0 goes on without another rank."""
 
     drain_seconds: float = DRAIN_SECONDS
     join_seconds: float = 0.0
+    replans: bool = False
 
 
-def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> Times:
+def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> Terms:
     """Checks the words after `--` once, before any rank starts. With num_ranks it also checks them
     against the model and the files of that rank's host. Raises BrigadeError."""
     if words[0] == "fine-tune":
@@ -174,7 +176,7 @@ def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> T
 
         if num_ranks is not None:
             check_fine_tune(words[1:], num_ranks, rank)
-        return Times(join_seconds=TRAINING_JOIN_SECONDS)
+        return Terms(join_seconds=TRAINING_JOIN_SECONDS)
     from serve.cli.flags import parse
     from serve.cli.main import check
     from serve.core.config import ServeConfig
@@ -183,29 +185,29 @@ def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> T
         config = parse(ServeConfig, words[1:], "brigade serve", "")
     else:
         config, _ = check(words[1:], num_ranks)
-    # Ranks above 0 wait as long as rank 0 may take to fetch the small files of a hub model.
-    if config.hub_id:
-        join_seconds = config.load_timeout
-    else:
-        join_seconds = config.join_timeout
-    return Times(config.drain_timeout + END_SECONDS, join_seconds)
+    return Terms(
+        config.drain_timeout + END_SECONDS,
+        config.start_patience(is_launched=True),
+        config.replan,
+    )
 
 
 def keep(
     words: Sequence[str],
     hosts: Sequence[str],
     ranks: AbstractContextManager[list[Start]],
-    times: Times,
+    terms: Terms,
 ) -> int:
-    with recorded(words, hosts, times.drain_seconds) as record:
+    with recorded(words, hosts, terms.drain_seconds) as record:
         supervisor = Supervisor(
             ranks,
             write_line,
-            times.drain_seconds,
+            terms.drain_seconds,
             record,
             MAX_RESTARTS,
-            words[0] == "serve",
-            times.join_seconds,
+            serves=words[0] == "serve",
+            replans=terms.replans,
+            join_seconds=terms.join_seconds,
         )
         return supervisor.run()
 

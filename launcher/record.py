@@ -77,6 +77,10 @@ class Record(Observer):
         state = self._launch.state if comes_back else "ending"
         self._save(ranks={**self._launch.ranks, str(rank): how}, state=state)
 
+    def left_out(self, rank: int, code: int) -> None:
+        how = f"ended with {code}, left out"
+        self._save(ranks={**self._launch.ranks, str(rank): how})
+
     def _save(self, **changes: Any) -> None:
         """Updates the file. On a full disk the file stays incomplete, and the ranks go on."""
         with self._lock, suppress(OSError):

@@ -2,13 +2,16 @@
 
     running ── a rank ended with 0 ──> waiting ── 5 s ──┐
        │                                  │             │
-       ├── a rank failed, or a signal ────┴─────────────┴──> ending ── 3 s (12 s after a signal),
+       ├── a rank failed, or a signal ────┴─────────────┴──> ending ── --drain-timeout and 7 s,
                                                                or a second signal ──> killed
 
 While running, a rank above 0 that was lost is started again, some times; where that fails, such
 as on a host that boots, it is tried until rank 0 gives up waiting. Rank 0 is started again only if
 it asks for that by its exit code. A suspended rank does not end: rank 0 writes a line when
 it hears nothing of one, which is then killed here.
+
+If a server replans, its other ranks can take over the layers of a rank above 0. Once the server
+has been ready, a rank that is lost too often, or fails by itself, is left out, and no other ends.
 
 One thread a rank reads its output and one waits for its end; they and the signal handlers put
 events into one queue, and `run` sleeps on that queue. Knows no HTTP, no MLX and no command line.
@@ -28,6 +31,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic
 from types import FrameType
+from typing import TypeAlias
 
 from launcher.command import exit_code
 from launcher.process import Process, Start
@@ -35,7 +39,6 @@ from serve.core.errors import RETURN_EXIT_CODE, ClusterError
 from serve.core.restart_window import RestartWindow
 
 FOLLOW_SECONDS = 5.0  # how long the others may go on after one rank has ended with code 0
-GRACE_SECONDS = 3.0  # how long a rank may take to end by itself when another failed
 END_SECONDS = 7.0  # how long a rank may take to end after a signal, besides --drain-timeout
 DRAIN_SECONDS = 5.0 + END_SECONDS
 GONE_SECONDS = 2.0  # how long a killed rank may take to disappear, on another host too
@@ -50,6 +53,12 @@ COLOURS = (36, 33, 35, 32, 34, 31)
 # What rank 0 logs about a rank whose parent does not answer. It matches whole lines, so that
 # nothing that a client sends can look like it.
 _SILENT = re.compile(r"[\d-]+ [\d:,]+ WARNING event=rank_silent rank=(\d+) pid=(\d+)")
+
+# What rank 0 of a server logs when it can answer, also as a whole line.
+_READY = re.compile(r"[\d-]+ [\d:,]+ INFO event=ready num_ranks=\d+ url=\S+")
+
+# Signals that ranks get as SIGTERM: of a terminal that is closed, and of its Ctrl-\.
+_AS_SIGTERM = (signal.SIGHUP, signal.SIGQUIT)
 
 # The one line in which a rank says why it ends.
 _ERROR = re.compile(r"brigade [a-z-]+: (.+)")
@@ -80,10 +89,18 @@ class Silent:
 
 
 @dataclass(frozen=True, slots=True)
+class Ready:
+    """Rank 0 has logged that the server is ready."""
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """Somebody asked the ranks to end: by a signal to this process, or (None) by calling stop."""
 
     signum: int | None
+
+
+Event: TypeAlias = Ended | Returned | Silent | Ready | Asked
 
 
 def write_line(line: str) -> None:
@@ -110,13 +127,17 @@ class Observer:
 
     def ended(self, rank: int, code: int, comes_back: bool) -> None: ...
 
+    def left_out(self, rank: int, code: int) -> None: ...
+
 
 class Supervisor:
     """One launch. `run` blocks until every rank has ended; `stop` may be called from any thread.
 
     ranks has the functions that start the ranks; its context outlives them. serves says that the
     program is a server: if a signal ends one of its ranks before the rank can handle signals, that
-    is a normal end. join_seconds is the time for which a rank tries to reach rank 0.
+    is a normal end. replans says that the server goes on without a rank above 0. join_seconds is
+    the time for which a rank tries to reach rank 0, and drain_seconds that for which one may take
+    to end.
     `ended` is set when `run` is done, and `interrupted` is the first signal that this process got.
     """
 
@@ -128,6 +149,7 @@ class Supervisor:
         observer: Observer | None = None,
         max_restarts: int = 0,
         serves: bool = False,
+        replans: bool = False,
         join_seconds: float = 0.0,
     ) -> None:
         self._ranks = ranks
@@ -136,7 +158,7 @@ class Supervisor:
         self._drain_seconds = drain_seconds
         self._write_lock = threading.Lock()
         self._colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-        self._events: queue.SimpleQueue[Ended | Returned | Silent | Asked] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._starts: Sequence[Start] = ()
         self._processes: dict[int, Process] = {}
         self._alive: set[int] = set()
@@ -145,6 +167,8 @@ class Supervisor:
         self._came_back_at: dict[int, float] = {}
         self._max_restarts = max_restarts
         self._serves = serves
+        self._replans = replans
+        self._has_been_ready = False
         self._early_seconds = EARLY_SECONDS + join_seconds
         self._losses: dict[int, RestartWindow] = {}
         self._ending = threading.Event()
@@ -202,7 +226,7 @@ class Supervisor:
 
     # --- events
 
-    def _next_event(self) -> Ended | Returned | Silent | Asked | None:
+    def _next_event(self) -> Event | None:
         """Waits for the next event; returns None if the deadline passes first."""
         if self._deadline is None:
             timeout = None
@@ -213,7 +237,7 @@ class Supervisor:
         except queue.Empty:
             return None
 
-    def _take(self, event: Ended | Returned | Silent | Asked | None) -> None:
+    def _take(self, event: Event | None) -> None:
         match event:
             case Ended():
                 self._rank_ended(event)
@@ -226,6 +250,8 @@ class Supervisor:
                     event.process.kill()
             case Silent():
                 self._replace(event)
+            case Ready():
+                self._has_been_ready = True
             case Asked(signum):
                 if signum is not None:
                     self._signalled(signum)
@@ -250,6 +276,9 @@ class Supervisor:
             comes_back = self._may_restart(rank, asks=returncode == RETURN_EXIT_CODE)
         else:
             comes_back = is_early
+        if not comes_back and self._is_dispensable(rank, code):
+            self._leave_out(rank, code, event.lost)
+            return
         self._observer.ended(rank, code, comes_back)
         if comes_back:
             self._returning.add(rank)
@@ -276,6 +305,21 @@ class Supervisor:
         elif self._state == "running":
             self._enter("waiting", FOLLOW_SECONDS)
 
+    def _is_dispensable(self, rank: int, code: int) -> bool:
+        """Whether the others go on without a rank that has ended and does not come back."""
+        goes_on = self._replans and self._has_been_ready and self._is_kept(rank)
+        return goes_on and rank > 0 and code != 0
+
+    def _leave_out(self, rank: int, code: int, is_lost: bool) -> None:
+        why = "it ended by itself"
+        if is_lost:
+            why = f"it was lost more than {self._max_restarts} times"
+            why += f" in {RESTART_WINDOW_SECONDS:g} s"
+        reason = f"{why}: rank 0 goes on without it (--replan), until the next launch"
+        self._observer.left_out(rank, code)
+        self._write_held(rank)
+        self._log(f"event=rank_left_out rank={rank} reason={json.dumps(reason)}", "WARNING")
+
     def _as_asked(self, returncode: int) -> bool:
         return bool(self._serves and self._forwarded and returncode == -self._forwarded)
 
@@ -297,13 +341,12 @@ class Supervisor:
         self.interrupted = self.interrupted or signum
         name = signal.Signals(signum).name
         if self._state in ("running", "waiting"):
-            # A terminal that is closed sends SIGHUP. Ranks get SIGTERM instead.
-            if signum == signal.SIGHUP:
+            if signum in _AS_SIGTERM:
                 forwarded = signal.SIGTERM
             else:
                 forwarded = signal.Signals(signum)
             self._forwarded = int(forwarded)
-            self._end_all(forwarded, name, self._drain_seconds)
+            self._end_all(forwarded, name)
         else:
             self._kill_all(f"a second {name}")
 
@@ -318,17 +361,12 @@ class Supervisor:
             self._code = self._code or exit_code(-signal.SIGKILL)
             self._state = "lost"
 
-    def _end_all(
-        self,
-        signum: signal.Signals,
-        reason: str,
-        grace_seconds: float = GRACE_SECONDS,
-    ) -> None:
+    def _end_all(self, signum: signal.Signals, reason: str) -> None:
         self._give_up_waiting()
         ranks = self._alive_text()
         quoted = json.dumps(reason)
         self._log(f"event=ending ranks={ranks} signal={signum.name} reason={quoted}")
-        self._enter("ending", grace_seconds)
+        self._enter("ending", self._drain_seconds)
         for rank in self._alive:
             self._processes[rank].signal(signum)
 
@@ -361,8 +399,9 @@ class Supervisor:
             yield
             return
         caught = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
-            caught.append(signal.SIGHUP)
+        for number in _AS_SIGTERM:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP under nohup
+                caught.append(number)
         before = [(signum, signal.signal(signum, forward)) for signum in caught]
         try:
             yield
@@ -442,6 +481,8 @@ class Supervisor:
     def _copy_output(self, rank: int, process: Process) -> None:
         prefix = self._prefix(rank)
         for line in process.lines():
+            if rank == 0 and _READY.fullmatch(line):
+                self._events.put(Ready())
             self._write_held(rank)
             error = _ERROR.fullmatch(line)
             if error:

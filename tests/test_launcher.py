@@ -10,10 +10,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+import psutil
 import pytest
 
 from launcher import cli
@@ -46,7 +48,7 @@ SLEEP = "print('up', flush=True)\ntime.sleep(60)\n"
 DEAF = "for s in (2, 15): signal.signal(s, signal.SIG_IGN)\n"
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -55,8 +57,10 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 def alive(pid: int) -> bool:
     """A zombie whose parent is not ours to mend counts as gone."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
-    return bool(state.stdout.strip()) and not state.stdout.strip().startswith("Z")
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Launch:
@@ -88,7 +92,7 @@ class Launch:
         wait_until(lambda: self.text.count(text) >= times)
         return self
 
-    def end(self, seconds: float = 15.0) -> tuple[int, float]:
+    def end(self, seconds: float = 60.0) -> tuple[int, float]:
         """The launcher's exit code and the seconds since `mark` or the start; nothing is left."""
         code = self.process.wait(timeout=seconds)
         took = time.monotonic() - self._begin
@@ -215,10 +219,13 @@ def test_only_what_serves_ends_well_by_a_signal_before_it_can_answer_one(
         assert launched.end()[0] == code
 
 
-def test_a_closed_terminal_ends_the_ranks(launch: Start) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGQUIT])
+def test_a_closed_terminal_and_its_quit_key_end_the_ranks(launch: Start, signum: int) -> None:
+    """SIGQUIT left the ranks to their leash, and the folder of the launch to the next one."""
     launched = launch(2, SLEEP).see("up", 2)
-    launched.process.send_signal(signal.SIGHUP)
+    launched.process.send_signal(signum)
     assert launched.end()[0] == 0
+    assert launched.text.count("signal=SIGTERM") == 1
 
 
 def test_under_nohup_a_closed_terminal_ends_nothing(
@@ -234,14 +241,15 @@ def test_under_nohup_a_closed_terminal_ends_nothing(
     assert launched.end()[0] == 0
 
 
-def test_a_second_signal_kills_at_once(launch: Start) -> None:
-    launched = launch(2, DEAF + SLEEP).see("up", 2).mark()
+def test_a_second_signal_kills_at_once(launch: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = LAUNCH.replace("drain_seconds=3.0", "drain_seconds=600.0")
+    monkeypatch.setattr(sys.modules[__name__], "LAUNCH", text)
+    launched = launch(2, DEAF + SLEEP).see("up", 2)
     launched.process.send_signal(signal.SIGINT)
     launched.see("event=ending")
     launched.process.send_signal(signal.SIGINT)
-    code, seconds = launched.end()
-    assert code == 137
-    assert seconds < 3
+    assert launched.end()[0] == 137
+    assert 'reason="a second SIGINT"' in launched.text
 
 
 @pytest.mark.long
@@ -507,6 +515,124 @@ def test_a_signal_while_a_rank_is_away_ends_everything(relaunch: Start) -> None:
     assert seconds < 2
 
 
+# What rank 0 of a server logs when it can answer.
+READY = "2026-11-22 19:00:00,000 INFO event=ready num_ranks=2 url=http://127.0.0.1:1"
+KILLED = "if rank == 1: os.kill(os.getpid(), 9)\n"
+
+
+def until_there(file: Path) -> str:
+    """The lines of a rank that waits for a file."""
+    return f"while not os.path.exists({str(file)!r}): time.sleep(0.02)\n"
+
+
+@pytest.fixture
+def replanned(
+    relaunch: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[[str], Launch]:
+    """As for `serve --replan`: two ranks, of which rank 1 runs a program once rank 0 was ready."""
+    text = LAUNCH.replace("serves=True", "serves=True, replans=True")
+    monkeypatch.setattr(sys.modules[__name__], "LAUNCH", text)
+    mark = tmp_path / "ready"
+
+    def start(program: str) -> Launch:
+        begin = f"if rank == 0: print({READY!r}, flush=True)\n{until_there(mark)}"
+        launched = relaunch(2, begin + program).see("event=ready")
+        mark.touch()
+        return launched
+
+    return start
+
+
+def test_a_server_that_replans_goes_on_without_a_rank_that_is_lost_again_and_again(
+    replanned: Callable[[str], Launch],
+) -> None:
+    """The other ranks were ended, and with them the answers of all clients."""
+    launched = replanned(KILLED + SLEEP).see("event=rank_left_out rank=1")
+    assert launched.text.count("event=rank_started rank=1") == 3
+    assert "event=ending" not in launched.text
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+    assert "event=ending ranks=0 " in launched.text
+
+
+def test_a_server_that_replans_goes_on_without_a_rank_that_ends_by_itself(
+    replanned: Callable[[str], Launch],
+) -> None:
+    launched = replanned(f"if rank == 1: sys.exit('brigade serve: no disk')\n{SLEEP}")
+    launched.see("event=rank_left_out rank=1")
+    assert "[rank 1] brigade serve: no disk" in launched.text
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 0
+
+
+def test_a_server_that_replans_ends_with_its_rank_0(replanned: Callable[[str], Launch]) -> None:
+    assert replanned(f"if rank == 0: sys.exit(6)\n{SLEEP}").end()[0] == 6
+
+
+def test_when_rank_0_gives_up_after_another_rank_its_own_reason_is_the_last_line(
+    replanned: Callable[[str], Launch], tmp_path: Path
+) -> None:
+    """As one does whose model does not fit without the other."""
+    ends = "sys.exit('brigade serve: No other rank came in time')"
+    launched = replanned(f"{KILLED}{until_there(tmp_path / 'end')}{ends}")
+    launched.see("event=rank_left_out rank=1")
+    (tmp_path / "end").touch()
+    assert launched.end()[0] == 1
+    last = launched.text.splitlines()[-1]
+    assert last.endswith('event=failed rank=0 code=1 reason="No other rank came in time"')
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        (KILLED, 137),
+        ("if rank == 1: sys.exit(3)\n", 3),
+        # Only rank 0 is believed, and only a whole line.
+        (f"if rank == 1: print({READY!r}, flush=True)\n{KILLED}", 137),
+        (f"if rank == 0: print('request', {READY!r}, flush=True)\n{KILLED}", 137),
+    ],
+)
+def test_a_server_that_replans_and_was_not_ready_ends_with_a_rank_that_fails(
+    relaunch: Start, monkeypatch: pytest.MonkeyPatch, program: str, code: int
+) -> None:
+    """No rank has shown yet that the model can be served."""
+    text = LAUNCH.replace("serves=True", "serves=True, replans=True")
+    monkeypatch.setattr(sys.modules[__name__], "LAUNCH", text)
+    launched = relaunch(2, program + SLEEP)
+    assert launched.end()[0] == code
+    assert "event=rank_left_out" not in launched.text
+
+
+def test_a_failed_rank_leaves_the_others_the_time_of_a_drain(tmp_path: Path) -> None:
+    """They were killed after 3 s, in the middle of answers."""
+    asked, finish = tmp_path / "asked", tmp_path / "finish"
+    program = f"""
+signal.signal(signal.SIGTERM, lambda *_: open({str(asked)!r}, "w").close())
+print("up", flush=True)
+if rank == 1:
+    {until_there(tmp_path / "fail")}
+    sys.exit(7)
+{until_there(finish)}
+print("drained")
+"""
+    lines: list[str] = []
+    ranks = local_ranks([sys.executable, "-c", RANK + program], 2)
+    supervisor = Supervisor(ranks, lines.append, drain_seconds=600.0, serves=True)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(supervisor.run)
+        try:
+            wait_until(lambda: lines.count("[rank 0] up") == 1)
+            (tmp_path / "fail").touch()
+            wait_until(asked.exists)
+            assert supervisor._deadline is not None
+            assert supervisor._deadline - time.monotonic() > 300
+        finally:
+            finish.touch()
+            (tmp_path / "fail").touch()
+        assert running.result(60) == 7
+    assert "[rank 0] drained" in lines
+
+
 SILENT = """
 def tell(rank, pid):
     print(f"2026-11-22 19:00:00,000 WARNING event=rank_silent rank={rank} pid={pid}", flush=True)
@@ -566,8 +692,8 @@ def test_a_rank_that_rank_0_does_not_mean_is_left_alone(relaunch: Start, says: s
 def test_a_rank_that_is_not_told_that_rank_0_has_drained_is_no_failure(
     launch: Start, monkeypatch: pytest.MonkeyPatch, other: str, code: int
 ) -> None:
-    seconds = "supervisor.FOLLOW_SECONDS = supervisor.GRACE_SECONDS = 0.5"
-    text = f"from launcher import supervisor\n{seconds}\n{LAUNCH}"
+    text = f"from launcher import supervisor\nsupervisor.FOLLOW_SECONDS = 0.5\n{LAUNCH}"
+    text = text.replace("drain_seconds=3.0", "drain_seconds=0.5")
     monkeypatch.setattr(sys.modules[__name__], "LAUNCH", text)
     launched = launch(2, f"if rank == 0: sys.exit(0)\ntime.sleep(0.3)\n{other}")
     assert launched.end()[0] == code
@@ -757,10 +883,8 @@ def test_waiting_costs_no_processor_time(launch: Start) -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    if not Path("/proc/self/stat").exists():
-        pytest.skip("needs /proc")
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
 
 
 # --- the command line

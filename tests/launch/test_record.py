@@ -100,6 +100,15 @@ time.sleep(60)
 """
 
 
+def test_a_rank_that_is_left_out_does_not_end_its_launch() -> None:
+    with recorded(["serve"], ["127.0.0.1", "studio"], 0.0) as record:
+        record.started(1, 7)
+        record.said(0, "x INFO event=ready")
+        record.left_out(1, 137)
+        launch = the_only()
+    assert (launch.state, launch.ranks["1"]) == ("ready", "ended with 137, left out")
+
+
 START = ("starting", "")
 
 
