@@ -49,8 +49,8 @@ class Restarts:
     ) -> float:
         """Returns the seconds that the next engines have to wait. was_ready says whether the
         engines with the fault had become ready. num_explained faults, including this one, were
-        caused by a request that is given up, and do not count. Raises the error for which the
-        cluster has to end."""
+        caused by a request that is given up, or by a rank without which the others go on, and do
+        not count. Raises the error for which the cluster has to end."""
         if not may_pass(fault):
             raise fault
         self._ready_seconds = 0.0

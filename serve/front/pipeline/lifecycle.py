@@ -536,12 +536,15 @@ class Lifecycle(Machine):
         self.deadline = None
         if judgement.is_probing or judgement.num_explained is None:
             return
+        num_explained = judgement.num_explained
+        if self._config.replan and self.has_worked and self.missing:
+            num_explained = max(1, num_explained)  # A lost rank, which the others can do without.
         try:
             self._pause_seconds = self._restarts.wait_seconds(
                 reason,
                 judgement.was_working,
                 self._now,
-                judgement.num_explained,
+                num_explained,
             )
         except BrigadeError as error:
             self._fail(error)

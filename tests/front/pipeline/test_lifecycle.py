@@ -259,6 +259,20 @@ def test_a_rank_that_comes_again_with_other_versions_stays_out() -> None:
     assert 1 in cluster.lifecycle.roster.joined
 
 
+@pytest.mark.parametrize("replan", [True, False])
+def test_with_replan_a_rank_that_is_lost_again_and_again_ends_nobody_else(replan: bool) -> None:
+    """Rank 0 gave up after --max-restarts, although the others could do without that rank."""
+    cluster = begun(replan=replan, max_restarts=3)
+    for _ in range(8):
+        cluster.disconnect(1, "Rank 1 is gone.", back_seconds=1.0)
+        cluster.run(30, lambda: cluster.lifecycle.is_working)
+    if replan:
+        assert cluster.failure is None
+        assert cluster.lifecycle.number == 8
+    else:
+        assert "The engines were restarted 3 times" in str(cluster.failure)
+
+
 def test_missing_ranks_are_named() -> None:
     cluster = PlayedCluster(0, join_timeout=5.0)
     cluster.absent.add(2)
