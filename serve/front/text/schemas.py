@@ -18,9 +18,17 @@ Kind = TypeVar("Kind")
 # Stands for the schemas of all tools, among the keywords that a grammar does not enforce.
 TOOLS = "tools"
 
-# llguidance's options for a schema. Without a limit a model may write blanks forever. Keywords that
-# a grammar cannot express are left out, and oneOf is taken for anyOf; the check reports both.
-GUIDANCE: Any = {"whitespace_pattern": r"[ \n\t]{0,32}", "lenient": True, "coerce_one_of": True}
+# What JSON printers write between tokens: nothing, a blank, or a line end with an indentation. A
+# model that may write more blanks spends its tokens on them.
+WHITE_SPACE = r" |\n {0,16}"
+
+# llguidance's options for a schema. Keywords that a grammar cannot express are left out, and oneOf
+# is taken for anyOf; the check reports both.
+GUIDANCE: Any = {
+    "whitespace_pattern": f"({WHITE_SPACE})?",
+    "lenient": True,
+    "coerce_one_of": True,
+}
 
 # Keywords that hold schemas of values inside an object or array.
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")

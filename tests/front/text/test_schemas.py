@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from serve.front.text.schemas import (
     without_inexpressible_patterns,
 )
 from tests.front.api.test_structured import MODEL, accepts
+from tests.front.text.drawing import drawn, longest_white_space
 
 A = {"a": {"type": "integer"}}
 B = {"b": {"type": "integer"}}
@@ -152,6 +154,29 @@ def test_closed_leaves_every_schema_satisfiable(tokenizer: LLTokenizer) -> None:
         matcher = LLMatcher(tokenizer, of_schema(random_schema(rng)))
         assert not matcher.is_error(), matcher.get_error()
         assert any(matcher.compute_logit_bias())
+
+
+PRINTED = {"a": "x  y", "b": [1, {}], "c": {"d": [[], {"e": None}]}}
+
+
+@pytest.mark.parametrize("grammar_of", [of_schema, of_tool_schema])
+def test_white_space_is_what_json_printers_write(
+    grammar_of: Callable[[dict[str, Any]], str], tokenizer: LLTokenizer
+) -> None:
+    schema = {**OBJECT, "properties": {"a": {"type": "string"}, "b": {}, "c": OBJECT}}
+    for grammar in (grammar_of(OBJECT), grammar_of(schema)):
+        for indent in (None, 0, 1, 2, 4):
+            assert accepts(tokenizer, grammar, json.dumps(PRINTED, indent=indent)), indent
+        assert accepts(tokenizer, grammar, json.dumps(PRINTED, separators=(",", ":")))
+        for more in ("  ", "\n\n", " \n", "\t", "\n" + " " * 17):
+            assert not accepts(tokenizer, grammar, f'{{{more}"a": "x"}}'), more
+
+
+def test_random_objects_have_little_white_space(tokenizer: LLTokenizer) -> None:
+    """A model that is not sure writes blanks as long as it may."""
+    rng = random.Random(5)
+    texts = [drawn(tokenizer, of_schema({**random_schema(rng), **OBJECT}), rng) for _ in range(200)]
+    assert 1 <= max(map(longest_white_space, texts)) <= 17
 
 
 @pytest.mark.parametrize("param", ["tools", "response_format"])

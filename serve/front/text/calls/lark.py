@@ -4,11 +4,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from serve.front.text.schemas import GUIDANCE, closed, without_inexpressible_patterns
+from serve.front.text.schemas import GUIDANCE, WHITE_SPACE, closed, without_inexpressible_patterns
 
 _TEXT = "TEXT: /(.|\\n)*/"
 _MAX_BRANCHES = 1024
-_BLANK = "BLANK: /[ \\n\\t]{0,32}/"
+# Between marks some models write an empty line too, which many vocabularies have as one token.
+_BLANK = f"BLANK: /({WHITE_SPACE}|\\n\\n)?/"
 
 TokenId = Callable[[str], int | None]
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from serve.front.text.grammars import of_choice, of_grammar, of_schema
 from tests.cluster.random_tools import random_parameters
 from tests.front.text.dialects.answers import TOOLS, Json, calls_in, every_way
 from tests.front.text.dialects.test_families import ARGUMENTS, FAMILIES, families
+from tests.front.text.drawing import drawn, longest_white_space
 
 MODEL = Path(__file__).resolve().parents[4] / "examples" / "tiny-chat"
 
@@ -181,6 +183,32 @@ def test_forced_calls_are_in_the_dialects_own_format(
     if dialect.calls.end:
         assert accepts(tokenizer, forced, [call + "\n" + call])
         assert not accepts(tokenizer, single, [call + "\n" + call])
+
+
+# Without strings, which have blanks of their own.
+NUMBERS: Json = {
+    "type": "object",
+    "properties": {
+        "one": {"type": "integer"},
+        "two": {"type": "array", "items": {"type": "boolean"}},
+        "three": {"type": "object", "properties": {"a": {"type": "null"}}},
+    },
+    "required": ["one", "two", "three"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "minimax_m3"] + ["harmony"])
+def test_forced_calls_have_little_white_space(
+    name: str, tokenizer: LLTokenizer, added: dict[str, int]
+) -> None:
+    dialect = HARMONY if name == "harmony" else FAMILIES[name][0]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": NUMBERS}}]
+    grammar = text_of(replace(dialect, reasoning=None), tools, added, is_forced=True)
+    rng = random.Random(9)
+    texts = [drawn(tokenizer, grammar, rng) for _ in range(12)]
+    runs = map(longest_white_space, texts)
+    assert 1 <= max(runs) <= 17
 
 
 TWO_IN_A_SECTION = {
