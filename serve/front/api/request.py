@@ -138,6 +138,7 @@ class ToolUse:
             declared=tuple(self.declared),
             forced_tool=None if is_native else named,
             forces_calls=self.choice == "required" and not is_native,
+            demands_call=self.is_forced,
             names_tool=named is not None,
             is_parallel=self.allows_several,
             shows_thoughts=shows_thoughts,

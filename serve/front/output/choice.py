@@ -38,6 +38,11 @@ class Piece:
     is_first: bool
     stop_reason: str | int | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the model itself ended the answer with this piece."""
+        return self.finish_reason == "stop" and self.stop_reason is None
+
 
 class Choice:
     """One answer to prompt. continued are the tokens whose text it continues."""
@@ -105,13 +110,15 @@ class Choice:
             deltas.append(Begin(usage, tuple(prompt_scores)))
         deltas += self._splitter.feed(piece.text)
         if piece.finish_reason is not None:
-            deltas += self._splitter.finish(is_whole=piece.finish_reason == "stop")
-            deltas.append(End(self._reason(piece.finish_reason), piece.stop_reason, usage))
+            deltas += self._splitter.finish(is_whole=piece.is_whole)
+            deltas.append(End(self._reason(piece), piece.stop_reason, usage))
         return Update(number, tuple(deltas), piece.tokens, piece.scores)
 
-    def _reason(self, finish_reason: str) -> Reason:
-        if finish_reason != "stop":
+    def _reason(self, piece: Piece) -> Reason:
+        if piece.finish_reason != "stop":
             return "length"
+        if self._splitter.has_open_call and not piece.is_whole:
+            return "stop"
         return "tool_calls" if self._splitter.num_calls else "stop"
 
     def _stop_reason(self, event: Event) -> str | int | None:

@@ -25,9 +25,9 @@ class Splitting:
     """How the text of answers is split. Without reads_marks it is left as it is, as in
     completions, but for calls that a grammar enforces as JSON: one of forced_tool, or any if
     forces_calls. finds_calls says whether the model may call tools. is_thinking says that the
-    prompt ends in an open thought. declared are the request's tools as JSON. names_tool says that
-    the request demands one tool by its name. Calls after the first one are dropped unless
-    is_parallel."""
+    prompt ends in an open thought. declared are the request's tools as JSON. demands_call says that
+    the answer has to be a call, and names_tool that the request names its tool. Calls after the
+    first one are dropped unless is_parallel."""
 
     reads_marks: bool = False
     finds_calls: bool = False
@@ -35,6 +35,7 @@ class Splitting:
     declared: tuple[dict[str, Any], ...] = ()
     forced_tool: str | None = None
     forces_calls: bool = False
+    demands_call: bool = False
     names_tool: bool = False
     is_parallel: bool = True
     shows_thoughts: bool = True
@@ -62,12 +63,14 @@ class Splitting:
 
 
 class Splitter:
-    """Splits one answer. num_calls counts its calls so far, dropped ones too."""
+    """Splits one answer. num_calls counts its calls so far, dropped ones too. has_open_call says
+    that the last of them is not whole."""
 
     def __init__(self, rules: Splitting, dialect: Dialect) -> None:
         self._rules = rules
         self._reader = rules.reader(dialect)
         self.num_calls = 0
+        self.has_open_call = False
 
     @property
     def call_length(self) -> int | None:
@@ -81,8 +84,12 @@ class Splitter:
 
     def finish(self, is_whole: bool) -> Iterator[Part]:
         """Yields the deltas that were held back. is_whole says whether the answer ended by
-        itself."""
-        return self._shown(self._reader.finish(is_whole))
+        itself. Of a demanded call that is cut off before its name nothing is shown: what was held
+        back is no text."""
+        for part in self._shown(self._reader.finish(is_whole)):
+            is_cut_call = self._rules.demands_call and not is_whole and isinstance(part, Text)
+            if not is_cut_call:
+                yield part
 
     def _shown(self, read: Iterator[parts.Part]) -> Iterator[Part]:
         for part in read:
@@ -90,6 +97,9 @@ class Splitter:
                 continue
             if isinstance(part, parts.CallBegin):
                 self.num_calls += 1
+                self.has_open_call = True
+            elif isinstance(part, CallEnd):
+                self.has_open_call = False
             is_call = not isinstance(part, Text | Thought)
             if is_call and self.num_calls > 1 and not self._rules.is_parallel:
                 continue

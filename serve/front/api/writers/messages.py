@@ -81,10 +81,13 @@ class MessagesWriter:
             case CallBegin(id, name):
                 yield from self._begin({"type": "tool_use", "id": id, "name": name, "input": {}})
                 self._arguments = ""
+                self._block["input"] = _invalid("")
             case CallText(text):
                 self._arguments += text
+                self._block["input"] = _invalid(self._arguments)  # until the call is whole
                 yield self._delta("input_json_delta", "partial_json", text)
             case CallEnd():
+                self._block["input"] = _input(self._arguments)
                 yield from self._close()
             case End():
                 self._end(delta)
@@ -153,8 +156,6 @@ class MessagesWriter:
         if block["type"] == "thinking":
             block["signature"] = signature_of(self._thought, carries_it=self._omits_thoughts)
             yield self._delta("signature_delta", "signature", block["signature"])
-        elif block["type"] == "tool_use":
-            block["input"] = _input(self._arguments)
         yield self._event("stop")
 
     def _delta(self, type: str, field: str, value: str) -> Json:
@@ -166,14 +167,19 @@ class MessagesWriter:
 
 
 def _input(arguments: str) -> Json:
-    """Returns the arguments of a call as an object; its beginning, if the answer was cut. Text that
-    is not a JSON object is wrapped in one, as Anthropic advises."""
+    """Returns the arguments of a whole call as an object."""
     try:
-        read = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
+        read = from_json(arguments or "{}", allow_inf_nan=False)
         json.dumps(read, allow_nan=False)  # from_json takes 1e999 for inf.
     except ValueError:
         read = None
-    return read if isinstance(read, dict) else {"INVALID_JSON": arguments}
+    return read if isinstance(read, dict) else _invalid(arguments)
+
+
+def _invalid(arguments: str) -> Json:
+    """Returns an object around text that is not a JSON object, as Anthropic advises. A call that
+    was cut off has one too: the part that could be read would look like all of it."""
+    return {"INVALID_JSON": arguments}
 
 
 def _usage(tokens: TokenUsage) -> MessageUsage:

@@ -90,13 +90,15 @@ class ResponsesWriter:
                 pass  # Responses have no events for them.
 
     def finish(self) -> Iterator[Json]:
-        status = "incomplete" if self._is_cut else "completed"
+        status = "incomplete" if self._is_cut or self._has_open_call else "completed"
         if not self.response["output"] and self._defined is None:
             # The answer was empty, or cut before its call had a name: clients read the first item.
             yield from self._text("message", "")
         yield from self._end_items(status)
-        if self._is_cut:
-            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        if status == "incomplete":
+            # OpenAI has no reason for a call that a stop string or the model itself cuts off.
+            reason = "max_output_tokens" if self._is_cut else None
+            self.response["incomplete_details"] = {"reason": reason}
         self._end(status)
         yield self._about_all(status)
 
@@ -198,17 +200,23 @@ class ResponsesWriter:
             if fields is not None:
                 self._defined = None
                 yield from self._begin_item(f"{offered.kind}_call", call_id=call.id, **fields)
-        yield from self._end_items("completed")
+        yield from self._end_items("completed", "completed")
 
-    def _end_items(self, status: str) -> Iterator[Json]:
-        """Ends the item that is open. If the arguments of a defined tool do not fit the tool, its
-        call is written as a call of a function, so that the client sees all of it."""
+    @property
+    def _has_open_call(self) -> bool:
+        is_item = self._open is not None and self._open["type"] not in _TEXT
+        return is_item or self._defined is not None
+
+    def _end_items(self, status: str, call_status: str = "incomplete") -> Iterator[Json]:
+        """Ends the item that is open, which has call_status if it is a call. If the arguments of a
+        defined tool do not fit the tool, its call is written as a call of a function, so that the
+        client sees all of it."""
         if self._defined is not None:
             call, offered, texts = self._defined
             self._defined = None
             yield from self._begin_function(call, offered.name, None)
             yield from self._call_text("".join(texts))
-        yield from self._close(status)
+        yield from self._close(status, call_status)
 
     # --- items
 
@@ -223,16 +231,18 @@ class ResponsesWriter:
         self.response["output"].append(self._open)
         yield self._event("output_item.added", item=dict(self._open))
 
-    def _close(self, status: str) -> Iterator[Json]:
+    def _close(self, status: str, call_status: str = "incomplete") -> Iterator[Json]:
         if self._open is None:
             return
         item = self._open
+        if item["type"] not in _TEXT:
+            status = call_status
         match item["type"]:
             case "function_call":
                 done = {"arguments": item["arguments"], "name": item["name"]}
                 yield self._event("function_call_arguments.done", **done)
             case "custom_tool_call":
-                yield from self._close_input()
+                yield from self._close_input(status)
             case "message" | "reasoning":
                 yield from self._close_text(item)
             case _:
@@ -241,9 +251,10 @@ class ResponsesWriter:
         yield self._event("output_item.done", item=item)
         self._open = None
 
-    def _close_input(self) -> Iterator[Json]:
+    def _close_input(self, status: str) -> Iterator[Json]:
         assert self._input is not None
-        yield from self._input_text(self._input.finish())
+        if status == "completed":
+            yield from self._input_text(self._input.finish())
         self._input = None
         yield self._event("custom_tool_call_input.done", input=self._current["input"])
 

@@ -135,6 +135,7 @@ def _read_call(source: Source, names: Collection[str]) -> Generator[CallPart | N
         value = json.loads((yield from whole_value(source)))
         if key == "name":
             name = _checked_name(value, names)
+            source.named = CallBegin(name, id)
         elif key == "id" and isinstance(value, str):
             id = value
         if name is not None and waiting is not None:
@@ -144,7 +145,7 @@ def _read_call(source: Source, names: Collection[str]) -> Generator[CallPart | N
             waiting = None
     if name is None:
         raise ValueError("a call without a name")
-    if not has_arguments:
+    if not has_arguments and not source.is_cut:
         if names:
             raise ValueError("no arguments")
         yield CallBegin(name, id)

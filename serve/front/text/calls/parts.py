@@ -58,18 +58,23 @@ class CallReader(Protocol):
     def feed(self, text: str) -> Iterator[CallPart]:
         """Yields the parts that are certain. Raises ValueError if the text is not a call."""
 
-    def finish(self) -> Iterator[CallPart]:
-        """Yields the parts that were held back: the end mark came, or the answer ended. Raises
-        ValueError if the text is not a call."""
+    def finish(self, is_whole: bool = True) -> Iterator[CallPart]:
+        """Yields the parts that were held back: the end mark came, or the answer ended. Unless
+        is_whole, it was cut off: an open call stays open, and has no more than its name if that
+        was all that came. Raises ValueError if the text is not a call."""
 
 
 class Source:
     """Text that comes in pieces, as a reading function sees it: what is in `text` has come and
-    was not consumed. A reading function yields None where it needs more."""
+    was not consumed. A reading function yields None where it needs more. It sets `named` to a call
+    whose name is known, and which it yields later; the call is given out if the text is cut off
+    before."""
 
     def __init__(self) -> None:
         self.text = ""
         self.is_ended = False
+        self.is_cut = False
+        self.named: CallBegin | None = None
 
     def take(self, size: int) -> str:
         taken, self.text = self.text[:size], self.text[size:]
@@ -88,7 +93,14 @@ class Source:
     def name_until(self, mark: str) -> Generator[None, None, str]:
         """Reads a name: the text before the mark, which is consumed too. Raises ValueError if the
         mark never comes, or the text is no name."""
-        name = (yield from self.until(mark, MAX_NAME)).strip()
+        try:
+            name = (yield from self.until(mark, MAX_NAME)).strip()
+        except ValueError:
+            begun = overlap(self.text, mark)
+            if not self.is_cut or not begun:
+                raise
+            name = self.text[:-begun].strip()
+            self.text = ""
         if not name or any(character in name for character in "<>{}\n"):
             raise ValueError(f"{name[:80]!r} is not a name")
         return name
@@ -137,14 +149,24 @@ class PulledReader:
         self._source.text += text
         yield from self._run()
 
-    def finish(self) -> Iterator[CallPart]:
-        self._source.is_ended = True
-        yield from self._run()
+    def finish(self, is_whole: bool = True) -> Iterator[CallPart]:
+        source = self._source
+        source.is_ended = True
+        source.is_cut = not is_whole
+        try:
+            yield from self._run()
+        except ValueError:
+            if is_whole or source.named is None:
+                raise
+        if source.is_cut and source.named is not None:
+            yield source.named
 
     def _run(self) -> Iterator[CallPart]:
         for part in self._parts:
             if part is None:
                 return
+            if isinstance(part, CallBegin):
+                self._source.named = None
             yield part
 
 

@@ -188,7 +188,8 @@ def stream_text(
 ) -> Generator[CallText | None, None, bool]:
     """Reads the text before the end mark as a JSON string, given out as it is written. With
     strips_newline one line end at each side belongs to the marks. Returns whether the end mark
-    came; if not, the string is left open, so that it cannot be mistaken for a complete one."""
+    came; if not, the string is left open, so that it cannot be mistaken for a complete one. What
+    may be the beginning of an end mark is left out where the answer is cut off."""
     yield CallText('"')
     if strips_newline:
         while not source.text and not source.is_ended:
@@ -198,7 +199,8 @@ def stream_text(
     while (found := source.text.find(end)) < 0:
         if source.is_ended:
             rest = source.take(len(source.text))
-            yield CallText(_inside_quotes(rest))
+            if not source.is_cut:
+                yield CallText(_inside_quotes(rest))
             return False
         kept = max(overlap(source.text, held), overlap(source.text, end))
         text = source.take(len(source.text) - kept)

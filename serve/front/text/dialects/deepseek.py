@@ -84,6 +84,7 @@ def _read_section(source: Source) -> Reading:
         is_fenced = name == "function"
         if is_fenced:
             name = yield from source.name_until("\n")
+            source.named = CallBegin(name)
             yield from source.first_of(_FENCE)
         yield CallBegin(name)
         num_calls += 1

@@ -198,6 +198,8 @@ def _bare_word(source: Source) -> Generator[None, None, str]:
         found = _BARE.match(source.text)
         if not found:
             raise ValueError("no value")
+        if source.is_cut and found.end() == len(source.text):
+            raise ValueError("a word that was cut off")
         if found.end() < len(source.text) or source.is_ended:
             word = source.take(found.end())
             yield from source.skip_blanks()

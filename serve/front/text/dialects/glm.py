@@ -26,6 +26,7 @@ from serve.front.text.calls.values import Declared
 from serve.front.text.dialects.interface import Dialect, Reasoning
 
 _NAME = re.compile(r"[\w.:/-]+")
+_ENDED_NAME = re.compile(rf"{_NAME.pattern}(?=[\s<])")  # in a text that is cut off
 _KEY = "<arg_key>"
 _KEY_END = "</arg_key>"
 _VALUE = "<arg_value>"
@@ -77,8 +78,9 @@ def _read(declared: Declared, source: Source) -> Generator[CallPart | None, None
             return
         is_first = False
         has_arguments = bool((yield from source.first_of(_KEY)))
-    yield CallText("}")
-    yield CallEnd()
+    if not source.is_cut:
+        yield CallText("}")
+        yield CallEnd()
 
 
 def _name(source: Source) -> Generator[None, None, tuple[str, bool]]:
@@ -89,6 +91,9 @@ def _name(source: Source) -> Generator[None, None, tuple[str, bool]]:
             raise ValueError("a name that does not end")
         yield None
     name, key, source.text = source.text.partition(_KEY)
+    if source.is_cut and not key:
+        ended = _ENDED_NAME.match(name)
+        name = ended[0] if ended else ""
     name = name.strip()
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name[:80]!r} is not a name")

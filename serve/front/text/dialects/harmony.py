@@ -23,6 +23,7 @@ _RETURN = "<|return|>"
 _CONSTRAIN = "<|constrain|>"
 _ENDS = (_END, _CALL, _RETURN, _START)
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_ENDED_RECIPIENT = re.compile(rf"{_RECIPIENT.pattern}[\s<]")  # in a header that is cut off
 _NAMESPACE = "functions."
 
 
@@ -60,16 +61,15 @@ class HarmonyReader:
 
     def finish(self, is_whole: bool = True) -> Iterator[Part]:
         """Yields the parts that were held back. The token that ends a call also ends the answer,
-        and is not part of the text."""
+        and is not part of the text. The beginning of a mark is left out of a call that is cut
+        off."""
         text = self._take(len(self._text))
-        if not self._is_header:
+        if self._is_header:
+            yield from self._end_header(text, is_whole)
+        elif is_whole or not self._is_call:
             yield from self._given(text)
-            if self._is_call and is_whole:
+            if self._is_call:
                 yield CallEnd()
-        elif _is_content(text):
-            self._channel = "final"
-            self._is_call = False
-            yield from self._given(text)
         yield from self._inner.finish(is_whole)
 
     def _take(self, size: int) -> str:
@@ -95,6 +95,15 @@ class HarmonyReader:
         self._is_call = bool(name) and name != "assistant"
         if self._is_call:
             yield CallBegin(name.removeprefix(_NAMESPACE))
+
+    def _end_header(self, text: str, is_whole: bool) -> Iterator[Part]:
+        """Reads a header without a message: it was cut off, or is content."""
+        if not is_whole and _ENDED_RECIPIENT.search(text):
+            yield from self._begin_message(text)
+        elif _is_content(text):
+            self._channel = "final"
+            self._is_call = False
+            yield from self._given(text)
 
     def _given(self, text: str) -> Iterator[Part]:
         if not text:

@@ -19,6 +19,7 @@ from serve.front.text.dialects.interface import Dialect, Messages, Reasoning
 _BEGIN = "<|tool_call_begin|>"
 _END = "<|tool_call_end|>"
 _ARGUMENTS = "<|tool_call_argument_begin|>"
+_NAMESPACE = "functions."
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,8 @@ class KimiCalls:
 
     def grammar(self, tools: Tools, lark: Lark) -> str | None:
         calls = lark.choice(
-            f"{lark.mark(f'functions.{tool_name(tool)}:')} /[0-9]+/ BLANK {lark.mark(_ARGUMENTS)} "
-            f"{lark.json(parameters_of(tool))}"
+            f"{lark.mark(f'{_NAMESPACE}{tool_name(tool)}:')} /[0-9]+/ BLANK "
+            f"{lark.mark(_ARGUMENTS)} {lark.json(parameters_of(tool))}"
             for tool in tools
         )
         call = lark.rule(f"{lark.mark(_BEGIN)} BLANK {calls} BLANK {lark.mark(_END)}")
@@ -44,11 +45,14 @@ def _read(source: Source) -> Generator[CallPart | None, None, None]:
     while (yield from source.skip_blanks()):
         if num_calls or source.text[0] == "<":  # The mark of the first one may be missing.
             yield from source.first_of(_BEGIN)
-        id = yield from source.name_until(_ARGUMENTS)
-        name, colon, number = id.rpartition(":")
-        if not colon or not number.isdecimal():
+        begun = yield from source.name_until(":")
+        source.named = CallBegin(begun.removeprefix(_NAMESPACE))
+        rest = yield from source.name_until(_ARGUMENTS)
+        id = f"{begun}:{rest}"
+        name, _, number = id.rpartition(":")
+        if not number.isdecimal():
             raise ValueError(f"{id[:80]!r} is not the id of a call")
-        yield CallBegin(name.removeprefix("functions."), id)
+        yield CallBegin(name.removeprefix(_NAMESPACE), id)
         num_calls += 1
         yield from stream_arguments(source)
         if not (yield from source.first_of(_END)):

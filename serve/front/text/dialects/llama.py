@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from serve.front.text.calls.parts import (
 from serve.front.text.dialects.interface import Dialect
 
 _MAX_CALL = 1 << 16  # characters of calls in Python's syntax: they are read as a whole
+_PYTHON_NAME = re.compile(r"\[?\s*([\w.]+)\(")
 _LITERALS = {"true": True, "false": False, "null": None}
 
 
@@ -54,6 +56,9 @@ def _read(names: frozenset[str], source: Source) -> Generator[CallPart | None, N
         if len(source.text) > _MAX_CALL:
             raise ValueError("a call that is too long")
         yield None
+    found = _PYTHON_NAME.match(source.text)
+    if found and found[1] in names:
+        source.named = CallBegin(found[1])
     yield from _python_calls(source.take(len(source.text)))
 
 

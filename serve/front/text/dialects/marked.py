@@ -69,10 +69,16 @@ class ListedCallsReader(PlainReader):
         self._failed = False
 
     def feed(self, delta: str) -> Iterator[Part]:
+        yield from self._read(self._calls.feed(delta))
+
+    def finish(self, is_whole: bool = True) -> Iterator[Part]:
+        yield from self._read(self._calls.finish(is_whole))
+
+    def _read(self, parts: Iterator[CallPart]) -> Iterator[Part]:
         if self._failed:
             return
         try:
-            yield from self._calls.feed(delta)
+            yield from parts
         except (ValueError, RecursionError) as error:
             self._failed = True
             _logger.info("event=tool_call_not_understood error=%s", type(error).__name__)
@@ -153,7 +159,7 @@ class MarkedReader:
         text = self._text
         self._text = ""
         if self._call is not None:
-            yield from self._end_call(text, "")
+            yield from self._end_call(text, "", is_whole)
             if self._text:
                 yield from self.finish(is_whole)
                 return
@@ -220,7 +226,7 @@ class MarkedReader:
         except (ValueError, RecursionError) as error:
             yield from self._failed(call, error, "")
 
-    def _end_call(self, text: str, mark: str) -> Iterator[Part]:
+    def _end_call(self, text: str, mark: str, is_whole: bool = True) -> Iterator[Part]:
         call = self._call
         assert call is not None
         if not call.has_begun:
@@ -228,7 +234,7 @@ class MarkedReader:
         try:
             if not call.has_failed:
                 yield from self._counted(call, call.reader.feed(text))
-                yield from self._counted(call, call.reader.finish())
+                yield from self._counted(call, call.reader.finish(is_whole))
             if not call.has_begun:
                 raise ValueError("no call")
         except (ValueError, RecursionError) as error:

@@ -82,6 +82,9 @@ def _read(source: Source) -> Generator[CallPart | None, None, None]:
 def _head(source: Source) -> Generator[None, None, tuple[str, str | None]]:
     """Reads the name and the id of a call; the arguments may follow without their mark."""
     while _ARGUMENTS not in source.text and "{" not in source.text:
+        if source.is_cut and "[" in source.text:  # A mark behind the name was cut off.
+            source.text = source.text.partition("[")[0] + _ARGUMENTS
+            break
         if source.is_ended or len(source.text) > MAX_NAME:
             raise ValueError("no arguments")
         yield None

@@ -4,11 +4,13 @@ Its parsers want a whole call, and some take quadratic time: they run in process
 stopped.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from serve.core.helper_messages import ParsedCall
 from serve.front.text.call_parser import MAX_CHARACTERS, CallParser
+from serve.front.text.calls.json_calls import tool_name
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.parts import CallBegin, CallEnd, CallPart, CallReader, CallText, Tools
 from serve.front.text.dialects.interface import Dialect, Reasoning
@@ -51,9 +53,13 @@ class _WholeReader:
         self._pieces.append(text)
         return iter(())
 
-    def finish(self) -> Iterator[CallPart]:
+    def finish(self, is_whole: bool = True) -> Iterator[CallPart]:
+        text = "".join(self._pieces)
+        if not is_whole:
+            yield CallBegin(self._name_in(text))
+            return
         try:
-            calls = self._parse("".join(self._pieces), self._tools)
+            calls = self._parse(text, self._tools)
         # A parser of mlx-lm may raise anything, since it reads what a model wrote.
         except Exception as error:
             raise ValueError(f"{error!r:.200}") from error
@@ -61,6 +67,15 @@ class _WholeReader:
             yield CallBegin(call.name, call.id)
             yield CallText(call.arguments)
             yield CallEnd()
+
+    def _name_in(self, text: str) -> str:
+        """Returns the name of the first declared tool in a call that was cut off: the parsers read
+        whole calls only. Raises ValueError if there is none."""
+        names = "|".join(re.escape(tool_name(tool)) for tool in self._tools)
+        found = re.search(rf"(?<![\w.-])({names})(?=[^\w.-])", text) if names else None
+        if found is None:
+            raise ValueError("a call that was cut off before its name was known")
+        return found[1]
 
 
 def mlx_lm_dialect(name: str, reasoning: Reasoning | None) -> Dialect:

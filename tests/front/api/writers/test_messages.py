@@ -95,8 +95,9 @@ def test_writer_says_why_a_message_ends(last: list[Update], reason: Any) -> None
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        ('{"x": [1, 2', {"x": [1, 2]}),
+        ('{"x": [1, 2]}', {"x": [1, 2]}),
         ("", {}),
+        ('{"x": [1, 2', {"INVALID_JSON": '{"x": [1, 2'}),
         ("[1]", {"INVALID_JSON": "[1]"}),
         ("x = 1", {"INVALID_JSON": "x = 1"}),
         ('{"x": NaN}', {"INVALID_JSON": '{"x": NaN}'}),
@@ -105,9 +106,21 @@ def test_writer_says_why_a_message_ends(last: list[Update], reason: Any) -> None
 )
 def test_writer_wraps_arguments_that_are_no_object(arguments: str, wanted: Any) -> None:
     whole = writer()
-    cut = update(CallBegin("a", "add"), CallText(arguments))
-    list(events_of(whole, begin(), cut, end("length")))
+    list(events_of(whole, begin(*call("add", arguments)), end("tool_calls")))
     assert whole.whole()["content"][0]["input"] == wanted
+
+
+@pytest.mark.parametrize("arguments", ["", '{"x"', '{"x": 1', '{"x": 1}'])
+@pytest.mark.parametrize(("reason", "stop"), [("length", None), ("stop", "X")])
+def test_writer_shows_that_a_call_was_cut_off(arguments: str, reason: Any, stop: Any) -> None:
+    """The part that could be read would look like all of the input."""
+    whole = writer()
+    cut = [CallBegin("a", "add"), *([CallText(arguments)] if arguments else [])]
+    events = list(events_of(whole, begin(*cut), end(reason, stop)))
+    deltas = [event.delta.partial_json for event in events if event.type == "content_block_delta"]
+    assert "".join(deltas) == arguments
+    assert whole.whole()["content"][0]["input"] == {"INVALID_JSON": arguments}
+    assert whole.whole()["stop_reason"] in ("max_tokens", "stop_sequence")
 
 
 def test_writer_fails_in_its_own_words() -> None:

@@ -107,6 +107,16 @@ def test_writer_calls_a_whole_call_complete_in_an_answer_that_was_cut() -> None:
     assert last.response.output[0].status == "completed"
 
 
+@pytest.mark.parametrize("name", ["add", "own"])
+def test_writer_shows_that_a_stop_string_cut_a_call_off(name: str) -> None:
+    cut = begin(CallBegin("c", name), CallText('{"inp'))
+    *_, last = events_of(writer(tools=[{"type": "custom", "name": "own"}]), cut, end("stop", "X"))
+    (item,) = last.response.output
+    assert (last.type, item.status) == ("response.incomplete", "incomplete")
+    assert last.response.incomplete_details.reason is None
+    assert getattr(item, "input", "") == ""
+
+
 def test_writer_ends_a_call_as_soon_as_it_is_whole() -> None:
     whole = writer()
     types = [event["type"] for event in whole.feed(begin(*call("add", "{}")))]
