@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from tests.cluster.servers import Server
+from tests.front.routes.test_cut_calls import ASK, CUT, LIMITS
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -265,3 +266,19 @@ def test_a_grammar_that_fails_midway_fails_its_request_alone(server: Server, str
         assert isinstance(caught.value, openai.BadRequestError)
     assert other.result().choices[0].message.content.startswith("a, b, c")
     assert server.get("/admin/pipeline")["num_running"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_a_forced_call_that_is_cut_off_is_open(server: Server, api: str, is_stream: bool) -> None:
+    def ask_for(limit: int) -> Any:
+        return ASK[api](server.url, is_stream=is_stream, is_forced=True, max_tokens=limit)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask_for, LIMITS))
+    assert [seen.text for seen in answers] == [""] * len(LIMITS)
+    assert {seen.reason for seen in answers} == {CUT[api]}
+    calls = [call for seen in answers for call in seen.calls]
+    assert len(calls) > len(LIMITS) // 2
+    assert not any(is_complete for _, is_complete in calls)

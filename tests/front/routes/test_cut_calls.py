@@ -48,7 +48,7 @@ def url(tokenizer: Tokenizer) -> Iterator[str]:
 
 def post(url: str, path: str, body: Any) -> list[Any]:
     """The reply, or the events of a stream."""
-    reply = httpx2.post(url + path, json={"model": "tiny", **body}, timeout=20).raise_for_status()
+    reply = httpx2.post(url + path, json=body, timeout=60).raise_for_status()
     if not body["stream"]:
         return [reply.json()]
     data = [line.removeprefix("data: ") for line in reply.text.splitlines()]
