@@ -128,6 +128,9 @@ class Sequence:
     Once every step issued so far has run, the stages hold keys and values of num_computed tokens,
     and num_pending more tokens are sampled. The steps of num_done tokens have run. is_held says
     whether they hold anything. The first num_cached tokens were copied from another sequence.
+    num_copied is the same for the latest time that the prompt was begun; before that, it is what
+    the stages could copy when the sequence arrived. num_overtaken counts the tokens of younger
+    prompts that were read before this one was finished.
     adapter_version is 0 without an adapter. original has the same prompt, which is computed once
     for both. Keys and values of the prompt are shared only within cache_scope. With pooling the
     prompt is embedded, and has no answer. drafts are the guesses that its last step feeds after
@@ -155,6 +158,8 @@ class Sequence:
     num_computed: int = 0
     num_pending: int = 0
     num_cached: int = 0
+    num_copied: int = 0
+    num_overtaken: int = 0
     num_done: int = 0
     num_written: int = 0
     is_held: bool = False
@@ -212,6 +217,7 @@ class Sequence:
     def begin_as_copy(self, num_tokens: int) -> None:
         """Begins the sequence with num_tokens tokens that the stages copy, which may be none."""
         self.num_computed = num_tokens
+        self.num_copied = num_tokens
         self.is_held = num_tokens > 0
         if not self.output:
             self.num_cached = num_tokens
@@ -219,6 +225,7 @@ class Sequence:
     def reset(self) -> None:
         """Resets the sequence after the stages have dropped it. Its answer so far is kept."""
         self.num_computed = 0
+        self.num_copied = 0
         self.num_pending = 0
         self.num_done = 0
         self.num_written = 0

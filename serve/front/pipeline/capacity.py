@@ -8,7 +8,7 @@ from serve.core.amounts import memory_of
 from serve.core.config import ServeConfig
 from serve.core.plan import KvRoom, kv_budgets, kv_room
 from serve.front.drafts.model_guesses import ModelCosts
-from serve.front.pipeline.chunks import MAX_CHUNK_SHARE, max_chunks_between_steps
+from serve.front.pipeline.chunks import MAX_CHUNK_SHARE, MIN_CHUNK, max_chunks_between_steps
 from serve.front.pipeline.status import StageStatus
 from serve.front.prefixes.index import PrefixIndex
 
@@ -17,8 +17,12 @@ from serve.front.prefixes.index import PrefixIndex
 _CHUNK_BY_DECODE = 2.2
 # One stage has one chunk for each decode step. A smaller one would mostly read weights.
 _CHUNK_BY_DECODE_ALONE = 1.6
+# The time that a chunk may take while nobody decodes, if that is longer than _WAIT_SECONDS allow.
+# Reading the weights is then a tenth of it.
+_CHUNK_WITHOUT_DECODING = 10.0  # decode steps
+_WAIT_SECONDS = 1.0  # that chunks of other prompts cost a new prompt
 _UNKNOWN_READING_COST = 0.1  # of a token that the draft model reads, in its guesses
-_MIN_CHUNK = 8
+_MIN_CHUNK_BESIDE_DECODING = 8
 _UNKNOWN_CHUNK = 32
 _WARM_STEPS = 200
 _WORTHWHILE = 0.95
@@ -46,9 +50,28 @@ def chunk_beside_decoding(
         # Reading the weights takes as long as in a decode step.
         seconds_of_tokens = chunk_seconds - seconds
         num_tokens = int(seconds_of_tokens / seconds_per_token)
-        chunks.append(max(_MIN_CHUNK, num_tokens))
+        chunks.append(max(_MIN_CHUNK_BESIDE_DECODING, num_tokens))
     smallest = min(chunks, default=_UNKNOWN_CHUNK)
     return max(1, min(max_tokens, smallest))
+
+
+def chunk_without_decoding(stages: list[StageStatus], max_tokens: int) -> int:
+    """Returns the number of tokens that a prefill step may have while no sequence decodes.
+
+    A new prompt waits for the steps under way, one for each stage, and then follows the last of
+    them through the other stages: in all, for 2P - 1 steps on P stages. A chunk at the end of a
+    long context takes longer, so it is smaller.
+    """
+    wait_seconds = _WAIT_SECONDS / (2 * len(stages) - 1)
+    chunks = [max_tokens]
+    for stage in stages:
+        pace = stage.pace
+        if pace.decode_seconds and pace.prefill_seconds_per_token:
+            chunk_seconds = max(wait_seconds, _CHUNK_WITHOUT_DECODING * pace.decode_seconds)
+            seconds_of_tokens = chunk_seconds - pace.decode_seconds
+            num_tokens = int(seconds_of_tokens / pace.prefill_seconds_per_token)
+            chunks.append(max(MIN_CHUNK, num_tokens))
+    return min(chunks)
 
 
 def _chunk_seconds(

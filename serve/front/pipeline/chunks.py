@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as ReadableList
 from dataclasses import dataclass
 
 from serve.core.types import Sequence
 
 MAX_CHUNK_SHARE = 1.25  # of the intended size, for a chunk that takes a prompt's rest along
-_MIN_CHUNK = 64
+MIN_CHUNK = 64
 _CHUNKS_PER_STAGE = 4  # that waiting prompts are cut into: with fewer, stages wait for each other
 _SHORT_PROMPT = 128  # tokens; cutting a shorter prompt costs more than it helps
 # Tokens of short prompts in one step beside decoding. One step for several prompts costs less than
@@ -19,28 +18,29 @@ _SHORT_PROMPTS = 132
 @dataclass(frozen=True, slots=True)
 class PrefillBudget:
     """How many prompt tokens the stages take. max_tokens limits those of a step; beside_decoding
-    limits them further while sequences decode, and is None while none does. Short prompts are cut
-    to that size only if cuts_short_prompts."""
+    limits them further while sequences decode, and is None while none does; without_decoding limits
+    them then. Short prompts are cut to beside_decoding only if cuts_short_prompts."""
 
     num_stages: int
     max_tokens: int
+    without_decoding: int
     beside_decoding: int | None
     cuts_short_prompts: bool = False
 
-    def chunk(self, prefilling: ReadableList[Sequence]) -> int:
-        """Returns the number of tokens that the next prefill step may have. While sequences decode,
-        it is so small that their streams keep their pace. Otherwise it is so small that all stages
-        are busy."""
+    def chunk(self, first: Sequence, prefilling: Iterable[Sequence]) -> int:
+        """Returns the number of tokens that the next prefill step may have, which begins with the
+        prompt of first. While sequences decode, it is so small that their streams keep their pace.
+        Otherwise it is so small that all stages are busy."""
         if self.beside_decoding is not None:
-            if self.cuts_short_prompts or is_long(prefilling[0]):
+            if self.cuts_short_prompts or is_long(first):
                 return min(self.max_tokens, self.beside_decoding)
             return min(self.max_tokens, max(self.beside_decoding, _SHORT_PROMPTS))
         if self.num_stages == 1:
-            return self.max_tokens
+            return self.without_decoding
         num_left = sum(s.num_to_prefill - s.num_computed for s in prefilling)
         num_chunks = _CHUNKS_PER_STAGE * self.num_stages
         share = math.ceil(num_left / num_chunks)
-        return min(self.max_tokens, max(_MIN_CHUNK, share))
+        return min(self.without_decoding, max(MIN_CHUNK, share))
 
 
 def max_chunks_between_steps(num_stages: int) -> int:

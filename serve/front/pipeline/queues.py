@@ -6,50 +6,57 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from serve.core.types import Group, Sequence
+from serve.front.pipeline.prefill_order import next_to_admit
 
 
 class Waiting:
-    """The sequences that wait, the oldest first. Two kinds are blocked: copies, until the prompt of
-    their original is prefilled, and sequences whose prefix is being read from disk."""
+    """The sequences that wait. Those that were put back come first, in this order. Two kinds are
+    blocked: copies, until the prompt of their original is prefilled, and sequences whose prefix is
+    being read from disk."""
 
     def __init__(self) -> None:
-        self._queue: deque[Sequence] = deque()
+        self.new: list[Sequence] = []  # the oldest first
+        self._put_back: deque[Sequence] = deque()
         self._copies: list[Sequence] = []
         self._reading: list[Sequence] = []
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._copies) + len(self._reading)
+        return len(self._put_back) + len(self.new) + len(self._copies) + len(self._reading)
 
     def __iter__(self) -> Iterator[Sequence]:
-        yield from self._queue
+        yield from self._put_back
+        yield from self.new
         yield from self._copies
         yield from self._reading
 
-    def next(self, sequence_id: int | None = None) -> Sequence | None:
-        """Returns the oldest sequence that is not blocked, or the one with this id."""
-        for sequence in self._queue:
-            if sequence_id is None or sequence.id == sequence_id:
-                return sequence
-        return None
+    def next(self, prefilling: list[Sequence], sequence_id: int | None = None) -> Sequence | None:
+        """Returns the sequence that is next beside those that are prefilled, or the one with this
+        id. Returns None if all are blocked."""
+        if sequence_id is not None:
+            free = (*self._put_back, *self.new)
+            return next((sequence for sequence in free if sequence.id == sequence_id), None)
+        if self._put_back:
+            return self._put_back[0]
+        return next_to_admit(self.new, prefilling)
 
     def add(self, sequence: Sequence) -> None:
         """Adds a new sequence. A copy is blocked by its original."""
-        (self._copies if sequence.original else self._queue).append(sequence)
+        (self._copies if sequence.original else self.new).append(sequence)
 
     def put_back(self, sequences: Iterable[Sequence]) -> None:
         """Puts sequences before all others, in this order."""
         ordered = list(sequences)
-        self._queue.extendleft(reversed(ordered))
+        self._put_back.extendleft(reversed(ordered))
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence if it waits."""
-        for queue in (self._queue, self._copies, self._reading):
+        for queue in (self._put_back, self.new, self._copies, self._reading):
             if sequence in queue:
                 queue.remove(sequence)
 
     def block(self, sequence: Sequence) -> None:
         """Blocks a sequence while its prefix is read from disk."""
-        self._queue.remove(sequence)
+        self.remove(sequence)
         self._reading.append(sequence)
 
     def unblock(self, sequence: Sequence) -> None:

@@ -37,6 +37,7 @@ from serve.core.types import NUM_SEQUENCE_IDS, Event, Sampling, Sequence, Step
 from serve.front.drafts.speculation import Speculation
 from serve.front.pipeline.capacity import (
     chunk_beside_decoding,
+    chunk_without_decoding,
     draft_model_costs,
     room_under_limits,
     token_cost,
@@ -444,6 +445,10 @@ class Requests:
             len(self.scheduler.groups),
             self._config.prefill_chunk,
             self._config.max_inter_token,
+        )
+        self.scheduler.chunk_without_decoding = chunk_without_decoding(
+            self._stages,
+            self._config.prefill_chunk,
         )
         if (cost := token_cost(self._stages)) is not None:
             self._speculation.token_cost = cost

@@ -37,11 +37,12 @@ from serve.front.drafts import rows
 from serve.front.drafts.counts import DraftCounts
 from serve.front.drafts.interface import Drafting
 from serve.front.pipeline import chunks
-from serve.front.pipeline.chunks import is_long, next_chunk
+from serve.front.pipeline.chunks import next_chunk
+from serve.front.pipeline.prefill_order import in_order, note_overtaking
 from serve.front.pipeline.queues import InFlight, Waiting, balance, smallest, unfinished
 from serve.front.prefixes.checkpoints import stops_of
 from serve.front.prefixes.counts import PrefixCounts
-from serve.front.prefixes.index import Reuse, beginning, beginning_of_original
+from serve.front.prefixes.index import Beginning, Reuse, beginning, beginning_of_original
 from serve.front.prefixes.room import Room
 
 _NUM_STEPS_OF_A_GROUP = 2  # one is computed, one waits for its tokens
@@ -51,9 +52,9 @@ _SPARE_TOKENS = 64  # so that a sequence is not sent back soon after it was admi
 class Scheduler:
     """There is a group for each stage unless num_groups is given. With fewer groups, a stage idles.
 
-    Three things are known only when the stages run: the room for keys and values, what can be
-    reused, and chunk_beside_decoding, which is how many tokens a prefill step may have while
-    other sequences decode.
+    Some things are known only when the stages run: the room for keys and values, what can be
+    reused, and how many tokens a prefill step may have, which is chunk_beside_decoding while
+    sequences decode and chunk_without_decoding while none does.
     """
 
     def __init__(
@@ -69,12 +70,12 @@ class Scheduler:
     ) -> None:
         self.waiting = Waiting()
         self.prefilling: list[Sequence] = []
-        self._short_is_next = False
         self.num_steps = 0
         self.prefix_counts = PrefixCounts()
         self.draft_counts = DraftCounts()
         self.reuse: Reuse = "none"
         self.chunk_beside_decoding = prefill_chunk
+        self.chunk_without_decoding = prefill_chunk
         self._max_num_sequences = max_num_sequences
         self._max_queue = max_queue
         self._prefill_chunk = prefill_chunk
@@ -136,6 +137,8 @@ class Scheduler:
                     code="context_length_exceeded",
                 )
         for sequence in sequences:
+            if found := self._find_prefix(sequence):
+                sequence.num_copied = found.num_tokens
             self._live[sequence.id] = sequence
             self.waiting.add(sequence)
 
@@ -271,27 +274,40 @@ class Scheduler:
         return rows.ask(self._drafting, sequences, step, self.groups)
 
     def _prefill(self) -> Step | None:
-        """Returns a step with a chunk of the oldest prompt, or with several short prompts. Long and
-        short prompts take turns, so that neither kind waits until the other is done."""
-        self.prefilling.sort(key=lambda sequence: is_long(sequence) == self._short_is_next)
+        """Returns a step with a chunk of the prompt that is next, or with several short prompts."""
         decoding = [group for group in self.groups if group.sequences]
-        if not self.prefilling or not self._may_prefill(decoding):
-            return None
-        beside = self.chunk_beside_decoding if decoding else None
-        cuts_short = self._cuts_short_prompts
-        budget = chunks.PrefillBudget(self._num_stages, self._prefill_chunk, beside, cuts_short)
-        chunk = budget.chunk(self.prefilling)
-        sequences = [self.prefilling[0], *chunks.batchable(self.prefilling, chunk)]
-        num_tokens = [next_chunk(sequence, chunk) for sequence in sequences]
-        if not self._make_room(sum(num_tokens)):
-            return None
-        if any(sequence not in self.prefilling for sequence in sequences):
-            return self._prefill()  # One of them had to make room itself.
-        self._short_is_next = is_long(sequences[0])
+        while self.prefilling and self._may_prefill(decoding):
+            sequences, num_tokens = self._next_prompts(is_beside_decoding=bool(decoding))
+            if not self._make_room(sum(num_tokens)):
+                return None
+            if all(sequence in self.prefilling for sequence in sequences):
+                for group in decoding:
+                    group.num_chunks += 1
+                return self._read(sequences, num_tokens)
+            # One of them had to make room itself, so others are next.
+        return None
+
+    def _next_prompts(self, is_beside_decoding: bool) -> tuple[list[Sequence], list[int]]:
+        """Returns the prompts that share the next prefill step, and how many tokens of each it
+        takes."""
+        ordered = in_order(self.prefilling)
+        budget = chunks.PrefillBudget(
+            self._num_stages,
+            self._prefill_chunk,
+            self.chunk_without_decoding,
+            self.chunk_beside_decoding if is_beside_decoding else None,
+            self._cuts_short_prompts,
+        )
+        chunk = budget.chunk(ordered[0], self.prefilling)
+        sequences = [ordered[0], *chunks.batchable(ordered, chunk)]
+        return sequences, [next_chunk(sequence, chunk) for sequence in sequences]
+
+    def _read(self, sequences: list[Sequence], num_tokens: list[int]) -> Step:
+        """Makes a step that reads num_tokens[i] tokens of the prompt of sequences[i]."""
+        for sequence, count in zip(sequences, num_tokens, strict=True):
+            note_overtaking(sequence, count, (*self.prefilling, *self.waiting.new))
         save = self.room.checkpoints(sequences, num_tokens, self._num_running_tokens)
         step = replace(self._step(sequences, num_tokens), save=save)
-        for group in decoding:
-            group.num_chunks += 1
         for sequence in sequences:
             self._join_if_prefilled(sequence)
         return step
@@ -372,24 +388,28 @@ class Scheduler:
             self._join_if_prefilled(sequence)
 
     def _next(self) -> Sequence | None:
-        """Returns the oldest waiting sequence. If one has to run alone, returns that one, as soon
-        as no step of another sequence is under way."""
+        """Returns the waiting sequence that is next. If one has to run alone, returns that one, as
+        soon as no step of another sequence is under way."""
         under_way = any(step.sequences for step in self._in_flight.values())
         if self._alone is not None and under_way:
             return None
-        return self.waiting.next(self._alone)
+        return self.waiting.next(self.prefilling, self._alone)
 
     def _reuse_prefix(self, sequence: Sequence) -> None:
         found = beginning_of_original(sequence, self._live)
-        if not found and self.reuse != "none":
-            found = beginning(sequence, self.room.kept, self.reuse == "checkpoints")
-            if found:
-                self.prefix_counts.reused(found.num_tokens)
+        if not found and (found := self._find_prefix(sequence)):
+            self.prefix_counts.reused(found.num_tokens)
         sequence.begin_as_copy(found.num_tokens if found else 0)
         if not found:
             return
         self.room.kept.begun(sequence.id, found)
         self._emit(replace(self._step([], []), take=(Take(sequence.id, *found),)))
+
+    def _find_prefix(self, sequence: Sequence) -> Beginning | None:
+        """Returns what a sequence can begin with as a copy, and marks it as used."""
+        if self.reuse == "none":
+            return None
+        return beginning(sequence, self.room.kept, self.reuse == "checkpoints")
 
     def _read_from_disk(self, sequence: Sequence) -> bool:
         """Whether a sequence waits from here on until its prefix has been read from disk."""
@@ -516,8 +536,7 @@ class Scheduler:
         # Alone it fits, even if there is nothing to spare.
         if running + promised and running + wanted > max_tokens:
             return False
-        # This marks the prefix that it can start from as used, so that others are dropped first.
-        beginning(sequence, self.room.kept, self.reuse == "checkpoints")
+        self._find_prefix(sequence)  # so that others are dropped first
         return self._make_room(min(wanted, max_tokens - running))
 
     def _make_room(self, num_tokens: int) -> bool:

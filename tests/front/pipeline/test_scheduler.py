@@ -292,6 +292,21 @@ def test_short_prompts_share_a_step_beside_decoding() -> None:
     assert shared == [1, 2, 2, 2]
 
 
+def test_chunks_have_the_size_for_decoding_only_while_a_sequence_decodes() -> None:
+    pipeline = Pipeline(2, prefill_chunk=512)
+    pipeline.scheduler.chunk_beside_decoding = 20
+    pipeline.scheduler.chunk_without_decoding = 90
+    pipeline.add(make_sequence(0, 2001, 3))
+    for _ in range(4):
+        pipeline.tick()
+    pipeline.add(make_sequence(1, 2, 1000))
+    for _ in range(10):
+        pipeline.tick()
+    sizes = [step.rows[0].num_tokens for step in pipeline.steps if not step.sample]
+    assert sizes == [90] * sizes.count(90) + [1] + [20] * sizes.count(20)
+    assert sizes.count(90) > 3 < sizes.count(20)
+
+
 def test_schedule_cuts_short_prompts_if_the_time_between_tokens_is_limited() -> None:
     pipeline = Pipeline(2, prefill_chunk=512, cuts_short_prompts=True)
     pipeline.scheduler.chunk_beside_decoding = 20
@@ -331,23 +346,25 @@ def test_schedule_puts_few_chunks_between_the_steps_of_a_group(
     check_all_ended(pipeline)
 
 
-def test_long_and_short_prompts_take_turns() -> None:
+def test_short_prompts_go_first_until_a_long_one_tolerates_no_more() -> None:
     pipeline = Pipeline(2, prefill_chunk=512)
     pipeline.scheduler.chunk_beside_decoding = 8
     pipeline.add(make_sequence(0, 2, 1000))
-    pipeline.add(make_sequence(1, 4001, 1))  # 500 chunks beside the other
+    pipeline.add(make_sequence(1, 401, 1))  # 50 chunks beside the other
     for _ in range(10):
         pipeline.tick()
     pipeline.add(make_sequence(2, 66, 1))
     for _ in range(20):
         pipeline.tick()
     assert pipeline.output(2), "a short prompt waits until a long one is through"
-    before = pipeline.added[1].num_computed
     for id in range(3, 103):
         pipeline.add(make_sequence(id, 66, 1))
         pipeline.tick()
-    assert pipeline.added[1].num_computed >= before + 10 * 8, "short ones stop a long one"
     pipeline.run()
+    read = [row for step in pipeline.steps if not step.sample for row in step.rows]
+    end = max(n for n, row in enumerate(read) if row.sequence == 1)
+    num_before = sum(row.num_tokens for row in read[:end] if row.sequence > 1)
+    assert 200 < num_before <= 400 + 132, "as many tokens as its own, and one step"
     check_all_ended(pipeline)
 
 
@@ -470,7 +487,7 @@ def test_copies_go_before_requests_that_came_later() -> None:
     pipeline = Pipeline(2, max_num_sequences=2)
     copies(pipeline, 0, 30, 3)
     for id in (10, 11):
-        pipeline.add(make_sequence(id, 10, 3))
+        pipeline.add(make_sequence(id, 40, 3))
     pipeline.run()
     begun = list(dict.fromkeys(event.sequence for event in pipeline.events))
     assert begun.index(1) < begun.index(2) < begun.index(11)

@@ -174,9 +174,9 @@ def test_waiting_frees_a_copy_after_the_prompt_of_its_original() -> None:
     waiting.add(second)
     waiting.remove(first)
     waiting.restart()
-    assert waiting.next() is None, "its original has to begin again"
+    assert waiting.next([]) is None, "its original has to begin again"
     waiting.free_copies(first)
-    assert waiting.next() is second
+    assert waiting.next([]) is second
 
 
 def test_waiting_frees_all_that_read_when_the_engines_restart() -> None:
@@ -188,8 +188,8 @@ def test_waiting_frees_all_that_read_when_the_engines_restart() -> None:
     waiting.block(second)  # The original may have ended long before.
     waiting.block(first)
     waiting.free_copies(first)
-    assert waiting.next() is None
+    assert waiting.next([]) is None
     assert len(waiting) == 2
     waiting.restart()
     assert list(waiting) == [second, first]
-    assert waiting.next() is second
+    assert waiting.next([]) is second

@@ -15,6 +15,7 @@ from serve.core.types import Row, Step
 from serve.front.pipeline.capacity import (
     better_split,
     chunk_beside_decoding,
+    chunk_without_decoding,
     draft_model_costs,
     room_under_limits,
     token_cost,
@@ -44,6 +45,22 @@ def test_a_chunk_takes_a_few_decode_steps_of_the_slowest_stage() -> None:
     assert chunk_beside_decoding(stages, 2, 512) == 96
     assert chunk_beside_decoding(stages[1:], 1, 512) == 48  # One stage has one for each step.
     assert chunk_beside_decoding(stages, 2, 40) == 40
+
+
+def test_chunks_without_decoding_let_a_new_prompt_in_soon() -> None:
+    """It waits for 2P - 1 of them, at most a second in all unless reading the weights takes a tenth
+    of that."""
+    stage = StageStatus(0, "h")
+    assert chunk_without_decoding([stage], 512) == 512, "its speed is not known"
+    stage.pace.decode_seconds, stage.pace.prefill_seconds_per_token = 0.02, 0.001
+    assert chunk_without_decoding([stage], 512) == 512
+    assert chunk_without_decoding([stage] * 2, 512) == 313
+    assert chunk_without_decoding([stage] * 4, 512) == 180, "ten decode steps"
+    stage.pace.prefill_seconds_per_token = 0.003  # at the end of a long context
+    assert chunk_without_decoding([stage], 512) == 326
+    stage.pace.prefill_seconds_per_token = 0.1
+    assert chunk_without_decoding([stage], 512) == 64
+    assert chunk_without_decoding([stage, StageStatus(1, "h")], 32) == 32
 
 
 def test_chunk_beside_decoding_keeps_to_a_time_between_tokens() -> None:

@@ -1,0 +1,143 @@
+"""Which prompt is read next, and how much younger prompts may delay an older one."""
+
+import pytest
+from hypothesis import strategies as st
+
+from serve.core.types import Sequence
+from serve.front.pipeline.prefill_order import in_order, next_to_admit, tolerance
+from tests.front.pipeline.simulation import Pipeline, check_examples, expected, make_sequence
+from tests.front.pipeline.test_scheduler import check_all_ended
+
+
+def prompt(id: int, num_left: int, num_computed: int = 0, num_overtaken: int = 0) -> Sequence:
+    sequence = make_sequence(id, num_left + num_computed + 1, 1)
+    sequence.num_computed, sequence.num_overtaken = num_computed, num_overtaken
+    return sequence
+
+
+def ids(sequences: list[Sequence]) -> list[int]:
+    return [sequence.id for sequence in sequences]
+
+
+def begun_in_order(pipeline: Pipeline, num_before: int = 0) -> list[int]:
+    """The sequences whose prompts were read, in the order in which that began."""
+    steps = [step for step in pipeline.steps[num_before:] if not step.sample]
+    return list(dict.fromkeys(row.sequence for step in steps for row in step.rows))
+
+
+def test_the_fewest_tokens_left_come_first_and_of_equal_ones_the_oldest() -> None:
+    assert ids(in_order([prompt(3, 50), prompt(0, 400, 100), prompt(2, 50), prompt(1, 300)])) == [
+        *(2, 3, 1, 0)
+    ]
+
+
+def test_younger_prompts_wait_for_one_that_tolerates_no_more() -> None:
+    spent = prompt(1, 400, num_computed=100, num_overtaken=300)
+    assert tolerance(spent) == 0
+    assert ids(in_order([prompt(2, 10), spent, prompt(0, 900)])) == [1, 0]
+    spent.num_computed += 1
+    assert ids(in_order([prompt(2, 10), spent, prompt(0, 900)])) == [2, 1, 0]
+
+
+def test_a_prompt_is_admitted_before_older_ones_only_if_they_tolerate_all_of_it() -> None:
+    waiting = [prompt(1, 1000), prompt(3, 500), prompt(4, 501)]
+    assert next_to_admit(waiting, []) is waiting[1]
+    assert next_to_admit(waiting, [prompt(0, 9000)]) is waiting[1]
+    assert next_to_admit(waiting, [prompt(2, 1)]) is waiting[0], "the oldest tolerates 499 more"
+    assert next_to_admit(waiting[::2], []) is waiting[0]
+    assert next_to_admit([], []) is None
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_a_short_prompt_does_not_wait_for_a_long_one(num_stages: int) -> None:
+    pipeline = Pipeline(num_stages)
+    pipeline.add(make_sequence(0, 3000, 1))
+    for _ in range(20):
+        pipeline.tick()
+    num_before = pipeline.num_ticks
+    pipeline.add(make_sequence(1, 400, 1))
+    while not pipeline.output(1):
+        pipeline.tick()
+    # Its 50 chunks and its last token pass all stages, behind the chunks that were under way.
+    assert pipeline.num_ticks - num_before <= 51 + 3 * num_stages
+    pipeline.run()
+    fed = sum(row.num_tokens for step in pipeline.steps for row in step.rows if row.sequence == 0)
+    assert fed == 3000, "the long prompt keeps what was read of it"
+    check_all_ended(pipeline)
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_a_prompt_counts_by_what_is_left_behind_its_prefix(is_waiting: bool) -> None:
+    pipeline = Pipeline(2, max_num_sequences=1 if is_waiting else 8)
+    pipeline.scheduler.reuse = "any"
+    pipeline.add(make_sequence(0, [5] * 1000, 1))
+    pipeline.run()
+    num_before = len(pipeline.steps)
+    pipeline.add(make_sequence(1, [6] * 300, 1))
+    pipeline.tick()
+    pipeline.add(make_sequence(2, [7] * 200, 1))
+    pipeline.add(make_sequence(3, [5] * 1000 + [8] * 50, 1))
+    pipeline.run()
+    assert begun_in_order(pipeline, num_before) == [1, 3, 2]
+    check_all_ended(pipeline)
+
+
+def test_short_prompts_pass_a_long_one_that_lacks_memory_within_its_tolerance() -> None:
+    """The first sequence leaves room for short prompts, but not for the long one."""
+    pipeline = Pipeline(2)
+    pipeline.scheduler.room.max_tokens = 910
+    pipeline.add(make_sequence(0, 300, 200))
+    for _ in range(100):
+        pipeline.tick()
+    pipeline.add(make_sequence(1, 601, 1))
+    for id in range(2, 12):
+        pipeline.add(make_sequence(id, 101, 1))
+    pipeline.run()
+    assert begun_in_order(pipeline) == [0, 2, 3, 4, 1, *range(5, 12)]
+    assert pipeline.max_held <= 910
+    fed = sum(row.num_tokens for step in pipeline.steps for row in step.rows if not step.sample)
+    assert fed == 299 + 600 + 10 * 100, "a prompt was read twice"
+    check_all_ended(pipeline)
+
+
+ARRIVALS = st.tuples(
+    st.integers(1, 4),  # stages
+    st.integers(1, 40),  # tokens in a chunk
+    st.integers(1, 6),  # sequences at once
+    st.sampled_from([None, 450]),  # room
+    st.lists(st.tuples(st.integers(0, 12), st.sampled_from([5, 20, 60, 400])), max_size=25),
+)
+
+
+def check_overtaking(
+    num_stages: int,
+    chunk: int,
+    max_num_sequences: int,
+    room: int | None,
+    arrivals: list[tuple[int, int]],
+) -> None:
+    """Whatever comes, tokens of younger prompts before a prompt's end are at most as many as its
+    own, and those of one step. Nothing is read twice, and all come to an end."""
+    pipeline = Pipeline(num_stages, max_num_sequences, chunk)
+    pipeline.scheduler.room.max_tokens = room
+    num_steps: list[int] = []
+    for id, (num_ticks, length) in enumerate(arrivals):
+        for _ in range(num_ticks):
+            pipeline.tick()
+        num_steps.append(len(pipeline.steps))
+        pipeline.add(make_sequence(id, length + 1, 1))
+    pipeline.run()
+    reads = [() if step.sample else step.rows for step in pipeline.steps]
+    largest = max((sum(row.num_tokens for row in rows) for rows in reads), default=0)
+    for id, (_, length) in enumerate(arrivals):
+        own = [n for n, rows in enumerate(reads) for row in rows if row.sequence == id]
+        before = [row for rows in reads[num_steps[id] : own[-1]] for row in rows]
+        assert sum(row.num_tokens for row in before if row.sequence > id) <= length + largest
+        assert sum(r.num_tokens for rows in reads for r in rows if r.sequence == id) == length
+        assert pipeline.output(id) == expected(id, length + 1, 1)
+    assert room is None or pipeline.max_held <= room
+    check_all_ended(pipeline)
+
+
+def test_no_arrivals_delay_a_prompt_by_more_than_its_own_length() -> None:
+    check_examples(check_overtaking, ARRIVALS, 150)
