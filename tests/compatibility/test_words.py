@@ -222,6 +222,27 @@ def test_words_function_call_none_offers_nothing(server: Server) -> None:
     assert text_of(CHAT, server.ask(CHAT, fields, *WRITTEN).body) == ANSWER
 
 
+def test_words_for_the_same_tool_make_the_same_prompt(server: Server) -> None:
+    """Otherwise the APIs would share no prefix, and a model would answer them differently."""
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "properties": {"city": {"type": "string"}},
+        "type": "object",
+        "required": ["city"],
+    }
+    about = {"name": "weather", "description": "Tells the weather."}
+    function = {**about, "parameters": schema}
+    declared = {
+        CHAT: {"type": "function", "function": function},
+        OLLAMA_CHAT: {"type": "function", "function": function},
+        RESPONSES: {"type": "function", **function},
+        MESSAGES: {**about, "input_schema": schema},
+    }
+    prompts = {server.ask(path, {"tools": [tool]}).prompt for path, tool in declared.items()}
+    (prompt,) = prompts
+    assert json.dumps(schema) in prompt
+
+
 @pytest.mark.parametrize("name", ["mcp:server/tool", "mcp__server__tool", "a.b", "n" * 128])
 def test_words_names_of_tools_may_be_those_of_gateways(server: Server, name: str) -> None:
     call = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'

@@ -22,7 +22,7 @@ from serve.front.http.body import Body, Tolerant, refuse
 def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
     if schema.get("type", "object") != "object":
         refuse('must be a schema of type "object"')
-    return {"type": "object", **schema}
+    return {**schema, "type": "object"}  # A type that came keeps its place.
 
 
 class CustomTool(Tolerant):
