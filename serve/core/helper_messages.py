@@ -21,6 +21,8 @@ BodyKind = Literal[
     "detokenize",
     "ollama_chat",
     "ollama_generate",
+    "ollama_embed",
+    "ollama_embeddings",
 ]
 Reading = TypeVar("Reading")
 

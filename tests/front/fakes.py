@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
-from serve.core.types import Event, FinishReason, Sampling, Score
+from serve.core.types import Event, FinishReason, Pooling, Sampling, Score
 from serve.front.adapters.loader import AdapterLoader, Ranks
 from serve.front.app import serve
 from serve.front.http.listening import bind
@@ -266,6 +266,7 @@ class FakeEngine:
         self.makes_checkpoints = False
         self.prompts: list[list[int]] = []
         self.samplings: list[Sampling] = []
+        self.poolings: list[Pooling] = []
         self.cache_scopes: list[str] = []
         self.end_ids: list[frozenset[int]] = []
         self.generations: list[FakeGeneration] = []
@@ -287,6 +288,7 @@ class FakeEngine:
             self.samplings += prompt.samplings
             self.end_ids.append(prompt.end_ids)
             if prompt.pooling is not None:
+                self.poolings.append(prompt.pooling)
                 answers.append(self._embedding(prompt, len(answers)))
                 continue
             num_top = prompt.samplings[0].prompt_logprobs

@@ -8,8 +8,9 @@ import pytest
 
 from serve.front.api.writers.ollama import OllamaWriter, WholeOllama
 from serve.front.output.deltas import CallBegin, CallEnd, CallText, Text, Thought
-from tests.front.api.writers.updates import begin, end
-from tests.front.fakes import FakeEngine, Running
+from serve.front.text.tokens import Tokenizer
+from tests.front.api.writers.updates import begin, end, scored, update
+from tests.front.fakes import MAX_CONTEXT, FakeEngine, Running
 
 SAID: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 DURATIONS = ("total_duration", "load_duration", "prompt_eval_duration", "eval_duration")
@@ -88,8 +89,9 @@ def test_errors_have_ollamas_form(
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 def test_a_request_without_a_prompt_loads_nothing_more(shared: Running, path: str) -> None:
-    reply = post(shared, path, model="tiny:latest", keep_alive=0).json()
-    assert (reply["done"], reply["done_reason"]) == (True, "load")
+    for keep_alive, reason in ((0, "unload"), ("0s", "unload"), ("5m", "load"), (None, "load")):
+        reply = post(shared, path, model="tiny:latest", keep_alive=keep_alive).json()
+        assert (reply["done"], reply["done_reason"]) == (True, reason)
 
 
 def test_models_are_listed(shared: Running) -> None:
@@ -102,16 +104,16 @@ def test_models_are_listed(shared: Running) -> None:
     assert "completion" in shown["capabilities"]
 
 
-def test_writer_sends_whole_calls_and_thoughts() -> None:
+def test_writer_sends_whole_calls_and_thoughts(tokenizer: Tokenizer) -> None:
     updates = [begin(Thought("Hm"), Text("a")), end("tool_calls")]
     updates.insert(1, begin(CallBegin("1", "f"), CallText('{"x"'), CallText(":1}"), CallEnd()))
-    writer, whole = OllamaWriter("m", True), WholeOllama("m", True)
+    writer, whole = OllamaWriter("m", True, tokenizer), WholeOllama("m", True, tokenizer)
     said = [line["message"] for update in updates for line in writer.feed(update)]
     call = {"function": {"name": "f", "arguments": {"x": 1}}}
     assert [each.get("thinking") for each in said] == ["Hm", None, None, None]
     assert said[2]["tool_calls"] == [call]
-    for update in updates:
-        list(whole.feed(update))
+    for each in updates:
+        list(whole.feed(each))
     message = whole.whole()["message"]
     assert message == {
         "role": "assistant",
@@ -119,3 +121,151 @@ def test_writer_sends_whole_calls_and_thoughts() -> None:
         "thinking": "Hm",
         "tool_calls": [call],
     }
+
+
+# --- scores
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/api/chat", SAID),
+        ("/api/generate", {"prompt": "hi"}),
+        ("/api/generate", {"prompt": "hi", "raw": True}),
+    ],
+    ids=["chat", "generate", "raw"],
+)
+def test_scores_are_those_of_chats(server: Running, path: str, fields: dict[str, Any]) -> None:
+    openai = {**SAID, "model": "tiny", "logprobs": True, "top_logprobs": 2}
+    chat = post(server, "/v1/chat/completions", **openai).json()
+    asked = {**fields, "logprobs": True, "top_logprobs": 2}
+    streamed = lines(post(server, path, **asked))
+    reply = post(server, path, **asked, stream=False).json()
+    assert reply["logprobs"] == chat["choices"][0]["logprobs"]["content"]
+    assert [score for line in streamed for score in line["logprobs"]] == reply["logprobs"]
+    alone = post(server, path, **fields, logprobs=True, stream=False).json()
+    assert [score["top_logprobs"] for score in alone["logprobs"]] == [[]] * alone["eval_count"]
+    assert "logprobs" not in post(server, path, **fields, stream=False, top_logprobs=2).json()
+
+
+def test_writer_keeps_scores_until_there_is_a_line(tokenizer: Tokenizer) -> None:
+    updates = list(scored([begin(Text("a")), update(), update(Text("bc")), end()]))
+    writer = OllamaWriter("m", True, tokenizer)
+    written = [line["logprobs"] for each in updates for line in writer.feed(each)]
+    assert [len(scores) for scores in written] == [1, 2, 1]
+
+
+# --- prompts that are too long
+
+
+def long(num_words: int) -> str:
+    return "hello " * num_words
+
+
+def history(num_words: int) -> dict[str, Any]:
+    """A chat with turns of so many words, behind a system message and before a question."""
+    turns = [{"role": role, "content": long(num_words)} for role in ("user", "assistant") * 2]
+    question = {"role": "user", "content": "how are you"}
+    return {"messages": [{"role": "system", "content": "count:"}, *turns, question]}
+
+
+def test_a_long_chat_loses_its_oldest_messages(server: Running, engine: FakeEngine) -> None:
+    assert post(server, "/api/chat", **history(100)).status_code == 200
+    prompt = engine.tokenizer.decode(engine.prompts[0])
+    assert prompt.startswith("<|system|>count:<|")
+    assert prompt.endswith("<|user|>how are you<|assistant|>")
+    assert 100 <= prompt.count("hello") < 400
+    assert len(engine.prompts[0]) <= MAX_CONTEXT * 3 // 4
+
+
+@pytest.mark.parametrize(("num_predict", "num_kept"), [(None, 384), (9999, 384), (5, 507)])
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_prompt_that_is_too_long_keeps_its_end(
+    server: Running, engine: FakeEngine, raw: bool, num_predict: int | None, num_kept: int
+) -> None:
+    options = {"num_predict": num_predict}
+    asked = {"prompt": long(600) + "STOP", "options": options, "raw": raw, "stream": False}
+    reply = post(server, "/api/generate", **asked).json()
+    assert (reply["prompt_eval_count"], len(engine.prompts[0])) == (num_kept, num_kept)
+    assert reply["eval_count"] > 1
+    assert "hello STOP" in engine.tokenizer.decode(engine.prompts[0])[-30:]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/api/chat", history(100)),
+        ("/api/generate", {"prompt": long(600)}),
+        ("/api/generate", {"prompt": long(600), "raw": True}),
+        ("/api/embed", {"input": long(600)}),
+    ],
+    ids=["chat", "generate", "raw", "embed"],
+)
+def test_a_prompt_that_may_not_be_shortened_is_refused(
+    shared: Running, path: str, fields: dict[str, Any]
+) -> None:
+    reply = post(shared, path, **fields, truncate=False)
+    assert reply.status_code == 400
+    assert "maximum context length is 512" in reply.json()["error"]
+
+
+# --- embeddings
+
+
+def test_embed_is_as_embeddings_of_openai(server: Running, engine: FakeEngine) -> None:
+    texts = ["hello", "how are you"]
+    hints = {"keep_alive": "5m", "options": {"num_ctx": 99}}
+    reply = post(server, "/api/embed", model="tiny", input=texts, **hints)
+    data = post(server, "/v1/embeddings", model="tiny", input=texts).json()["data"]
+    found = reply.json()
+    assert found["embeddings"] == [each["embedding"] for each in data]
+    assert found["prompt_eval_count"] == sum(map(len, engine.prompts[:2]))
+    assert (found["model"], found["load_duration"]) == ("tiny", 0)
+    assert found["total_duration"] > 0
+    assert "x-ignored-fields" not in reply.headers
+    alone = post(server, "/api/embed", input="hello", dimensions=0).json()
+    assert alone["embeddings"] == found["embeddings"][:1]
+    older = post(server, "/api/embeddings", prompt="hello", **hints).json()
+    assert older == {"embedding": alone["embeddings"][0]}
+
+
+def test_embed_may_shorten_the_vectors(server: Running, engine: FakeEngine) -> None:
+    assert post(server, "/api/embed", input="hello", dimensions=1).status_code == 200
+    assert [pooling.num_dimensions for pooling in engine.poolings] == [1]
+
+
+def test_embed_leaves_out_the_end_of_an_input(server: Running, engine: FakeEngine) -> None:
+    text = "STOP " + long(600)
+    found = post(server, "/api/embed", input=[text, "hello"]).json()
+    assert found["prompt_eval_count"] == 512 + len(engine.prompts[1])
+    assert engine.prompts[0] == engine.tokenizer.encode(text, add_special_tokens=True)[:512]
+    assert post(server, "/api/embeddings", prompt=text).status_code == 400
+
+
+@pytest.mark.parametrize("given", ["", []])
+def test_embed_of_nothing_is_nothing(shared: Running, given: Any) -> None:
+    assert post(shared, "/api/embed", input=given).json() == {"model": "default", "embeddings": []}
+    assert post(shared, "/api/embeddings", prompt="").json() == {"embedding": []}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "word"),
+    [
+        ("/api/embed", {}, "input"),
+        ("/api/embed", {"input": [1]}, "input"),
+        ("/api/embed", {"input": ["a", ""]}, "input"),
+        ("/api/embed", {"input": ["a"] * 2049}, "input"),
+        ("/api/embed", {"input": "a", "dimensions": -1}, "dimensions"),
+        ("/api/embed", {"input": "a", "model": "other"}, "does not exist"),
+        ("/api/embeddings", {}, "prompt"),
+        ("/api/embeddings", {"prompt": 5}, "prompt"),
+        ("/api/chat", {**SAID, "top_logprobs": 21}, "top_logprobs"),
+    ],
+)
+def test_wrong_fields_of_embeddings_and_scores_are_named(
+    shared: Running, path: str, fields: dict[str, Any], word: str
+) -> None:
+    reply = post(shared, path, **fields)
+    assert reply.status_code in (400, 404)
+    assert reply.json().keys() == {"error"}
+    assert word in reply.json()["error"]

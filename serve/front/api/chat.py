@@ -87,7 +87,7 @@ def _encoded(request: ChatRequest, tokenizer: Tokenizer, max_context: int) -> _E
     num_answer = max(1, request.max_tokens or 1)
     parts = request.prompt.with_defaults(request.thinking.variables(tokenizer))
     if request.drops_oldest:
-        parts = fitting(parts, tokenizer, max_context - num_answer)
+        parts = fitting(parts, tokenizer, request.keep or max_context - num_answer)
     text = parts.render(tokenizer)
     all_ids = window.encode(text, tokenizer, request.adds_special_tokens)
     ids = window.cut(all_ids, num_answer)

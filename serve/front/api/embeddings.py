@@ -70,10 +70,14 @@ def prepare(body: EmbeddingBody, tokenizer: Tokenizer, max_context: int) -> Embe
             check_ids("input", ids, tokenizer.vocab_size)
         ids = window.cut(ids, 0)
         window.check(ids)
-        prompt = Prompt(ids, max_tokens=0, samplings=(), end_ids=frozenset())
-        prompts.append(prompt)
+        prompts.append(to_embed(ids))
     is_base64 = body.encoding_format == "base64"
     return EmbeddingJob(body.model, prompts, body.dimensions, is_base64, body.ignored_fields)
+
+
+def to_embed(ids: list[int]) -> Prompt:
+    """Returns the prompt of an input's tokens."""
+    return Prompt(ids, max_tokens=0, samplings=(), end_ids=frozenset())
 
 
 def encode(job: EmbeddingJob, embeddings: Sequence[bytes]) -> bytes:
@@ -100,6 +104,11 @@ def _encoded(job: EmbeddingJob, embeddings: Sequence[bytes]) -> Iterator[bytes]:
         if job.is_base64:
             written = base64.b64encode(numbers).decode()
         else:
-            written = array("f", numbers).tolist()
+            written = numbers_of(numbers)
         entry = {"object": "embedding", "index": index, "embedding": written}
         yield replies.encode(entry)
+
+
+def numbers_of(embedding: bytes) -> list[float]:
+    """Returns the numbers of an embedding."""
+    return array("f", embedding).tolist()

@@ -1,5 +1,8 @@
 """Ollama's chat and generate: their bodies, which become those of OpenAI's chat and completions."""
 
+import re
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -8,6 +11,7 @@ from serve.core.errors import RequestError
 from serve.front.api import chat, completions
 from serve.front.api.openai import ChatBody, CompletionBody, Lenient, parse
 from serve.front.api.request import DEFAULT_MODEL
+from serve.front.api.sampling import MAX_LOGPROBS
 from serve.front.http.body import Body
 from serve.front.output.answer import Job
 from serve.front.text.tokens import Tokenizer
@@ -26,6 +30,9 @@ _NAMES = {
     "frequency_penalty": "frequency_penalty",
     "repetition_penalty": "repeat_penalty",
 }
+# Of the context, the part that a shortened prompt leaves to the answer at most.
+_ANSWER_PART = 4
+_NO_TIME = re.compile(r"0+(\.0*)?([nuµm]?s|m|h)?")
 
 
 class Options(Body):
@@ -47,7 +54,8 @@ class Options(Body):
 
 
 class _OllamaBody(Lenient):
-    """keep_alive says how long Ollama keeps a model in memory. This server always keeps it."""
+    """keep_alive says how long Ollama keeps a model in memory. This server always keeps it. shift
+    lets an answer go on beyond the context, where it always ends here."""
 
     model: str = DEFAULT_MODEL
     stream: bool | None = None
@@ -55,6 +63,42 @@ class _OllamaBody(Lenient):
     format: str | _Json | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     keep_alive: Any = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    truncate: bool | None = None
+    shift: bool | None = None
+
+    @property
+    def unloads(self) -> bool:
+        """Whether keep_alive asks for the model to leave the memory at once."""
+        if isinstance(self.keep_alive, str):
+            return _NO_TIME.fullmatch(self.keep_alive) is not None
+        return self.keep_alive == 0
+
+    @property
+    def num_listed(self) -> int | None:
+        """How many of the likeliest tokens are listed with each token; None for no scores."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def num_kept(self, max_context: int) -> int:
+        """Returns the length of a prompt that is shortened, in tokens. The rest of the context is
+        for the answer."""
+        num_answer = max(1, max_context // _ANSWER_PART)
+        limit = self.options.num_predict if self.options else None
+        if limit is not None and limit > 0:
+            num_answer = min(num_answer, limit)
+        return max_context - num_answer
+
+    def shortened_if_needed(self, prepare: Callable[[int | None], Job], max_context: int) -> Job:
+        """Returns the job of the whole prompt, or that of a shorter one if the prompt does not fit
+        into the context. prepare makes the job of a prompt with at most so many tokens. Raises
+        RequestError."""
+        try:
+            return prepare(None)
+        except RequestError as error:
+            if error.code != "context_length_exceeded" or self.truncate is False:
+                raise
+        return prepare(self.num_kept(max_context))
 
     def shared_fields(self) -> _Json:
         """Returns the fields of OpenAI's bodies that do not depend on the prompt."""
@@ -77,6 +121,8 @@ class _OllamaBody(Lenient):
         return {
             **self.shared_fields(),
             "messages": messages,
+            "logprobs": self.num_listed is not None,
+            "top_logprobs": self.num_listed,
             "reasoning_effort": effort,
             "enable_thinking": is_wanted,
         }
@@ -92,6 +138,18 @@ class _OllamaBody(Lenient):
         if self.format:
             raise RequestError('format must be "json" or a schema.', param="format")
         return None
+
+    def _chat_job(
+        self, fields: _Json, tokenizer: Tokenizer, max_context: int, finds_boundaries: bool
+    ) -> Job:
+        """Returns the job of a chat with these fields of OpenAI's API. Raises RequestError."""
+        request = parse(ChatBody, fields).request(tokenizer)
+
+        def prepare(keep: int | None) -> Job:
+            kept = replace(request, keep=keep, drops_oldest=keep is not None)
+            return chat.prepare(kept, tokenizer, max_context, finds_boundaries)
+
+        return self.shortened_if_needed(prepare, max_context)
 
 
 class OllamaChatBody(_OllamaBody):
@@ -109,14 +167,7 @@ class OllamaChatBody(_OllamaBody):
         fields = self.chat_fields(messages)
         if self.tools:
             fields["tools"] = [{"type": "function", **tool} for tool in self.tools]
-        return _chat_job(fields, tokenizer, max_context, finds_boundaries)
-
-
-def _chat_job(fields: _Json, tokenizer: Tokenizer, max_context: int, finds_boundaries: bool) -> Job:
-    """Returns the job of a chat with these fields of OpenAI's API. Raises RequestError."""
-    body = parse(ChatBody, fields)
-    request = body.request(tokenizer)
-    return chat.prepare(request, tokenizer, max_context, finds_boundaries)
+        return self._chat_job(fields, tokenizer, max_context, finds_boundaries)
 
 
 class OllamaGenerateBody(_OllamaBody):
@@ -137,14 +188,25 @@ class OllamaGenerateBody(_OllamaBody):
     def job(self, tokenizer: Tokenizer, max_context: int, finds_boundaries: bool) -> Job:
         """Encodes the prompt, as `chat.prepare` does. Raises RequestError."""
         if self.raw:
-            fields = {**self.shared_fields(), "prompt": self.prompt or ""}
-            body = parse(CompletionBody, fields)
-            return completions.prepare(body, tokenizer, max_context)
+            return self._raw_job(tokenizer, max_context)
         messages = [{"role": "user", "content": self.prompt or ""}]
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
         fields = self.chat_fields(messages)
-        return _chat_job(fields, tokenizer, max_context, finds_boundaries)
+        return self._chat_job(fields, tokenizer, max_context, finds_boundaries)
+
+    def _raw_job(self, tokenizer: Tokenizer, max_context: int) -> Job:
+        fields = {
+            **self.shared_fields(),
+            "prompt": self.prompt or "",
+            "logprobs": self.num_listed,
+        }
+
+        def prepare(keep: int | None) -> Job:
+            body = parse(CompletionBody, {**fields, "truncate_prompt_tokens": keep})
+            return completions.prepare(body, tokenizer, max_context)
+
+        return self.shortened_if_needed(prepare, max_context)
 
 
 class ShowBody(Lenient):

@@ -150,8 +150,9 @@ class ChatRequest:
     """The decisions about a chat. There is an answer for each sampling. end_ids are the tokens at
     which the engine ends an answer. grammar_param is the field that demands the samplings'
     grammar. keep is how many of the prompt's last tokens are used; None for all of them. If
-    drops_oldest, the oldest messages are left out of a prompt that is too long. prediction is the
-    text that the client expects of the answers, which may make them faster."""
+    drops_oldest, the oldest messages are left out of a prompt that is too long, or has more tokens
+    than keep. prediction is the text that the client expects of the answers, which may make them
+    faster."""
 
     model: str
     prompt: ChatPrompt

@@ -1,5 +1,7 @@
 """The HTTP calls of Ollama's API, as far as they concern a model that is served already."""
 
+import asyncio
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 
@@ -8,6 +10,12 @@ from starlette.responses import Response
 
 from serve import __version__
 from serve.front.api.ollama import OllamaChatBody, OllamaGenerateBody, ShowBody
+from serve.front.api.ollama_embeddings import (
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    encode_embed,
+    encode_embeddings,
+)
 from serve.front.api.openai import parse
 from serve.front.api.reading.reader import FinishedReply, Reader
 from serve.front.api.writers.ollama import OllamaWriter, WholeOllama
@@ -37,6 +45,8 @@ class OllamaCalls:
         return [
             Route("/api/chat", self.ollama_chat, methods=["POST"]),
             Route("/api/generate", self.ollama_generate, methods=["POST"]),
+            Route("/api/embed", self.ollama_embed, methods=["POST"]),
+            Route("/api/embeddings", self.ollama_embeddings, methods=["POST"]),
             Route("/api/show", self.show, methods=["POST"]),
             Route("/api/tags", self.tags),
             Route("/api/ps", self.running),
@@ -61,11 +71,36 @@ class OllamaCalls:
     ) -> Response:
         read = await self._answering.read(request, method)
         if isinstance(read, FinishedReply):
-            return Response(read.reply, media_type="application/json")
+            return _finished(read)
         answer, headers = await self._answering.begin(request, read)
+        tokenizer = self._answering.tokenizer
         if read.is_stream:
-            return stream_reply(answer, OllamaWriter(read.model, is_chat), headers, _FRAMING)
-        return await whole_reply(request, answer, WholeOllama(read.model, is_chat), headers)
+            writer = OllamaWriter(read.model, is_chat, tokenizer)
+            return stream_reply(answer, writer, headers, _FRAMING)
+        whole = WholeOllama(read.model, is_chat, tokenizer)
+        return await whole_reply(request, answer, whole, headers)
+
+    @endpoint(404, 429, 500, body=OllamaEmbedBody, reply=Json, policy=_POLICY)
+    async def ollama_embed(self, request: Request) -> Response:
+        """Returns a vector for each input, for clients of Ollama."""
+        started = time.monotonic()
+        read = await self._answering.read(request, Reader.ollama_embed)
+        if isinstance(read, FinishedReply):
+            return _finished(read)
+        vectors, headers = await self._answering.embed(request, read)
+        seconds = time.monotonic() - started
+        body = await asyncio.to_thread(encode_embed, read, vectors, seconds)
+        return Response(body, headers=headers, media_type="application/json")
+
+    @endpoint(404, 429, 500, body=OllamaEmbeddingsBody, reply=Json, policy=_POLICY)
+    async def ollama_embeddings(self, request: Request) -> Response:
+        """Returns the vector of a prompt, for older clients of Ollama."""
+        read = await self._answering.read(request, Reader.ollama_embeddings)
+        if isinstance(read, FinishedReply):
+            return _finished(read)
+        (vector,), headers = await self._answering.embed(request, read)
+        body = encode_embeddings(vector)
+        return Response(body, headers=headers, media_type="application/json")
 
     @endpoint(404, body=ShowBody, reply=Json, policy=_POLICY)
     async def show(self, request: Request) -> Response:
@@ -126,3 +161,7 @@ class OllamaCalls:
                 "quantization_level": "",
             },
         }
+
+
+def _finished(read: FinishedReply) -> Response:
+    return Response(read.reply, media_type="application/json")

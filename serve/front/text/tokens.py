@@ -249,7 +249,17 @@ class Tokenizer:
         """Returns the tokens of a text. Special tokens that are written out in it become their ids.
         With add_special_tokens they include those that the tokenizer puts around every text. Raises
         RequestError for a token that the model does not know."""
-        ids = self._encode(text, add_special_tokens)
+        return self._known(self._encode(text, add_special_tokens))
+
+    def encode_beginning(self, text: str, max_tokens: int) -> list[int]:
+        """Returns the tokens of a text without those at its end that are more than max_tokens,
+        which include the special tokens around it. Raises RequestError as `encode` does."""
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        encoding.truncate(max_tokens - self._backend.num_special_tokens_to_add(is_pair=False))
+        return self._known(list(self._backend.post_process(encoding).ids))
+
+    def _known(self, ids: list[int]) -> list[int]:
+        """Returns the tokens. Raises RequestError for one that the model does not know."""
         unknown = self._first_unknown(ids)
         if unknown is not None:
             raise RequestError(

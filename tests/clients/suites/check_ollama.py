@@ -54,6 +54,44 @@ def test_a_history_with_calls_is_taken() -> None:
     assert CLIENT.chat("tiny-chat", history, options=OPTIONS).done
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_scores_come_with_the_text(stream: bool) -> None:
+    fields = {"logprobs": True, "top_logprobs": 2, "options": OPTIONS, "stream": stream}
+    chat = CLIENT.chat("tiny-chat", SAID, **fields)
+    generated = CLIENT.generate("tiny-chat", SAID[0]["content"], **fields)
+    for reply in (chat, generated):
+        parts = list(reply) if stream else [reply]
+        scores = [score for part in parts for score in part.logprobs or ()]
+        assert len(scores) == parts[-1].eval_count
+        for score in scores:
+            assert score.logprob == score.top_logprobs[0].logprob <= 0, "greedy"
+            assert len(score.top_logprobs) == 2
+
+
+def test_texts_have_vectors() -> None:
+    reply = CLIENT.embed("tiny-chat", ["hello", "how are you"], dimensions=8)
+    assert [len(vector) for vector in reply.embeddings] == [8, 8]
+    assert reply.prompt_eval_count > 2
+    assert reply.total_duration > 0
+    whole = CLIENT.embed("tiny-chat", "hello").embeddings[0]
+    assert sum(number * number for number in whole) == pytest.approx(1, abs=1e-3)
+    assert CLIENT.embeddings("tiny-chat", "hello").embedding == pytest.approx(whole, abs=1e-6)
+
+
+def test_a_prompt_that_is_too_long_is_shortened() -> None:
+    text = "hello " * CLIENT.show("tiny-chat").modelinfo["brigade.context_length"]
+    assert CLIENT.chat("tiny-chat", [{"role": "user", "content": text}], options=OPTIONS).done
+    assert CLIENT.embed("tiny-chat", text).prompt_eval_count > 1000
+    with pytest.raises(ollama.ResponseError, match="context length"):
+        CLIENT.embed("tiny-chat", text, truncate=False)
+
+
+def test_a_model_is_loaded_and_not_unloaded() -> None:
+    assert CLIENT.generate("tiny-chat", keep_alive=0).done_reason == "unload"
+    assert CLIENT.generate("tiny-chat").done_reason == "load"
+    assert CLIENT.ps().models
+
+
 def test_errors_are_ollamas() -> None:
     with pytest.raises(ollama.ResponseError, match="does not exist") as caught:
         CLIENT.chat("nobody", SAID)

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, normalizers, pre_tokenizers
+from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
@@ -130,6 +130,21 @@ def test_truncation_of_the_file_is_not_obeyed(tmp_path: Path) -> None:
 
 
 # --- templates
+
+
+@pytest.mark.parametrize("max_tokens", [2, 5, 99])
+def test_a_beginning_keeps_the_special_tokens_around_it(tmp_path: Path, max_tokens: int) -> None:
+    """The last token may be the one that is pooled."""
+    backend = byte_level()
+    around = [("<s>", 0), ("</s>", 1)]
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=around
+    )
+    tokenizer = load(backend, tmp_path)
+    ids = tokenizer.encode("hello world how are you STOP", add_special_tokens=True)
+    assert 5 < len(ids) < 99
+    expected = [*ids[:-1][: max_tokens - 1], ids[-1]]
+    assert tokenizer.encode_beginning("hello world how are you STOP", max_tokens) == expected
 
 
 def test_a_template_gets_messages_and_options(tokenizer: Tokenizer) -> None:

@@ -33,6 +33,8 @@ _ANSWERED: set[BodyKind] = {
     "compact",
     "ollama_chat",
     "ollama_generate",
+    "ollama_embed",
+    "ollama_embeddings",
 }
 _NUM_THREADS = 2
 

@@ -17,6 +17,12 @@ from serve.front.api.anthropic.body import CountBody, MessagesBody
 from serve.front.api.embeddings import EmbeddingBody, EmbeddingJob
 from serve.front.api.messages import ChatMessage
 from serve.front.api.ollama import OllamaChatBody, OllamaGenerateBody
+from serve.front.api.ollama_embeddings import (
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    embed_reply,
+    embeddings_reply,
+)
 from serve.front.api.openai import ChatBody, CompletionBody, parse
 from serve.front.api.request import ChatPrompt, ChatRequest, check_num_answers
 from serve.front.api.responses.body import (
@@ -29,7 +35,7 @@ from serve.front.api.responses.compaction import CompactBody, kept_messages
 from serve.front.api.responses.items import listed_items
 from serve.front.api.responses.store import StoredItem, stored_items
 from serve.front.api.thinking import Thinking
-from serve.front.api.writers.ollama import loaded
+from serve.front.api.writers.ollama import without_answer
 from serve.front.http import replies
 from serve.front.http.body import json_object
 from serve.front.http.replies import Json
@@ -173,10 +179,22 @@ class Reader:
         self, body: OllamaChatBody | OllamaGenerateBody, is_chat: bool
     ) -> Job | FinishedReply:
         if body.loads_only:
-            reply = loaded(body.model, is_chat)
+            reply = without_answer(body.model, is_chat, body.unloads)
             return FinishedReply(body.model, replies.encode(reply))
         job = body.job(self.tokenizer, self.max_context, self.finds_boundaries)
         return msgspec.structs.replace(job, ignored_fields=body.ignored_fields)
+
+    def ollama_embed(self, data: bytes) -> EmbeddingJob | FinishedReply:
+        body = parse(OllamaEmbedBody, json_object(data))
+        if body.loads_only:
+            return FinishedReply(body.model, replies.encode(embed_reply(body.model)))
+        return body.job(self.tokenizer, self.max_context)
+
+    def ollama_embeddings(self, data: bytes) -> EmbeddingJob | FinishedReply:
+        body = parse(OllamaEmbeddingsBody, json_object(data))
+        if body.loads_only:
+            return FinishedReply(body.model, replies.encode(embeddings_reply()))
+        return body.job(self.tokenizer, self.max_context)
 
     def count(self, data: bytes) -> FinishedReply:
         """Returns the reply to Anthropic's count_tokens: how many tokens the prompt has."""

@@ -9,6 +9,8 @@ from io import StringIO
 from pydantic_core import from_json
 
 from serve.core.errors import BrigadeError
+from serve.core.types import Score
+from serve.front.api.writers.logprobs import ScoreWriter
 from serve.front.http.replies import Json, ollama_error
 from serve.front.output.deltas import (
     Begin,
@@ -22,6 +24,7 @@ from serve.front.output.deltas import (
     Thought,
     Update,
 )
+from serve.front.text.tokens import Tokenizer
 
 
 @dataclass(slots=True)
@@ -34,11 +37,14 @@ class _Times:
 
 class OllamaWriter:
     """Writes a line for each piece of text or thought and for each whole call, and at last a line
-    with the reason, the counts and the durations in nanoseconds."""
+    with the reason, the counts and the durations in nanoseconds. The scores of tokens come with the
+    line that their text comes with, or the next one."""
 
-    def __init__(self, model: str, is_chat: bool) -> None:
+    def __init__(self, model: str, is_chat: bool, tokenizer: Tokenizer) -> None:
         self._model = model
         self._is_chat = is_chat
+        self._score_writer = ScoreWriter(tokenizer)
+        self._scores: list[Score] = []  # of tokens whose line is still to come
         self._times = _Times()
         self._name = ""
         self._arguments = StringIO()
@@ -49,8 +55,10 @@ class OllamaWriter:
     def feed(self, update: Update) -> Iterator[Json]:
         if self._times.first is None:
             self._times.first = time.monotonic()
+        self._scores += update.scores
         for delta in update.deltas:
-            yield from self._lines(delta)
+            for line in self._lines(delta):
+                yield {**line, **self._logprobs()}
 
     def finish(self) -> Iterator[Json]:
         return iter(())
@@ -60,11 +68,15 @@ class OllamaWriter:
 
     def line(self, text: str, **others: object) -> Json:
         """Returns a line with text, and with fields beside it (chat: in its message)."""
-        head: Json = {"model": self._model, "created_at": _now()}
-        if self._is_chat:
-            message = {"role": "assistant", "content": text, **others}
-            return {**head, "message": message, "done": False}
-        return {**head, "response": text, **others, "done": False}
+        return _line(self._model, self._is_chat, text, **others)
+
+    def _logprobs(self) -> Json:
+        """Returns the field with the scores of the tokens up to this line, if there are any."""
+        if not self._scores:
+            return {}
+        written = self._score_writer.chat(self._scores)
+        self._scores = []
+        return {"logprobs": written["content"]}
 
     def _lines(self, delta: Delta) -> Iterator[Json]:
         match delta:
@@ -106,12 +118,13 @@ class OllamaWriter:
 class WholeOllama:
     """Adds the lines up to one reply."""
 
-    def __init__(self, model: str, is_chat: bool) -> None:
-        self._writer = OllamaWriter(model, is_chat)
+    def __init__(self, model: str, is_chat: bool, tokenizer: Tokenizer) -> None:
+        self._writer = OllamaWriter(model, is_chat, tokenizer)
         self._is_chat = is_chat
         self._text = StringIO()
         self._thought = StringIO()
         self._calls: list[Json] = []
+        self._logprobs: list[Json] = []
         self._last: Json = {}
 
     def feed(self, update: Update) -> Iterator[Json]:
@@ -121,6 +134,7 @@ class WholeOllama:
             self._text.write(text)
             self._thought.write(said.get("thinking", ""))
             self._calls += said.get("tool_calls", ())
+            self._logprobs += line.pop("logprobs", ())
             self._last = line
         return iter(())
 
@@ -136,13 +150,23 @@ class WholeOllama:
             others["tool_calls"] = self._calls
         line = self._writer.line(self._text.getvalue(), **others)
         counts = {name: value for name, value in self._last.items() if name not in line}
-        return {**line, "done": True, **counts}
+        scores = {"logprobs": self._logprobs} if self._logprobs else {}
+        return {**line, "done": True, **counts, **scores}
 
 
-def loaded(model: str, is_chat: bool) -> Json:
-    """Returns the reply to a request that only wants the model in memory."""
-    line = OllamaWriter(model, is_chat).line("")
-    return {**line, "done": True, "done_reason": "load"}
+def without_answer(model: str, is_chat: bool, unloads: bool) -> Json:
+    """Returns the reply to a request that only wants the model in memory, or unloads it. It stays
+    in memory in any case."""
+    line = _line(model, is_chat, "")
+    return {**line, "done": True, "done_reason": "unload" if unloads else "load"}
+
+
+def _line(model: str, is_chat: bool, text: str, **others: object) -> Json:
+    head: Json = {"model": model, "created_at": _now()}
+    if is_chat:
+        message = {"role": "assistant", "content": text, **others}
+        return {**head, "message": message, "done": False}
+    return {**head, "response": text, **others, "done": False}
 
 
 def _object(arguments: str) -> Json:

@@ -77,6 +77,8 @@ BODIES += [
     ("embedding", {"model": "m", "input": ["hello", [5, 6]], "dimensions": 2}),
     ("ollama_chat", {"model": "m", "messages": MESSAGES}),
     ("ollama_generate", {"model": "m", "prompt": ""}),
+    ("ollama_embed", {"model": "m", "input": ["hello"], "dimensions": 2}),
+    ("ollama_embeddings", {"model": "m", "prompt": ""}),
 ]
 
 
