@@ -17,6 +17,7 @@ BodyKind = Literal[
     "response",
     "compact",
     "count",
+    "input_tokens",
     "tokenize",
     "detokenize",
     "ollama_chat",

@@ -229,6 +229,11 @@ class CompletionReply(_Reply):
     warnings: NotRequired[list[str]]
 
 
+class InputTokens(TypedDict):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class DeletedResponse(TypedDict):
     id: str
     object: Literal["response"]

@@ -10,7 +10,13 @@ from starlette.responses import Response
 from serve.core.errors import BrigadeError, RequestError
 from serve.front.api.reading.lanes import Read
 from serve.front.api.reading.reader import NeedsEarlier, Reader, ReadResponse
-from serve.front.api.responses.body import ResponsesBody, joined, output_messages, own_names
+from serve.front.api.responses.body import (
+    InputTokensBody,
+    ResponsesBody,
+    joined,
+    output_messages,
+    own_names,
+)
 from serve.front.api.responses.compaction import CompactBody
 from serve.front.api.responses.offer import Offer
 from serve.front.api.responses.store import Store, StoredItem
@@ -20,7 +26,7 @@ from serve.front.http.access import CLIENT, Route
 from serve.front.http.guard import read_parts
 from serve.front.http.openapi import Call, by_method, endpoint
 from serve.front.http.replies import Json, encode
-from serve.front.http.schemas import DeletedResponse
+from serve.front.http.schemas import DeletedResponse, InputTokens
 from serve.front.routes.answering import Answering, log_number
 from serve.front.routes.background import Background, Run
 from serve.front.routes.stream import NAMED, Stream, json_response, stream_reply, whole_reply
@@ -43,6 +49,7 @@ class ResponseCalls:
         return [
             Route("/v1/responses", self.respond, methods=["POST"]),
             Route("/v1/responses/compact", self.compact, methods=["POST"]),
+            Route("/v1/responses/input_tokens", self.input_tokens, methods=["POST"]),
             Route(
                 "/v1/responses/{id}",
                 by_method(GET=self.retrieve, DELETE=self.delete),
@@ -80,6 +87,12 @@ class ResponseCalls:
         with own_names():
             answer, headers = await self._answering.begin(request, read.job)
         return await whole_reply(request, answer, CompactionWriter(read.kept), headers)
+
+    @endpoint(404, 500, body=InputTokensBody, reply=InputTokens)
+    async def input_tokens(self, request: Request) -> Response:
+        """Counts the tokens of a response's input."""
+        read = await self._read(request, Reader.input_tokens)
+        return Response(read.reply, media_type="application/json")
 
     async def _read(
         self,

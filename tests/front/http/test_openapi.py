@@ -105,6 +105,7 @@ def test_what_clients_may_write_is_documented_and_not_what_becomes_of_it(documen
         ("/v1/messages", {**CHAT, "max_tokens": 5}, schemas.MessageReply),
         ("/v1/messages/count_tokens", CHAT, schemas.MessageTokens),
         ("/v1/messages", CHAT, schemas.AnthropicErrorReply),
+        ("/v1/responses/input_tokens", {"input": "hello"}, schemas.InputTokens),
         ("/v1/models", None, schemas.ModelList),
         ("/version", None, schemas.Version),
         ("/ready", None, schemas.Status),

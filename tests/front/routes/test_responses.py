@@ -334,6 +334,38 @@ def test_an_item_of_a_stored_response_can_be_referred_to(client: OpenAI, played:
     assert caught.value.param == "input"
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input": "hi"},
+        {"input": "hi", "instructions": "Be short.", "tools": [CUSTOM, CLOSE, SEARCH]},
+        {"input": "And?", "previous_response_id": ...},
+        {"input": [{"role": "user", "content": "hi " * 900}] * 5, "truncation": "auto"},
+    ],
+    ids=["plain", "tools", "continued", "cut"],
+)
+def test_input_tokens_are_those_that_the_response_counts(
+    client: OpenAI, played: Played, fields: dict[str, Any]
+) -> None:
+    if "previous_response_id" in fields:
+        fields = {**fields, "previous_response_id": ask(client).id}
+    count = client.responses.input_tokens.count(model="tiny", **fields)
+    num_played = len(played.prompts)
+    reply = client.responses.create(model="tiny", **fields)
+    assert (count.object, count.input_tokens) == ("response.input_tokens", reply.usage.input_tokens)
+    assert len(played.prompts) == num_played + 1, "counting asks no model"
+
+
+def test_input_tokens_are_refused_as_the_response(client: OpenAI) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        client.responses.input_tokens.count(model="tiny", input="hi", previous_response_id="resp_x")
+    assert caught.value.code == "previous_response_not_found"
+    with pytest.raises(NotFoundError):
+        client.responses.input_tokens.count(model="other", input="hi")
+    with pytest.raises(BadRequestError, match="personality"):
+        client.responses.input_tokens.count(model="tiny", input="hi", personality="friendly")
+
+
 def test_calls_can_be_continued_by_the_id_of_the_response(client: OpenAI, played: Played) -> None:
     played.text = written("apply", {"input": "patch"})
     first = ask(client, tools=[CUSTOM])

@@ -27,6 +27,7 @@ from serve.front.api.openai import ChatBody, CompletionBody, parse
 from serve.front.api.request import ChatPrompt, ChatRequest, check_num_answers
 from serve.front.api.responses.body import (
     Conversation,
+    InputTokensBody,
     ResponsePlan,
     ResponsesBody,
     own_names,
@@ -35,10 +36,12 @@ from serve.front.api.responses.compaction import CompactBody, kept_messages
 from serve.front.api.responses.items import listed_items
 from serve.front.api.responses.store import StoredItem, stored_items
 from serve.front.api.thinking import Thinking
+from serve.front.api.truncation import fitting
 from serve.front.api.writers.ollama import without_answer
 from serve.front.http import replies
 from serve.front.http.body import json_object
 from serve.front.http.replies import Json
+from serve.front.http.schemas import InputTokens
 from serve.front.output.answer import Job
 from serve.front.text.tokens import Tokenizer
 
@@ -159,6 +162,25 @@ class Reader:
             messages = self._conversation(body, earlier)
             job = self._prepare(body.request(messages, self.tokenizer))
         return ReadCompaction(kept_messages(messages), job)
+
+    def input_tokens(
+        self, data: bytes, earlier: bytes | None = None
+    ) -> FinishedReply | NeedsEarlier:
+        """Returns the reply to a question how many tokens the prompt of a response would have.
+        earlier is as for `response`."""
+        body = parse(InputTokensBody, self._object(data, "input"))
+        if _needs_earlier(body) and earlier is None:
+            return NeedsEarlier(body.previous_response_id, body.item_ids)
+        with own_names():
+            messages = self._conversation(body, earlier)
+            variables = body.thinking.variables(self.tokenizer)
+            prompt = body.prompt(messages).with_defaults(variables)
+            if body.truncation == "auto":
+                num_answer = body.max_output_tokens or 1
+                prompt = fitting(prompt, self.tokenizer, self.max_context - num_answer)
+            num_tokens = tokenize.count(prompt, self.tokenizer, self.max_context)
+        reply: InputTokens = {"object": "response.input_tokens", "input_tokens": num_tokens}
+        return FinishedReply(body.model, replies.encode(reply))
 
     def _conversation(self, body: Conversation, earlier: bytes | None) -> list[ChatMessage]:
         """Returns the messages that a body continues, and its own."""

@@ -290,6 +290,10 @@ _NOT_REPEATED = {
 }
 
 
+class InputTokensBody(Conversation):
+    """The body of a question how many tokens an input has. Unknown fields are refused."""
+
+
 class ResponsesBody(Conversation):
     """The body of a request. Unknown fields are refused."""
 

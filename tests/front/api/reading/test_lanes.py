@@ -73,6 +73,7 @@ HUGE = 10**30
 BODIES += [
     ("chat", {"model": "m", "messages": MESSAGES, "tools": [function({"minimum": -HUGE})]}),
     ("response", {"model": "m", "input": "hello", "tools": [{**function(), "name": "f"}]}),
+    ("input_tokens", {"model": "m", "input": "hello", "instructions": "Be short."}),
     ("compact", {"model": "m", "input": [{"role": "user", "content": "hello"}]}),
     ("embedding", {"model": "m", "input": ["hello", [5, 6]], "dimensions": 2}),
     ("ollama_chat", {"model": "m", "messages": MESSAGES}),
