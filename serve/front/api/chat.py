@@ -18,6 +18,8 @@ from serve.front.text.schemas import TOOLS, left_out_of, schema_of
 from serve.front.text.tokens import Tokenizer
 
 _FORCING = "tool_choice"  # the field that forces a call
+# Stands for the grammars of custom tools, among the keywords that are not enforced.
+_LARK = "lark"
 
 
 def prepare(
@@ -39,6 +41,9 @@ def prepare(
         request.shows_thoughts,
         is_native=constraint.forces_native_calls,
     )
+    left_out = constraint.left_out
+    if request.tool_use.has_loose_inputs(constraint.held_inputs):
+        left_out += (_LARK,)
     prediction = tokenizer.encode(request.prediction) if request.prediction else []
     prompt = Prompt(
         encoded.ids,
@@ -63,7 +68,8 @@ def prepare(
         cache_salt=request.cache_salt,
         grammar_param=constraint.param,
         is_grammar_optional=constraint.is_optional,
-        left_out=constraint.left_out,
+        left_out=left_out,
+        tool_grammars=tuple(request.tool_use.inputs.values()),
         held_inputs=constraint.held_inputs,
         format_schema=constraint.format_schema,
         ignored_fields=(*request.ignored_fields, *constraint.overridden),

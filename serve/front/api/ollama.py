@@ -73,7 +73,7 @@ class _OllamaBody(Lenient):
         """Whether keep_alive asks for the model to leave the memory at once."""
         if isinstance(self.keep_alive, str):
             return _NO_TIME.fullmatch(self.keep_alive) is not None
-        return self.keep_alive == 0
+        return bool(self.keep_alive == 0)
 
     @property
     def num_listed(self) -> int | None:

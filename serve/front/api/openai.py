@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    Discriminator,
     FailFast,
     Field,
     PrivateAttr,
@@ -16,6 +17,8 @@ from pydantic import (
     model_validator,
 )
 
+from serve.core.errors import RequestError
+from serve.front.api.custom_tools import ChatCustomTool, CustomTool, NamedCustom
 from serve.front.api.fields import HARMLESS, NEUTRAL, check_neutral
 from serve.front.api.messages import AnyContent, Message, plain_messages
 from serve.front.api.request import DEFAULT_MODEL, ChatPrompt, ChatRequest, ToolUse
@@ -25,12 +28,9 @@ from serve.front.api.tools import (
     MAX_TOOLS,
     Function,
     FunctionName,
-    GivenChoice,
     NamedTool,
     Tool,
     ToolChoice,
-    Tools,
-    chosen,
 )
 from serve.front.api.wording import MAX_PATH_CHARACTERS, request_error
 from serve.front.http.body import Body, refuse
@@ -128,11 +128,64 @@ class GenerationBody(SamplingBody, Lenient):
         return UsageInStream.EACH if options.continuous_usage_stats else UsageInStream.LAST
 
 
+DeclaredTool = Annotated[Tool | ChatCustomTool, Discriminator("type")]
+DeclaredTools = Annotated[list[DeclaredTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+NamedChoice = Annotated[NamedTool | NamedCustom, Discriminator("type")]
+
+
+class Allowed(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, fail_fast=True)]
+
+
+class AllowedTools(Body):
+    """The choice among a part of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
+# any is Mistral's and Anthropic's word for required.
+GivenChoice = Literal["none", "auto", "required", "any"] | NamedTool | NamedCustom | AllowedTools
+
+
+def chosen(tools: list[Tool], given: GivenChoice | None) -> tuple[list[Tool], ToolChoice]:
+    """Returns the tools that are offered to the model, and the choice among them. Raises
+    RequestError for an allowed tool that was not declared."""
+    match given:
+        case None:
+            return tools, "auto"
+        case "any":
+            return tools, "required"
+        case NamedCustom():
+            name = FunctionName(name=given.custom.name)
+            return tools, NamedTool(type="function", function=name)
+        case AllowedTools():
+            return _allowed(tools, given.allowed_tools), given.allowed_tools.mode
+        case _:
+            return tools, given
+
+
+def _allowed(tools: list[Tool], allowed: Allowed) -> list[Tool]:
+    names = {_name(tool) for tool in allowed.tools}
+    unknown = names - {tool.function.name for tool in tools}
+    if unknown:
+        raise RequestError(
+            f"tool_choice allows {min(unknown)[:80]!r}, which is not among the tools.",
+            param="tool_choice",
+        )
+    return [tool for tool in tools if tool.function.name in names]
+
+
+def _name(named: NamedTool | NamedCustom) -> str:
+    return named.custom.name if isinstance(named, NamedCustom) else named.function.name
+
+
 class Templated(Body):
     """The fields from which a prompt is rendered."""
 
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
-    tools: Tools | None = None
+    tools: DeclaredTools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -146,10 +199,30 @@ class Templated(Body):
             )
         return self
 
+    @model_validator(mode="after")
+    def _names_differ(self) -> "Templated":
+        functions = {tool.function.name for tool in self.tools or () if isinstance(tool, Tool)}
+        both = functions & self.custom_tools.keys()
+        if both:
+            refuse(f"has a function and a custom tool {min(both)!r}: rename one of them", "tools")
+        return self
+
+    @property
+    def custom_tools(self) -> dict[str, CustomTool]:
+        """The custom tools, by their names."""
+        custom = (tool.plain() for tool in self.tools or () if isinstance(tool, ChatCustomTool))
+        return {tool.name: tool for tool in custom}
+
+    @property
+    def functions_of_tools(self) -> list[Tool]:
+        """All tools as functions, which are what a model knows."""
+        tools = self.tools or ()
+        return [tool if isinstance(tool, Tool) else tool.as_tool() for tool in tools]
+
     @property
     def offered(self) -> tuple[list[Tool], ToolChoice]:
         """The tools that are offered to the model, and the choice among them."""
-        return self.tools or [], "auto"
+        return self.functions_of_tools, "auto"
 
     def prompt(self) -> ChatPrompt:
         """Returns the parts that the prompt is rendered from."""
@@ -207,7 +280,7 @@ class ChatBody(Templated, GenerationBody):
     @property
     def offered(self) -> tuple[list[Tool], ToolChoice]:
         if self.functions is None:
-            return chosen(self.tools or [], self.tool_choice)
+            return chosen(self.functions_of_tools, self.tool_choice)
         tools = [Tool(type="function", function=function) for function in self.functions]
         if isinstance(self.function_call, FunctionName):
             return tools, NamedTool(type="function", function=self.function_call)
@@ -222,11 +295,31 @@ class ChatBody(Templated, GenerationBody):
     def tool_use(self) -> ToolUse:
         """The tools that the model may call, and whether it has to."""
         tools, choice = self.offered
-        return ToolUse(tools, choice, self.is_parallel)
+        custom = {tool.function.name for tool in tools} & self.custom_tools.keys()
+        inputs: dict[str, str] = {}
+        for name in sorted(custom):
+            grammar = self.custom_tools[name].grammar()
+            if grammar:
+                inputs[name] = grammar
+        lark = frozenset(name for name in inputs if self.custom_tools[name].is_lark)
+        is_raw = self._raw_tool is not None
+        return ToolUse(tools, choice, self.is_parallel, is_raw, inputs, lark)
+
+    @property
+    def _raw_tool(self) -> CustomTool | None:
+        """The custom tool whose input is the whole answer, because it is demanded."""
+        _, choice = self.offered
+        if not isinstance(choice, NamedTool):
+            return None
+        return self.custom_tools.get(choice.function.name)
 
     def grammars(self) -> dict[str, str]:
+        raw = self._raw_tool
+        raw_grammar = raw.grammar() if raw else None
+        if raw and raw_grammar is None:
+            return {}  # The input of the tool is free text, whatever the format of a text is.
         found = super().grammars()
-        call_grammar = self.tool_use.grammar()
+        call_grammar = raw_grammar or self.tool_use.grammar()
         if call_grammar:
             found["tool_choice"] = call_grammar
         return found
@@ -276,6 +369,8 @@ class ChatBody(Templated, GenerationBody):
             as_ids=bool(self.return_tokens_as_token_ids),
             function_call=self.functions is not None,
             progress=bool(self.return_progress),
+            custom_tools=tuple(self.custom_tools),
+            is_raw_input=self._raw_tool is not None,
         )
 
 

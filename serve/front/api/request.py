@@ -1,7 +1,7 @@
 """The request of a chat, independent of the API that it came through. Each API's body becomes one,
 and `chat.prepare` turns it into a job."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,13 +75,21 @@ class ChatPrompt:
 class ToolUse:
     """The tools that the model may call, and whether it has to. If is_raw, the whole answer is the
     input of the tool that it has to call. inputs are grammars for the one text that some tools
-    take, by the names of the tools."""
+    take, by the names of the tools; those of lark_inputs are left out where they cannot be
+    enforced."""
 
     tools: list[Tool] = field(default_factory=list)
     choice: ToolChoice = "auto"
     is_parallel: bool = True
     is_raw: bool = False
     inputs: Mapping[str, str] = field(default_factory=dict)
+    lark_inputs: frozenset[str] = frozenset()
+
+    def has_loose_inputs(self, held: Collection[str]) -> bool:
+        """Whether the model may call a tool whose input no grammar holds to its own. held are the
+        tools whose input is held."""
+        may_call = self.choice != "none" and not self.is_raw
+        return may_call and not self.lark_inputs <= set(held)
 
     @property
     def is_free(self) -> bool:

@@ -44,46 +44,7 @@ class NamedTool(Body):
     function: FunctionName
 
 
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
-
-
-class Allowed(Body):
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, fail_fast=True)]
-
-
-class AllowedTools(Body):
-    """The choice among a part of the tools."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: Allowed
-
-
-# any is Mistral's and Anthropic's word for required.
-GivenChoice = Literal["none", "auto", "required", "any"] | NamedTool | AllowedTools
-
-
-def chosen(tools: list[Tool], given: GivenChoice | None) -> tuple[list[Tool], ToolChoice]:
-    """Returns the tools that are offered to the model, and the choice among them. Raises
-    RequestError for an allowed tool that was not declared."""
-    if given is None:
-        return tools, "auto"
-    if given == "any":
-        return tools, "required"
-    if not isinstance(given, AllowedTools):
-        return tools, given
-    allowed = given.allowed_tools
-    allowed_names = {tool.function.name for tool in allowed.tools}
-    declared_names = {tool.function.name for tool in tools}
-    unknown = allowed_names - declared_names
-    if unknown:
-        raise RequestError(
-            f"tool_choice allows {min(unknown)[:80]!r}, which is not among the tools.",
-            param="tool_choice",
-        )
-    offered = [tool for tool in tools if tool.function.name in allowed_names]
-    return offered, allowed.mode
 
 
 def declared(tools: Sequence[Tool]) -> list[dict[str, Any]]:

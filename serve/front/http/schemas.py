@@ -136,13 +136,20 @@ class CalledFunction(TypedDict):
     arguments: str
 
 
+class CalledCustom(TypedDict):
+    name: NotRequired[str]
+    input: str
+
+
 class ToolCall(TypedDict):
-    """index comes in chunks only, where id, type and name come once for each call."""
+    """A call of a function or of a custom tool. index comes in chunks only, where id, type and name
+    come once for each call."""
 
     index: NotRequired[int]
     id: NotRequired[str]
-    type: NotRequired[Literal["function"]]
-    function: CalledFunction
+    type: NotRequired[Literal["function", "custom"]]
+    function: NotRequired[CalledFunction]
+    custom: NotRequired[CalledCustom]
 
 
 class Delta(TypedDict, total=False):

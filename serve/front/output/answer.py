@@ -44,7 +44,8 @@ class Listing:
     """The details that a reply lists beside the text. logprobs and prompt_logprobs say how many of
     the likeliest tokens come with each token; None for no scores. as_ids writes tokens as
     `token_id:5`; function_call writes calls to OpenAI's older fields. progress shows in a stream
-    how much of the prompt is computed."""
+    how much of the prompt is computed. Calls of custom_tools have an input instead of arguments;
+    if is_raw_input, the text of a call is the input itself, and not JSON with it."""
 
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -53,6 +54,8 @@ class Listing:
     echo: bool = False
     function_call: bool = False
     progress: bool = False
+    custom_tools: tuple[str, ...] = ()
+    is_raw_input: bool = False
 
 
 class Job(msgspec.Struct, frozen=True, tag=True):
@@ -62,9 +65,10 @@ class Job(msgspec.Struct, frozen=True, tag=True):
 
     continues says whether an answer's text continues the prompt's. grammar_param is the field
     that demands a grammar, if there is one; an optional grammar is left out if it cannot be
-    followed. left_out are the keywords of the tools' schemas that the grammar does not hold, and
-    held_inputs the tools whose one text it holds to a grammar of their own. format_schema is the
-    schema that text has to follow, as JSON text.
+    followed. left_out are the keywords of the tools' schemas that the grammar does not hold,
+    tool_grammars those of tools' inputs, which have to be valid though no answer may be held to
+    them, and held_inputs the tools whose one text it holds to a grammar of their own. format_schema
+    is the schema that text has to follow, as JSON text.
     """
 
     model: str
@@ -80,6 +84,7 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     grammar_param: str | None = None
     is_grammar_optional: bool = False
     left_out: tuple[str, ...] = ()
+    tool_grammars: tuple[str, ...] = ()
     held_inputs: tuple[str, ...] = ()
     format_schema: str | None = None
     ignored_fields: tuple[str, ...] = ()

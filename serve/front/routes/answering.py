@@ -125,6 +125,8 @@ class Answering:
     async def begin(self, request: Request, job: Job) -> tuple[Answer, dict[str, str]]:
         """Returns the answer, which the caller must close, and the headers that go with it."""
         record: Record = request.scope[guard.RECORD]
+        for grammar in job.tool_grammars:
+            await self._check_grammar(request, grammar, "tools")
         job, not_enforced = await self._with_grammar(request, job)
         adapter, headers = await self._adapter(record, job)
         headers |= replies.listed("x-not-enforced", not_enforced)
@@ -228,7 +230,7 @@ class Answering:
             return job.without_grammar(), (TOOLS,)
         return job, tuple(sorted(set(not_enforced)))
 
-    async def check_grammar(self, request: Request, grammar: str, param: str) -> None:
+    async def _check_grammar(self, request: Request, grammar: str, param: str) -> None:
         """Raises RequestError for the field param if no answer can follow the grammar."""
 
         def check() -> None:

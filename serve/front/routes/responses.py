@@ -65,8 +65,6 @@ class ResponseCalls:
         read = await self._read(request, Reader.response)
         if warnings := read.plan.repeated.get("warnings"):
             log_number(request, "warnings", len(warnings))
-        for grammar in read.tool_grammars:
-            await self._answering.check_grammar(request, grammar, "tools")
         with own_names():
             answer, headers = await self._answering.begin(request, read.job)
         writer = _StoringWriter(read, self._answering.tokenizer, self._store)
@@ -88,7 +86,7 @@ class ResponseCalls:
             answer, headers = await self._answering.begin(request, read.job)
         return await whole_reply(request, answer, CompactionWriter(read.kept), headers)
 
-    @endpoint(404, 500, body=InputTokensBody, reply=InputTokens)
+    @endpoint(404, 500, body=InputTokensBody, reply=InputTokens, policy=CLIENT)
     async def input_tokens(self, request: Request) -> Response:
         """Counts the tokens of a response's input."""
         read = await self._read(request, Reader.input_tokens)

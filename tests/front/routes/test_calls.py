@@ -316,3 +316,129 @@ def test_an_input_follows_its_grammar_where_it_is_written_as_text(
     assert call.type == "custom_tool_call"
     assert call.input == "put five\ndone"
     assert not hasattr(reply, "warnings")
+
+
+# --- custom tools of chats
+
+
+def play_text(name: str, arguments: dict[str, Any]) -> str:
+    """A call as the model writes it by itself."""
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+SH: dict[str, Any] = {"type": "custom", "custom": {"name": "sh", "description": "Runs commands."}}
+
+
+def with_grammar(syntax: str, definition: str) -> dict[str, Any]:
+    format = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
+    return {"type": "custom", "custom": {**SH["custom"], "format": format}}
+
+
+def chats(url: str, **fields: Any) -> list[Any]:
+    """The replies of the official client: a whole one, and one whose calls are added up from a
+    stream."""
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        whole = client.chat.completions.create(model="tiny", messages=ASKED, **fields)
+        events = client.chat.completions.create(model="tiny", messages=ASKED, stream=True, **fields)
+        chunks = [chunk.choices[0] for chunk in events]
+    calls: list[Any] = []
+    for chunk in chunks:
+        for part in chunk.delta.tool_calls or ():
+            if part.id:
+                calls.append({**part.to_dict(), "custom": {**part.custom, "input": ""}})
+            calls[-1]["custom"]["input"] += part.custom["input"]
+    message = whole.choices[0].message
+    assert [call.pop("index") for call in calls] == list(range(len(calls)))
+    assert [{**call, "id": ""} for call in calls] == [
+        {**call.to_dict(), "id": ""} for call in message.tool_calls or ()
+    ]
+    assert chunks[-1].finish_reason == whole.choices[0].finish_reason
+    return [whole.choices[0], chunks]
+
+
+def test_a_custom_tool_of_a_chat_is_called_with_text(engine: Playing, url: str) -> None:
+    text = 'say "hi"\n\tünd 😀 \\ done'
+    engine.answers = [play_text("sh", {"input": text})]
+    choice, chunks = chats(url, tools=[SH])
+    (call,) = choice.message.tool_calls
+    assert (call.type, call.custom.name, call.custom.input) == ("custom", "sh", text)
+    assert choice.finish_reason == "tool_calls"
+    pieces = [part for chunk in chunks for part in chunk.delta.tool_calls or ()]
+    assert len(pieces) > 5, "the input streams"
+    prompt = engine.tokenizer.decode(engine.prompts[-1])
+    assert "Runs commands." in prompt
+    history = [*ASKED, choice.message.to_dict()]
+    history.append({"role": "tool", "tool_call_id": call.id, "content": "ok"})
+    reply = httpx2.post(
+        f"{url}/v1/chat/completions", json={"messages": history, "tools": [SH]}, timeout=20
+    )
+    assert reply.status_code == 200
+    assert json.dumps({"input": text}, ensure_ascii=False) in engine.tokenizer.decode(
+        engine.prompts[-1]
+    )
+
+
+@pytest.mark.parametrize("tool", [SH, with_grammar("lark", 'start: "put " /[a-z"]+/ "\\n"')])
+@pytest.mark.parametrize("is_allowed_too", [False, True])
+def test_a_custom_tool_that_a_chat_demands_gets_the_whole_answer(
+    engine: Playing, url: str, tool: Any, is_allowed_too: bool
+) -> None:
+    named = {"type": "custom", "custom": {"name": "sh"}}
+    engine.answers = ['put a"b\n']
+    demanded: Any = named
+    if is_allowed_too:
+        allowed = {"mode": "required", "tools": [named]}
+        demanded = {"type": "allowed_tools", "allowed_tools": allowed}
+        engine.answers = [play_text("sh", {"input": 'put a"b\n'})]
+    choice, _ = chats(url, tools=[chat_tool(DAYS), tool], tool_choice=demanded)
+    (call,) = choice.message.tool_calls
+    assert (call.custom.name, call.custom.input) == ("sh", 'put a"b\n')
+    assert choice.finish_reason == ("tool_calls" if is_allowed_too else "stop")
+
+
+def test_a_custom_tool_with_a_regex_is_held_to_it(engine: Playing, url: str) -> None:
+    engine.answers = [play_text("sh", {"input": text}) for text in ("a", "11")]
+    choice, _ = chats(url, tools=[with_grammar("regex", "[0-9]+")])
+    assert choice.message.tool_calls[0].custom.input == "11"
+
+
+def test_a_custom_tool_whose_grammar_is_not_enforced_is_reported(engine: Playing, url: str) -> None:
+    play(engine, "sh", {"input": "put 5"})
+    body = {"messages": ASKED, "tools": [with_grammar("lark", 'start: "get"')]}
+    reply = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=20)
+    assert reply.headers["x-not-enforced"] == "lark"
+    named = {"tool_choice": {"type": "custom", "custom": {"name": "sh"}}}
+    engine.answers = ["get"]
+    reply = httpx2.post(f"{url}/v1/chat/completions", json={**body, **named}, timeout=20)
+    assert "x-not-enforced" not in reply.headers
+
+
+def test_an_input_that_is_cut_off_is_returned_as_far_as_it_goes(engine: Playing, url: str) -> None:
+    play(engine, "sh", {"input": "a" * 200})
+    choice, _ = chats(url, tools=[SH], max_tokens=120)
+    assert choice.finish_reason == "length"
+    (call,) = choice.message.tool_calls
+    assert set(call.custom.input) == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a b"}}]}, "tools[0].custom.name"),
+        ({"tools": [with_grammar("yaml", "x")]}, "tools[0].custom.format.grammar.syntax"),
+        ({"tools": [with_grammar("lark", "start: (")]}, "tools"),
+        ({"tools": [SH, {"type": "function", "function": {"name": "sh"}}]}, "tools"),
+        ({"tools": [{"type": "other"}]}, "tools[0]"),
+        (
+            {"tools": [SH], "tool_choice": {"type": "custom", "custom": {"name": "x"}}},
+            "tool_choice",
+        ),
+    ],
+)
+def test_wrong_custom_tools_of_chats_are_named(url: str, fields: Any, param: str) -> None:
+    body = {"messages": ASKED, **fields}
+    reply = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=20)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param

@@ -48,14 +48,13 @@ from serve.front.text.tokens import Tokenizer
 
 class ReadResponse(msgspec.Struct, frozen=True, tag=True):
     """A response to generate. messages is the conversation before the answer, without the
-    instructions, as JSON. input_items are those of the request. tool_grammars are those of custom
-    tools. A background response does not end when its client leaves."""
+    instructions, as JSON. input_items are those of the request. A background response does not end
+    when its client leaves."""
 
     plan: ResponsePlan
     messages: bytes
     input_items: tuple[StoredItem, ...]
     job: Job
-    tool_grammars: tuple[str, ...] = ()
     is_background: bool = False
 
 
@@ -149,7 +148,6 @@ class Reader:
             messages=replies.encode(messages),
             input_items=stored_items(input_items),
             job=job,
-            tool_grammars=body.tool_grammars,
             is_background=bool(body.background),
         )
 

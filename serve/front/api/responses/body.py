@@ -203,12 +203,6 @@ class Conversation(SamplingBody):
             return None
         return self.text.format.grammar()
 
-    @property
-    def tool_grammars(self) -> tuple[str, ...]:
-        """The grammars of custom tools, which have to be valid though no answer is held to them."""
-        tools = self.offer.tools.values()
-        return tuple(tool.grammar for tool in tools if tool.grammar)
-
     def warnings(self, held_inputs: Collection[str]) -> list[str]:
         """Returns the declared tools that are not offered, and grammars that are not enforced:
         those of tools that are not among held_inputs."""

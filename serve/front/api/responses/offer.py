@@ -1,11 +1,10 @@
 """The tools of a response: which of them the model is offered, under which names, and how calls of
 them become items.
 
-A model knows functions only. A custom tool is offered as a function with one string, and a tool
-that OpenAI defines (a shell, a patch) as a function with the parameters of its call's item.
+A model knows functions only. A tool that OpenAI defines (a shell, a patch) is offered as a function
+with the parameters of its call's item.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -13,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from serve.core.errors import RequestError
-from serve.front.api.tools import MAX_TOOLS, Function, NamedTool, ToolName
+from serve.front.api.custom_tools import CustomTool, as_object
+from serve.front.api.tools import MAX_TOOLS, Function, NamedTool
 from serve.front.http.body import Tolerant
-from serve.front.text import grammars
 
 Kind = Literal["function", "custom", "local_shell", "shell", "apply_patch", "tool_search"]
 Json = dict[str, Any]
@@ -35,50 +34,6 @@ _MAX_TYPE_CHARACTERS = 64
 
 class FunctionTool(Function):
     type: Literal["function"]
-
-
-class TextInput(Tolerant):
-    type: Literal["text"]
-
-
-class GrammarInput(Tolerant):
-    type: Literal["grammar"]
-    syntax: Literal["lark", "regex"]
-    definition: Annotated[str, Field(min_length=1)]
-
-    def grammar(self) -> str:
-        if self.syntax == "regex":
-            return grammars.of_regex(self.definition)
-        return grammars.of_grammar(self.definition, "tools")
-
-
-class CustomTool(Tolerant):
-    """A tool whose input is text, which may have to follow a grammar."""
-
-    type: Literal["custom"]
-    name: ToolName
-    description: str | None = None
-    format: Annotated[TextInput | GrammarInput, Discriminator("type")] | None = None
-
-    def grammar(self) -> str | None:
-        if isinstance(self.format, GrammarInput):
-            return self.format.grammar()
-        return None
-
-    @property
-    def is_lark(self) -> bool:
-        return isinstance(self.format, GrammarInput) and self.format.syntax == "lark"
-
-    def function(self) -> Function:
-        """Returns the same tool as a function."""
-        schema: Json = {"type": "string"}
-        description = self.description or ""
-        if isinstance(self.format, GrammarInput):
-            if self.format.syntax == "regex":
-                schema["pattern"] = f"^(?:{self.format.definition})$"
-            rule = f"The input follows this {self.format.syntax} grammar:"
-            description = f"{description}\n\n{rule}\n{self.format.definition}".strip()
-        return _function(self.name, description, {"input": schema}, ["input"])
 
 
 class NamespaceTool(Tolerant):
@@ -391,7 +346,7 @@ _DEFINED: dict[str, Function] = {
 def call_fields(kind: Kind, text: str) -> Json | None:
     """Returns the fields of a call's item by the arguments that the model wrote; None if they are
     not those of such a tool."""
-    arguments = _object(text)
+    arguments = as_object(text)
     if arguments is None:
         return None
     match kind:
@@ -416,25 +371,3 @@ def _is_operation(arguments: Json) -> bool:
     required = {"path"} if arguments.get("type") == "delete_file" else {"path", "diff"}
     has_type = arguments.get("type") in ("create_file", "update_file", "delete_file")
     return has_type and all(isinstance(arguments.get(name), str) for name in required)
-
-
-def custom_input(text: str) -> str:
-    """Returns the input of a custom tool by the arguments that the model wrote: its one string, or
-    else the whole text."""
-    arguments = _object(text)
-    if arguments is not None and isinstance(arguments.get("input"), str):
-        return str(arguments["input"])
-    strings = [each for each in (arguments or {}).values() if isinstance(each, str)]
-    if len(strings) == 1 and len(arguments or {}) == 1:
-        return strings[0]
-    return text
-
-
-def _object(text: str) -> Json | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if isinstance(value, dict):
-        return value
-    return None

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from io import StringIO
 
+from serve.front.api.writers.custom_input import CustomInput
 from serve.front.api.writers.logprobs import ScoreWriter
 from serve.front.api.writers.writer import ChunkWriter
 from serve.front.http.replies import Json
 from serve.front.http.schemas import (
+    CalledCustom,
     CalledFunction,
     ChatChoice,
     ChatLogprobs,
@@ -45,6 +47,7 @@ class ChatWriter(ChunkWriter):
         self._names_tool = job.splitting.names_tool
         self._scores = ScoreWriter(tokenizer, job.listing.as_ids)
         self._num_calls = [0] * job.num_answers
+        self._inputs: dict[int, CustomInput] = {}  # of open calls of custom tools, by answer
 
     def chunks(self, update: Update) -> Iterator[Json]:
         number = update.number
@@ -110,19 +113,41 @@ class ChatWriter(ChunkWriter):
                     yield {"content": text}
                 case Thought(text):
                     yield {"reasoning": text, "reasoning_content": text}
-                case CallBegin():
+                case CallBegin(_, name):
                     self._num_calls[update.number] += 1
                     begun = delta
+                    if name in self._listing.custom_tools:
+                        self._inputs[update.number] = CustomInput(self._listing.is_raw_input)
                 case CallText(text):
-                    yield self._call(update.number, text, begun)
+                    yield from self._call_text(update.number, text, begun)
                     begun = None
-                case Progress() | Begin() | CallEnd() | End():
+                case CallEnd() | End():
+                    yield from self._rest_of_input(update.number)
+                case Progress() | Begin():
                     pass  # They are no part of a choice's delta.
         if begun is not None:
             yield self._call(update.number, "", begun)
 
-    def _call(self, number: int, arguments: str, begun: CallBegin | None) -> ChatDelta:
-        function: CalledFunction = {"arguments": arguments}
+    def _call_text(self, number: int, text: str, begun: CallBegin | None) -> Iterator[ChatDelta]:
+        if number in self._inputs:
+            text = self._inputs[number].feed(text)
+        if text or begun or number not in self._inputs:
+            yield self._call(number, text, begun)
+
+    def _rest_of_input(self, number: int) -> Iterator[ChatDelta]:
+        """Ends the call of a custom tool, if one is open."""
+        if number not in self._inputs:
+            return
+        rest = self._inputs[number].finish()
+        if rest:
+            yield self._call(number, rest, None)
+        del self._inputs[number]
+
+    def _call(self, number: int, text: str, begun: CallBegin | None) -> ChatDelta:
+        """Returns the delta of a call. text is the next part of its arguments or its input."""
+        if number in self._inputs:
+            return self._custom_call(number, text, begun)
+        function: CalledFunction = {"arguments": text}
         call: ToolCall = {"index": self._num_calls[number] - 1, "function": function}
         if begun is not None:
             function["name"] = begun.name
@@ -130,6 +155,15 @@ class ChatWriter(ChunkWriter):
             call["type"] = "function"
         if self._listing.function_call:
             return {"function_call": function}
+        return {"tool_calls": [call]}
+
+    def _custom_call(self, number: int, text: str, begun: CallBegin | None) -> ChatDelta:
+        custom: CalledCustom = {"input": text}
+        call: ToolCall = {"index": self._num_calls[number] - 1, "custom": custom}
+        if begun is not None:
+            custom["name"] = begun.name
+            call["id"] = begun.id
+            call["type"] = "custom"
         return {"tool_calls": [call]}
 
     def _reason(self, reason: Reason) -> FinishReason:
@@ -169,7 +203,8 @@ class _Whole:
             if "id" in call:
                 self.calls.append((call, StringIO()))
             _, arguments = self.calls[-1]
-            arguments.write(call["function"]["arguments"])
+            is_custom = "custom" in call
+            arguments.write(call["custom"]["input"] if is_custom else call["function"]["arguments"])
         if choice["logprobs"] is not None:
             self.scores = [] if self.scores is None else self.scores
             self.scores += choice["logprobs"]["content"]
@@ -244,6 +279,12 @@ class WholeChat:
 
 
 def _whole_call(first: ToolCall, arguments: StringIO) -> ToolCall:
+    if "custom" in first:
+        custom: CalledCustom = {
+            "input": arguments.getvalue(),
+            "name": first["custom"]["name"],
+        }
+        return {"custom": custom, "id": first["id"], "type": "custom"}
     name = first["function"]["name"]
     return {
         "function": {"arguments": arguments.getvalue(), "name": name},

@@ -3,7 +3,7 @@
 import json
 import re
 
-from serve.front.api.responses.offer import custom_input
+from serve.front.api.custom_tools import custom_input
 
 _START = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 # As much of a JSON string as is complete: no half of an escape, and of a surrogate pair.
