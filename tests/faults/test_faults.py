@@ -289,9 +289,7 @@ def test_garbage_on_the_ports_between_ranks(cluster: Server, garbage: bytes) -> 
 FORGED = "FORGED status=200"
 
 
-def test_nothing_that_a_client_sends_begins_a_line_of_the_log(
-    cluster: Server, http: httpx2.Client
-) -> None:
+def test_nothing_that_a_client_sends_is_in_the_log(cluster: Server, http: httpx2.Client) -> None:
     start = len(cluster.log)
     for ending in ("%0d%0a", "%0a", "%0d", "%85", "%e2%80%a8", "%1b[2K%1b[1G", "%00", "%08" * 40):
         http.get(http.base_url.copy_with(raw_path=f"/x{ending}{FORGED}".encode()))
@@ -307,16 +305,15 @@ def test_nothing_that_a_client_sends_begins_a_line_of_the_log(
     for value in (b"a\x85" + FORGED.encode(), b"a\t" + FORGED.encode(), b"\xe2\x80\xa8x"):
         http.get("/nope", headers={b"X-Request-Id": value})
     exchange(cluster, [f"GET /x {FORGED}\r\n\r\n".encode()])
-    cluster.wait_for_log("FORGED")
-    time.sleep(0.2)
-    lines = [line.rstrip("\n") for line in "".join(cluster.log[start:]).split("\n")]
-    forged = [line for line in lines if "FORGED" in line]
-    assert len(forged) >= 8
-    for line in forged:
-        assert re.match(r"\[rank 0\] \S+ \S+ (INFO|WARNING) (request=\w+|event=\w+) ", line), line
-        unquoted = re.sub(r'"(\\.|[^"\\])*"', '""', line)
-        assert unquoted.count(" status=") <= 1, line
+    http.get("/nope", headers={"X-Request-Id": "0f-1a57"})
+    cluster.wait_for_log("request=0f-1a57 ")
+    lines = "".join(cluster.log[start:]).removesuffix("\n").split("\n")
+    assert len(lines) >= 30
+    for line in lines:
+        assert re.match(r"\[rank \d\] \S+ \S+ (INFO|WARNING) (request=\S+|event=\w+) ", line), line
+        assert line.count(" status=") <= 1, line
         assert line.isprintable(), line
+        assert "FORGED" not in line
 
 
 def test_the_log_of_it_all_is_lines_of_ours(cluster: Server) -> None:

@@ -219,12 +219,12 @@ def test_cancel_ends_a_request_with_an_error(
     engine.delay = 5.0
     replies: list[httpx2.Response] = []
     asking = threading.Thread(
-        target=lambda: replies.append(ask(server, "to-end", stream=is_stream))
+        target=lambda: replies.append(ask(server, "70-e9d", stream=is_stream))
     )
     asking.start()
     wait_until(lambda: bool(get(server, "/admin/requests").json()["data"]))
-    cancelled = httpx2.post(server.url + "/admin/requests/to-end/cancel")
-    assert cancelled.json() == {"id": "to-end", "num_cancelled": 1}
+    cancelled = httpx2.post(server.url + "/admin/requests/70-e9d/cancel")
+    assert cancelled.json() == {"id": "70-e9d", "num_cancelled": 1}
     asking.join(10)
     assert "request_cancelled" in replies[0].text
     assert replies[0].status_code == (200 if is_stream else 410)

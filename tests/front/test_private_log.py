@@ -51,7 +51,7 @@ BODIES: list[tuple[str, Any]] = [
             "stop": [TEXT],
             "user": TEXT,
             "metadata": {TEXT: TEXT},
-            "max_tokens": 9,
+            "max_tokens": 200,
         },
     ),
     (
@@ -68,7 +68,10 @@ BODIES: list[tuple[str, Any]] = [
             "logit_bias": {"5": 1.0},
         },
     ),
-    ("/v1/completions", {"model": "tiny", "prompt": [TEXT, TEXT], "max_tokens": 5, "suffix": TEXT}),
+    (
+        "/v1/completions",
+        {"model": "tiny", "prompt": [TEXT, TEXT], "max_tokens": 200, "suffix": TEXT},
+    ),
     ("/v1/completions", {"prompt": TEXT, "structured_outputs": {"regex": TEXT}, "stream": True}),
     ("/v1/completions", {"prompt": TEXT, "structured_outputs": {"grammar": TEXT}}),
     (
@@ -80,7 +83,7 @@ BODIES: list[tuple[str, Any]] = [
             "tools": [{"type": "function", "name": "use", "parameters": SCHEMA, "strict": False}],
             "previous_response_id": TEXT,
             "metadata": {TEXT: TEXT},
-            "max_output_tokens": 9,
+            "max_output_tokens": 200,
         },
     ),
     ("/v1/responses", {"input": TEXT, "background": True, "prompt_cache_key": TEXT}),
@@ -89,7 +92,7 @@ BODIES: list[tuple[str, Any]] = [
         "/v1/messages",
         {
             "model": "tiny",
-            "max_tokens": 9,
+            "max_tokens": 200,
             "system": [{"type": "text", "text": TEXT}],
             "messages": [{"role": "user", "content": [{"type": "text", "text": TEXT}]}],
             "tools": [
@@ -185,7 +188,7 @@ class Requests:
             return changed
         if isinstance(value, list):
             return [self._changed(each) for each in value]
-        return self.marked() if value in (TEXT, MARK) else value
+        return self.marked() if value == TEXT else value
 
     def _name(self, name: str) -> str:
         return self.marked() if name == TEXT or self._is_wrong() else name

@@ -127,13 +127,13 @@ def test_requests_can_be_cancelled(cluster: Server, tab: Tab) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4000, "ignore_eos": True}
 
     def post() -> None:
-        headers = {"x-request-id": "to-cancel"}
+        headers = {"x-request-id": "70-cace1"}
         url = f"{cluster.url}/v1/chat/completions"
         replies.append(httpx2.post(url, json=body, headers=headers, timeout=60))
 
     thread = threading.Thread(target=post)
     thread.start()
-    row = page.locator("[data-request=to-cancel]")
+    row = page.locator("[data-request='70-cace1']")
     expect(row).to_be_visible()
     row.get_by_role("button").click()
     row.get_by_role("button", name="Really").click()

@@ -121,14 +121,14 @@ def test_pipeline_names_the_bottleneck_and_the_request_that_waits(
     engine.busy_shares = {0: 0.3}
     engine.num_waiting = 2
     engine.delay = 60.0
-    with Running(engine, max_num_sequences=4) as server, waiting(server, "first"):
+    with Running(engine, max_num_sequences=4) as server, waiting(server, "f1-57"):
         engine.generations[0].phase = "waiting"
         page = tab.show(server.url)
         finding = page.locator("[data-finding=bottleneck]")
         expect(finding).to_contain_text("Rank 1 limits the speed")
         expect(finding).to_contain_text(re.compile(r"of the time, rank 0 (29|3\d) %\."))
         queue = page.locator("[data-finding=queue]")
-        expect(queue).to_contain_text("2 requests wait: first has waited the longest, for ")
+        expect(queue).to_contain_text("2 requests wait: f1-57 has waited the longest, for ")
         expect(queue).to_contain_text("All 4 places are taken")
         tab.check()
 
