@@ -1,12 +1,9 @@
 """The command `brigade`: one table of subcommands, with the flags of each and the function that
 runs it."""
 
-import signal
+from serve.core import ctrl_c
 
-# The imports below take a while. Until `main` can catch Ctrl-C, it ends this process silently.
-_takes_ctrl_c = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-if _takes_ctrl_c:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+_catch_ctrl_c = ctrl_c.ends_silently()
 
 import argparse
 import errno
@@ -41,8 +38,7 @@ from serve import __version__
 from serve.core.config import TENSOR_PARALLEL_HELP, TRAINING_JOIN_SECONDS, check_range
 from serve.core.errors import BrigadeError, UsageError
 
-if _takes_ctrl_c:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+_catch_ctrl_c()
 
 # The errors with which writing to standard output fails.
 UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EIO)

@@ -1130,18 +1130,24 @@ def test_output_that_finds_no_room_is_one_line(unbuffered: str, full_disk: Binar
 @pytest.mark.parametrize(
     ("handler", "code"), [("default_int_handler", -signal.SIGINT), ("SIG_IGN", 0)]
 )
-def test_ctrl_c_while_the_launcher_is_imported_is_no_traceback(handler: str, code: int) -> None:
-    program = f"""
+@pytest.mark.parametrize(
+    ("program", "imported"),
+    [("launcher.cli", "launcher.demo"), ("serve.cli.main", "serve.parent.member")],
+)
+def test_ctrl_c_while_a_program_is_imported_is_no_traceback(
+    program: str, imported: str, handler: str, code: int
+) -> None:
+    text = f"""
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.{handler})
 class Finder:
     def find_spec(name, *_):
-        if name == "launcher.demo": os.kill(os.getpid(), signal.SIGINT)
+        if name == {imported!r}: os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Finder)
-from launcher import cli
+import {program}
 assert signal.getsignal(signal.SIGINT) == signal.{handler}
 """
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True)
+    run = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True)
     assert (run.returncode, run.stderr) == (code, b"")
 
 

@@ -1,5 +1,9 @@
 """`brigade serve`: serve a model, alone or as one rank of a cluster that a launcher starts."""
 
+from serve.core import ctrl_c
+
+_catch_ctrl_c = ctrl_c.ends_silently()
+
 import asyncio
 import dataclasses
 import functools
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
     from serve.front.app import EarlyServer
     from serve.front.routes.events import Observation
     from serve.front.text.tokens import Tokenizer
+
+_catch_ctrl_c()
 
 _PARENT_SECONDS = 1.0
 FIRST_WORD_SECONDS = 2.0  # how long other ranks wait for rank 0 to report an error first

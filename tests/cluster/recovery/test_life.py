@@ -2,14 +2,17 @@
 
 import json
 import os
+import pty
 import re
 import shlex
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from tests.cluster.servers import (
     serve_flags,
     started,
 )
+from tests.test_launcher import wait_until
 
 pytestmark = pytest.mark.long
 
@@ -294,6 +298,50 @@ def test_nobody_outlives_a_killed_rank_0_under_mlx_launch() -> None:
         family = server.family()
         find(server, "parent 0").kill()
         assert gone([p for p in family if p.pid != server.process.pid], 5)
+
+
+def test_ctrl_c_under_mlx_launch_is_no_traceback_of_ranks(tmp_path: Path) -> None:
+    """A terminal's signal reaches the engines too, which may still be importing MLX. mlx.launch
+    shows nothing of its ranks after Ctrl-C, so they write into a file."""
+    log, script = tmp_path / "log", tmp_path / "rank.py"
+    log.touch()
+    script.write_text(
+        f"#!{sys.executable}\nimport os, sys\n"
+        f"file = os.open({str(log)!r}, os.O_WRONLY | os.O_APPEND)\n"
+        "os.dup2(file, 1), os.dup2(file, 2)\n"
+        f"os.execv({str(BIN / 'serve')!r}, ['serve', *sys.argv[1:]])"
+    )
+    script.chmod(0o755)
+    command = mlx_launch(2, serve_flags(free_ports(1)[0]))
+    command[command.index("serve")] = str(script)
+    ours, theirs = pty.openpty()
+    family: list[psutil.Process] = []
+    with open(ours, "rb", buffering=0) as terminal, open(theirs, "wb", buffering=0) as inside:
+        # In a session of its own, whose terminal is ours, as in a shell.
+        start = [sys.executable, "-c", IN_TERMINAL, *command]
+        launched = subprocess.Popen(
+            start, cwd=ROOT, stdin=inside, stdout=inside, stderr=inside, start_new_session=True
+        )
+        try:
+            wait_until(lambda: "event=stage_starting rank=1" in log.read_text())
+            family = psutil.Process(launched.pid).children(recursive=True)
+            os.write(terminal.fileno(), b"\x03")
+            launched.wait(60)
+            assert gone(family, 60)
+        finally:
+            launched.kill()
+            for process in family:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+    assert "Traceback" not in log.read_text()
+
+
+# Takes the terminal, and becomes the program that is named.
+IN_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 def test_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
