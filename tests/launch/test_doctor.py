@@ -218,6 +218,13 @@ def test_host_facts_are_right_and_survive_the_wire(facts: HostFacts) -> None:
     assert set(facts.model) > {"config.json", "tokenizer.json", "weights"}
 
 
+def test_every_loopback_address_is_on_the_same_interface() -> None:
+    """psutil lists one of them."""
+    interfaces = host_facts(None, ["127.0.0.1", "127.0.0.9"]).interfaces
+    assert interfaces["127.0.0.9"] == interfaces["127.0.0.1"]
+    assert interfaces["127.0.0.1"]
+
+
 def test_host_facts_name_what_is_wrong_with_the_model(tmp_path: Path) -> None:
     facts = host_facts(str(tmp_path / "none"), [])
     assert facts.model is None
