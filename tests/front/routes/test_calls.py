@@ -379,6 +379,23 @@ def test_a_custom_tool_of_a_chat_is_called_with_text(engine: Playing, url: str) 
     )
 
 
+def test_the_arguments_of_a_custom_tool_that_is_cut_off_are_not_its_input(
+    engine: Playing, url: str
+) -> None:
+    """Only the text behind `{"input": "` is input, however early the call is cut off."""
+    text = "x" * 60
+    call = play_text("sh", {"input": text})
+    engine.answers = [call]
+    begins = call.index('{"input": "') + len('{"input": "')
+    inputs = []
+    for limit in range(1, begins + 10):
+        choice, _ = chats(url, tools=[SH], tool_choice="required", max_tokens=limit)
+        assert choice.finish_reason == "length"
+        inputs += [each.custom.input for each in choice.message.tool_calls or ()]
+    assert len(inputs) > 5
+    assert all(text.startswith(each) for each in inputs), inputs
+
+
 @pytest.mark.parametrize("tool", [SH, with_grammar("lark", 'start: "put " /[a-z"]+/ "\\n"')])
 @pytest.mark.parametrize("is_allowed_too", [False, True])
 def test_a_custom_tool_that_a_chat_demands_gets_the_whole_answer(

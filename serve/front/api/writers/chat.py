@@ -121,8 +121,10 @@ class ChatWriter(ChunkWriter):
                 case CallText(text):
                     yield from self._call_text(update.number, text, begun)
                     begun = None
-                case CallEnd() | End():
+                case CallEnd():
                     yield from self._rest_of_input(update.number)
+                case End():  # A call that is still open was cut off: its rest is no input.
+                    self._inputs.pop(update.number, None)
                 case Progress() | Begin():
                     pass  # They are no part of a choice's delta.
         if begun is not None:
