@@ -7,6 +7,8 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from serve.core.blas import with_openblas
@@ -14,6 +16,7 @@ from serve.core.errors import EngineError
 from serve.core.messages import FromEngine, Leave, Left, Status
 from serve.parent.link import Link
 
+_FROM_OUTSIDE = (signal.SIGINT, signal.SIGTERM)
 _DUMP_SECONDS = 0.3
 _KILLED_SECONDS = 10.0
 _LEAVE_SECONDS = 5.0
@@ -55,12 +58,13 @@ class EngineProcess:
                 raise
             # The process comes last: nobody would end it if the caller were cancelled after this.
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", cls.program, str(theirs.fileno())),
-                    pass_fds=[theirs.fileno()],
-                    stdin=asyncio.subprocess.DEVNULL,
-                    env=with_openblas(os.environ),
-                )
+                with _signals_blocked():
+                    process = await asyncio.create_subprocess_exec(
+                        *(sys.executable, "-m", cls.program, str(theirs.fileno())),
+                        pass_fds=[theirs.fileno()],
+                        stdin=asyncio.subprocess.DEVNULL,
+                        env=with_openblas(os.environ),
+                    )
             except BaseException:
                 writer.close()
                 raise
@@ -140,6 +144,18 @@ class EngineProcess:
             raise EngineError(
                 f"The engine of pid {self.pid} does not end when it is killed: restart its host."
             ) from error
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Blocks the signals that a terminal or a launcher sends, for this thread and for processes
+    that it starts. An engine ignores them, but only once it has imported MLX; until then they would
+    break it. Two engines may start at the same time, so what was blocked before is not restored."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FROM_OUTSIDE)
 
 
 def _computes(status: Status) -> bool:

@@ -8,18 +8,11 @@ a neighbour goes, it leaves the ring, keeps what it has loaded, and waits until 
 parent sends an order for another ring, perhaps with other layers, or kills it.
 """
 
-import signal
-
-if __name__ == "__main__":
-    # From a terminal they reach the whole group, also while MLX is imported below. The parent
-    # decides when this process ends.
-    for _interrupt in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(_interrupt, signal.SIG_IGN)
-
 import faulthandler
 import logging
 import os
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -258,6 +251,9 @@ class Worker:
 
 def main(argv: list[str]) -> None:
     """argv[1] is the descriptor of the socket to the parent."""
+    for interrupt in (signal.SIGINT, signal.SIGTERM):
+        # They reach the whole group from a terminal; the parent decides when this ends.
+        signal.signal(interrupt, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the parent asks, after a stall
     parent = Parent(socket.socket(fileno=int(argv[1])))

@@ -1,8 +1,9 @@
-"""Engine processes that cannot be started, or whose start is cancelled."""
+"""Engine processes that start, that cannot be started, or whose start is cancelled."""
 
 import asyncio
 import os
 import resource
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,3 +76,18 @@ async def test_engine_process_whose_start_is_cancelled_leaves_nothing(
     assert num_cancelled > 3
     await asyncio.sleep(0.1)  # Closed connections let go of their descriptors in the next turns.
     assert this.num_fds() == num_open
+
+
+async def test_engine_process_does_not_get_the_signals_of_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They broke an engine that was still importing MLX, with a traceback, and its rank ended with
+    code 7. This process gets them when the engine has started."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    engine, other = await asyncio.gather(EngineProcess.start(), EngineProcess.start())
+    os.kill(engine.pid, signal.SIGINT)
+    os.kill(other.pid, signal.SIGTERM)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    for each in (engine, other):
+        await each.link.close()  # It ends when it looks for its order.
+        assert await each.wait() == 0
