@@ -149,15 +149,18 @@ def test_what_is_no_good_request(
     assert reply.status_code == status
     error = TypeAdapter(AnthropicErrorReply).validate_json(reply.content, strict=True)
     assert error["error"]["type"] == type
-    assert client(shared).messages.create(**HELLO).content
+    with client(shared) as ai:
+        assert ai.messages.create(**HELLO).content
 
 
 def test_either_header_is_a_key(engine: FakeEngine) -> None:
     with Running(engine, api_key=("sk-a",)) as server:
-        assert client(server, api_key="sk-a").messages.create(**HELLO).content
-        assert client(server, api_key=None, auth_token="sk-a").messages.create(**HELLO).content
-        with pytest.raises(anthropic.AuthenticationError, match="X-Api-Key") as caught:
-            client(server, api_key="sk-b").messages.create(**HELLO)
+        for key in ({"api_key": "sk-a"}, {"api_key": None, "auth_token": "sk-a"}):
+            with client(server, **key) as ai:
+                assert ai.messages.create(**HELLO).content
+        refused = pytest.raises(anthropic.AuthenticationError, match="X-Api-Key")
+        with client(server, api_key="sk-b") as ai, refused as caught:
+            ai.messages.create(**HELLO)
     assert caught.value.type == "authentication_error"
 
 

@@ -78,13 +78,15 @@ def coder_url(coder: Playing) -> Iterator[str]:
 
 
 @pytest.fixture
-def ai(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+def ai(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture
-def claude(url: str) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+def claude(url: str) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 def play(engine: Playing, name: str, arguments: dict[str, Any]) -> None:

@@ -64,8 +64,9 @@ def server_url(played: Played) -> Iterator[str]:
 
 
 @pytest.fixture
-def client(server_url: str) -> OpenAI:
-    return OpenAI(base_url=f"{server_url}/v1", api_key="none", max_retries=0)
+def client(server_url: str) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server_url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def ask(client: OpenAI, given: Any = "hi", **fields: Any) -> Any:
