@@ -8,6 +8,7 @@ import json
 import logging
 import random
 import re
+import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -139,10 +140,12 @@ def explain(error: Exception, repo: str) -> ModelError:
             f"{constants.ENDPOINT} refuses {repo} to this token: accept the licence at {page} "
             "and set an HF_TOKEN that may read it."
         )
-    error_class = HubError if _may_pass(error) else ModelError
-    return error_class(
+    reason = (
         f"{repo} is not a folder here, and cannot be fetched from {constants.ENDPOINT}: {error}"
     )
+    if _may_pass(error):
+        return HubError(f"{reason} (check the path and the network)")
+    return ModelError(reason)
 
 
 def _reason_by_type(error: Exception, repo: str) -> str | None:
@@ -161,6 +164,13 @@ def _reason_by_type(error: Exception, repo: str) -> str | None:
     if isinstance(error, HFValidationError):
         return f"{repo} is neither a folder here nor a name on the hub, such as OWNER/NAME."
     return None
+
+
+def is_unresolved(error: BaseException | None) -> bool:
+    """Whether the name of the hub could not be resolved, as on a host that is offline."""
+    while error is not None and not isinstance(error, socket.gaierror):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def is_refusal(error: BaseException | None) -> bool:

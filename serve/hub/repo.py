@@ -24,7 +24,7 @@ from huggingface_hub import (
 from serve import __version__
 from serve.core.checkpoint import read_json, refuse_pickles
 from serve.core.errors import ModelError
-from serve.hub.access import FAILURES, explain, is_refusal, patiently
+from serve.hub.access import FAILURES, explain, is_refusal, is_unresolved, patiently
 
 INDEX = "model.safetensors.index.json"
 STATE_FOLDER = ".brigade"
@@ -142,14 +142,15 @@ def resolve(
 ) -> Snapshot:
     """Returns the files of the commit to which a branch, tag or commit (None: main) points.
 
-    If the hub cannot be reached, its last answer is used. Raises ModelError.
+    If the hub cannot be reached, its last answer is used. A host that cannot even resolve the hub's
+    name is taken to be offline, without further tries. Raises ModelError.
     """
     refs = cache / folder_name(repo) / "refs"
     ref = refs / quote(revision or "main", safe="")
     failure: ModelError | None = None
     if not constants.HF_HUB_OFFLINE:
         try:
-            snapshot = patiently(repo, lambda: _ask(repo, revision), max_tries=4)
+            snapshot = patiently(repo, lambda: _ask_online(repo, revision), max_tries=4)
         except ModelError as error:
             if is_refusal(error.__cause__):
                 raise
@@ -166,6 +167,16 @@ def resolve(
         )
     _logger.warning("event=hub_not_asked repo=%s commit=%s", repo, known.commit)
     return known
+
+
+def _ask_online(repo: str, revision: str | None) -> Snapshot:
+    """Asks like _ask. Raises HubError if the host is offline."""
+    try:
+        return _ask(repo, revision)
+    except FAILURES as error:
+        if is_unresolved(error):
+            raise explain(error, repo) from error
+        raise
 
 
 def _ask(repo: str, revision: str | None) -> Snapshot:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from huggingface_hub.errors import (
 from serve.core.checkpoint import read_checkpoint, read_header
 from serve.core.errors import EngineError, ModelError
 from serve.front.text.pooling import pooling_of
-from serve.hub.access import explain
+from serve.hub.access import HubError, explain
 from serve.hub.fetch import Sizes
 from serve.hub.partial import PartialModel, open_partial
 from serve.hub.ranges import subtract, total
@@ -457,6 +458,39 @@ def test_a_hub_that_is_down_is_as_good_as_offline(hub: FakeHub, home: Path) -> N
     resolve(REPO, None, home / "cache")
     opened(home / "cache")
     hub.faults.busy_api = 100
+    assert resolve(REPO, None, home / "cache").commit == COMMIT
+
+
+def test_a_host_that_is_offline_is_told_so_at_once(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It tried four times, with a line of the log for each wait."""
+    asked = []
+
+    def no_name(*address: Any, **_: Any) -> None:
+        asked.append(address[0])
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_name)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://hub.invalid")
+    with pytest.raises(HubError, match="org/tiny is not a folder here.*check the path") as raised:
+        resolve(REPO, None, home / "cache")
+    assert "\n" not in str(raised.value)
+    assert len(asked) == 1
+    assert "event=hub_retry" not in caplog.text
+
+
+def test_a_host_that_is_offline_uses_what_it_knows(
+    hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve(REPO, None, home / "cache")
+    opened(home / "cache")
+
+    def no_name(*_: Any, **__: Any) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_name)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://hub.invalid")
     assert resolve(REPO, None, home / "cache").commit == COMMIT
 
 
