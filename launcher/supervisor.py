@@ -49,6 +49,8 @@ MAX_RESTARTS = 5  # of a rank in a window
 EARLY_SECONDS = 60.0  # the host of a rank that ends this soon after its return is not ready
 OUTPUT_SECONDS = 1.0  # how long output may still come after a rank's end
 COLOURS = (36, 33, 35, 32, 34, 31)
+_READY = "Ready on "  # how rank 0 of a server begins the line that ends the start
+_READY_COLOUR = "1;32"  # bold, green
 
 # What rank 0 logs about a rank whose parent does not answer. It matches whole lines, so that
 # nothing that a client sends can look like it.
@@ -489,7 +491,7 @@ class Supervisor:
                 self._errors[rank] = error[1]
                 self._held[rank] = prefix + line
             else:
-                self._say(prefix + line)
+                self._say(prefix + self._highlighted(rank, line))
             self._observer.said(rank, line)
             silent = _SILENT.fullmatch(line)
             if rank == 0 and silent:
@@ -500,6 +502,13 @@ class Supervisor:
         if self._colour:
             return f"\x1b[{COLOURS[rank % len(COLOURS)]}m{text}\x1b[0m "
         return text + " "
+
+    def _highlighted(self, rank: int, line: str) -> str:
+        """Makes the line stand out that people wait for. A rank writes to a pipe, so it cannot know
+        that its line will be on a terminal."""
+        if self._colour and self._serves and rank == 0 and line.startswith(_READY):
+            return f"\x1b[{_READY_COLOUR}m{line}\x1b[0m"
+        return line
 
     def _say(self, line: str) -> None:
         with self._write_lock:

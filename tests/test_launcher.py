@@ -867,6 +867,22 @@ def test_no_colour_codes_go_into_a_file(launch: Start) -> None:
     assert "\x1b" not in launched.text
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_ready_is_easy_to_see_on_a_terminal(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    lines: list[str] = []
+    command = [sys.executable, "-c", "print('Loaded'); print('Ready on http://h:1, model m')"]
+    Supervisor(local_ranks(command, 1), lines.append, serves=True).run()
+    (loaded,) = [line for line in lines if "Loaded" in line]
+    (ready,) = [line for line in lines if "Ready on" in line]
+    assert loaded.endswith(" Loaded")
+    styled = "\x1b[1;32mReady on http://h:1, model m\x1b[0m"
+    assert ready.endswith(styled) == is_terminal
+
+
 @pytest.mark.parametrize(
     ("text", "seen"), [("a\n", "a"), ("a\r\n", "a"), ("10%\r20%\r30%\n", "30%"), ("", "")]
 )
