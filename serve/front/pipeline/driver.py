@@ -54,8 +54,7 @@ _logger = logging.getLogger(__name__)
 class StartView(Protocol):
     """Shows people the progress of the start."""
 
-    def planned(self, stages: list[StagePlan]) -> None:
-        """Takes the plan, and why its layout was chosen ("" if the user chose it)."""
+    def planned(self, stages: list[StagePlan]) -> None: ...
 
     def progressed(self, stage: StageStatus) -> None: ...
 

@@ -374,7 +374,7 @@ class Lifecycle(Machine):
             self.stages = [self.ranks[planned.rank] for planned in plan]
             for stage, planned in zip(self.stages, plan, strict=True):
                 stage.assign(planned)
-            self._do(actions.ShowPlan(tuple(plan)))
+            self._show_plan(plan)
         self._pause()
 
     def _on_no_room(self, error: PlanError) -> None:

@@ -182,13 +182,17 @@ class Machine:
         self._do(actions.AskForPlan(request, self._link, counts))
 
     def _note_choice(self, ring: tuple[int, ...], planned: Planned) -> None:
-        """Logs why the layout of a ring was chosen, and which layers cannot be divided."""
+        """Notes why the layout of a ring was chosen, and logs which layers cannot be divided."""
         if planned.choice:
             self._choices[ring] = planned.choice
-        if ring in self._choices:
-            self._log(logging.INFO, f"event=layout reason={json.dumps(self._choices[ring])}")
         if planned.warning:
             self._warn("event=not_divided", planned.warning)
+
+    def _show_plan(self, plan: Sequence[StagePlan]) -> None:
+        """Shows the plan that the ranks follow from here on, below the reason for its layout."""
+        if self.ring in self._choices:
+            self._log(logging.INFO, f"event=layout reason={json.dumps(self._choices[self.ring])}")
+        self._do(actions.ShowPlan(tuple(plan)))
 
     def _late_stages(self) -> list[StageStatus]:
         states, _ = events.AWAITED[self.state]

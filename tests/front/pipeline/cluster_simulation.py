@@ -146,6 +146,7 @@ class PlayedCluster:
         self.forgotten: list[tuple[int, bool]] = []
         self.asked: list[Asked] = []
         self.links: list[Link | None] = []  # of the plans that were asked for
+        self.shown: list[tuple[StagePlan, ...]] = []  # plans
         self.warning = ""  # of the plans
         self.num_measured = 0
         self.measure_seconds = 0.0
@@ -266,6 +267,8 @@ class PlayedCluster:
                 if shard_counts:
                     request = replace(request, num_shards=shard_counts[0])
                 self.after(self.delay(), lambda: self.plan(engine, life, request, link))
+            case actions.ShowPlan(stages):
+                self.shown.append(stages)
             case actions.RenewRank(rank, _, _, keep):
                 parent = self.parents[rank]
                 over = parent.connection
