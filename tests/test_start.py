@@ -78,6 +78,40 @@ def test_lines_that_are_not_a_terminals_have_no_bar(
     assert all("rank 0 loading" in line and "━" not in line for line in lines)
 
 
+def test_a_warm_up_that_takes_long_has_a_line_every_few_seconds(
+    capsys: pytest.CaptureFixture[str], clock: list[float]
+) -> None:
+    view = start.TerminalView(URL, "tiny")
+    clock[0] += 60  # of loading
+    for done in range(20):
+        view.warming_up(done, 40)
+        clock[0] += 1
+    view.warming_up(0, 0)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[-1] for line in lines] == ["15%", "30%", "45%"]
+    assert all("warming up" in line and "━" not in line for line in lines)
+    view.close()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_warm_up_has_a_bar_on_a_terminal_that_is_gone_before_ready(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    view = start.TerminalView(URL, "tiny")
+    view.warming_up(1, 4)
+    view.warming_up(2, 4)
+    assert view._warm_up.live.is_started
+    view.warming_up(0, 0)
+    assert not view._warm_up.live.is_started
+    view.ready()
+    out, err = capsys.readouterr()
+    assert "━" in err
+    assert "50%" in err
+    assert out == "\x1b[1;32mReady on http://127.0.0.1:8080, model tiny\x1b[0m\n"
+
+
 def test_the_last_line_of_a_start_says_where_to_ask_for_what(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

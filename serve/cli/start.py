@@ -8,7 +8,9 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    ProgressColumn,
     TaskID,
+    TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -20,13 +22,16 @@ from serve.core.amounts import format_bytes
 from serve.core.plan import StagePlan
 from serve.front.pipeline.status import StageStatus
 
+READY_STYLE = "bold green"
 _LINE_SECONDS = 5.0
 _LINE_COLUMNS = 100
+_WARM_UP = "warming up: one step of each kind"
 
 
 class TerminalView:
     """Prints the plan and the end of the start on stdout, and the progress of each rank that
-    fetches or loads on stderr: a live bar on a terminal, otherwise an occasional line."""
+    fetches or loads, and that of the warm-up, on stderr: a live bar on a terminal, otherwise an
+    occasional line."""
 
     def __init__(self, url: str, model: str) -> None:
         self._url = url
@@ -35,22 +40,14 @@ class TerminalView:
         console = Console(stderr=True, highlight=False)
         if not console.is_terminal:
             console = Console(stderr=True, highlight=False, width=_LINE_COLUMNS)
-        if console.is_terminal:
-            bar = [BarColumn(bar_width=24)]
-        else:
-            bar = []
-        self._bars = Progress(
-            TextColumn("{task.description}"),
-            *bar,
+        self._bars = _progress(
+            console,
             DownloadColumn(),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
             TextColumn("left"),
-            console=console,
-            get_time=time.monotonic,
-            auto_refresh=False,
-            transient=True,
         )
+        self._warm_up = _progress(console, TaskProgressColumn())
         self._tasks: dict[int, tuple[str, TaskID]] = {}
         self._shown_at = time.monotonic()
 
@@ -79,6 +76,7 @@ class TerminalView:
         Output(highlight=False, soft_wrap=True).print(
             f"Ready on {self._url}, model {self._model}",
             markup=False,
+            style=READY_STYLE,
         )
 
     def progressed(self, stage: StageStatus) -> None:
@@ -86,20 +84,36 @@ class TerminalView:
             self._hide(stage.rank)
         else:
             self._bars.update(self._task(stage), completed=stage.done, total=stage.total)
-        if self._bars.console.is_terminal:
-            # A live bar occupies the cursor, so it is there only while there is progress to show.
-            if self._tasks:
-                self._bars.start()
-                self._bars.refresh()
-            else:
-                self.close()
-        elif self._tasks and time.monotonic() - self._shown_at > _LINE_SECONDS:
+        self._show(self._bars)
+
+    def warming_up(self, done: int, total: int) -> None:
+        """Takes how much of the warm-up is done. total is 0 when it is over."""
+        if not total:
+            for task in self._warm_up.task_ids:
+                self._warm_up.remove_task(task)
+        elif not self._warm_up.tasks:
             self._shown_at = time.monotonic()
-            self._bars.console.print(self._bars.get_renderable())
+            self._warm_up.add_task(_WARM_UP, completed=done, total=total)
+        else:
+            self._warm_up.update(self._warm_up.task_ids[0], completed=done, total=total)
+        self._show(self._warm_up)
+
+    def _show(self, bars: Progress) -> None:
+        if bars.console.is_terminal:
+            # A live bar occupies the cursor, so it is there only while there is progress to show.
+            if bars.tasks:
+                bars.start()
+                bars.refresh()
+            else:
+                bars.stop()
+        elif bars.tasks and time.monotonic() - self._shown_at > _LINE_SECONDS:
+            self._shown_at = time.monotonic()
+            bars.console.print(bars.get_renderable())
 
     def close(self) -> None:
         if self._bars.console.is_terminal:
             self._bars.stop()
+            self._warm_up.stop()
 
     def _task(self, stage: StageStatus) -> TaskID:
         state, task = self._tasks.get(stage.rank, ("", TaskID(-1)))
@@ -114,3 +128,16 @@ class TerminalView:
     def _hide(self, rank: int) -> None:
         if rank in self._tasks:
             self._bars.remove_task(self._tasks.pop(rank)[1])
+
+
+def _progress(console: Console, *columns: ProgressColumn) -> Progress:
+    bar = [BarColumn(bar_width=24)] if console.is_terminal else []
+    return Progress(
+        TextColumn("{task.description}"),
+        *bar,
+        *columns,
+        console=console,
+        get_time=time.monotonic,
+        auto_refresh=False,
+        transient=True,
+    )

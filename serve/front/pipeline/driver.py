@@ -61,6 +61,9 @@ class StartView(Protocol):
     def loaded(self, stages: list[StageStatus], room: int) -> None:
         """Notes for how many tokens the stages have room for keys and values."""
 
+    def warming_up(self, done: int, total: int) -> None:
+        """Takes how much of the warm-up is done. total is 0 when it is over."""
+
     def ready(self) -> None: ...
 
 
@@ -290,7 +293,7 @@ class Driver:
             if not self._lifecycle.has_worked:
                 await self._adapters.load_at_start()
             versions = self._adapters.registry.loaded_versions()
-            await self._requests.warm_up(versions)
+            await self._requests.warm_up(versions, self._view.warming_up)
         except Exception as error:  # The top of the task: nobody else would report it.
             self.on(events.Broken(life, _as_fault(error)))
         else:

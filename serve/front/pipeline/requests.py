@@ -237,9 +237,14 @@ class Requests:
                 self._drop(sequence_id)
         return room
 
-    async def warm_up(self, adapter_versions: ReadableList[int]) -> None:
-        """Warms the engines up, unless requests wait, because their steps do the same. Raises
-        ClusterError if a step does not come back."""
+    async def warm_up(
+        self,
+        adapter_versions: ReadableList[int],
+        progressed: Callable[[int, int], None],
+    ) -> None:
+        """Warms the engines up, unless requests wait, because their steps do the same. progressed
+        is as for WarmUp, and gets 0 of 0 at the end. Raises ClusterError if a step does not come
+        back."""
         if self._config.no_warm_up or self._generations:
             return
         room = self.scheduler.room.max_tokens
@@ -253,11 +258,13 @@ class Requests:
             self._send_step,
             has_drafts,
             has_draft_model=self._speculation.model_costs is not None,
+            progressed=progressed,
         )
         try:
             await self._warm_up.run()
         finally:
             self._warm_up = None
+            progressed(0, 0)
 
     @property
     def is_warming_up(self) -> bool:

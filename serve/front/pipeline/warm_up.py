@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as ReadableList
 
 from serve.core.config import ServeConfig
@@ -19,10 +19,15 @@ from serve.front.drafts.interface import Draft
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.text.grammars import of_schema
 
-_SHORT_PROMPT = 24  # tokens
-_NUM_TOKENS = 3  # of an answer: later steps have the same shapes as the second one
+_CHUNK = 64  # prompt tokens of a prefill step that occupies the stages fully
+_SHORT_PROMPT = 10  # tokens; several rows fit in one chunk
 _NUM_ROWS = 4  # of a group
+_NUM_PLAIN = 2  # steps of a row without drafts: later ones have the same shapes as the second
 _NUM_DRAFTS = 2
+_NUM_VERIFIED = 3  # further steps with fewer drafts each, so that rows end in different columns
+# A step with a whole --prefill-chunk is run only if all steps before it took no longer. Elsewhere
+# such a step takes seconds, beside which its first-time costs do not show.
+_QUICK_SECONDS = 1.0
 _SAMPLED = Sampling(
     temperature=0.7,
     top_p=0.9,
@@ -41,32 +46,38 @@ _GRAMMAR = of_schema(
     }
 )
 _GREEDY = Sampling(temperature=0)
+_WAYS = (_GREEDY, _SAMPLED, Sampling(temperature=0, grammar=_GRAMMAR))  # to choose a token
 
 _logger = logging.getLogger(__name__)
 
 
 class _Drafting:
-    """Guesses a few tokens of each row while it is on, as the draft model does if there is one.
-    They need not be right."""
+    """Guesses a few tokens of each row after its plain steps, as the draft model does if there is
+    one. They need not be right."""
 
-    def __init__(self, has_model: bool) -> None:
-        self.is_on = False
+    def __init__(self, is_on: bool, has_model: bool) -> None:
+        self._is_on = is_on
         self._has_model = has_model
 
     def propose(self, sequences: ReadableList[Sequence]) -> list[Draft]:
         return [self._guess(sequence) for sequence in sequences]
 
     def _guess(self, sequence: Sequence) -> Draft:
-        if not self.is_on or sequence.num_pending or not sequence.num_computed:
+        if sequence.num_pending or not self._is_due(sequence):
             return Draft()
         return Draft([0] * min(_NUM_DRAFTS, sequence.num_left - 1))
 
-    def is_worth_waiting(self, _: ReadableList[Sequence]) -> bool:
-        return self.is_on
+    def _is_due(self, sequence: Sequence) -> bool:
+        """Whether the tokens of the plain steps are sampled, or will be by steps under way."""
+        return self._is_on and len(sequence.output) + sequence.num_pending >= _NUM_PLAIN
+
+    def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
+        return any(self._is_due(sequence) for sequence in sequences)
 
     def ask(self, sequences: ReadableList[Sequence], _: int) -> list[int]:
-        num_guesses = _NUM_DRAFTS if self.is_on and self._has_model else 0
-        return [num_guesses for _ in sequences]
+        if not self._has_model:
+            return [0 for _ in sequences]
+        return [_NUM_DRAFTS if self._is_due(sequence) else 0 for sequence in sequences]
 
     def learn(self, sequence: Sequence) -> None:
         """Learns nothing, because its guesses do not depend on the text."""
@@ -78,7 +89,8 @@ class _Drafting:
 class WarmUp:
     """send takes a step and the sequences that begin with it. adapters are the loaded versions.
     room is the number of tokens whose keys and values the stages can hold. has_drafts says whether
-    steps of requests may have drafts, and has_draft_model whether rank 0 has a draft model."""
+    steps of requests may have drafts, and has_draft_model whether rank 0 has a draft model.
+    progressed takes how many of how many tokens the steps have sampled."""
 
     def __init__(
         self,
@@ -90,38 +102,45 @@ class WarmUp:
         has_drafts: bool = False,
         *,
         has_draft_model: bool = False,
+        progressed: Callable[[int, int], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._send, self._adapters = config, send, adapters
+        self._report, self._clock = progressed, clock
         self._max_tokens = min(room, config.max_context or room)
         self._num_groups = config.num_groups or num_stages
-        self._has_drafts = has_drafts
-        self._drafting = _Drafting(has_draft_model)
+        self._num_stages = num_stages
+        self._num_sampled_of_each = _NUM_PLAIN + (_NUM_VERIFIED if has_drafts else 0)
         self._scheduler = Scheduler(
             num_stages,
             max_num_sequences=config.max_num_sequences,
             max_queue=config.max_queue,
             prefill_chunk=config.prefill_chunk,
             num_groups=config.num_groups,
-            drafting=self._drafting,
+            drafting=_Drafting(has_drafts, has_draft_model),
         )
         self._scheduler.settle(num_stages, room)
         self._scheduler.num_steps = FIRST_WARM_UP_STEP
         self._ids = itertools.count(NUM_SEQUENCE_IDS)
         self._live: dict[int, Sequence] = {}
         self._num_steps = 0
+        self._num_sampled = 0
+        self._num_expected = 0
         self._is_stopped = False
         self._progressed = asyncio.Event()
 
     async def run(self) -> None:
         """Runs the steps. Raises ClusterError if one does not come back."""
-        started = time.monotonic()
-        for sequences in self._rounds():
-            if self._is_stopped:
-                break
-            self._scheduler.add(*sequences)
-            self._live = {sequence.id: sequence for sequence in sequences}
-            await self._until_idle()
-        seconds = time.monotonic() - started
+        started = self._clock()
+        rounds = self._rounds()
+        self._num_expected = sum(one.max_tokens for sequences in rounds for one in sequences)
+        for sequences in rounds:
+            await self._run_round(sequences)
+        if self._has_larger_chunks and self._clock() - started <= _QUICK_SECONDS:
+            self._num_expected += 1
+            whole = self._sequence(self._config.prefill_chunk + 1, _GREEDY, num_sampled=1)
+            await self._run_round([whole])
+        seconds = self._clock() - started
         _logger.info("event=warmed_up num_steps=%d seconds=%.2f", self._num_steps, seconds)
 
     def stop(self) -> None:
@@ -134,42 +153,60 @@ class WarmUp:
 
     def on_result(self, result: Result) -> None:
         for event in self._scheduler.update(result):
+            self._num_sampled += 1
             if event.finish_reason:
                 self._live.pop(event.sequence, None)
+        if self._report:
+            self._report(self._num_sampled, self._num_expected)
         self._pump()
         self._progressed.set()
 
-    def _rounds(self) -> Iterator[list[Sequence]]:
-        """Yields the sequences of each round: one row alone for each way to choose a token, a whole
-        chunk of a prompt, several rows in each group, both with drafts, and rows with adapters
-        beside rows without."""
+    def _rounds(self) -> list[list[Sequence]]:
+        """Returns the sequences of each round: one row alone, with a chunk of a prompt; several
+        rows in each group, with all ways to choose a token; and rows with adapters, alone and
+        beside rows without. If there are drafts, each row ends with steps that have some."""
         num_rows = min(_NUM_ROWS * self._num_groups, self._config.max_num_sequences)
-        yield [self._sequence(_SHORT_PROMPT, _GREEDY)]
-        yield [self._sequence(_SHORT_PROMPT, _SAMPLED)]
-        yield [self._sequence(_SHORT_PROMPT, Sampling(temperature=0, grammar=_GRAMMAR))]
-        yield [self._sequence(self._config.prefill_chunk + 1, _GREEDY)]
-        yield [self._sequence(_SHORT_PROMPT, _GREEDY) for _ in range(num_rows)]
-        if self._has_drafts:
-            self._drafting.is_on = True
-            yield [self._sequence(_SHORT_PROMPT, _GREEDY)]
-            yield [self._sequence(_SHORT_PROMPT, _GREEDY) for _ in range(num_rows)]
-            self._drafting.is_on = False
-        for version in self._adapters[:1]:
-            yield [self._sequence(_SHORT_PROMPT, _GREEDY, version)]
+        chunk = min(_CHUNK, self._config.prefill_chunk)
+        ways = itertools.cycle(_WAYS)
+        mixed = [
+            self._sequence(_SHORT_PROMPT, next(ways)) for _ in range(max(num_rows, len(_WAYS)))
+        ]
+        rounds = [
+            [self._sequence(chunk + 1, _GREEDY)],
+            *(mixed[n : n + num_rows] for n in range(0, len(mixed), num_rows)),
+        ]
         if self._adapters:
             versions = itertools.cycle([0, *self._adapters])
-            yield [self._sequence(_SHORT_PROMPT, _GREEDY, next(versions)) for _ in range(num_rows)]
+            rounds += [
+                [self._sequence(_SHORT_PROMPT, _GREEDY, self._adapters[0])],
+                [self._sequence(_SHORT_PROMPT, _GREEDY, next(versions)) for _ in range(num_rows)],
+            ]
+        return rounds
+
+    @property
+    def _has_larger_chunks(self) -> bool:
+        """Whether a chunk is as large as --prefill-chunk says. Several stages divide a prompt."""
+        return self._num_stages == 1 and self._config.prefill_chunk > _CHUNK
 
     def _sequence(
         self,
         num_tokens: int,
         sampling: Sampling,
         adapter_version: int = 0,
+        num_sampled: int | None = None,
     ) -> Sequence:
         """Returns a sequence of tokens 0, which every vocabulary has."""
-        prompt = [0] * max(1, min(num_tokens, self._max_tokens - _NUM_TOKENS))
-        max_tokens = min(_NUM_TOKENS, self._max_tokens - len(prompt))
+        num_sampled = num_sampled or self._num_sampled_of_each
+        prompt = [0] * max(1, min(num_tokens, self._max_tokens - num_sampled))
+        max_tokens = min(num_sampled, self._max_tokens - len(prompt))
         return Sequence(next(self._ids), prompt, max_tokens, sampling, frozenset(), adapter_version)
+
+    async def _run_round(self, sequences: list[Sequence]) -> None:
+        if self._is_stopped:
+            return
+        self._scheduler.add(*sequences)
+        self._live = {sequence.id: sequence for sequence in sequences}
+        await self._until_idle()
 
     async def _until_idle(self) -> None:
         self._pump()

@@ -21,7 +21,12 @@ class Stages:
     """Run each step that they are sent, in order."""
 
     def __init__(
-        self, num_stages: int = 2, room: int = 100_000, has_drafts: bool = True, **flags: Any
+        self,
+        num_stages: int = 2,
+        room: int = 100_000,
+        has_drafts: bool = True,
+        step_seconds: float = 0.0,
+        **flags: Any,
     ) -> None:
         config = ServeConfig(model=Path("model"), **flags)
         adapters = flags.pop("lora", ())
@@ -30,11 +35,23 @@ class Stages:
         self.steps: list[Step] = []
         self.admitted: set[int] = set()
         self.todo: deque[Step] = deque()
-        self.warm_up = WarmUp(config, num_stages, room, versions, self._send, has_drafts)
+        self.begun: list[Sequence] = []
+        self.progress: list[tuple[int, int]] = []
+        self.warm_up = WarmUp(
+            config,
+            num_stages,
+            room,
+            versions,
+            self._send,
+            has_drafts,
+            progressed=lambda *amounts: self.progress.append(amounts),
+            clock=lambda: step_seconds * len(self.steps),
+        )
 
     def _send(self, step: Step, begun: list[Sequence]) -> None:
         assert {sequence.id for sequence in begun} == set(step.begun)
         self.admitted.update(step.begun)
+        self.begun += begun
         self.steps.append(step)
         self.todo.append(step)
 
@@ -69,6 +86,41 @@ async def test_warm_up_runs_a_chunk_and_rows_alone_and_together(num_stages: int)
     chunks = {num_tokens for num_rows, num_tokens in stages.shapes if num_rows == 1}
     assert max(chunks) >= (512 if num_stages == 1 else 64)
     assert min(step.number for step in stages.steps) > FIRST_WARM_UP_STEP
+
+
+async def test_a_warm_up_is_short() -> None:
+    """It had 60 steps, among them many with chunks and rows as in others."""
+    stages = Stages(num_stages=2)
+    await stages.run()
+    assert len([step for step in stages.steps if step.rows]) <= 24
+    assert sum(len(step.tokens) for step in stages.steps) <= 300
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+async def test_a_whole_chunk_is_left_out_where_it_would_take_seconds(num_stages: int) -> None:
+    stages = Stages(num_stages, step_seconds=0.2)
+    await stages.run()
+    assert max(num_tokens for _, num_tokens in stages.shapes) == 64
+
+
+@pytest.mark.parametrize("max_num_sequences", [1, 32])
+async def test_warm_up_chooses_tokens_in_all_ways(max_num_sequences: int) -> None:
+    stages = Stages(max_num_sequences=max_num_sequences, max_queue=0)
+    await stages.run()
+    samplings = [sequence.sampling for sequence in stages.begun]
+    assert any(sampling.temperature for sampling in samplings)
+    assert any(sampling.grammar for sampling in samplings)
+    assert any(not sampling.temperature and not sampling.grammar for sampling in samplings)
+
+
+@pytest.mark.parametrize("has_drafts", [True, False])
+async def test_warm_up_reports_how_far_it_is(has_drafts: bool) -> None:
+    stages = Stages(1, has_drafts=has_drafts)
+    await stages.run()
+    done = [done for done, _ in stages.progress]
+    assert done == sorted(done)
+    last_done, total = stages.progress[-1]
+    assert last_done == total > 0
 
 
 @pytest.mark.parametrize(
