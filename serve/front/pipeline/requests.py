@@ -243,8 +243,7 @@ class Requests:
         progressed: Callable[[int, int], None],
     ) -> None:
         """Warms the engines up, unless requests wait, because their steps do the same. progressed
-        is as for WarmUp, and gets 0 of 0 at the end. Raises ClusterError if a step does not come
-        back."""
+        is as for WarmUp. Raises ClusterError if a step does not come back."""
         if self._config.no_warm_up or self._generations:
             return
         room = self.scheduler.room.max_tokens
@@ -264,7 +263,6 @@ class Requests:
             await self._warm_up.run()
         finally:
             self._warm_up = None
-            progressed(0, 0)
 
     @property
     def is_warming_up(self) -> bool:

@@ -90,7 +90,7 @@ class WarmUp:
     """send takes a step and the sequences that begin with it. adapters are the loaded versions.
     room is the number of tokens whose keys and values the stages can hold. has_drafts says whether
     steps of requests may have drafts, and has_draft_model whether rank 0 has a draft model.
-    progressed takes how many of how many tokens the steps have sampled."""
+    progressed takes how many of how many tokens the steps have sampled, and 0 of 0 at the end."""
 
     def __init__(
         self,
@@ -102,11 +102,11 @@ class WarmUp:
         has_drafts: bool = False,
         *,
         has_draft_model: bool = False,
-        progressed: Callable[[int, int], None] | None = None,
+        progressed: Callable[[int, int], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._send, self._adapters = config, send, adapters
-        self._report, self._clock = progressed, clock
+        self._show, self._clock = progressed, clock
         self._max_tokens = min(room, config.max_context or room)
         self._num_groups = config.num_groups or num_stages
         self._num_stages = num_stages
@@ -132,6 +132,14 @@ class WarmUp:
     async def run(self) -> None:
         """Runs the steps. Raises ClusterError if one does not come back."""
         started = self._clock()
+        try:
+            await self._run_rounds(started)
+        finally:
+            self._show(0, 0)  # Before the next line of the log, which a live bar would disturb.
+        seconds = self._clock() - started
+        _logger.info("event=warmed_up num_steps=%d seconds=%.2f", self._num_steps, seconds)
+
+    async def _run_rounds(self, started: float) -> None:
         rounds = self._rounds()
         self._num_expected = sum(one.max_tokens for sequences in rounds for one in sequences)
         for sequences in rounds:
@@ -140,8 +148,6 @@ class WarmUp:
             self._num_expected += 1
             whole = self._sequence(self._config.prefill_chunk + 1, _GREEDY, num_sampled=1)
             await self._run_round([whole])
-        seconds = self._clock() - started
-        _logger.info("event=warmed_up num_steps=%d seconds=%.2f", self._num_steps, seconds)
 
     def stop(self) -> None:
         """Ends the warm-up as soon as the steps under way are back, because a request waits."""
@@ -156,8 +162,7 @@ class WarmUp:
             self._num_sampled += 1
             if event.finish_reason:
                 self._live.pop(event.sequence, None)
-        if self._report:
-            self._report(self._num_sampled, self._num_expected)
+        self._show(self._num_sampled, self._num_expected)
         self._pump()
         self._progressed.set()
 

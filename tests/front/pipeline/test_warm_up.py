@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class Stages:
         room: int = 100_000,
         has_drafts: bool = True,
         step_seconds: float = 0.0,
+        is_log_seen: Callable[[], bool] = lambda: False,
         **flags: Any,
     ) -> None:
         config = ServeConfig(model=Path("model"), **flags)
@@ -35,6 +37,7 @@ class Stages:
         self.steps: list[Step] = []
         self.admitted: set[int] = set()
         self.todo: deque[Step] = deque()
+        self._is_log_seen = is_log_seen
         self.begun: list[Sequence] = []
         self.progress: list[tuple[int, int]] = []
         self.warm_up = WarmUp(
@@ -44,9 +47,13 @@ class Stages:
             versions,
             self._send,
             has_drafts,
-            progressed=lambda *amounts: self.progress.append(amounts),
+            progressed=self._note,
             clock=lambda: step_seconds * len(self.steps),
         )
+
+    def _note(self, done: int, total: int) -> None:
+        assert not self._is_log_seen()
+        self.progress.append((done, total))
 
     def _send(self, step: Step, begun: list[Sequence]) -> None:
         assert {sequence.id for sequence in begun} == set(step.begun)
@@ -114,12 +121,19 @@ async def test_warm_up_chooses_tokens_in_all_ways(max_num_sequences: int) -> Non
 
 
 @pytest.mark.parametrize("has_drafts", [True, False])
-async def test_warm_up_reports_how_far_it_is(has_drafts: bool) -> None:
-    stages = Stages(1, has_drafts=has_drafts)
+async def test_warm_up_reports_how_far_it_is_up_to_its_line_of_the_log(
+    has_drafts: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The line was written into the bar."""
+    caplog.set_level("INFO")
+    stages = Stages(1, has_drafts=has_drafts, is_log_seen=lambda: "warmed_up" in caplog.text)
     await stages.run()
-    done = [done for done, _ in stages.progress]
+    assert "warmed_up" in caplog.text
+    *progress, end = stages.progress
+    assert end == (0, 0)
+    done = [done for done, _ in progress]
     assert done == sorted(done)
-    last_done, total = stages.progress[-1]
+    last_done, total = progress[-1]
     assert last_done == total > 0
 
 
