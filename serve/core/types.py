@@ -129,8 +129,8 @@ class Sequence:
     and num_pending more tokens are sampled. The steps of num_done tokens have run. is_held says
     whether they hold anything. The first num_cached tokens were copied from another sequence.
     num_copied is the same for the latest time that the prompt was begun; before that, it is what
-    the stages could copy when the sequence arrived. num_overtaken counts the tokens of younger
-    prompts that were read before this one was finished.
+    the stages could copy when the sequence arrived. work_of_younger is the work that was done for
+    younger prompts before this one was finished, as prefill_order counts it.
     adapter_version is 0 without an adapter. original has the same prompt, which is computed once
     for both. Keys and values of the prompt are shared only within cache_scope. With pooling the
     prompt is embedded, and has no answer. drafts are the guesses that its last step feeds after
@@ -159,7 +159,7 @@ class Sequence:
     num_pending: int = 0
     num_cached: int = 0
     num_copied: int = 0
-    num_overtaken: int = 0
+    work_of_younger: float = 0.0
     num_done: int = 0
     num_written: int = 0
     is_held: bool = False

@@ -3,15 +3,15 @@
 import pytest
 from hypothesis import strategies as st
 
-from serve.core.types import Sequence
-from serve.front.pipeline.prefill_order import in_order, next_to_admit, tolerance
+from serve.core.types import Row, Sequence
+from serve.front.pipeline.prefill_order import in_order, next_to_admit, tolerance, work
 from tests.front.pipeline.simulation import Pipeline, check_examples, expected, make_sequence
 from tests.front.pipeline.test_scheduler import check_all_ended
 
 
-def prompt(id: int, num_left: int, num_computed: int = 0, num_overtaken: int = 0) -> Sequence:
+def prompt(id: int, num_left: int, num_computed: int = 0) -> Sequence:
     sequence = make_sequence(id, num_left + num_computed + 1, 1)
-    sequence.num_computed, sequence.num_overtaken = num_computed, num_overtaken
+    sequence.num_computed = num_computed
     return sequence
 
 
@@ -31,20 +31,31 @@ def test_the_fewest_tokens_left_come_first_and_of_equal_ones_the_oldest() -> Non
     ]
 
 
+def test_a_token_behind_others_is_more_work() -> None:
+    assert work(0, 3000) == pytest.approx(3150)
+    assert work(60_000, 61_000) > work(0, 2500)
+    assert work(0, 1000) + work(1000, 9000) == pytest.approx(work(0, 9000))
+    behind_a_prefix = prompt(0, 1000)
+    behind_a_prefix.prompt = [1] * 61_001
+    behind_a_prefix.num_copied = 60_000
+    assert ids(in_order([behind_a_prefix, prompt(1, 2000)])) == [1, 0]
+
+
 def test_younger_prompts_wait_for_one_that_tolerates_no_more() -> None:
-    spent = prompt(1, 400, num_computed=100, num_overtaken=300)
-    assert tolerance(spent) == 0
-    assert ids(in_order([prompt(2, 10), spent, prompt(0, 900)])) == [1, 0]
-    spent.num_computed += 1
-    assert ids(in_order([prompt(2, 10), spent, prompt(0, 900)])) == [2, 1, 0]
+    prompts = [prompt(2, 10), prompt(1, 400, 100), prompt(0, 900)]
+    prompts[1].work_of_younger = work(0, 500)
+    assert tolerance(prompts[1]) == 0
+    assert ids(in_order(prompts)) == [1, 0]
+    prompts[1].work_of_younger -= 1
+    assert ids(in_order(prompts)) == [2, 1, 0]
 
 
 def test_a_prompt_is_admitted_before_older_ones_only_if_they_tolerate_all_of_it() -> None:
-    waiting = [prompt(1, 1000), prompt(3, 500), prompt(4, 501)]
-    assert next_to_admit(waiting, []) is waiting[1]
-    assert next_to_admit(waiting, [prompt(0, 9000)]) is waiting[1]
-    assert next_to_admit(waiting, [prompt(2, 1)]) is waiting[0], "the oldest tolerates 499 more"
-    assert next_to_admit(waiting[::2], []) is waiting[0]
+    waiting = [prompt(1, 1000), prompt(3, 500), prompt(4, 400)]
+    assert next_to_admit(waiting, []) is waiting[2]
+    assert next_to_admit(waiting, [prompt(0, 9000)]) is waiting[2]
+    assert next_to_admit(waiting, [prompt(2, 700)]) is waiting[0], "it tolerates 300 more"
+    assert next_to_admit(waiting, [prompt(5, 200)]) is waiting[1], "it tolerates 300 more"
     assert next_to_admit([], []) is None
 
 
@@ -93,11 +104,17 @@ def test_short_prompts_pass_a_long_one_that_lacks_memory_within_its_tolerance() 
     for id in range(2, 12):
         pipeline.add(make_sequence(id, 101, 1))
     pipeline.run()
-    assert begun_in_order(pipeline) == [0, 2, 3, 4, 1, *range(5, 12)]
+    begun = begun_in_order(pipeline)
+    assert begun[:7] == [0, 2, 3, 4, 5, 6, 7]
+    assert begun.index(1) <= 8, "one more may begin when the long one is admitted"
     assert pipeline.max_held <= 910
     fed = sum(row.num_tokens for step in pipeline.steps for row in step.rows if not step.sample)
     assert fed == 299 + 600 + 10 * 100, "a prompt was read twice"
     check_all_ended(pipeline)
+
+
+def work_of(row: Row) -> float:
+    return work(row.position, row.position + row.num_tokens)
 
 
 ARRIVALS = st.tuples(
@@ -116,8 +133,8 @@ def check_overtaking(
     room: int | None,
     arrivals: list[tuple[int, int]],
 ) -> None:
-    """Whatever comes, tokens of younger prompts before a prompt's end are at most as many as its
-    own, and those of one step. Nothing is read twice, and all come to an end."""
+    """Whatever comes, the work for younger prompts before a prompt's end is at most its own, and
+    that of one step. Nothing is read twice, and all come to an end."""
     pipeline = Pipeline(num_stages, max_num_sequences, chunk)
     pipeline.scheduler.room.max_tokens = room
     num_steps: list[int] = []
@@ -128,11 +145,12 @@ def check_overtaking(
         pipeline.add(make_sequence(id, length + 1, 1))
     pipeline.run()
     reads = [() if step.sample else step.rows for step in pipeline.steps]
-    largest = max((sum(row.num_tokens for row in rows) for rows in reads), default=0)
+    largest = max((sum(map(work_of, rows)) for rows in reads), default=0)
     for id, (_, length) in enumerate(arrivals):
         own = [n for n, rows in enumerate(reads) for row in rows if row.sequence == id]
         before = [row for rows in reads[num_steps[id] : own[-1]] for row in rows]
-        assert sum(row.num_tokens for row in before if row.sequence > id) <= length + largest
+        of_younger = sum(work_of(row) for row in before if row.sequence > id)
+        assert of_younger <= work(0, length) + largest
         assert sum(r.num_tokens for rows in reads for r in rows if r.sequence == id) == length
         assert pipeline.output(id) == expected(id, length + 1, 1)
     assert room is None or pipeline.max_held <= room
