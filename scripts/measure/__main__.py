@@ -19,7 +19,7 @@ from scripts.measure.disk import disk
 from scripts.measure.first import first
 from scripts.measure.hops import hops
 from scripts.measure.kill import kill
-from scripts.measure.latency import interrupted, long_prompt, second_turn
+from scripts.measure.latency import behind, interrupted, long_prompt, second_turn
 from scripts.measure.limits import decode, passes
 from scripts.measure.model import make_model
 from scripts.measure.moves import moves
@@ -45,6 +45,7 @@ ROWS: dict[str, Callable[[Settings], Row]] = {
     "disk": disk,
     "kill": kill,
     "interrupted": interrupted,
+    "behind": behind,
     "moves": moves,
     "adapters": adapters,
     "neighbours": neighbours,

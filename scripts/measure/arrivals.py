@@ -1,7 +1,7 @@
 """How long prompts wait for each other: the real scheduler with simulated stages and clock.
 
-As a program: prints a table of several days of agents and of arrivals made to do harm, compared
-with the order of arrival.
+As a program: prints figures of several days of agents and of arrivals made to do harm, compared
+with the order of arrival. Its arguments are the numbers of stages (1 2 4).
 """
 
 import heapq
@@ -78,6 +78,11 @@ class Simulation:
         self.scheduler.settle(self.num_stages, self.max_held_tokens)
         self.scheduler.reuse = "any"
         self._stages = [StageStatus(rank, "host") for rank in range(self.num_stages)]
+        for stage in self._stages:  # as after the warm-up
+            decode = Span(0, 0, 1, 1, 0.0, STEP_SECONDS)
+            prefill = Span(0, 0, 1, 100, 0.0, STEP_SECONDS + 100 * TOKEN_SECONDS)
+            stage.pace.update([decode, prefill])
+        self._set_chunks()
         self._free_at = [0.0] * self.num_stages
         self._outbox = Outbox(self._send)
         self._num_events = count()
@@ -118,18 +123,22 @@ class Simulation:
         tokens = (ANSWER,) * len(step.rows) if step.sample else ()
         if step.sample:
             self._outbox.sampled(step, tokens)
-        self.scheduler.chunk_beside_decoding = capacity.chunk_beside_decoding(
-            self._stages, len(self.scheduler.groups), PREFILL_CHUNK
-        )
-        self.scheduler.chunk_without_decoding = capacity.chunk_without_decoding(
-            self._stages, PREFILL_CHUNK
-        )
+        self._set_chunks()
         for event in self.scheduler.update(Result(step.number, tokens)):
             outcome = self.outcomes[event.sequence]
             if not outcome.first_seconds:
                 outcome.first_seconds = self.now - outcome.came_at
             if event.finish_reason:
                 self._ask(outcome.client)
+
+    def _set_chunks(self) -> None:
+        """Adapts the size of chunks to the speed of the stages, as Requests does."""
+        self.scheduler.chunk_beside_decoding = capacity.chunk_beside_decoding(
+            self._stages, len(self.scheduler.groups), PREFILL_CHUNK
+        )
+        self.scheduler.chunk_without_decoding = capacity.chunk_without_decoding(
+            self._stages, PREFILL_CHUNK
+        )
 
     def _send(self, step: Step) -> None:
         seconds = _seconds(step) if step.rows else 0.0
@@ -155,10 +164,9 @@ def alone_seconds(num_stages: int, num_prompt: int, num_cached: int) -> float:
     """Returns the time to the first token of a prompt on idle stages, which hold num_cached tokens
     of it."""
     prompt = prompt_of(0, num_prompt)
-    requests = [Request(0.0, prompt_of(1, 1000), 2)]  # measures the speed of the stages
+    requests = [Request(1.0, prompt)]
     if num_cached:
-        requests.append(Request(1.0, prompt[:num_cached]))
-    requests.append(Request(1.0, prompt))
+        requests.insert(0, Request(0.0, prompt[:num_cached]))
     return Simulation(num_stages).run([requests])[-1].first_seconds
 
 
@@ -260,19 +268,25 @@ PATTERNS: dict[str, Callable[[], list[Client]]] = {
 }
 
 
+def compare(num_stages: int, make: Callable[[], list[Client]]) -> list[float]:
+    """Returns the columns of the order of arrival, and those of the scheduler's own order."""
+    with in_order_of_arrival():
+        before = simulate(num_stages, make()).columns
+    return before + simulate(num_stages, make()).columns
+
+
 def main() -> None:
     days: dict[str, Callable[[], list[Client]]] = {
         f"{num} agents, seed {seed}": partial(agents, num, seed)
         for num in (2, 4, 8)
         for seed in (1, 2, 3)
     }
+    print("first token ÷ alone: mean, p95, longest of a long prompt, and tokens/s;")
+    print("in the order of arrival, then in the scheduler's order")
     for name, make in (days | PATTERNS).items():
         for num_stages in map(int, sys.argv[1:] or ("1", "2", "4")):
-            with in_order_of_arrival():
-                before = simulate(num_stages, make()).columns
-            after = simulate(num_stages, make()).columns
-            figures = " ".join(f"{figure:8.2f}" for figure in before + after)
-            print(f"{name:40} {num_stages} {figures}", flush=True)
+            columns = " ".join(f"{column:7.2f}" for column in compare(num_stages, make))
+            print(f"{name:40} {num_stages} {columns}", flush=True)
 
 
 if __name__ == "__main__":

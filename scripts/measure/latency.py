@@ -20,6 +20,9 @@ STREAM_PROMPT_TOKENS = 66
 STREAM_TOKENS = 500
 NUM_STREAMS = 8
 QUIET_SECONDS = 8.0
+BEHIND_TOKENS = 400
+AHEAD_TOKENS = 3000
+BEHIND_SECONDS = 0.5
 
 
 def long_prompt(settings: Settings) -> Row:
@@ -127,6 +130,36 @@ def interrupted(settings: Settings) -> Row:
     title = f"between tokens of {NUM_STREAMS} streams while {INTERRUPTING_TOKENS} tokens come in"
     data = {"p50": quiet, "p99": worst, "ratio": worst / p50(quiet), "ttft": arrivals}
     return Row({"interrupted": data}, {title: (["", ""], rows)})
+
+
+def behind(settings: Settings) -> Row:
+    """A short prompt that comes just behind a long one, on two ranks."""
+    short: dict[str, list[float]] = {"alone": [], "together": []}
+    long: dict[str, list[float]] = {"alone": [], "together": []}
+
+    async def ask(asked: Asked, _: str) -> None:
+        name = f"behind/{len(short['alone'])}"
+        shorts = asked.prompts(name, BEHIND_TOKENS, 3)
+        longs = asked.prompts(name, AHEAD_TOKENS, 2)
+        await asked(shorts[2], 8)
+        short["alone"].append(_ttft(await asked(shorts[0], 2)))
+        long["alone"].append(_ttft(await asked(longs[0], 2)))
+        ahead = asyncio.create_task(asked(longs[1], 2))
+        await asyncio.sleep(BEHIND_SECONDS)
+        short["together"].append(_ttft(await asked(shorts[1], 2)))
+        long["together"].append(_ttft(await ahead))
+
+    in_turn(settings, [servers.BRIGADE_2], lambda name, _: ask_server(name, settings, ask))
+    rows: list[list[str]] = []
+    data: dict[str, dict[str, Any]] = {}
+    for name, seconds in {f"{BEHIND_TOKENS}": short, f"{AHEAD_TOKENS}": long}.items():
+        quotient = ratio(seconds["together"], seconds["alone"])
+        data[name] = {**seconds, "ratio": quotient}
+        times = f"{p50(seconds['alone']):.2f}", f"{p50(seconds['together']):.2f}"
+        rows.append([name, *times, f"{quotient:.2f}"])
+    title = f"time to first token, s; the short prompt {BEHIND_SECONDS} s behind the long one"
+    columns = ["tokens", "alone", "together", "ratio"]
+    return Row({"behind": data}, {title: (columns, rows)})
 
 
 def _ttft(record: Record) -> float:
