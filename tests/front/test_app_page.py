@@ -140,13 +140,13 @@ def test_events_show_requests_while_they_run(server: Running, engine: FakeEngine
     with httpx2.stream("GET", server.url + "/admin/events") as stream:
         states = frames(stream)
         next(states)
-        asking = threading.Thread(target=ask, args=(server, "my-request"))
+        asking = threading.Thread(target=ask, args=(server, "0a-1d"))
         asking.start()
         shown = next(state["requests"] for state in states if state.get("requests"))
         asking.join(10)
         assert next(s for s in states if "requests" in s and not s["requests"])
     (request,) = shown
-    assert request["id"] == "my-request"
+    assert request["id"] == "0a-1d"
     assert request["state"] == "prefill"
     assert (request["prompt_tokens_done"], request["model"]) == (3, "tiny")
 

@@ -62,7 +62,8 @@ class Record:
 
     def failure(self) -> str:
         """Returns why the request failed, as key=value."""
-        return _line({"code": self.code, "param": self.param, "reason": self.reason})
+        pairs = {"status": self.status, "code": self.code, "param": self.param}
+        return _line({**pairs, "reason": self.reason})
 
     def seconds(self) -> float:
         return time.perf_counter() - self.started

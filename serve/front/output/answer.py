@@ -279,7 +279,7 @@ class Answer(Running):
         self._record.status, self._record.finish_reason = error.http_status, "error"
         self._record.fail(error)
         id, why = self._record.request, self._record.failure()
-        _logger.warning("request=%s event=stream_failed status=%d %s", id, error.http_status, why)
+        _logger.warning("request=%s event=stream_failed %s", id, why)
         return error
 
     def _usage(self) -> TokenUsage:

@@ -95,11 +95,15 @@ def expressible_text(schema: Schema) -> str:
 def schema_of(grammar: str) -> str | None:
     """Returns the JSON text of the schema that a grammar of llguidance is made of; None for
     others."""
-    if not grammar.startswith("{"):
+    try:
+        parts = json.loads(grammar)
+    except (ValueError, RecursionError):  # A client's own grammar may begin like JSON.
         return None
-    parts = json.loads(grammar)["grammars"]
-    schema = parts[0].get("json_schema") if len(parts) == 1 else None
-    return json.dumps(schema) if isinstance(schema, dict) else None
+    match parts:
+        case {"grammars": [{"json_schema": dict(schema)}]}:
+            return json.dumps(schema)
+        case _:
+            return None
 
 
 def inexpressible_keyword(schema: Any) -> str | None:

@@ -67,7 +67,7 @@ def test_a_refusal_shows_its_code_and_not_its_message() -> None:
     record = Record("r", "POST", status=404, field_names=FIELDS)
     record.fail(NotFoundError("No adapter secret.", param="lora_name", code="model_not_found"))
     assert record.line().endswith(" code=model_not_found param=lora_name")
-    assert record.failure() == "code=model_not_found param=lora_name"
+    assert record.failure() == "status=404 code=model_not_found param=lora_name"
 
 
 def test_an_error_of_the_server_shows_its_words() -> None:
@@ -76,7 +76,7 @@ def test_an_error_of_the_server_shows_its_words() -> None:
     assert record.line().endswith(' reason="Rank 1 is gone."')
     record = Record("r", "POST", status=500)
     record.fail(OverflowedError(3, None))
-    assert record.failure() == "code=numbers_overflowed"
+    assert record.failure() == "status=500 code=numbers_overflowed"
 
 
 def test_a_trace_has_places_and_types_and_no_message() -> None:

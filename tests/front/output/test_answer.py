@@ -171,7 +171,7 @@ async def test_an_exception_of_ours_ends_that_stream_alone(
     assert (record.status, record.finish_reason) == (500, "error"), "its client has not left"
 
 
-async def test_what_an_exception_says_begins_no_line_of_the_log(
+async def test_what_an_exception_says_is_not_in_the_log(
     engine: FakeEngine,
     record: Record,
     monkeypatch: pytest.MonkeyPatch,
@@ -183,8 +183,9 @@ async def test_what_an_exception_says_begins_no_line_of_the_log(
     monkeypatch.setattr(Answer, "_take", broken)
     assert [event async for event in events_of(engine, *started(engine, record))]
     lines = [entry.getMessage() + (entry.exc_text or "") for entry in caplog.records]
-    assert any("Traceback" in line and "test_answer.py" in line for line in lines)
+    assert any("event=bug trace=" in line and "test_answer.py" in line for line in lines)
     assert all(line.isprintable() for line in lines), lines
+    assert not any("FORGED" in line for line in lines), lines
 
 
 async def test_what_cannot_be_encoded_ends_its_stream_with_an_error(

@@ -15,6 +15,7 @@ from serve.front.text.schemas import (
     closed,
     closed_text,
     inexpressible_keyword,
+    schema_of,
     without_inexpressible_patterns,
 )
 from tests.front.api.test_structured import MODEL, accepts
@@ -229,3 +230,19 @@ def test_inexpressible_keyword_finds_what_only_leniency_accepts(part: dict[str, 
 
 def test_inexpressible_keyword_reads_no_names() -> None:
     assert inexpressible_keyword({"properties": {"not": {"type": "string"}}}) is None
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "{",
+        "{ a client's own }",
+        "{}",
+        '{"grammars": 1}',
+        '{"grammars": [1]}',
+        '{"a":' * 100_000,
+        "[]",
+    ],
+)
+def test_a_client_s_own_grammar_that_begins_like_json_is_made_of_no_schema(grammar: str) -> None:
+    assert schema_of(grammar) is None

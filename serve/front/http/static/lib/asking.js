@@ -95,8 +95,8 @@ export async function ask(body, answer, stopped, shown) {
 
 /** An id by which the other views show that the request comes from this page. */
 function requestId() {
-  const numbers = crypto.getRandomValues(new Uint32Array(2));
-  return `page-${[...numbers].map((each) => each.toString(36)).join("")}`;
+  const numbers = crypto.getRandomValues(new Uint32Array(4));
+  return [...numbers].map((each) => each.toString(16)).join("-");
 }
 
 /** @param {Answer} answer @param {any} chunk @param {number} seconds since the question */
