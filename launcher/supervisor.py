@@ -57,7 +57,7 @@ _READY_COLOUR = "1;32"  # bold, green
 _SILENT = re.compile(r"[\d-]+ [\d:,]+ WARNING event=rank_silent rank=(\d+) pid=(\d+)")
 
 # What rank 0 of a server logs when it can answer, also as a whole line.
-_READY = re.compile(r"[\d-]+ [\d:,]+ INFO event=ready num_ranks=\d+ url=\S+")
+_READY_EVENT = re.compile(r"[\d-]+ [\d:,]+ INFO event=ready num_ranks=\d+ url=\S+")
 
 # Signals that ranks get as SIGTERM: of a terminal that is closed, and of its Ctrl-\.
 _AS_SIGTERM = (signal.SIGHUP, signal.SIGQUIT)
@@ -483,7 +483,7 @@ class Supervisor:
     def _copy_output(self, rank: int, process: Process) -> None:
         prefix = self._prefix(rank)
         for line in process.lines():
-            if rank == 0 and _READY.fullmatch(line):
+            if rank == 0 and _READY_EVENT.fullmatch(line):
                 self._events.put(Ready())
             self._write_held(rank)
             error = _ERROR.fullmatch(line)

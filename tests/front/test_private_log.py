@@ -130,7 +130,7 @@ PATHS = [
     *("/v1/responses/x?{}={}", "/admin/requests/{}/cancel", "/admin/trace?seconds={}", "/admin/{}"),
     *("/admin/trace?{}=1", "/api/{}", "/v1/messages/{}", "/v1/models?limit={}", "/health/%0A{}"),
 ]
-HEADERS = ["X-Request-Id", "User-Agent", "Accept", "Referer", "Cookie", "Authorization", "X-{}"]
+HEADERS = ["User-Agent", "Accept", "Referer", "Cookie", "Authorization", "X-{}"]
 MALFORMED = [
     "GET /{} {} HTTP/1.1\r\n\r\n",
     "GET / HTTP/1.1\r\nHost: {}\r\n{}\r\n\r\n",

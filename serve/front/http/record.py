@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from serve.core.errors import BrigadeError, RequestError
 
 _PLAIN = re.compile(r"[\w./:@+-]+", re.ASCII)
-# UUIDs and the like: with more letters it could be text.
-_REQUEST_ID = re.compile(r"[0-9A-Fa-f-]{1,128}")
+# An application or a proxy chooses it to find the request in logs, so it is no text of a user.
+_REQUEST_ID = re.compile(r"(?!\.{1,2}\Z)[\w.:@+-]{1,128}", re.ASCII)
 OTHER = "other"  # in place of a path or method that this server does not know
 _MAX_NAME_CHARACTERS = 150
 _MAX_REASON_CHARACTERS = 300
@@ -24,7 +24,7 @@ _UNKNOWN_FIELD = "*"
 class Record:
     """The facts about a request that its log line shows; None if unknown. started is a time of
     time.perf_counter. path is that of the route, and field_names are the names of fields that the
-    line may show, so nothing in it is a client's text."""
+    line may show, so nothing in it but the request's id was chosen by a client."""
 
     request: str
     method: str
@@ -95,7 +95,7 @@ class Record:
 
 
 def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Returns the client's X-Request-Id if it cannot be text, else a new one."""
+    """Returns the client's X-Request-Id if it is a plain word, else a new one."""
     for name, value in headers:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value.decode("latin-1")):
             return value.decode("latin-1")

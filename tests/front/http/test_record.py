@@ -28,16 +28,14 @@ def test_a_name_begins_no_line_and_forges_no_field() -> None:
     assert re.findall(r"(\w+)=", unquoted).count("status") == 1
 
 
-@pytest.mark.parametrize(
-    "value", [b"0f8e6a1c-77aa-4b5e-9a51-2f0b0c9d1e2f", b"4BF92F3577B34DA6", b"0"]
-)
-def test_an_id_that_cannot_be_text_is_kept(value: bytes) -> None:
+@pytest.mark.parametrize("value", [b"0f8e6a1c-77aa-4b5e-9a51-2f0b0c9d1e2f", b"req_1", b"a-1:b.c"])
+def test_an_id_that_is_a_plain_word_is_kept(value: bytes) -> None:
     assert request_id([(b"x-request-id", value)]) == value.decode()
 
 
 @pytest.mark.parametrize(
     "value",
-    [b"", b"my-secret", b"req_1", b"1 2", b"1\n2", b"1\n", b"1" * 129, b"\xff", b'"', b".", b".."],
+    [b"", b"1 2", b"1\n2", b"1\n", b"1" * 129, b"\xff", b'"', b".", b".."],
 )
 def test_other_request_ids_are_replaced(value: bytes) -> None:
     assert re.fullmatch(r"[0-9a-f]{32}", request_id([(b"x-request-id", value)]))
