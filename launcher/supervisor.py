@@ -106,10 +106,15 @@ Event: TypeAlias = Ended | Returned | Silent | Ready | Asked
 
 
 def write_line(line: str) -> None:
-    # Nobody may be reading any more; the ranks must not block for that.
+    """Writes a line to standard error. If nobody reads it any more, the line and all later ones go
+    nowhere: the ranks must not block for that."""
     with suppress(OSError, ValueError):
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
+        try:
+            sys.stderr.write(line + "\n")
+            sys.stderr.flush()
+        except BrokenPipeError:
+            # At its end, Python would fail to write what is left in the buffer, and exit with 120.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def event_line(text: str, level: str = "INFO") -> str:

@@ -12,8 +12,11 @@ import httpx2
 import pytest
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
-# Programs under test are to find signals as in a terminal, also when tests run under nohup.
+# Programs under test are to find signals as in a terminal, also when tests run under nohup or in
+# the background of a script, which ignores the keys of a terminal.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Each call of httpx2.get makes a TLS context, which takes 20 ms. Tests that wait for a server make
 # thousands of such calls, and none of them uses https, so all can share one context.
