@@ -81,6 +81,7 @@ OWNERS = {
     "numpy": ["serve.rank.grammar", "serve.tune.*"],
     "yaml": ["serve.tune.config"],
     "regex": ["serve.lora.files"],
+    "markdown_it": ["serve.front.text.markdown"],
     # Nothing is pickled between processes: a message says what it holds.
     "pickle": [],
     "multiprocessing": [],

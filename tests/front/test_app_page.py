@@ -13,7 +13,7 @@ import pytest
 from serve.front.app import EarlyServer
 from serve.front.http import pages
 from serve.front.http.listening import bind
-from serve.front.routes import history, watching
+from serve.front.routes import history, page, watching
 from serve.front.routes.events import Observation
 from tests.front.fakes import CONFIG, FakeEngine, Running
 from tests.front.test_app import CHAT, HELLO, get, wait_until
@@ -52,7 +52,7 @@ def test_page_is_for_browsers_and_json_for_programs(shared: Running) -> None:
 
 
 def test_page_files_have_types_and_a_strict_policy(shared: Running) -> None:
-    for name in ("index.html", "app.js", "style.css", "icon.svg", "vendor/preact.js"):
+    for name in ("index.html", "app.js", "style.css", "icon.svg", "lib/dom.js"):
         reply = get(shared, f"/ui/{name}")
         assert reply.status_code == 200, name
         assert reply.headers["content-type"].startswith(("text/", "image/svg")), name
@@ -60,7 +60,7 @@ def test_page_files_have_types_and_a_strict_policy(shared: Running) -> None:
         assert reply.headers["x-content-type-options"] == "nosniff"
 
 
-@pytest.mark.parametrize("name", ["nothing.js", "../pages.py", "%2e%2e/pages.py", "vendor/", ""])
+@pytest.mark.parametrize("name", ["nothing.js", "../pages.py", "%2e%2e/pages.py", "lib/", ""])
 def test_page_has_no_other_files(shared: Running, name: str) -> None:
     assert get(shared, f"/ui/{name}").status_code == 404
 
@@ -84,6 +84,57 @@ def test_page_can_be_turned_off(engine: FakeEngine) -> None:
     with Running(engine, no_ui=True) as server:
         assert get(server, "/", accept=BROWSER).json()["name"] == "Brigade"
         assert get(server, "/ui/app.js").status_code == 404
+        assert render(server, "a").status_code == 404
+
+
+# --- the chat's Markdown
+
+
+def render(server: Running, text: str, **headers: str) -> httpx2.Response:
+    return httpx2.post(server.url + "/ui/markdown", json={"text": text}, headers=headers)
+
+
+def test_markdown_is_rendered_by_the_server(shared: Running) -> None:
+    assert render(shared, "**a** <b>").json() == {"html": "<p><strong>a</strong> &lt;b&gt;</p>\n"}
+
+
+def test_markdown_needs_the_key_that_a_chat_needs(keyed: Running) -> None:
+    assert render(keyed, "a").status_code == 401
+    assert render(keyed, "a", authorization="Bearer user").status_code == 200
+
+
+def test_markdown_is_refused_if_it_is_long(shared: Running) -> None:
+    assert render(shared, "a" * 60_000).status_code == 200
+    refused = render(shared, "a" * 70_000)
+    assert refused.status_code == 413
+    assert "error" in refused.json()
+
+
+def test_markdown_is_rendered_one_text_at_a_time_and_holds_up_nothing_else(
+    shared: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: list[str] = []
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow(text: str) -> str:
+        running.append(text)
+        begun.set()
+        assert may_end.wait(60)
+        return text
+
+    monkeypatch.setattr(page, "rendered", slow)
+    clients = [threading.Thread(target=render, args=(shared, text)) for text in ("a", "b")]
+    for client in clients:
+        client.start()
+    try:
+        assert begun.wait(60)
+        assert get(shared, "/health").status_code == 200
+        assert len(running) == 1
+    finally:
+        may_end.set()
+        for client in clients:
+            client.join(60)
+    assert sorted(running) == ["a", "b"]
 
 
 # --- the stream

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("playwright", reason="Playwright is not installed")
 
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Request, expect
 
 from tests.front.fakes import Running
 from tests.page.browser import REFUSED, Tab
@@ -52,6 +52,41 @@ def test_chat_shows_markdown_and_copies_code(
     tab.check()
 
 
+def test_chat_shows_plain_text_until_the_answer_pauses(server: Running, tab: Tab) -> None:
+    """What follows a pause is plain again."""
+    page = tab.show(server.url, "chat")
+    shown = page.evaluate("""async () => {
+        const { elementsOf } = await import("/ui/lib/markdown.js");
+        const { show } = await import("/ui/lib/dom.js");
+        const holder = document.createElement("div");
+        const answer = { text: "**a** b ", state: "running" };
+        const html = () => {
+            show(holder, elementsOf(answer));
+            return holder.innerHTML;
+        };
+        const before = html();
+        while (html() === before) await new Promise((resolve) => setTimeout(resolve, 20));
+        const rendered = html();
+        answer.text += "**c**";
+        return [before, rendered, html()];
+    }""")
+    rendered = "<p><strong>a</strong> b</p>\n"
+    assert shown == [
+        '<span class="plain">**a** b </span>',
+        rendered,
+        f'{rendered}<span class="plain">**c**</span>',
+    ]
+    tab.check()
+
+
+def test_chat_leaves_text_plain_that_the_server_does_not_render(server: Running, tab: Tab) -> None:
+    tab.page.route("**/ui/markdown", lambda route: route.fulfill(status=503, body=""))
+    page = tab.show(server.url, "chat")
+    ask(page, "hello")
+    expect(page.locator(".answer .plain")).to_contain_text("hello world")
+    tab.check(allowed=REFUSED)
+
+
 def test_chat_says_how_an_answer_ended(engine: ShownEngine, tab: Tab) -> None:
     with Running(engine) as server:
         page = tab.show(server.url, "chat")
@@ -89,7 +124,12 @@ def test_chat_sees_that_an_answer_broke_off(server: Running, tab: Tab) -> None:
 
 def test_chat_sends_the_results_of_calls(engine: ShownEngine, tab: Tab) -> None:
     bodies: list[Any] = []
-    tab.page.on("request", lambda each: bodies.append(each.post_data_json))
+
+    def note(request: Request) -> None:
+        if request.url.endswith("/chat/completions"):
+            bodies.append(request.post_data_json)
+
+    tab.page.on("request", note)
     engine.answer = '<tool_call>{"name": "weather", "arguments": {"x": "Bonn"}}</tool_call>'
     # The description of the tool takes some hundred tokens.
     with Running(engine, max_context=4096) as server:

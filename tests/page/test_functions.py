@@ -73,3 +73,85 @@ def test_line_has_gaps_and_dots(page: Page) -> None:
     points = "[[0, 1], [1, 2], [2, null], [3, 3], [9, 4]]"
     path = run(page, "plot.js", f"m.pathOf({points}, 3, (x) => x, (y) => y)")
     assert path == "M0.0 1.0h0L1.0 2.0M3.0 3.0h0M9.0 4.0h0"
+
+
+# --- elements
+
+SHOW = """async (steps) => {
+    const { show, tags } = await import("/ui/lib/dom.js");
+    const { b, input, li, p, svg, path, ul } = tags;
+    const holder = document.createElement("div");
+    STEPS
+}"""
+
+
+def shown(page: Page, steps: str) -> Any:
+    """Returns the result of statements that call show(holder, …)."""
+    return page.evaluate(SHOW.replace("STEPS", steps))
+
+
+def test_elements_are_made_of_descriptions_and_text_stays_text(page: Page) -> None:
+    html = shown(
+        page,
+        """const props = { class: "a", hidden: true, title: null };
+        show(holder, p(props, "<i>", 1, null, false, [b("c")]));
+        return holder.innerHTML;""",
+    )
+    assert html == '<p class="a" hidden="">&lt;i&gt;1<b>c</b></p>'
+
+
+def test_elements_stay_and_lose_what_is_no_longer_described(page: Page) -> None:
+    found = shown(
+        page,
+        """show(holder, p({ class: "a", "aria-busy": false, onclick: () => 0 }, "b", b("c")));
+        const before = holder.firstChild;
+        const html = holder.innerHTML;
+        show(holder, p({ "aria-busy": true }, "d"));
+        return [html, holder.innerHTML, before === holder.firstChild, before.onclick];""",
+    )
+    first = '<p class="a" aria-busy="false">b<b>c</b></p>'
+    assert found == [first, '<p aria-busy="true">d</p>', True, None]
+
+
+def test_items_with_keys_move(page: Page) -> None:
+    found = shown(
+        page,
+        """const items = (...keys) => show(holder, ul(keys.map((key) => li({ key }, key))));
+        items("a", "b", "c");
+        const old = [...holder.firstChild.children];
+        items("c", "x", "a");
+        const now = [...holder.firstChild.children];
+        return [holder.textContent, now[0] === old[2], now[1] === old[1], now[2] === old[0]];""",
+    )
+    assert found == ["cxa", True, False, True]
+
+
+def test_what_was_typed_stays_unless_it_is_described(page: Page) -> None:
+    found = shown(
+        page,
+        """const typed = (props) => { show(holder, input(props)); return holder.firstChild; };
+        typed({}).value = "mine";
+        const kept = typed({ class: "a" }).value;
+        return [kept, typed({ value: "theirs" }).value];""",
+    )
+    assert found == ["mine", "theirs"]
+
+
+def test_elements_of_svg_are_drawn(page: Page) -> None:
+    names = shown(
+        page,
+        """show(holder, svg({ viewBox: "0 0 1 1" }, path({ d: "M0 0" })), p("a"));
+        return [...holder.querySelectorAll("*")].map((each) => each.constructor.name);""",
+    )
+    assert names == ["SVGSVGElement", "SVGPathElement", "HTMLParagraphElement"]
+
+
+def test_functions_are_called_when_an_element_is_made_and_whenever_it_is_drawn(page: Page) -> None:
+    calls = shown(
+        page,
+        """const calls = [];
+        const props = { created: () => calls.push("created"), drawn: () => calls.push("drawn") };
+        for (const text of "ab") show(holder, p({ ...props }, text));
+        return calls;""",
+    )
+    assert calls == ["created", "drawn", "drawn"]

@@ -60,6 +60,33 @@ def test_chat_runs_nothing_that_was_written(engine: ShownEngine, server: Running
     tab.check()
 
 
+def test_chat_takes_only_listed_elements_from_rendered_text(server: Running, tab: Tab) -> None:
+    """This test plays a server that renders HTML as it stands."""
+    html = f"""<h1 onclick="window.hurt=1" id="app" style="color: red">{MARKUP}title</h1>
+        <a href="javascript:window.hurt=1">run</a> <a href="https://a.example/b">go</a>
+        <svg><script>window.hurt=1</script></svg><style>*{{display:none}}</style>
+        <form action="https://a.example"><button>send</button></form>
+        <math><mtext><table><mglyph><style>{MARKUP}</style></mglyph></table></mtext></math>
+        <iframe srcdoc="<script>parent.hurt=1</script>"></iframe>
+        <template>{MARKUP}</template><ol start="3"><li>third</li></ol>"""
+    tab.page.route("**/ui/markdown", lambda route: route.fulfill(json={"html": html}))
+    page = tab.show(server.url, "chat")
+    page.get_by_label("Question").fill("hello")
+    page.get_by_role("button", name="Send").click()
+    text = page.locator(".answer .markdown")
+    expect(text.locator("h1")).to_contain_text("title")
+    check_unhurt(page, ".markdown")
+    for forbidden in ("svg", "style", "form", "button", "math", "template", "[style]", "[id]"):
+        assert text.locator(forbidden).count() == 0, forbidden
+    kept = "(all) => all.map((each) => [each.href, each.target, each.rel])"
+    assert text.locator("a").evaluate_all(kept) == [
+        ["", "", ""],
+        ["https://a.example/b", "_blank", "noopener noreferrer nofollow"],
+    ]
+    assert text.locator("ol").get_attribute("start") == "3"
+    tab.forget()  # The browser reports what the policy would have refused.
+
+
 def test_chat_runs_nothing_in_names_of_tools(server: Running, tab: Tab) -> None:
     """The server refuses such names. This test plays a server that does not."""
     call = {"index": 0, "id": "a", "function": {"name": MARKUP, "arguments": json.dumps(MARKUP)}}

@@ -177,8 +177,8 @@ def test_steps_are_drawn_after_a_clock_was_set_back(server: Running, tab: Tab) -
 def num_samples_at_first(page: Page) -> int:
     """The number of samples after the first frame."""
     number: int = page.evaluate("""async () => {
-        const { history, link } = await import("/ui/lib/store.js");
-        while (link.value.state !== "live") await new Promise((r) => setTimeout(r, 10));
+        const { history, state } = await import("/ui/lib/store.js");
+        while (state.link.state !== "live") await new Promise((r) => setTimeout(r, 10));
         return history.samples.length;
     }""")
     return number
@@ -244,13 +244,13 @@ def test_steps_lie_above_the_lines_of_their_axis(server: Running, tab: Tab) -> N
     """One step fills a lane: all pixels in its middle have the same colour."""
     page = tab.show(server.url)
     num_colours = page.evaluate("""async () => {
-        const { draw } = await import("/ui/views/gantt_draw.js");
+        const { drawLanes } = await import("/ui/lib/lanes.js");
         const { Timeline } = await import("/ui/lib/timeline.js");
         const timeline = new Timeline();
         timeline.lane(0).push([0, 1, "decode", 1, 1, 0, 10, []]);
         const canvas = Object.assign(document.createElement("canvas"), { width: 400, height: 80 });
         const context = canvas.getContext("2d");
-        draw(context, { from: 2, to: 8, width: 400, ranks: [0] }, timeline);
+        drawLanes(context, { from: 2, to: 8, width: 400, ranks: [0] }, timeline);
         const pixels = context.getImageData(0, 10, 400, 1).data;
         const colour = (_, x) => pixels.slice(4 * x, 4 * x + 4).join();
         return new Set(Array.from({ length: 400 }, colour)).size;
@@ -286,7 +286,7 @@ def test_requests_and_kinds_of_steps_differ_in_colour(server: Running, tab: Tab)
     """Their hues are at least 18 degrees apart."""
     page = tab.show(server.url)
     hues = page.evaluate("""async () => {
-        const { colour } = await import("/ui/lib/palette.js");
+        const { colour } = await import("/ui/lib/lanes.js");
         const { NUM_COLOURS } = await import("/ui/lib/timeline.js");
         const hue = (name) => {
             const [r, g, b] = colour(name).match(/\\d+/g).map(Number);

@@ -1,94 +1,78 @@
 // @ts-check
 /** The frame around the views: the header, the navigation and the announcements. */
+import { keys } from "./lib/api.js";
+import { mount, redraw, tags } from "./lib/dom.js";
 import { follow } from "./lib/feed.js";
-import { html, render, signal, useEffect } from "./lib/dom.js";
-import { wanted } from "./lib/api.js";
-import { rate } from "./lib/format.js";
+import { NOTHING, rate } from "./lib/format.js";
 import { RATE } from "./lib/history.js";
-import { announcement, cluster, history, link, now, pipeline, server } from "./lib/store.js";
-import { Adapters } from "./views/adapters.js";
-import { Keys } from "./views/keys.js";
-import { Notice } from "./views/notice.js";
-import { PipelineView } from "./views/pipeline.js";
-import { Requests } from "./views/requests.js";
-import { Lazy } from "./views/lazy.js";
+import { history, state } from "./lib/store.js";
+import { adaptersView } from "./views/adapters.js";
+import { chatView } from "./views/chat.js";
+import { keysButton, keysDialog } from "./views/keys.js";
+import { notice } from "./views/notice.js";
+import { pipelineView } from "./views/pipeline.js";
+import { requestsView } from "./views/requests.js";
+
+const { a, dd, div, dl, dt, header, i, img, main, nav, p, span } = tags;
 
 const VIEWS = [
-  { id: "pipeline", title: "Pipeline", view: PipelineView },
-  { id: "requests", title: "Requests", view: Requests },
-  { id: "adapters", title: "Adapters", view: Adapters },
-  { id: "chat", title: "Chat", view: () => html`<${Lazy} load=${() => import("./views/chat.js")} />` },
+  { id: "pipeline", title: "Pipeline", view: pipelineView },
+  { id: "requests", title: "Requests", view: requestsView },
+  { id: "adapters", title: "Adapters", view: adaptersView },
+  { id: "chat", title: "Chat", view: chatView },
 ];
-
-const shown = signal(fromAddress());
-
-function fromAddress() {
-  const id = location.hash.slice(1);
-  return VIEWS.find((each) => each.id === id) ?? VIEWS[0];
-}
-
-addEventListener("hashchange", () => {
-  shown.value = fromAddress();
-});
 
 /** One word for the cluster's state, and how it looks. */
 function status() {
-  const state = cluster.value;
-  if (link.value.state !== "live" || !state) {
+  const { cluster, link, server } = state;
+  if (link.state !== "live" || !cluster) {
     const words = { refused: "locked", connecting: "connecting", full: "too many pages" };
-    const word = /** @type {Record<string, string>} */ (words)[link.value.state] ?? "offline";
-    return { word, look: link.value.state === "lost" ? "bad" : "idle" };
+    const word = /** @type {Record<string, string>} */ (words)[link.state] ?? "offline";
+    return { word, look: link.state === "lost" ? "bad" : "idle" };
   }
-  if (server.value?.is_draining) return { word: "draining", look: "warn" };
-  if (state.name === "failed") return { word: "failed", look: "bad" };
-  if (state.name === "working") return { word: "ready", look: "good" };
-  return { word: state.has_worked ? "recovering" : "starting", look: "warn" };
+  if (server?.is_draining) return { word: "draining", look: "warn" };
+  if (cluster.name === "failed") return { word: "failed", look: "bad" };
+  if (cluster.name === "working") return { word: "ready", look: "good" };
+  return { word: cluster.has_worked ? "recovering" : "starting", look: "warn" };
 }
 
-function Header() {
+function head() {
   const { word, look } = status();
-  const counted = pipeline.value;
-  void now.value;
-  return html`<header class="top">
-    <a class="brand" href="#pipeline"><img src="ui/icon.svg" alt="" width="22" height="22" />Brigade</a>
-    <span class="model" title="the model">${server.value?.model ?? ""}</span>
-    <span class=${`pill ${look}`} data-state=${word}><i aria-hidden="true"></i>${word}</span>
-    <dl class="vitals" aria-label="now">
-      <div><dt>speed</dt><dd>${rate(history.latest(RATE))}</dd></div>
-      <div><dt>running</dt><dd>${counted?.num_running ?? "–"}</dd></div>
-      <div><dt>waiting</dt><dd>${counted?.num_waiting ?? "–"}</dd></div>
-    </dl>
-    <${Keys} />
-  </header>`;
+  const vitals = [
+    ["speed", rate(history.latest(RATE))],
+    ["running", state.pipeline?.num_running ?? NOTHING],
+    ["waiting", state.pipeline?.num_waiting ?? NOTHING],
+  ];
+  return header(
+    { class: "top" },
+    a({ class: "brand", href: "#pipeline" }, img({ src: "ui/icon.svg", alt: "", width: 22, height: 22 }), "Brigade"),
+    span({ class: "model", title: "the model" }, state.server?.model),
+    span({ class: `pill ${look}`, "data-state": word }, i({ "aria-hidden": true }), word),
+    dl({ class: "vitals", "aria-label": "now" }, vitals.map(([name, value]) => div(dt(name), dd(value)))),
+    keysButton(),
+    keysDialog,
+  );
 }
 
-function Navigation() {
-  return html`<nav class="views" aria-label="Views">
-    ${VIEWS.map(
-      ({ id, title }) =>
-        html`<a href=${`#${id}`} aria-current=${shown.value.id === id ? "page" : undefined}>${title}</a>`,
-    )}
-  </nav>`;
+function page() {
+  const { id, title, view } = VIEWS.find((each) => `#${each.id}` === location.hash) ?? VIEWS[0];
+  document.title = `${title} · Brigade`;
+  const isKnown = id === "chat" || state.cluster || keys.wanted === "admin";
+  return [
+    head(),
+    nav(
+      { class: "views", "aria-label": "Views" },
+      VIEWS.map((each) => a({ href: `#${each.id}`, "aria-current": each.id === id ? "page" : null }, each.title)),
+    ),
+    main(
+      { id: "main", key: id, "data-view": id, tabindex: -1 },
+      notice(),
+      isKnown ? view() : p({ class: "empty" }, state.link.message || "Connecting to the server …"),
+    ),
+    div({ class: "unseen", role: "status", "aria-live": "polite" }, state.announcement),
+  ];
 }
 
-function Page() {
-  const { id, title, view: View } = shown.value;
-  useEffect(() => {
-    document.title = `${title} · Brigade`;
-  }, [id]);
-  const needsFeed = id !== "chat";
-  return html`<${Header} />
-    <${Navigation} />
-    <main id="main" data-view=${id} tabindex="-1">
-      <${Notice} />
-      ${needsFeed && !cluster.value && wanted.value !== "admin"
-        ? html`<p class="empty">${link.value.message || "Connecting to the server …"}</p>`
-        : html`<${View} />`}
-    </main>
-    <div class="unseen" role="status" aria-live="polite">${announcement.value}</div>`;
-}
-
-const root = /** @type {Element} */ (document.getElementById("app"));
-root.replaceChildren();
-render(html`<${Page} />`, root);
+addEventListener("hashchange", redraw);
+mount(/** @type {Element} */ (document.getElementById("app")), page);
 void follow();

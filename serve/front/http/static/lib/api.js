@@ -1,13 +1,14 @@
 // @ts-check
 /** Calls of the server. Keys are sent as headers, and never appear in an address. */
-import { signal } from "./dom.js";
+import { redraw } from "./dom.js";
 
 const STORED = "brigade-keys";
 
-/** The API key and the admin key. They are kept until the tab is closed only if the user wants it. */
-export const keys = signal(read());
-/** The kind of key that the latest refused call needed. */
-export const wanted = signal(/** @type {"" | "api" | "admin"} */ (""));
+/** The API key and the admin key, and the kind of key that the latest refused call needed. They are
+ * kept until the tab is closed only if the user wants it. */
+export const keys = { ...read(), wanted: "" };
+/** Has an event "change" when keys were entered. */
+export const entering = new EventTarget();
 
 function read() {
   try {
@@ -22,8 +23,9 @@ function read() {
 export function useKeys(entered, isKept) {
   if (isKept) sessionStorage.setItem(STORED, JSON.stringify(entered));
   else sessionStorage.removeItem(STORED);
-  keys.value = entered;
-  wanted.value = "";
+  Object.assign(keys, entered, { wanted: "" });
+  entering.dispatchEvent(new Event("change"));
+  redraw();
 }
 
 /** An error that the server returned, or with status 0 an error of the connection. */
@@ -37,7 +39,7 @@ export class CallError extends Error {
 
 /** @param {boolean} isAdmin */
 function authorization(isAdmin) {
-  const key = isAdmin ? keys.value.admin || keys.value.api : keys.value.api;
+  const key = isAdmin ? keys.admin || keys.api : keys.api;
   return /** @type {Record<string, string>} */ (key ? { authorization: `Bearer ${key}` } : {});
 }
 
@@ -77,7 +79,8 @@ export async function call(path, options = {}) {
   });
   const response = await fetching.catch((error) => fail(error, "The server does not answer. Is it still running?"));
   if (response.ok) return response;
-  if (response.status === 401 || response.status === 403) wanted.value = isAdmin ? "admin" : "api";
+  if (response.status === 401 || response.status === 403) keys.wanted = isAdmin ? "admin" : "api";
+  redraw();
   throw new CallError(response.status, await refusal(response));
 }
 

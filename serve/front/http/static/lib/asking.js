@@ -2,9 +2,7 @@
 /** Sends a question to the model, and adds the streamed reply to an answer. */
 import { call, serverSent } from "./api.js";
 
-/** @typedef {import("./chats.js").Answer} Answer */
-/** @typedef {import("./chats.js").Chat} Chat */
-/** @typedef {import("./chats.js").Settings} Settings */
+/** @import { Answer, Chat } from "./types.d.ts" */
 
 const NUM_ALTERNATIVES = 4;
 

@@ -1,44 +1,8 @@
 // @ts-check
 /** The chats, which are saved in this browser only. */
-import { signal } from "./dom.js";
+import { redraw } from "./dom.js";
 
-/**
- * @typedef {object} Token
- * @property {string} token
- * @property {number} logprob
- * @property {{token: string, logprob: number}[]} top_logprobs
- *
- * @typedef {object} Answer
- * @property {string} model
- * @property {string} request the id of its request
- * @property {string} text
- * @property {string} reasoning
- * @property {{id: string, name: string, arguments: string, result?: string}[]} calls
- * @property {Token[]} tokens
- * @property {string} state running, done, stopped or failed
- * @property {string} error
- * @property {string} finish
- * @property {{done: number, total: number} | null} prompt
- * @property {{count: number, first: number | null, seconds: number, cached: number}} speed
- *
- * A question has the answers of one or two models; the chat continues from the first one. The
- * question is empty after results of calls, which are kept with the calls.
- * @typedef {{question: string, answers: Answer[]}} Turn
- *
- * @typedef {object} Settings
- * @property {string} model
- * @property {string} second
- * @property {string} system
- * @property {string} temperature
- * @property {string} top_p
- * @property {string} max_tokens
- * @property {string} seed
- * @property {string} tools
- * @property {string} schema
- * @property {boolean} logprobs
- *
- * @typedef {{id: string, title: string, turns: Turn[], settings: Settings}} Chat
- */
+/** @import { Answer, Chat, Settings } from "./types.d.ts" */
 
 const STORED = "brigade-chats";
 const MAX_CHATS = 50;
@@ -57,8 +21,8 @@ const DEFAULTS = {
   logprobs: false,
 };
 
-export const chats = signal(read());
-export const current = signal(chats.value[0].id);
+export let chats = read();
+export let chat = chats[0]; // The one that is shown.
 
 /** @returns {Chat[]} */
 function read() {
@@ -71,12 +35,12 @@ function read() {
   return [fresh()];
 }
 
-/** Marks answers that a reload interrupted as stopped. @param {Chat} chat @returns {Chat} */
-function repaired(chat) {
-  for (const turn of chat.turns) {
-    for (const answer of turn.answers) if (answer.state === "running") answer.state = "stopped";
+/** Marks answers that a reload interrupted as stopped. @param {Chat} stored @returns {Chat} */
+function repaired(stored) {
+  for (const { answers } of stored.turns) {
+    for (const answer of answers) if (answer.state === "running") answer.state = "stopped";
   }
-  return { ...chat, settings: { ...DEFAULTS, ...chat.settings } };
+  return { ...stored, settings: { ...DEFAULTS, ...stored.settings } };
 }
 
 /** @param {Settings} [settings] @returns {Chat} */
@@ -84,34 +48,33 @@ function fresh(settings = DEFAULTS) {
   return { id: crypto.randomUUID?.() ?? String(Math.random()), title: "New chat", turns: [], settings: { ...settings } };
 }
 
-export const chat = () => chats.value.find((each) => each.id === current.value) ?? chats.value[0];
-
-/** Draws the chats again. @param {boolean} [isSaved] */
-export function changed(isSaved = true) {
-  chats.value = [...chats.value];
-  if (isSaved) save();
+/** Saves the chats, and shows them. */
+export function save() {
+  try {
+    localStorage.setItem(STORED, JSON.stringify(chats.slice(0, MAX_CHATS)));
+  } catch {
+    chats = chats.slice(0, Math.max(1, chats.length - 1)); // The storage is full.
+  }
+  redraw();
 }
 
-function save() {
-  try {
-    localStorage.setItem(STORED, JSON.stringify(chats.value.slice(0, MAX_CHATS)));
-  } catch {
-    chats.value = chats.value.slice(0, Math.max(1, chats.value.length - 1)); // The storage is full.
-  }
+/** @param {Chat} chosen */
+export function choose(chosen) {
+  chat = chosen;
+  redraw();
 }
 
 export function begin() {
-  const made = fresh(chat().settings);
-  chats.value = [made, ...chats.value.filter((each) => each.turns.length)];
-  current.value = made.id;
+  chat = fresh(chat.settings);
+  chats = [chat, ...chats.filter((each) => each.turns.length)];
   save();
 }
 
-/** @param {string} id */
-export function remove(id) {
-  const left = chats.value.filter((each) => each.id !== id);
-  chats.value = left.length ? left : [fresh()];
-  if (id === current.value) current.value = chats.value[0].id;
+/** @param {Chat} removed */
+export function remove(removed) {
+  chats = chats.filter((each) => each !== removed);
+  if (!chats.length) chats = [fresh()];
+  if (removed === chat) [chat] = chats;
   save();
 }
 

@@ -1,7 +1,7 @@
 // @ts-check
 /** Follows /admin/events, and connects again whenever the stream ends. */
-import { CallError, call, keys, serverSent } from "./api.js";
-import { announce, link, take } from "./store.js";
+import { CallError, call, entering, serverSent } from "./api.js";
+import { announce, setLink, take } from "./store.js";
 
 const RETRY_SECONDS = [0.5, 1, 2, 4];
 const SILENT_SECONDS = 5;
@@ -17,7 +17,7 @@ export async function follow() {
     }
     if (frames) {
       failures = 0;
-      link.value = { state: "lost", message: "The stream ended." };
+      setLink("lost", "The stream ended.");
       announce("Connection to the server lost.");
     }
     await pause(RETRY_SECONDS[Math.min(failures, RETRY_SECONDS.length - 1)]);
@@ -28,11 +28,11 @@ export async function follow() {
 function note(error) {
   const status = error instanceof CallError ? error.status : 0;
   const message = error instanceof Error ? error.message : String(error);
-  if (status === 401 || status === 403) link.value = { state: "refused", message };
-  else if (status === 429) link.value = { state: "full", message };
-  else if (status === 404) link.value = { state: "old", message };
-  else if (error instanceof DOMException) link.value = { state: "lost", message: "The server, or a proxy in front of it, sends no data." };
-  else link.value = { state: "lost", message };
+  if (status === 401 || status === 403) setLink("refused", message);
+  else if (status === 429) setLink("full", message);
+  else if (status === 404) setLink("old", message);
+  else if (error instanceof DOMException) setLink("lost", "The server, or a proxy in front of it, sends no data.");
+  else setLink("lost", message);
 }
 
 async function followOnce() {
@@ -46,7 +46,7 @@ async function followOnce() {
       watchdog = setTimeout(() => aborting.abort(), SILENT_SECONDS * 1000);
       if (data.startsWith(":")) continue;
       take(JSON.parse(data));
-      if (!frames) link.value = { state: "live", message: "" };
+      if (!frames) setLink("live");
       frames += 1;
     }
   } catch (error) {
@@ -60,16 +60,7 @@ async function followOnce() {
 /** Waits some seconds, or until another key is entered. @param {number} seconds */
 function pause(seconds) {
   return new Promise((resolve) => {
-    let isFirst = true;
-    const timer = setTimeout(done, seconds * 1000);
-    const stop = keys.subscribe(() => {
-      if (!isFirst) done();
-    });
-    isFirst = false;
-    function done() {
-      clearTimeout(timer);
-      stop();
-      resolve(undefined);
-    }
+    setTimeout(resolve, seconds * 1000);
+    entering.addEventListener("change", resolve, { once: true });
   });
 }

@@ -12,7 +12,7 @@ export const WAITING = 5;
 export const KV = 6;
 export const CACHED = 7;
 
-/** @typedef {import("./types.d.ts").SampleRow} SampleRow */
+/** @import { Frame, SampleRow } from "./types.d.ts" */
 
 export class History {
   constructor() {
@@ -20,7 +20,7 @@ export class History {
     this.samples = [];
   }
 
-  /** @param {import("./types.d.ts").Frame} frame */
+  /** @param {Frame} frame */
   take(frame) {
     if (frame.history) this.samples = frame.history;
     else if (frame.sample) this.add(frame.sample);

@@ -1,41 +1,104 @@
 // @ts-check
-/** Turns a model's text into elements. Nothing in the text is run or fetched. */
-import DOMPurify from "../vendor/dompurify.js";
-import { Marked } from "../vendor/marked.js";
+/**
+ * The elements of a model's text. The server turns Markdown into HTML, of which only what is listed
+ * here is taken over. Nothing in the text is run or fetched.
+ */
+import { call, entering } from "./api.js";
+import { redraw } from "./dom.js";
 
-const marked = new Marked({ gfm: true, breaks: false });
-const TAGS = [
-  "a", "blockquote", "br", "code", "del", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li",
-  "ol", "p", "pre", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul",
-];
-const OPTIONS = {
-  ALLOWED_TAGS: TAGS,
-  ALLOWED_ATTR: ["href", "start", "align"],
-  ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
-  ALLOW_DATA_ATTR: false,
-  ALLOW_ARIA_ATTR: false,
-  RETURN_DOM_FRAGMENT: true,
-};
+/** @import { Answer, Child } from "./types.d.ts" */
 
-DOMPurify.addHook("afterSanitizeAttributes", (/** @type {Element} */ node) => {
-  if (node.tagName !== "A") return;
-  node.setAttribute("target", "_blank");
-  node.setAttribute("rel", "noopener noreferrer nofollow");
-});
+const PAUSE_MILLISECONDS = 500;
+const MAX_CHARACTERS = 30_000; // The server takes no more. A longer text stays plain.
+const ELEMENTS = new Set(
+  ("A BLOCKQUOTE BR CODE EM H1 H2 H3 H4 H5 H6 HR LI OL P PRE S STRONG TABLE TBODY TD TH THEAD TR UL").split(" "),
+);
+const ATTRIBUTES = ["start", "align"];
+const ADDRESS = /^(?:https?|mailto):/i;
 
-/** HTML in the text is shown and not interpreted. @param {string} text */
-const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+/** What is rendered of an answer's text, and the text that was sent last.
+ * @type {WeakMap<Answer, {sent: string, text: string, elements: ChildNode[], timer: number}>} */
+let written = new WeakMap();
+// What could not be rendered without a key may be rendered with one.
+entering.addEventListener("change", () => (written = new WeakMap()));
 
-marked.use({
-  renderer: {
-    html: (/** @type {{text: string}} */ { text }) => escaped(text),
-    // An image would be fetched, so only its description is shown.
-    image: (/** @type {{text: string, href: string}} */ { text, href }) =>
-      escaped(`[image: ${text || href}]`),
-  },
-});
+/** The elements of an answer's text. What came after the latest pause is plain. @param {Answer} answer @returns {Child[]} */
+export function elementsOf(answer) {
+  const found = written.get(answer) ?? { sent: "", text: "", elements: [], timer: 0 };
+  written.set(answer, found);
+  if (found.sent !== answer.text && answer.text.length <= MAX_CHARACTERS) {
+    found.sent = answer.text;
+    clearTimeout(found.timer);
+    found.timer = setTimeout(() => void render(found), answer.state === "running" ? PAUSE_MILLISECONDS : 0);
+  }
+  const isStart = answer.text.startsWith(found.text);
+  return isStart ? [...found.elements, plain(answer.text.slice(found.text.length))] : [plain(answer.text)];
+}
 
-/** @param {string} text @returns {DocumentFragment} */
-export function rendered(text) {
-  return DOMPurify.sanitize(/** @type {string} */ (marked.parse(text)), OPTIONS);
+/** @param {string} text */
+function plain(text) {
+  const element = document.createElement("span");
+  element.className = "plain";
+  element.textContent = text;
+  return text && element;
+}
+
+/** @param {{sent: string, text: string, elements: ChildNode[]}} found */
+async function render(found) {
+  const { sent } = found;
+  try {
+    const { html } = await (await call("ui/markdown", { body: { text: sent } })).json();
+    if (sent !== found.sent) return;
+    Object.assign(found, { text: sent, elements: [...allowed(html).childNodes] });
+    redraw();
+  } catch (error) {
+    console.info(`The text stays plain: ${/** @type {Error} */ (error).message}`);
+  }
+}
+
+/** Copies of the elements and attributes that are allowed. @param {string} html */
+export function allowed(html) {
+  const made = document.createDocumentFragment();
+  copy(new DOMParser().parseFromString(html, "text/html").body, made);
+  return made;
+}
+
+/** Copies the children of a node. An element that is not allowed becomes its text. @param {Node} from @param {Node} to */
+function copy(from, to) {
+  for (const node of from.childNodes) {
+    if (node instanceof Element && ELEMENTS.has(node.tagName)) to.appendChild(copyElement(node));
+    else to.appendChild(new Text(node.textContent ?? ""));
+  }
+}
+
+/** @param {Element} element */
+function copyElement(element) {
+  const made = document.createElement(element.tagName);
+  for (const name of ATTRIBUTES) {
+    const value = element.getAttribute(name);
+    if (value !== null) made.setAttribute(name, value);
+  }
+  const address = element.getAttribute("href");
+  if (made instanceof HTMLAnchorElement && address && ADDRESS.test(address)) {
+    Object.assign(made, { href: address, target: "_blank", rel: "noopener noreferrer nofollow" });
+  }
+  copy(element, made);
+  if (made instanceof HTMLPreElement) made.prepend(copyButton(made.textContent ?? ""));
+  return made;
+}
+
+const COPIED_MILLISECONDS = 1500;
+
+/** @param {string} text */
+function copyButton(text) {
+  const button = document.createElement("button");
+  Object.assign(button, { type: "button", className: "copy", textContent: "Copy" });
+  button.addEventListener("click", async () => {
+    await navigator.clipboard.writeText(text).then(
+      () => (button.textContent = "Copied"),
+      () => (button.textContent = "Not allowed"),
+    );
+    setTimeout(() => (button.textContent = "Copy"), COPIED_MILLISECONDS);
+  });
+  return button;
 }

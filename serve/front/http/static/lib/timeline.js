@@ -1,7 +1,7 @@
 // @ts-check
 /** The recent activity of the stages: the spans of each rank, their requests, and recoveries. */
 
-/** @typedef {import("./types.d.ts").SpanRow} SpanRow */
+/** @import { Frame, RunningRequest, SpanRow } from "./types.d.ts" */
 
 const KEPT_SECONDS = 25;
 const BUSY_SECONDS = 5;
@@ -39,8 +39,8 @@ export class Timeline {
   }
 
   /**
-   * @param {import("./types.d.ts").Frame} frame
-   * @param {import("./types.d.ts").RunningRequest[]} requests
+   * @param {Frame} frame
+   * @param {RunningRequest[]} requests
    * @param {boolean} isWorking
    */
   take(frame, requests, isWorking) {
@@ -58,7 +58,7 @@ export class Timeline {
     if (isWorking && last && !last.end) last.end = frame.time;
   }
 
-  /** @param {import("./types.d.ts").RunningRequest} request */
+  /** @param {RunningRequest} request */
   name(request) {
     for (const sequence of request.sequences) {
       if (this.owners.get(sequence)?.id !== request.id) {

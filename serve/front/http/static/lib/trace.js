@@ -13,11 +13,11 @@ async function fetchTrace() {
 }
 
 export async function saveTrace() {
-  save(new Blob([await fetchTrace()], { type: "application/json" }), "brigade-trace.json");
+  saveFile(new Blob([await fetchTrace()], { type: "application/json" }), "brigade-trace.json");
 }
 
 /** @param {Blob} data @param {string} name */
-export function save(data, name) {
+export function saveFile(data, name) {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(data);
   link.download = name;

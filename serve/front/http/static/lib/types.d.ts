@@ -1,4 +1,13 @@
-/** The types of the frames of /admin/events. */
+/** The types of the page. Browsers do not fetch this file. */
+
+import type { Description } from "./dom.js";
+
+// --- elements
+
+export type Props = Record<string, any>;
+export type Child = Node | Description | string | number | boolean | null | undefined | Child[];
+
+// --- the frames of /admin/events
 
 export interface Stage {
   rank: number;
@@ -86,18 +95,88 @@ export type SpanRow = [number, number, "prefill" | "decode", number, number, num
  * run and that wait, the share of the KV cache in use, and of the prompt tokens that were cached. */
 export type SampleRow = [number, number, number | null, number | null, number, number, number | null, number | null];
 
-export interface Frame {
+/** What the server says: each section is sent when it has changed. */
+export interface Sections {
+  server: ServerInfo | null;
+  cluster: Cluster | null;
+  stages: Stage[];
+  pipeline: Pipeline | null;
+  /** The oldest requests; num_requests counts all. */
+  requests: RunningRequest[];
+  num_requests: number;
+  adapters: Adapter[];
+  default: string;
+}
+
+export interface Frame extends Partial<Sections> {
   kind: "state" | "change";
   time: number;
   spans: SpanRow[];
-  server?: ServerInfo;
-  cluster?: Cluster;
-  stages?: Stage[];
-  pipeline?: Pipeline;
-  requests?: RunningRequest[];
-  num_requests?: number;
-  adapters?: Adapter[];
-  default?: string;
   sample?: SampleRow | null;
   history?: SampleRow[];
+}
+
+/** The part of the time that the lanes show, in seconds; the width is pixels. */
+export interface Window {
+  from: number;
+  to: number;
+  width: number;
+  ranks: number[];
+}
+
+// --- the chat
+
+export interface Token {
+  token: string;
+  logprob: number;
+  top_logprobs: { token: string; logprob: number }[];
+}
+
+export interface Call {
+  id: string;
+  name: string;
+  arguments: string;
+  result?: string;
+}
+
+export interface Answer {
+  model: string;
+  /** The id of its request. */
+  request: string;
+  text: string;
+  reasoning: string;
+  calls: Call[];
+  tokens: Token[];
+  state: "running" | "done" | "stopped" | "failed";
+  error: string;
+  finish: string;
+  prompt: { done: number; total: number } | null;
+  speed: { count: number; first: number | null; seconds: number; cached: number };
+}
+
+/** A question has the answers of one or two models; the chat continues from the first one. The
+ * question is empty after results of calls, which are kept with the calls. */
+export interface Turn {
+  question: string;
+  answers: Answer[];
+}
+
+export interface Settings {
+  model: string;
+  second: string;
+  system: string;
+  temperature: string;
+  top_p: string;
+  max_tokens: string;
+  seed: string;
+  tools: string;
+  schema: string;
+  logprobs: boolean;
+}
+
+export interface Chat {
+  id: string;
+  title: string;
+  turns: Turn[];
+  settings: Settings;
 }

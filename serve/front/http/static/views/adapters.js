@@ -1,22 +1,28 @@
 // @ts-check
 /** The LoRA adapters: load, replace, unload, pin, and the default for requests that name none. */
 import { call } from "../lib/api.js";
-import { html, signal, useSignal } from "../lib/dom.js";
+import { redraw, tags } from "../lib/dom.js";
 import { NOTHING, bytes, clock, plural, seconds } from "../lib/format.js";
-import { adapters, announce, defaultModel, server } from "../lib/store.js";
+import { announce, state } from "../lib/store.js";
 
-/** @typedef {import("../lib/types.d.ts").Adapter} Adapter */
+/** @import { Adapter } from "../lib/types.d.ts" */
 
-const isBusy = signal(false);
-const said = signal({ isBad: false, text: "" });
+const { article, b, br, button, code, dd, div, dl, dt, form, h1, h2, input, label, p, span } = tags;
+const PATHS = /** @type {Record<string, string>} */ ({ folder: "Folder", hub: "org/name on the hub" });
+let isBusy = false;
+let sure = ""; // The adapter whose button asks once more.
+let said = { isBad: false, text: "" };
 
-export function Adapters() {
-  return html`<h1>Adapters</h1>
-    ${said.value.text && html`<p class=${`notice ${said.value.isBad ? "bad" : "good"}`} role=${said.value.isBad ? "alert" : "status"}>${said.value.text}</p>`}
-    ${server.value?.adapter_sources.length ? html`<${LoadForm} sources=${server.value.adapter_sources} />` : html`<${NoLoading} />`}
-    ${adapters.value.length
-      ? html`<div class="cards">${adapters.value.map((each) => html`<${Card} key=${each.name} adapter=${each} />`)}</div>`
-      : html`<p class="empty"><b>No adapter is loaded.</b><br />Requests are answered by ${server.value?.model ?? "the model"} itself.</p>`}`;
+export function adaptersView() {
+  const { adapters, server } = state;
+  return [
+    h1("Adapters"),
+    said.text && p({ class: `notice ${said.isBad ? "bad" : "good"}`, role: said.isBad ? "alert" : "status" }, said.text),
+    server && (server.adapter_sources.length ? loadForm(server.adapter_sources) : howToLoad()),
+    adapters.length
+      ? div({ class: "cards" }, adapters.map(card))
+      : p({ class: "empty" }, b("No adapter is loaded."), br(), `Requests are answered by ${server?.model ?? "the model"} itself.`),
+  ];
 }
 
 /**
@@ -25,80 +31,107 @@ export function Adapters() {
  * @param {string} path @param {Record<string, unknown>} body
  */
 async function change(what, done, path, body) {
-  isBusy.value = true;
+  isBusy = true;
+  redraw();
   const begin = performance.now();
   try {
     await call(path, { body, isAdmin: true });
-    const text = `${done} in ${seconds((performance.now() - begin) / 1000)}.`;
-    said.value = { isBad: false, text };
-    announce(text);
-    return true;
+    said = { isBad: false, text: `${done} in ${seconds((performance.now() - begin) / 1000)}.` };
+    announce(said.text);
   } catch (error) {
-    said.value = { isBad: true, text: `Could not ${what}: ${/** @type {Error} */ (error).message}` };
-    return false;
-  } finally {
-    isBusy.value = false;
+    said = { isBad: true, text: `Could not ${what}: ${/** @type {Error} */ (error).message}` };
   }
+  isBusy = false;
+  redraw();
 }
 
-function NoLoading() {
-  return html`<p class="note">
-    To load adapters here, start the server with <code>--adapter-root FOLDER</code> for adapters in folders, or
-    with <code>--allow-hub-adapters</code> for adapters on the hub.
-  </p>`;
+function howToLoad() {
+  return p(
+    { class: "note" },
+    "To load adapters here, start the server with ", code("--adapter-root FOLDER"), " for adapters in folders, or with ",
+    code("--allow-hub-adapters"), " for adapters on the hub.",
+  );
 }
 
-const PATHS = /** @type {Record<string, string>} */ ({ folder: "Folder", hub: "org/name on the hub" });
+/** @param {string[]} sources */
+function loadForm(sources) {
+  const field = { required: true, autocomplete: "off", spellcheck: "false" };
+  return form(
+    { class: "panel load", onsubmit: load },
+    h2("Load or replace"),
+    label("Name", input({ name: "name", maxlength: 300, ...field })),
+    label(sources.map((each) => PATHS[each]).join(", or "), input({ name: "path", maxlength: 4096, ...field })),
+    label({ class: "check" }, input({ type: "checkbox", name: "replace" }), " Replace an adapter of this name"),
+    button({ class: "first", type: "submit", disabled: isBusy }, "Load on all ranks"),
+    p(
+      { class: "hint" },
+      sources.includes("folder") && "Folders must be below --adapter-root. ",
+      "Running requests finish with the version they started with.",
+    ),
+  );
+}
 
-/** @param {{sources: string[]}} props */
-function LoadForm({ sources }) {
-  /** @param {SubmitEvent} event */
-  const load = async (event) => {
-    event.preventDefault();
-    const form = /** @type {HTMLFormElement} */ (event.target);
-    const data = new FormData(form);
-    const name = String(data.get("name")).trim();
-    const isReplaced = adapters.value.some((each) => each.name === name);
-    const body = { lora_name: name, lora_path: String(data.get("path")).trim(), load_inplace: data.has("replace") };
-    if (await change(`${isReplaced ? "replace" : "load"} ${name}`, `${isReplaced ? "Replaced" : "Loaded"} ${name}`, "v1/load_lora_adapter", body)) form.reset();
+/** @param {SubmitEvent} event */
+async function load(event) {
+  event.preventDefault();
+  const target = /** @type {HTMLFormElement} */ (event.target);
+  const data = new FormData(target);
+  const name = String(data.get("name")).trim();
+  const [what, done] = state.adapters.some((each) => each.name === name) ? ["replace", "Replaced"] : ["load", "Loaded"];
+  const body = { lora_name: name, lora_path: String(data.get("path")).trim(), load_inplace: data.has("replace") };
+  await change(`${what} ${name}`, `${done} ${name}`, "v1/load_lora_adapter", body);
+  if (!said.isBad) target.reset();
+}
+
+/** @param {Adapter} adapter */
+function card(adapter) {
+  const { name, pinned } = adapter;
+  const facts = [
+    ["version", adapter.version ?? "read on use"],
+    ["LoRA rank", adapter.rank || NOTHING],
+    ["requests", adapter.num_running],
+    ["loaded", adapter.loaded_at ? clock(adapter.loaded_at) : NOTHING],
+    ...adapter.bytes.map((size, rank) => [`on rank ${rank}`, bytes(size)]),
+  ];
+  return article(
+    { key: name, class: "panel adapter", "data-adapter": name },
+    h2(span(name), state.default === name && span({ class: "tag" }, "default"), pinned && span({ class: "tag" }, "pinned")),
+    dl(facts.map(([title, value]) => div(dt(title), dd(value)))),
+    p({ class: "source", title: adapter.source }, adapter.source),
+    p({ class: "actions" }, pinButton(adapter), defaultButton(adapter), unloadButton(adapter)),
+  );
+}
+
+/** @param {Adapter} adapter */
+function pinButton({ name, pinned }) {
+  const [what, done] = pinned ? ["unpin", "Unpinned"] : ["pin", "Pinned"];
+  const pin = () => change(`${what} ${name}`, `${done} ${name}`, "admin/adapters", { lora_name: name, pin: !pinned });
+  return button({ type: "button", "aria-pressed": pinned, onclick: pin }, pinned ? "Unpin" : "Pin");
+}
+
+/** @param {Adapter} adapter */
+function defaultButton({ name }) {
+  const isDefault = state.default === name;
+  const chosen = isDefault ? "the model" : name;
+  const choose = () =>
+    change(`make ${chosen} the default`, `Made ${chosen} the default`, "admin/adapters", { lora_name: name, default: !isDefault });
+  return button({ type: "button", onclick: choose }, isDefault ? "Not the default" : "Make default");
+}
+
+/** @param {Adapter} adapter */
+function unloadButton({ name, num_running: running }) {
+  const isSure = sure === name;
+  const ask = (/** @type {string} */ asked) => {
+    sure = asked;
+    redraw();
   };
-  return html`<form class="panel load" onSubmit=${load}>
-    <h2>Load or replace</h2>
-    <label>Name<input name="name" required maxlength="300" autocomplete="off" spellcheck=${false} /></label>
-    <label>${sources.map((each) => PATHS[each]).join(", or ")}<input name="path" required maxlength="4096" autocomplete="off" spellcheck=${false} /></label>
-    <label class="check"><input type="checkbox" name="replace" /> Replace an adapter of this name</label>
-    <button class="first" type="submit" disabled=${isBusy.value}>Load on all ranks</button>
-    <p class="hint">${sources.includes("folder") && "Folders must be below --adapter-root. "}Running requests finish with the version they started with.</p>
-  </form>`;
-}
-
-/** @param {{adapter: Adapter}} props */
-function Card({ adapter }) {
-  const { name, pinned, version } = adapter;
-  const isDefault = defaultModel.value === name;
-  const isSure = useSignal(false);
   const unload = () => {
-    if (isSure.value) void change(`unload ${name}`, `Unloaded ${name}`, "v1/unload_lora_adapter", { lora_name: name });
-    isSure.value = !isSure.value;
+    ask("");
+    void change(`unload ${name}`, `Unloaded ${name}`, "v1/unload_lora_adapter", { lora_name: name });
   };
-  return html`<article class="panel adapter" data-adapter=${name}>
-    <h2><span>${name}</span>
-      ${isDefault && html`<span class="tag">default</span>`}${pinned && html`<span class="tag">pinned</span>`}
-    </h2>
-    <dl>
-      <div><dt>version</dt><dd>${version ?? "read on use"}</dd></div>
-      <div><dt>LoRA rank</dt><dd>${adapter.rank || NOTHING}</dd></div>
-      <div><dt>requests</dt><dd>${adapter.num_running}</dd></div>
-      <div><dt>loaded</dt><dd>${adapter.loaded_at ? clock(adapter.loaded_at) : NOTHING}</dd></div>
-      ${adapter.bytes.map((size, rank) => html`<div><dt>on rank ${rank}</dt><dd>${bytes(size)}</dd></div>`)}
-    </dl>
-    <p class="source" title=${adapter.source}>${adapter.source}</p>
-    <p class="actions">
-      <button type="button" aria-pressed=${pinned} onClick=${() => change(`${pinned ? "unpin" : "pin"} ${name}`, `${pinned ? "Unpinned" : "Pinned"} ${name}`, "admin/adapters", { lora_name: name, pin: !pinned })}>${pinned ? "Unpin" : "Pin"}</button>
-      <button type="button" onClick=${() => change(isDefault ? "make the model the default" : `make ${name} the default`, isDefault ? "Made the model the default" : `Made ${name} the default`, "admin/adapters", { lora_name: name, default: !isDefault })}>${isDefault ? "Not the default" : "Make default"}</button>
-      <button type="button" class=${isSure.value ? "danger" : ""} onClick=${unload} onBlur=${() => (isSure.value = false)}>
-        ${isSure.value ? `Really unload${adapter.num_running ? `? ${plural(adapter.num_running, "request finishes", "requests finish")} first` : "?"}` : "Unload"}
-      </button>
-    </p>
-  </article>`;
+  const first = running ? ` ${plural(running, "request finishes", "requests finish")} first` : "";
+  return button(
+    { type: "button", class: isSure ? "danger" : "", onclick: () => (isSure ? unload() : ask(name)), onblur: () => isSure && ask("") },
+    isSure ? `Really unload?${first}` : "Unload",
+  );
 }

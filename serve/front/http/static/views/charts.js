@@ -1,96 +1,76 @@
 // @ts-check
 /** The last ten minutes: speed, latencies, the queue, and how much is kept. */
-import { html, useEffect, useRef } from "../lib/dom.js";
-import { NOTHING, clock, digits, percent, seconds } from "../lib/format.js";
+import { redraw, tags } from "../lib/dom.js";
+import { NOTHING, digits, percent, seconds } from "../lib/format.js";
 import { CACHED, FIRST, KV, NEXT, RATE, RUNNING, TIME, WAITING } from "../lib/history.js";
-import { drawPlot } from "../lib/plot.js";
-import { history, now, pipeline, timeline } from "../lib/store.js";
+import { plot } from "../lib/plot.js";
+import { history, state, timeline } from "../lib/store.js";
 
-/** @typedef {import("../lib/types.d.ts").SampleRow} SampleRow */
+/** @import { Child } from "../lib/types.d.ts" */
 /** @typedef {{title: string, series: [number, string][], show: (value: number) => string, top?: number, isWhole?: boolean}} Chart */
 
+const { b, div, figcaption, figure, h2, h3, p, section, span } = tags;
 const HEIGHT = 120;
 const MIN_SHOWN_SECONDS = 60;
 const MAX_GAP_SECONDS = 3;
-const tokensPerSecond = (/** @type {number} */ value) => `${digits(value)}/s`;
 
 /** @type {Chart[]} */
 const CHARTS = [
-  { title: "Tokens generated", series: [[RATE, "tokens"]], show: tokensPerSecond },
+  { title: "Tokens generated", series: [[RATE, "tokens"]], show: (value) => `${digits(value)}/s` },
   { title: "Time to first token", series: [[FIRST, "mean"]], show: seconds },
   { title: "Between two tokens", series: [[NEXT, "mean"]], show: seconds },
   { title: "Requests", series: [[RUNNING, "running"], [WAITING, "waiting"]], show: String, isWhole: true },
   { title: "KV cache", series: [[KV, "in use"]], show: percent, top: 1 },
   { title: "Prompt tokens from the cache", series: [[CACHED, "cached"]], show: percent, top: 1 },
 ];
+let width = 0; // of each chart, in pixels
+let drawn = { width: -1, samples: history.samples, plots: /** @type {Child[]} */ ([]) };
+const resizing = new ResizeObserver(([{ contentRect }]) => {
+  width = contentRect.width;
+  redraw();
+});
 
-export function View() {
-  return html`<section aria-labelledby="charts-title">
-    <h2 id="charts-title" class="section">Ten minutes</h2>
-    <div class="charts">${CHARTS.map((chart) => html`<${Panel} key=${chart.title} chart=${chart} />`)}</div>
-  </section>`;
+export function charts() {
+  const { samples } = history;
+  if (drawn.width !== width || drawn.samples !== samples) drawn = { width, samples, plots: CHARTS.map(plotOf) };
+  return section(
+    { "aria-labelledby": "charts-title" },
+    h2({ id: "charts-title", class: "section" }, "Ten minutes"),
+    div({ class: "charts" }, CHARTS.map(panel)),
+  );
 }
 
-/** @param {{chart: Chart}} props */
-function Panel({ chart }) {
-  const plot = useRef(/** @type {SVGSVGElement | null} */ (null));
-  void now.value;
-  useEffect(() => keepDrawn(/** @type {SVGSVGElement} */ (plot.current), chart), []);
-  return html`<figure class="panel chart">
-    <figcaption>
-      <h3>${chart.title}</h3>
-      ${chart.series.map(([place, title], number) => {
-        const value = current(place);
-        return html`<p class=${`s${number}`}><span>${title}</span> <b>${value == null ? NOTHING : chart.show(value)}</b></p>`;
-      })}
-    </figcaption>
-    <svg ref=${plot} height=${HEIGHT} aria-hidden="true"></svg>
-  </figure>`;
+/** @param {Chart} chart @param {number} number */
+function panel({ title, series, show }, number) {
+  const created = (/** @type {Element} */ element) => resizing.observe(element);
+  const values = series.map(([place, name], line) => {
+    const value = current(place);
+    return p({ class: `s${line}` }, span(name), " ", b(value == null ? NOTHING : show(value)));
+  });
+  return figure({ class: "panel chart" }, figcaption(h3(title), values), div(number ? {} : { created }, drawn.plots[number]));
 }
 
 /** What the captions show. The number of requests is that of the head. @param {number} place */
 function current(place) {
-  if (place === RUNNING) return pipeline.value?.num_running;
-  if (place === WAITING) return pipeline.value?.num_waiting;
+  if (place === RUNNING) return state.pipeline?.num_running;
+  if (place === WAITING) return state.pipeline?.num_waiting;
   return history.latest(place);
 }
 
-/** Draws a chart whenever there is a new sample, until it is stopped. @param {SVGSVGElement} svg @param {Chart} chart */
-function keepDrawn(svg, chart) {
-  /** @type {SampleRow[] | null} */
-  let drawn = null;
-  const draw = () => {
-    if (document.hidden || drawn === history.samples || !svg.clientWidth) return;
-    drawn = history.samples;
-    drawPlot(svg, plotOf(chart, svg.clientWidth));
-  };
-  const stop = now.subscribe(draw);
-  const resizing = new ResizeObserver(() => {
-    drawn = null;
-    draw();
-  });
-  resizing.observe(svg);
-  return () => {
-    stop();
-    resizing.disconnect();
-  };
-}
-
-/** @param {Chart} chart @param {number} width @returns {import("../lib/plot.js").Plot} */
-function plotOf(chart, width) {
+/** @param {Chart} chart */
+function plotOf({ series, show, top, isWhole = false }) {
   const to = history.latest(TIME) ?? timeline.time;
-  const lines = chart.series.map(([place]) => history.samples.map((row) => /** @type {[number, number | null]} */ ([row[TIME], row[place]])));
+  const lines = series.map(([place]) => history.samples.map((row) => /** @type {[number, number | null]} */ ([row[TIME], row[place]])));
   const highest = Math.max(...lines.flat().map(([, value]) => value ?? 0));
-  return {
+  return plot({
     width,
     height: HEIGHT,
     from: to - Math.max(MIN_SHOWN_SECONDS, history.seconds()),
     to,
-    top: chart.top ?? (highest || 1),
-    isWhole: chart.isWhole ?? false,
+    top: top ?? (highest || 1),
+    isWhole,
     maxGap: MAX_GAP_SECONDS,
-    show: chart.show,
-    clock,
+    show,
     lines,
-  };
+  });
 }

@@ -2,210 +2,246 @@
 /** A chat for trying the model and its adapters. */
 import { call } from "../lib/api.js";
 import { ask, bodyOf, curlOf } from "../lib/asking.js";
-import { begin, changed, chat, chats, current, emptyAnswer, remove } from "../lib/chats.js";
-import { html, signal, useEffect, useRef } from "../lib/dom.js";
-import { adapters, announce } from "../lib/store.js";
-import { save } from "../lib/trace.js";
-import { AnswerView } from "./chat_answer.js";
-import { Settings, models } from "./chat_settings.js";
+import { begin, chat, chats, choose, emptyAnswer, remove, save } from "../lib/chats.js";
+import { redraw, tags } from "../lib/dom.js";
+import { announce, state } from "../lib/store.js";
+import { saveFile } from "../lib/trace.js";
+import { answerView } from "./chat_answer.js";
+import { chatSettings } from "./chat_settings.js";
 
-/** @typedef {import("../lib/chats.js").Answer} Answer */
-/** @typedef {import("../lib/chats.js").Chat} Chat */
-/** @typedef {import("../lib/chats.js").Turn} Turn */
+/** @import { Answer, Call, Chat, Turn } from "../lib/types.d.ts" */
 
-/** The controllers that stop running answers, by chat. */
-const asked = signal(/** @type {ReadonlyMap<string, AbortController>} */ (new Map()));
-const trouble = signal("");
-const draft = signal("");
-const isSetting = signal(false);
-const copied = signal("");
-const isPhone = matchMedia("(max-width: 760px), (pointer: coarse)").matches;
+const { article, aside, b, br, button, div, form, h1, label, li, p, section, textarea, ul } = tags;
+const NEAR_END_PIXELS = 40;
+const COPIED_MILLISECONDS = 2000;
+const phone = matchMedia("(max-width: 760px), (pointer: coarse)");
 
-export function View() {
-  useEffect(() => void loadModels(), [adapters.value.map((each) => each.name).join("\n")]);
-  return html`<h1 class="unseen">Chat</h1>
-    <div class="chat">
-      <${List} />
-      <section class="talk" aria-label="Conversation">
-        <${Bar} />
-        ${isSetting.value && html`<${Settings} />`}
-        <${Turns} />
-        ${trouble.value && html`<p class="notice bad" role="alert">${trouble.value}</p>`}
-        <${Composer} />
-      </section>
-    </div>`;
+/** What stops the running answers of a chat. @type {Map<Chat, AbortController>} */
+const asked = new Map();
+let models = /** @type {string[]} */ ([]);
+let modelsOf = ""; // the adapters for which the models were listed
+let trouble = "";
+let draft = "";
+let isSetting = false;
+let isCopied = false;
+let isFollowed = true;
+
+export function chatView() {
+  void listModels();
+  return [
+    h1({ class: "unseen" }, "Chat"),
+    div(
+      { class: "chat" },
+      list(),
+      section(
+        { class: "talk", "aria-label": "Conversation" },
+        bar(),
+        isSetting && chatSettings(models),
+        turns(),
+        trouble && p({ class: "notice bad", role: "alert" }, trouble),
+        composer(),
+      ),
+    ),
+  ];
 }
 
-async function loadModels() {
+/** Lists the models again whenever there are other adapters. */
+async function listModels() {
+  const names = `of ${state.adapters.map(({ name }) => name).join("\n")}`;
+  if (names === modelsOf) return;
+  modelsOf = names;
   try {
     const listed = await (await call("v1/models")).json();
-    models.value = listed.data.map((/** @type {{id: string}} */ each) => each.id);
-    trouble.value = "";
+    models = listed.data.map((/** @type {{id: string}} */ { id }) => id);
+    trouble = "";
   } catch (error) {
-    trouble.value = /** @type {Error} */ (error).message;
+    trouble = /** @type {Error} */ (error).message;
   }
+  redraw();
 }
 
-function List() {
-  return html`<aside class="chats" aria-label="Chats">
-    <button type="button" class="first" onClick=${begin}>New chat</button>
-    <ul>
-      ${chats.value.map(
-        (each) => html`<li key=${each.id}>
-          <button type="button" class="title" aria-current=${each.id === current.value ? "true" : undefined} onClick=${() => (current.value = each.id)}>${each.title}</button>
-          <button type="button" class="quiet" aria-label=${`Delete ${each.title}`} onClick=${() => remove(each.id)}>×</button>
-        </li>`,
-      )}
-    </ul>
-    <p class="hint">Saved in this browser only.</p>
-  </aside>`;
+function list() {
+  return aside(
+    { class: "chats", "aria-label": "Chats" },
+    button({ type: "button", class: "first", onclick: begin }, "New chat"),
+    ul(
+      chats.map((each) =>
+        li(
+          { key: each.id },
+          button({ type: "button", class: "title", "aria-current": each === chat ? true : null, onclick: () => choose(each) }, each.title),
+          button({ type: "button", class: "quiet", "aria-label": `Delete ${each.title}`, onclick: () => remove(each) }, "×"),
+        ),
+      ),
+    ),
+    p({ class: "hint" }, "Saved in this browser only."),
+  );
 }
 
-function Bar() {
-  const { settings } = chat();
+function bar() {
+  const { settings, turns } = chat;
+  const none = !turns.length;
   const names = [settings.model || "default model", settings.second].filter(Boolean).join(" and ");
-  return html`<div class="bar">
-    <p><b>${names}</b></p>
-    <div class="buttons">
-      <button type="button" aria-expanded=${isSetting.value} onClick=${() => (isSetting.value = !isSetting.value)}>Settings</button>
-      <button type="button" disabled=${!chat().turns.length} onClick=${exportJson}>Export JSON</button>
-      <button type="button" disabled=${!chat().turns.length} onClick=${copyCurl}>${copied.value || "Copy as curl"}</button>
-    </div>
-  </div>`;
+  const toggle = () => {
+    isSetting = !isSetting;
+    redraw();
+  };
+  return div(
+    { class: "bar" },
+    p(b(names)),
+    div(
+      { class: "buttons" },
+      button({ type: "button", "aria-expanded": isSetting, onclick: toggle }, "Settings"),
+      button({ type: "button", disabled: none, onclick: exportJson }, "Export JSON"),
+      button({ type: "button", disabled: none, onclick: copyCurl }, isCopied ? "Copied" : "Copy as curl"),
+    ),
+  );
 }
 
 function exportJson() {
-  const text = JSON.stringify(chat(), null, 2);
-  save(new Blob([text], { type: "application/json" }), "brigade-chat.json");
+  saveFile(new Blob([JSON.stringify(chat, null, 2)], { type: "application/json" }), "brigade-chat.json");
 }
 
 async function copyCurl() {
-  const shown = chat();
   try {
-    const body = bodyOf(shown, shown.turns.length - 1, shown.settings.model);
-    await navigator.clipboard.writeText(curlOf(body));
-    copied.value = "Copied";
+    await navigator.clipboard.writeText(curlOf(bodyOf(chat, chat.turns.length - 1, chat.settings.model)));
+    isCopied = true;
   } catch (error) {
-    trouble.value = `The command was not copied: ${/** @type {Error} */ (error).message}`;
+    trouble = `The command was not copied: ${/** @type {Error} */ (error).message}`;
   }
-  setTimeout(() => (copied.value = ""), 2000);
+  redraw();
+  setTimeout(() => {
+    isCopied = false;
+    redraw();
+  }, COPIED_MILLISECONDS);
 }
 
-function Turns() {
-  const list = useRef(/** @type {HTMLElement | null} */ (null));
-  const { turns, id } = chat();
-  const isFollowed = useRef(true);
-  useEffect(() => {
-    const own = list.current;
-    if (own && isFollowed.current) own.scrollTop = own.scrollHeight;
-  });
-  /** @param {Event} event */
-  const note = ({ target }) => {
-    const own = /** @type {HTMLElement} */ (target);
-    isFollowed.current = own.scrollHeight - own.scrollTop - own.clientHeight < 40;
-  };
-  if (!turns.length) {
-    return html`<div class="turns"><p class="empty"><b>Ask the model something.</b><br />Choose an adapter, sampling and tools under Settings. Two models can answer side by side.</p></div>`;
+function turns() {
+  if (!chat.turns.length) {
+    return div(
+      { class: "turns" },
+      p({ class: "empty" }, b("Ask the model something."), br(), "Choose an adapter, sampling and tools under Settings. Two models can answer side by side."),
+    );
   }
-  return html`<div class="turns" ref=${list} onScroll=${note} tabindex="0" role="group" aria-label="Messages">
-    ${turns.map((turn, number) => html`<${TurnView} key=${`${id}${number}`} turn=${turn} number=${number} />`)}
-  </div>`;
+  return div(
+    {
+      key: chat.id,
+      class: "turns",
+      tabindex: 0,
+      role: "group",
+      "aria-label": "Messages",
+      onscroll: (/** @type {any} */ { target }) => {
+        isFollowed = target.scrollHeight - target.scrollTop - target.clientHeight < NEAR_END_PIXELS;
+      },
+      drawn: (/** @type {Element} */ element) => {
+        if (isFollowed) element.scrollTop = element.scrollHeight;
+      },
+    },
+    chat.turns.map(turnView),
+  );
 }
 
-/** @param {{turn: Turn, number: number}} props */
-function TurnView({ turn, number }) {
-  const isBusy = turn.answers.some((answer) => answer.state === "running");
-  const [first] = turn.answers;
-  const isOpen = number === chat().turns.length - 1 && first?.state === "done" && first.calls.length;
-  return html`<article class="turn">
-    <div class="question">
-      ${turn.question && html`<p>${turn.question}</p>`}
-      ${!isBusy && html`<p class="actions">
-        ${turn.question && html`<button type="button" class="quiet" onClick=${() => edit(number)}>Edit</button>`}
-        <button type="button" class="quiet" onClick=${() => answerAgain(number)}>Retry</button>
-      </p>`}
-    </div>
-    <div class=${`answers n${turn.answers.length}`} aria-busy=${isBusy}>
-      ${turn.answers.map((answer) => html`<${AnswerView} answer=${answer} isNamed=${turn.answers.length > 1} version=${answer.text.length + answer.reasoning.length} />`)}
-    </div>
-    ${isOpen ? html`<${Results} calls=${first.calls} />` : null}
-  </article>`;
+/** @param {Turn} turn @param {number} number */
+function turnView({ question, answers }, number) {
+  const isBusy = answers.some((answer) => answer.state === "running");
+  const [first] = answers;
+  const isOpen = number === chat.turns.length - 1 && first?.state === "done" && first.calls.length > 0;
+  return article(
+    { key: number, class: "turn" },
+    div(
+      { class: "question" },
+      question && p(question),
+      !isBusy && p(
+        { class: "actions" },
+        question && button({ type: "button", class: "quiet", onclick: () => edit(number) }, "Edit"),
+        button({ type: "button", class: "quiet", onclick: () => answerAgain(number) }, "Retry"),
+      ),
+    ),
+    div({ class: `answers n${answers.length}`, "aria-busy": isBusy }, answers.map((answer) => answerView(answer, answers.length > 1))),
+    isOpen && results(first.calls),
+  );
 }
 
-/** The form for the results of the calls in the latest answer. @param {{calls: Answer["calls"]}} props */
-function Results({ calls }) {
+/** The form for the results of the calls in the latest answer. @param {Call[]} calls */
+function results(calls) {
   /** @param {SubmitEvent} event */
-  const submit = (event) => {
+  const onsubmit = (event) => {
     event.preventDefault();
-    const results = new FormData(/** @type {HTMLFormElement} */ (event.target)).getAll("result");
-    calls.forEach((call, number) => (call.result = String(results[number])));
+    const entered = new FormData(/** @type {HTMLFormElement} */ (event.target)).getAll("result");
+    calls.forEach((call, number) => (call.result = String(entered[number])));
     continueWith("");
   };
-  return html`<form class="results" onSubmit=${submit}>
-    ${calls.map((call) => html`<label>Result of ${call.name}<textarea name="result" rows="2" required></textarea></label>`)}
-    <button type="submit" class="first">Send results</button>
-  </form>`;
+  return form(
+    { class: "results", onsubmit },
+    calls.map(({ name }) => label(`Result of ${name}`, textarea({ name: "result", rows: 2, required: true }))),
+    button({ type: "submit", class: "first" }, "Send results"),
+  );
 }
 
-function Composer() {
-  const isBusy = asked.value.has(current.value);
+function composer() {
+  const running = asked.get(chat);
   /** @param {KeyboardEvent} event */
-  const onKey = (event) => {
+  const onkeydown = (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    if (!isBusy) send();
+    if (!running) send();
   };
   /** @param {Event} event */
-  const submit = (event) => {
+  const onsubmit = (event) => {
     event.preventDefault();
     send();
   };
-  return html`<form class="composer" onSubmit=${submit}>
-    <label class="unseen" for="question">Question</label>
-    <textarea
-      id="question"
-      rows="2"
-      placeholder=${isPhone ? "Ask something" : "Enter to send, Shift+Enter for a new line"}
-      value=${draft.value}
-      onInput=${(/** @type {any} */ event) => (draft.value = event.target.value)}
-      onKeyDown=${onKey}
-    ></textarea>
-    ${isBusy
-      ? html`<button type="button" class="danger" onClick=${() => asked.value.get(current.value)?.abort()}>Stop</button>`
-      : html`<button type="submit" class="first" disabled=${!draft.value.trim()}>Send</button>`}
-  </form>`;
+  return form(
+    { class: "composer", onsubmit },
+    label({ class: "unseen", for: "question" }, "Question"),
+    textarea({
+      id: "question",
+      rows: 2,
+      placeholder: phone.matches ? "Ask something" : "Enter to send, Shift+Enter for a new line",
+      value: draft,
+      oninput: (/** @type {any} */ { target }) => setDraft(target.value),
+      onkeydown,
+    }),
+    running
+      ? button({ key: "stop", type: "button", class: "danger", onclick: () => running.abort() }, "Stop")
+      : button({ key: "send", type: "submit", class: "first", disabled: !draft.trim() }, "Send"),
+  );
+}
+
+/** @param {string} text */
+function setDraft(text) {
+  draft = text;
+  redraw();
 }
 
 // --- questions and answers
 
 function send() {
-  const question = draft.value.trim();
+  const question = draft.trim();
   if (!question) return;
-  draft.value = "";
+  setDraft("");
   continueWith(question);
 }
 
 /** @param {string} question is empty after results of calls */
 function continueWith(question) {
-  const own = chat();
-  own.turns.push({ question, answers: [] });
-  if (own.turns.length === 1) own.title = question.slice(0, 60);
-  void answer(own, own.turns.length - 1);
+  chat.turns.push({ question, answers: [] });
+  if (chat.turns.length === 1) chat.title = question.slice(0, 60);
+  isFollowed = true;
+  void answer(chat, chat.turns.length - 1);
 }
 
 /** @param {number} number */
 function edit(number) {
-  draft.value = chat().turns[number].question;
-  chat().turns.splice(number);
-  changed();
+  setDraft(chat.turns[number].question);
+  chat.turns.splice(number);
+  save();
   document.getElementById("question")?.focus();
 }
 
 /** @param {number} number */
 function answerAgain(number) {
-  const own = chat();
-  own.turns.splice(number + 1);
-  void answer(own, number);
+  chat.turns.splice(number + 1);
+  void answer(chat, number);
 }
 
 /** @param {Chat} own @param {number} number */
@@ -213,38 +249,24 @@ async function answer(own, number) {
   const stopping = new AbortController();
   const { model, second } = own.settings;
   const turn = own.turns[number];
-  trouble.value = "";
-  asked.value = new Map([...asked.value, [own.id, stopping]]);
-  const shown = oncePerFrame(() => changed(false));
+  trouble = "";
+  asked.set(own, stopping);
   try {
-    const bodies = [model, second].filter((name, place) => name || !place).map((name) => bodyOf(own, number, name));
-    turn.answers = bodies.map((body) => emptyAnswer(String(body.model)));
-    changed();
-    await Promise.all(bodies.map((body, place) => ask(body, turn.answers[place], stopping.signal, shown)));
+    const names = second ? [model, second] : [model];
+    const bodies = names.map((name) => bodyOf(own, number, name));
+    turn.answers = names.map(emptyAnswer);
+    save();
+    await Promise.all(bodies.map((body, place) => ask(body, turn.answers[place], stopping.signal, redraw)));
     announce(turn.answers.map(ending).join(" "));
   } catch (error) {
-    trouble.value = /** @type {Error} */ (error).message;
-  } finally {
-    asked.value = new Map([...asked.value].filter(([id]) => id !== own.id));
-    changed();
+    trouble = /** @type {Error} */ (error).message;
   }
+  asked.delete(own);
+  save();
 }
 
 /** How an answer ended, in words. @param {Answer} answer */
-function ending(answer) {
-  if (answer.state === "failed") return `The answer failed: ${answer.error}`;
-  return answer.state === "stopped" ? "The answer was stopped." : "The answer is complete.";
-}
-
-/** Calls an action at most once in each frame of the screen. @param {() => void} action */
-function oncePerFrame(action) {
-  let isDue = false;
-  return () => {
-    if (isDue) return;
-    isDue = true;
-    requestAnimationFrame(() => {
-      isDue = false;
-      action();
-    });
-  };
+function ending({ state: ended, error }) {
+  if (ended === "failed") return `The answer failed: ${error}`;
+  return ended === "stopped" ? "The answer was stopped." : "The answer is complete.";
 }

@@ -1,122 +1,101 @@
 // @ts-check
 /** One answer: its reasoning, its text, its calls, and how fast it came. */
-import { html, useEffect, useRef } from "../lib/dom.js";
+import { tags } from "../lib/dom.js";
 import { digits, percent, plural, rate, seconds } from "../lib/format.js";
-import { rendered } from "../lib/markdown.js";
-import { requests } from "../lib/store.js";
+import { elementsOf } from "../lib/markdown.js";
+import { state } from "../lib/store.js";
 
-/** @typedef {import("../lib/chats.js").Answer} Answer */
-/** @typedef {import("../lib/chats.js").Token} Token */
+/** @import { Answer, Call, Child, Token } from "../lib/types.d.ts" */
 
-const COPIED_MILLISECONDS = 1500;
+const { code, details, div, h3, p, pre, progress, span, summary } = tags;
 const UNLIKELY = [-0.1, -1, -3];
 
-/** @param {{answer: Answer, isNamed: boolean}} props */
-export function AnswerView({ answer, isNamed }) {
-  return html`<div class="answer" data-state=${answer.state}>
-    ${isNamed && html`<h3>${answer.model || "the default model"}</h3>`}
-    ${answer.reasoning && html`<details class="reasoning"><summary>Reasoning</summary><p>${answer.reasoning}</p></details>`}
-    ${answer.tokens.length && answer.state !== "running" ? html`<${Scored} tokens=${answer.tokens} />` : html`<${Text} text=${answer.text} />`}
-    ${answer.calls.map((call) => html`<${Call} call=${call} />`)}
-    ${answer.error && html`<p class="failure" role="alert">${answer.error}</p>`}
-    ${answer.state === "failed" && !answer.speed.count ? null : html`<${Pace} answer=${{ ...answer }} />`}
-  </div>`;
+/** @param {Answer} answer @param {boolean} isNamed */
+export function answerView(answer, isNamed) {
+  const isScored = answer.tokens.length > 0 && answer.state !== "running";
+  return div(
+    { class: "answer", "data-state": answer.state },
+    isNamed && h3(answer.model || "the default model"),
+    answer.reasoning && details({ class: "reasoning" }, summary("Reasoning"), p(answer.reasoning)),
+    isScored ? scored(answer.tokens) : div({ class: "markdown" }, json(answer.text) ?? elementsOf(answer)),
+    answer.calls.map(callView),
+    answer.error && p({ class: "failure", role: "alert" }, answer.error),
+    (answer.state !== "failed" || answer.speed.count > 0) && p({ class: "pace" }, pace(answer)),
+  );
 }
 
-/** @param {{text: string}} props */
-function Text({ text }) {
-  const holder = useRef(/** @type {HTMLElement | null} */ (null));
-  useEffect(() => {
-    const own = /** @type {HTMLElement} */ (holder.current);
-    const elements = rendered(pretty(text));
-    for (const code of elements.querySelectorAll("pre")) code.prepend(copyButton(code));
-    own.replaceChildren(elements);
-  }, [text]);
-  return html`<div class="markdown" ref=${holder}></div>`;
+/** The text of JSON, indented; null for other text. @param {string} text @returns {Child} */
+function json(text) {
+  const found = /^\s*[[{]/.test(text) ? indented(text) : text;
+  return found === text ? null : pre(code(found));
 }
 
-/** Indents an answer that is JSON. @param {string} text */
-function pretty(text) {
-  if (!/^\s*[[{]/.test(text)) return text;
+/** @param {string} text that may be JSON */
+function indented(text) {
   try {
-    return `\`\`\`\n${JSON.stringify(JSON.parse(text), null, 2)}\n\`\`\``;
+    return JSON.stringify(JSON.parse(text), null, 2);
   } catch {
     return text;
   }
 }
 
-/** @param {Element} code */
-function copyButton(code) {
-  const button = document.createElement("button");
-  const text = code.textContent ?? "";
-  button.type = "button";
-  button.className = "copy";
-  button.textContent = "Copy";
-  button.addEventListener("click", () => {
-    navigator.clipboard.writeText(text).then(
-      () => (button.textContent = "Copied"),
-      () => (button.textContent = "Not allowed"),
-    );
-    setTimeout(() => (button.textContent = "Copy"), COPIED_MILLISECONDS);
-  });
-  return button;
-}
-
-/** @param {{tokens: Token[]}} props */
-function Scored({ tokens }) {
-  return html`<p class="scored">
-    ${tokens.map((token) => {
-      const level = UNLIKELY.filter((limit) => token.logprob < limit).length;
-      return html`<span class=${`l${level}`} title=${described(token)}>${token.token}</span>`;
-    })}
-  </p>
-  <p class="hint">The stronger the underline, the less likely the token. Hover over a token for its alternatives.</p>`;
+/** @param {Token[]} tokens @returns {Child} */
+function scored(tokens) {
+  return [
+    p(
+      { class: "scored" },
+      tokens.map((token) => {
+        const level = UNLIKELY.filter((limit) => token.logprob < limit).length;
+        return span({ class: `l${level}`, title: described(token) }, token.token);
+      }),
+    ),
+    p({ class: "hint" }, "The stronger the underline, the less likely the token. Hover over a token for its alternatives."),
+  ];
 }
 
 /** @param {Token} token */
 function described(token) {
-  const share = (/** @type {number} */ logprob) => `${digits(100 * Math.exp(logprob))} %`;
-  const others = token.top_logprobs.map((each) => `${JSON.stringify(each.token)} ${share(each.logprob)}`);
-  return [`${JSON.stringify(token.token)} ${share(token.logprob)} (${digits(token.logprob)})`, ...others].join("\n");
+  const line = (/** @type {{token: string, logprob: number}} */ each) =>
+    `${JSON.stringify(each.token)} ${digits(100 * Math.exp(each.logprob))} %`;
+  return [`${line(token)} (${digits(token.logprob)})`, ...token.top_logprobs.map(line)].join("\n");
 }
 
-/** @param {{call: Answer["calls"][0]}} props */
-function Call({ call }) {
-  let shown = call.arguments;
-  try {
-    shown = JSON.stringify(JSON.parse(call.arguments), null, 2);
-  } catch {
-    shown = call.arguments; // It is still being written.
-  }
-  return html`<div class="call">
-    <p>calls <code>${call.name}</code></p><pre>${shown}</pre>
-    ${call.result !== undefined && html`<p>result</p><pre>${call.result}</pre>`}
-  </div>`;
+/** @param {Call} call */
+function callView({ name, arguments: text, result }) {
+  return div(
+    { class: "call" },
+    p("calls ", code(name)),
+    pre(indented(text)),
+    result !== undefined && [p("result"), pre(result)],
+  );
 }
 
-/** Gets a copy of the answer: a component that reads a signal is drawn again only if its props differ.
- * @param {{answer: Answer}} props */
-function Pace({ answer }) {
-  const { speed, state } = answer;
-  if (state === "running" && speed.first == null) return html`<p class="pace">${progress(answer)}</p>`;
+/** @param {Answer} answer @returns {Child} */
+function pace(answer) {
+  const { finish, speed, state: ended } = answer;
+  if (ended === "running" && speed.first === null) return reading(answer);
   const parts = [plural(speed.count, "token")];
-  if (speed.first != null) {
+  if (speed.first !== null) {
+    const length = speed.seconds - speed.first;
     parts.push(`first after ${seconds(speed.first)}`);
-    if (speed.count > 1 && speed.seconds > speed.first) parts.push(rate((speed.count - 1) / (speed.seconds - speed.first)));
+    if (speed.count > 1 && length > 0) parts.push(rate((speed.count - 1) / length));
   }
   if (speed.cached) parts.push(`${speed.cached} prompt tokens cached`);
-  if (state === "stopped") parts.push("stopped");
-  if (answer.finish === "length") parts.push("cut off at the token limit");
-  return html`<p class="pace">${parts.join(" · ")}</p>`;
+  if (ended === "stopped") parts.push("stopped");
+  if (finish === "length") parts.push("cut off at the token limit");
+  return parts.join(" · ");
 }
 
-/** @param {Answer} answer */
-function progress(answer) {
-  const known = requests.value.find((each) => each.id === answer.request);
+/** @param {Answer} answer @returns {Child} */
+function reading(answer) {
+  const known = state.requests.find(({ id }) => id === answer.request);
   if (known?.state === "waiting") return "waiting in the queue";
-  const done = answer.prompt?.done ?? known?.prompt_tokens_done;
+  const done = answer.prompt?.done ?? known?.prompt_tokens_done ?? 0;
   const total = answer.prompt?.total ?? known?.prompt_tokens;
   if (!total) return "sent";
-  const share = (done ?? 0) / total;
-  return html`<progress max="1" value=${share} aria-label="prompt"></progress> reading the prompt: ${percent(share)} of ${plural(total, "token")}`;
+  const share = done / total;
+  return [
+    progress({ max: 1, value: share, "aria-label": "prompt" }),
+    ` reading the prompt: ${percent(share)} of ${plural(total, "token")}`,
+  ];
 }

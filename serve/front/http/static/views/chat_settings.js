@@ -1,47 +1,58 @@
 // @ts-check
 /** The settings of a chat: models, system prompt, sampling, tools, format and log-probabilities. */
-import { changed, chat } from "../lib/chats.js";
-import { html, signal } from "../lib/dom.js";
+import { chat, save } from "../lib/chats.js";
+import { tags } from "../lib/dom.js";
 
-/** @typedef {import("../lib/chats.js").Settings} Values */
+/** @import { Settings } from "../lib/types.d.ts" */
 
-/** The names of the model and its adapters. */
-export const models = signal(/** @type {string[]} */ ([]));
-
+const { fieldset, input, label, legend, option, select, textarea } = tags;
 const NUMBERS = /** @type {const} */ ([
-  { name: "temperature", title: "Temperature", min: 0, max: 2, step: 0.1 },
-  { name: "top_p", title: "Top p", min: 0, max: 1, step: 0.05 },
-  { name: "max_tokens", title: "Max tokens", min: 1, max: 1000000, step: 1 },
-  { name: "seed", title: "Seed", min: 0, max: 4294967295, step: 1 },
+  ["temperature", "Temperature", { min: 0, max: 2, step: 0.1 }],
+  ["top_p", "Top p", { min: 0, max: 1, step: 0.05 }],
+  ["max_tokens", "Max tokens", { min: 1, max: 1000000, step: 1 }],
+  ["seed", "Seed", { min: 0, max: 4294967295, step: 1 }],
 ]);
 
-export function Settings() {
-  const { settings } = chat();
-  /** @param {keyof Values} name */
-  const set = (name) => (/** @type {any} */ event) => {
-    const { target } = event;
-    Object.assign(settings, { [name]: target.type === "checkbox" ? target.checked : target.value });
-    changed();
-  };
-  return html`<fieldset class="panel settings">
-    <legend class="unseen">Settings of this chat</legend>
-    <label>Model or adapter<${Choice} value=${settings.model} none="the default" onChange=${set("model")} /></label>
-    <label>Second model<${Choice} value=${settings.second} none="none" onChange=${set("second")} /></label>
-    ${NUMBERS.map(
-      ({ name, title, ...limits }) => html`<label>${title}<input type="number" ...${limits} placeholder="default" value=${settings[name]} onInput=${set(name)} /></label>`,
-    )}
-    <label class="all">System prompt<textarea rows="2" value=${settings.system} onInput=${set("system")}></textarea></label>
-    <label class="half">Tools, as JSON<textarea rows="3" spellcheck=${false} placeholder='[{"type": "function", "function": {…}}]' value=${settings.tools} onInput=${set("tools")}></textarea></label>
-    <label class="half">JSON schema of the answer<textarea rows="3" spellcheck=${false} placeholder='{"type": "object", …}' value=${settings.schema} onInput=${set("schema")}></textarea></label>
-    <label class="check all"><input type="checkbox" checked=${settings.logprobs} onChange=${set("logprobs")} /> Log-probabilities: shows how likely each token was</label>
-  </fieldset>`;
+/** @param {string[]} models the names of the model and its adapters */
+export function chatSettings(models) {
+  const { settings } = chat;
+  /** @param {"tools" | "schema"} name @param {string} title @param {string} placeholder */
+  const json = (name, title, placeholder) =>
+    label({ class: "half" }, title, textarea({ rows: 3, spellcheck: "false", placeholder, value: settings[name], oninput: set(name) }));
+  return fieldset(
+    { class: "panel settings", key: chat.id },
+    legend({ class: "unseen" }, "Settings of this chat"),
+    label("Model or adapter", choice("model", "the default", models)),
+    label("Second model", choice("second", "none", models)),
+    NUMBERS.map(([name, title, limits]) =>
+      label(title, input({ type: "number", ...limits, placeholder: "default", value: settings[name], oninput: set(name) })),
+    ),
+    label({ class: "all" }, "System prompt", textarea({ rows: 2, value: settings.system, oninput: set("system") })),
+    json("tools", "Tools, as JSON", '[{"type": "function", "function": {…}}]'),
+    json("schema", "JSON schema of the answer", '{"type": "object", …}'),
+    label(
+      { class: "check all" },
+      input({ type: "checkbox", checked: settings.logprobs, onchange: set("logprobs") }),
+      " Log-probabilities: shows how likely each token was",
+    ),
+  );
 }
 
-/** @param {{value: string, none: string, onChange: (event: Event) => void}} props */
-function Choice({ value, none, onChange }) {
-  const names = models.value.includes(value) || !value ? models.value : [value, ...models.value];
-  return html`<select value=${value} onChange=${onChange}>
-    <option value="">${none}</option>
-    ${names.map((name) => html`<option value=${name} selected=${name === value}>${name}</option>`)}
-  </select>`;
+/** @param {keyof Settings} name */
+function set(name) {
+  return (/** @type {any} */ { target }) => {
+    Object.assign(chat.settings, { [name]: target.type === "checkbox" ? target.checked : target.value });
+    save();
+  };
+}
+
+/** @param {"model" | "second"} name @param {string} none @param {string[]} models */
+function choice(name, none, models) {
+  const chosen = chat.settings[name];
+  const names = models.includes(chosen) || !chosen ? models : [chosen, ...models];
+  return select(
+    { onchange: set(name) },
+    option({ value: "", selected: !chosen }, none),
+    names.map((each) => option({ value: each, selected: each === chosen }, each)),
+  );
 }

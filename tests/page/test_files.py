@@ -1,31 +1,16 @@
-"""The libraries of the page: they are what their packages publish, and the page is small."""
+"""The files of the page: they are few and small, and need nothing from elsewhere."""
 
-import hashlib
-import json
 import re
 from pathlib import Path
 
 from serve.front.http import pages
 
-VENDOR = pages.ROOT / "vendor"
-MAX_BYTES = 250_000
-MAX_COMPRESSED_BYTES = 100_000
-
-
-def test_vendored_files_are_those_that_were_fetched() -> None:
-    versions = json.loads((VENDOR / "versions.json").read_text())
-    files = {path.name for path in VENDOR.iterdir()} - {"versions.json", "LICENSES.txt"}
-    assert files == set(versions)
-    licences = (VENDOR / "LICENSES.txt").read_text()
-    for name, known in versions.items():
-        digest = hashlib.sha256((VENDOR / name).read_bytes()).hexdigest()
-        assert digest == known["sha256"], f"{name}: run scripts/vendor"
-        assert known["licence"]
-        assert f"{known['package']} {known['version']}\n" in licences
+MAX_BYTES = 120_000
+MAX_COMPRESSED_BYTES = 45_000
 
 
 def test_page_is_small() -> None:
-    """All that a browser can fetch, vendored or not."""
+    """All that a browser can fetch."""
     files = [pages.page_file(name) for name in pages.names()]
     assert None not in files
     assert sum(len(file.data) for file in files if file) <= MAX_BYTES
