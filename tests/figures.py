@@ -322,8 +322,20 @@ def class_names(sources: Mapping[str, str]) -> Counter[str]:
     )
 
 
+def purposes(sources: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yields the path of each module, and the first sentence of its docstring."""
+    for path, source in sources.items():
+        if not path.endswith("/__init__.py"):
+            text = " ".join((ast.get_docstring(ast.parse(source)) or "").split())
+            yield path, re.split(r"\.(?:\s|$)", text, maxsplit=1)[0]
+
+
 def main() -> None:
     revision = sys.argv[1] if len(sys.argv) > 1 else "main"
+    if revision == "--modules":
+        for path, purpose in purposes(product()):
+            print(f"{path:48} {purpose}")
+        return
     try:
         files = sources_of(revision)
     except subprocess.CalledProcessError as e:

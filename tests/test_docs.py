@@ -1,4 +1,4 @@
-"""The documents name what there is: every module, every exit code, every parameter."""
+"""The documents name what there is: files, links, every exit code, every parameter."""
 
 import json
 import re
@@ -17,14 +17,49 @@ from serve.front.http.metrics import Metrics
 from serve.front.prefixes.counts import PrefixCounts
 from serve.front.prefixes.disk import DiskCounts
 from serve.front.prefixes.index import PrefixIndex
-from tests import module_table
+from tests import figures
 
 ROOT = Path(__file__).parent.parent
+DOCUMENTS = [
+    *ROOT.glob("*.md"),
+    *(path for folder in ("docs", "examples") for path in (ROOT / folder).rglob("*.md")),
+]
 
 
-def test_architecture_has_the_table_of_modules() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    assert module_table.table() in text, "run python -m tests.module_table docs/architecture.md"
+def test_links_and_anchors_lead_somewhere() -> None:
+    anchors = {path: _anchors(path) for path in DOCUMENTS}
+    broken = []
+    for document in DOCUMENTS:
+        for link in _relative_links(document):
+            path, _, anchor = link.partition("#")
+            target = (document.parent / path).resolve() if path else document
+            if not target.exists() or (anchor and anchor not in anchors.get(target, ())):
+                broken.append(f"{document.relative_to(ROOT)}: {link}")
+    assert broken == []
+
+
+def _without_code_blocks(document: Path) -> str:
+    return re.sub(r"^```.*?^```", "", document.read_text("utf-8"), flags=re.M | re.S)
+
+
+def _relative_links(document: Path) -> list[str]:
+    """The targets of the Markdown links and the HTML images of a document on this machine."""
+    found = re.findall(r"\]\(([^)\s]+)|(?:src|href)=\"([^\"]+)\"", _without_code_blocks(document))
+    return [link for pair in found for link in pair if link and not re.match(r"[a-z]+:", link)]
+
+
+def _anchors(document: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", _without_code_blocks(document), flags=re.M)
+    titles = (re.sub(r"\]\([^)]*\)", "", heading) for heading in headings)
+    return {re.sub(r"[^\w -]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_module_says_its_purpose() -> None:
+    """scripts/figures --modules prints it."""
+    purposes = dict(figures.purposes(figures.product()))
+    assert purposes["serve/core/errors.py"].startswith("Every error")
+    assert [path for path, purpose in purposes.items() if not purpose] == []
 
 
 def test_scripts_name_tests_that_there_are() -> None:
@@ -42,18 +77,31 @@ def test_scripts_name_tests_that_there_are() -> None:
 
 
 def test_documents_name_files_that_there_are() -> None:
-    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     named = {
         (document.name, name)
-        for document in documents
+        for document in DOCUMENTS
         for name in re.findall(r"`((?:tests|serve|launcher)/[\w./-]+\.py)`", document.read_text())
     }
     assert named
     assert sorted(pair for pair in named if not (ROOT / pair[1]).exists()) == []
 
 
+def test_pages_about_the_design_name_files_that_there_are() -> None:
+    """Their paths are below the repository, `serve` or `serve/front`."""
+    pages = [ROOT / "docs" / "architecture.md", *(ROOT / "docs" / "design").glob("*.md")]
+    folders = [ROOT, ROOT / "serve", ROOT / "serve" / "front"]
+    named = {
+        (page.name, name)
+        for page in pages
+        for name in re.findall(r"`(\w+(?:/\w+)+(?:/|\.py))`", page.read_text())
+    }
+    assert len(named) > len(pages)
+    missing = [pair for pair in named if not any((folder / pair[1]).exists() for folder in folders)]
+    assert sorted(missing) == []
+
+
 def test_documents_name_the_embedded_model_where_it_is() -> None:
-    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     named = {
         name for each in documents for name in re.findall(r"--model (\S*/\S*)", each.read_text())
     }

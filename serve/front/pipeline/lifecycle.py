@@ -2,8 +2,8 @@
 
 All engines join a ring, work and leave it together, and this period is a life. The ranks' parents
 outlive it, with the sequences and connections that they hold, and so do engines that can leave a
-ring in time. docs/architecture.md shows the states. The caller has the clock, performs the actions
-in order, and sends `Ticked` when `deadline` has passed.
+ring in time. docs/design/lifecycle.md shows the states. The caller has the clock, performs the
+actions in order, and sends `Ticked` when `deadline` has passed.
 """
 
 import logging
