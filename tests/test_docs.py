@@ -19,7 +19,7 @@ from serve.front.prefixes.disk import DiskCounts
 from serve.front.prefixes.index import PrefixIndex
 from tests import figures
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     *ROOT.glob("*.md"),
     *(path for folder in ("docs", "examples") for path in (ROOT / folder).rglob("*.md")),
