@@ -9,7 +9,7 @@ from serve.core.types import Sequence
 MAX_CHUNK_SHARE = 1.25  # of the intended size, for a chunk that takes a prompt's rest along
 MIN_CHUNK = 64
 _CHUNKS_PER_STAGE = 4  # that waiting prompts are cut into: with fewer, stages wait for each other
-_SHORT_PROMPT = 128  # tokens; cutting a shorter prompt costs more than it helps
+SHORT_PROMPT = 128  # tokens; cutting a shorter prompt costs more than it helps
 # Tokens of short prompts in one step beside decoding. One step for several prompts costs less than
 # a step for each, but all streams wait for it.
 _SHORT_PROMPTS = 132
@@ -51,7 +51,7 @@ def max_chunks_between_steps(num_stages: int) -> int:
 
 
 def is_long(sequence: Sequence) -> bool:
-    return sequence.num_to_prefill - sequence.num_cached > _SHORT_PROMPT
+    return sequence.num_to_prefill - sequence.num_cached > SHORT_PROMPT
 
 
 def next_chunk(sequence: Sequence, chunk: int) -> int:

@@ -4,7 +4,8 @@ Problem: in the order of arrival, 400 tokens that arrive behind 3,000 wait eight
 they would take alone. The shortest rest first gives the least mean wait of all orders, but a stream
 of short prompts would stop a long one forever.
 
-Rule: the prompt with the least work left is next, and of equal ones the oldest. A younger prompt
+Rule: the prompt with the least work left is next, and of equal ones the oldest. All short ones are
+equal, because several of them share a step, and their order matters little. A younger prompt
 overtakes an older one with all work that is done for it before the older one is finished. A prompt
 tolerates as much of this as its own work. When that is used up, only it and older prompts are read.
 
@@ -29,6 +30,7 @@ import math
 from collections.abc import Iterable
 
 from serve.core.types import Sequence
+from serve.front.pipeline.chunks import SHORT_PROMPT
 
 # Behind so many tokens, another one takes twice as long as at the beginning. Models of 8 B
 # parameters are near this; with windows or states the number is larger, in small models less.
@@ -60,7 +62,7 @@ def in_order(prefilling: Iterable[Sequence]) -> list[Sequence]:
         allowed.append(sequence)
         if tolerance(sequence) <= 0:
             break
-    return sorted(allowed, key=work_left)
+    return sorted(allowed, key=_size)
 
 
 def next_to_admit(waiting: Iterable[Sequence], prefilling: list[Sequence]) -> Sequence | None:
@@ -70,7 +72,7 @@ def next_to_admit(waiting: Iterable[Sequence], prefilling: list[Sequence]) -> Se
     most = math.inf  # what all older ones tolerate
     for sequence in waiting:
         left = work_left(sequence)
-        if left <= most and (best is None or left < work_left(best)):
+        if left <= most and (best is None or _size(sequence) < _size(best)):
             best = sequence
         promised = sum(work_left(other) for other in prefilling if _age(other) > _age(sequence))
         most = min(most, tolerance(sequence) - promised)
@@ -85,6 +87,10 @@ def note_overtaking(read: Sequence, num_tokens: int, others: Iterable[Sequence])
     for sequence in others:
         if _age(sequence) < _age(read):
             sequence.work_of_younger += amount
+
+
+def _size(sequence: Sequence) -> float:
+    return max(SHORT_PROMPT, work_left(sequence))
 
 
 def _age(sequence: Sequence) -> int:

@@ -28,9 +28,25 @@ def begun_in_order(pipeline: Pipeline, num_before: int = 0) -> list[int]:
 
 
 def test_the_fewest_tokens_left_come_first_and_of_equal_ones_the_oldest() -> None:
-    assert ids(in_order([prompt(3, 50), prompt(0, 400, 100), prompt(2, 50), prompt(1, 300)])) == [
-        *(2, 3, 1, 0)
+    prompts = [prompt(3, 250), prompt(0, 400, 100), prompt(2, 250), prompt(1, 300)]
+    assert ids(in_order(prompts)) == [2, 3, 1, 0]
+
+
+def test_short_prompts_keep_their_order_so_that_they_share_steps() -> None:
+    assert ids(in_order([prompt(2, 20), prompt(0, 300), prompt(3, 10), prompt(1, 120)])) == [
+        *(1, 2, 3, 0)
     ]
+    pipeline = Pipeline(2, prefill_chunk=512)
+    pipeline.add(make_sequence(0, 2, 100))
+    for _ in range(4):
+        pipeline.tick()
+    pipeline.scheduler.chunk_beside_decoding = 8
+    for id in range(1, 25):
+        pipeline.add(make_sequence(id, 67 - id % 2, 1))
+    pipeline.run()
+    num_rows = [len(step.rows) for step in pipeline.steps if not step.sample and step.rows]
+    assert num_rows == [1] + [2] * 12
+    check_all_ended(pipeline)
 
 
 def test_a_token_behind_others_is_more_work() -> None:
