@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -69,7 +70,7 @@ def checksum(files_digest: str, modules: ModuleMatrices) -> str:
         digest.update(name.encode())
         for array in (matrices.a, matrices.b, matrices.gain):
             if array is not None:
-                digest.update(memoryview(array))  # type: ignore[arg-type]
+                digest.update(memoryview(cast(Any, array)))
     return digest.hexdigest()
 
 

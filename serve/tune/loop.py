@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -56,7 +57,7 @@ def _sum_over(links: Links, gradients: Arrays, names: Sequence[str]) -> None:
 def _bytes_of(array: mx.array) -> memoryview:
     flat = array.reshape(-1).view(mx.uint8)
     mx.eval(flat)  # One array at a time, so that there is no second copy of all.
-    return memoryview(flat)  # type: ignore[arg-type]
+    return memoryview(cast(Any, flat))
 
 
 @dataclass(frozen=True, slots=True)
