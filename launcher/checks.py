@@ -47,7 +47,7 @@ def check_versions(facts: HostFacts) -> Finding:
     text = ", ".join(f"{name} {version}" for name, version in versions.items())
     text = f"Python {facts.python}, {text}"
     if MISSING in versions.values():
-        fix = f"install Brigade for {facts.executable} (docs/operations.md, Install)"
+        fix = f"install Brigade for {facts.executable} (docs/install.md)"
         return Finding("fail", facts.host, f"a package is missing: {text}", fix)
     if _numbers(versions["mlx"]) < MLX_FLOOR:
         fix = f"{facts.executable} -m pip install 'mlx>={'.'.join(map(str, MLX_FLOOR))}'"

@@ -41,8 +41,8 @@ layer on each rank.
 - **rows**: *together* if rows of different lengths share one forward pass; *one by one* if mlx-lm's
   caches or masks for this architecture do not allow that. That is slower, with the same results.
 - **shared prefixes**: where a prompt that begins like another one can start as a copy of it: after
-  *any token*, or at a *checkpoint*, because a window or a state cannot be cut
-  ([prefix cache](operations.md#prefix-cache)). Over two stages, the second turn of a chat reuses at
+  *any token*, or at a *checkpoint*, because a window or a state cannot be cut ([prefix
+  cache](memory-and-prefixes.md#prefix-cache)). Over two stages, the second turn of a chat reuses at
   least 90 % of the prefix, with the answer of a computation without reuse. (Logits of plamo3 depend
   on how a prompt is divided into chunks, in mlx-lm as well as here.)
 - **sharded**: what two shards divide among each other with `--tensor-parallel 2`; together they

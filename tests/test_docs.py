@@ -17,7 +17,7 @@ from serve.front.http.metrics import Metrics
 from serve.front.prefixes.counts import PrefixCounts
 from serve.front.prefixes.disk import DiskCounts
 from serve.front.prefixes.index import PrefixIndex
-from tests import figures
+from tests import figures, flags_page
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
@@ -101,9 +101,8 @@ def test_pages_about_the_design_name_files_that_there_are() -> None:
 
 
 def test_documents_name_the_embedded_model_where_it_is() -> None:
-    documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     named = {
-        name for each in documents for name in re.findall(r"--model (\S*/\S*)", each.read_text())
+        name for each in DOCUMENTS for name in re.findall(r"--model (\S*/\S*)", each.read_text())
     }
     assert {name for name in named if name.endswith("tiny-chat")} == {"examples/tiny-chat"}
 
@@ -114,16 +113,42 @@ def test_the_first_request_of_the_readme_gets_the_likeliest_answer() -> None:
     assert json.loads(body)["temperature"] == 0
 
 
-def test_operations_gives_every_exit_code() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text()
+def anchors(document: Path) -> set[str]:
+    """The anchors that GitHub gives a document's headings."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_to_files_and_headings_that_there_are() -> None:
+    links = [
+        (document, target, anchor)
+        for document in DOCUMENTS
+        for target, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", document.read_text())
+    ]
+    assert links
+    broken = []
+    for document, target, anchor in links:
+        page = document.parent / target if target else document
+        if not page.exists() or (anchor and anchor not in anchors(page)):
+            broken.append(f"{document.relative_to(ROOT)}: {target}#{anchor}")
+    assert broken == []
+
+
+def test_flags_are_those_of_the_configs() -> None:
+    text = (ROOT / "docs" / "flags.md").read_text()
+    assert text == flags_page.page(), "run python -m tests.flags_page docs/flags.md"
+
+
+def test_recovery_gives_every_exit_code() -> None:
+    text = (ROOT / "docs" / "recovery.md").read_text()
     for code in errors._BY_EXIT_CODE:
         assert f"| {code} |" in text, f"exit code {code}"
 
 
-def test_operations_names_flags_and_metrics_that_there_are() -> None:
-    _, *sections = (ROOT / "docs" / "operations.md").read_text().split("\n## ")
-    own = ("Recovery", "Stalls", "Drain", "What a fault looks like", "Watching")
-    text = "".join(section for section in sections if section.startswith(own))
+def test_pages_for_operators_name_flags_and_metrics_that_there_are() -> None:
+    pages = ("recovery", "memory-and-prefixes", "access")
+    text = "".join((ROOT / "docs" / f"{page}.md").read_text() for page in pages)
     flags = {name.replace("-", "_") for name in re.findall(r"`--([a-z-]+)`", text)}
     assert flags
     assert flags <= set(ServeConfig.__dataclass_fields__)
@@ -142,25 +167,29 @@ def test_operations_names_flags_and_metrics_that_there_are() -> None:
 
 
 def test_api_gives_every_tool_parser() -> None:
-    text = (ROOT / "docs" / "api.md").read_text()
+    text = (ROOT / "docs" / "api" / "tools-and-grammars.md").read_text()
     section = text.split("## Tool parsers")[1].split("\n## ")[0]
     assert tuple(re.findall(r"`(\w+)`", section.split("names the format:")[1])) == call_formats()
 
 
+def parameters(text: str) -> list[str]:
+    """The names in the first column of the tables of parameters."""
+    cells = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| .+ \|$", text, re.M)
+    return sorted(name for cell in cells for name in re.findall(r"`(\w+)`", cell))
+
+
 def test_api_gives_every_parameter() -> None:
-    text = (ROOT / "docs" / "api.md").read_text()
-    supported, refused = text.split("## Not supported")
-    rows = re.findall(r"^\| `(\w+)` \| (both|chat|completions) \| (.+) \|", supported, re.M)
-    for body, own in ((ChatBody, "chat"), (CompletionBody, "completions")):
-        assert {name for name, api, _ in rows if api in (own, "both")} == set(body.model_fields)
-    responses, messages = supported.split("## Responses")[1].split("## Anthropic's messages")
-    responses = responses.split("### Items")[0]
-    messages = messages.split("### Blocks")[0]
-    for described, body in ((responses, ResponsesBody), (messages, MessagesBody)):
-        cells = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", described, re.M)
-        names = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
-        assert sorted(names) == sorted(body.model_fields)
-    assert len(rows) == len({name for name, *_ in rows})
+    api = ROOT / "docs" / "api"
+    supported, refused = (api / "openai.md").read_text().split("## Not supported")
+    _, both, rest = re.split(r"### Chat and completions\n|### Chat only\n", supported)
+    chat, completions = rest.split("### Completions only\n")
+    completions = completions.split("\n### ")[0]
+    assert parameters(both + chat) == sorted(ChatBody.model_fields)
+    assert parameters(both + completions) == sorted(CompletionBody.model_fields)
+    responses = (api / "responses.md").read_text().split("## Items")[0]
+    assert parameters(responses) == sorted(ResponsesBody.model_fields)
+    messages = (api / "anthropic-and-ollama.md").read_text().split("### Blocks")[0]
+    assert parameters(messages) == sorted(MessagesBody.model_fields)
     assert set(re.findall(r"`(\w+)`", refused)) == NEUTRAL.keys() - {
         "add_generation_prompt",  # Refused in completions: they have no template.
         "continue_final_message",

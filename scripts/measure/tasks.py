@@ -20,7 +20,7 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     fnmatch.filter,
     statistics.median,
 )
-_PAGES = ("architecture.md", "operations.md", "access.md", "api.md", "performance.md")
+_PAGES = ("architecture.md", "cluster.md", "install.md", "memory-and-prefixes.md", "performance.md")
 _QUESTIONS = (
     "What is a good breakfast before a long walk?",
     "Why is the sky blue?",

@@ -1,5 +1,5 @@
 """What would change an answer and is not supported is refused, by the name of its field and for a
-reason that docs/api.md gives."""
+reason that docs/api gives."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def blocks(block: dict[str, Any]) -> dict[str, Any]:
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-# Path, fields, the field that the error names, and the reason in docs/api.md.
+# Path, fields, the field that the error names, and the reason in docs/api.
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, said("user", [IMAGE]), "messages[1].content", NO_MEDIA),
     *(

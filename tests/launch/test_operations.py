@@ -1,5 +1,5 @@
-"""Every command of docs/operations.md's sections about launching runs as it stands there, and the
-examples of services hold commands that Brigade understands."""
+"""Every command of docs/cluster.md and of docs/recovery.md's section Watching runs as it stands
+there, and the examples of services hold commands that Brigade understands."""
 
 import os
 import plistlib
@@ -30,7 +30,8 @@ needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl
 
 
 def blocks(section: str) -> list[str]:
-    text = (ROOT / "docs" / "operations.md").read_text("utf-8")
+    pages = ("cluster.md", "recovery.md")
+    text = "".join((ROOT / "docs" / page).read_text("utf-8") for page in pages)
     (body,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     return re.findall(r"^```bash\n(.*?)^```", body, re.M | re.S)
 

@@ -28,7 +28,7 @@ POSTED = {
 }
 REFUSALS = ("400", "404", "413", "415", "429", "503")
 
-# What docs/api.md says is refused. Left in, nearly every body would have some of it.
+# What docs/api says is refused. Left in, nearly every body would have some of it.
 REFUSED = {
     *("audio", "best_of", "modalities", "moderation", "suffix", "web_search_options"),
     *("conversation", "prompt"),

@@ -1,0 +1,53 @@
+"""docs/flags.md: the flags of `serve` and of `fine-tune`, made of the fields of their configs.
+
+`python -m tests.flags_page docs/flags.md` writes it; tests/test_docs.py compares.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from serve.core.config import ServeConfig
+from serve.tune.config import FineTuneConfig
+
+_HEAD = """# Flags
+
+Every flag of `serve` and `fine-tune`, with its default, as `--help` prints them. Switches have no
+default: they are off. The other commands have few flags: see `brigade COMMAND --help`.
+"""
+_TABLE = "| flag | default | meaning |\n|---|---|---|\n"
+_COMMANDS = {"serve": ServeConfig, "fine-tune": FineTuneConfig}
+
+
+def page() -> str:
+    return _HEAD + "".join(
+        f"\n## {command}\n\n{_TABLE}" + "".join(_rows(config))
+        for command, config in _COMMANDS.items()
+    )
+
+
+def _rows(config: Any) -> Iterator[str]:
+    for field in dataclasses.fields(config):
+        if heading := field.metadata.get("heading"):
+            yield f"| **{heading}** | | |\n"
+        meaning = field.metadata["help"].replace("|", "\\|")
+        if field.metadata.get("file_only"):
+            yield f"| `{field.name}` | | {meaning} (only in the YAML file) |\n"
+        else:
+            names = [*field.metadata.get("short", ()), "--" + field.name.replace("_", "-")]
+            flags = ", ".join(f"`{name}`" for name in names)
+            yield f"| {flags} | {_default(field.default)} | {meaning} |\n"
+
+
+def _default(value: Any) -> str:
+    if value is dataclasses.MISSING:
+        return "required"
+    if value is None or value is False or value == ():
+        return ""
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page(), "utf-8")
