@@ -1,73 +1,63 @@
-"""Throughput and latency of all servers against the number of clients."""
+"""Throughput and latency of servers against the number of clients."""
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from scripts.measure import servers
-from scripts.measure.settings import TIMEOUT, Row, Settings, Table, in_turn
+from scripts.measure.clients import TIMEOUT, Asked, ask_in_turn
+from scripts.measure.rounds import Row, Settings, Table
 from serve.bench.client import connected
 from serve.bench.config import BenchConfig, Level
 from serve.bench.load import Target
+from serve.bench.plot import draw
 from serve.bench.records import Record, Summary, summarise
 
 Runs = dict[tuple[str, int], list[list[Record]]]
 """The records of each round, by the server and the number of clients."""
-Summaries = dict[tuple[str, int], Summary]
 
 
 def curve(settings: Settings) -> Row:
+    """All servers, each under the load of every level."""
     runs: Runs = {}
 
-    def run(name: str, round_: int) -> None:
-        with servers.running(name, settings.model) as url:
-            asyncio.run(put_load(settings, runs, name, round_, url))
+    async def ask(asked: Asked, name: str, round_: int) -> None:
+        for clients in settings.levels:
+            run = await put_load(settings, asked.url, name, clients, round_)
+            runs.setdefault((name, clients), []).append(run)
 
-    in_turn(settings, servers.SERVERS, run)
-    summaries = summaries_of(settings, runs, servers.SERVERS)
-    return Row(
-        data={"curve": data_of(summaries)},
-        tables=tables_of(settings, summaries, servers.BRIGADE_2, servers.SERVERS),
-    )
+    ask_in_turn(settings, servers.SERVERS, ask)
+    data, tables = summed_up(settings, runs, servers.BRIGADE_2, servers.SERVERS)
+    return Row({"curve": data}, tables)
 
 
-async def put_load(settings: Settings, runs: Runs, name: str, round_: int, url: str) -> None:
-    """Puts the load of each level on a running server, and notes the records."""
+async def put_load(
+    settings: Settings, url: str, name: str, clients: int, round_: int
+) -> list[Record]:
+    """The records of one level of load on a running server, after a warm-up."""
     model = servers.model_name(name, settings.model)
-    for clients in settings.levels:
-        config = BenchConfig(
-            url=(url,),
-            model=model,
-            concurrency=str(clients),
-            requests=settings.requests_per_client * clients,
-            seed=settings.seed,
-        )
-        async with connected(url, model, None, TIMEOUT) as server:
-            target = await Target.calibrated(config, server)
-            records: list[Record] = []
-            await target.run(Level(clients, False), round_, records.append)
-        runs.setdefault((name, clients), []).append(records)
+    config = BenchConfig(
+        url=(url,),
+        model=model,
+        concurrency=str(clients),
+        requests=settings.requests_per_client * clients,
+        seed=settings.seed,
+    )
+    records: list[Record] = []
+    async with connected(url, model, None, TIMEOUT) as server:
+        target = await Target.calibrated(config, server)
+        await target.run(Level(clients, False), round_, records.append)
+    return records
 
 
-def summaries_of(settings: Settings, runs: Runs, names: Sequence[str]) -> Summaries:
+def summed_up(
+    settings: Settings, runs: Runs, ours: str, names: Sequence[str]
+) -> tuple[list[dict[str, Any]], dict[str, Table]]:
+    """The data and tables of all runs; each server is compared with ours."""
     keys = [(name, clients) for name in names for clients in settings.levels]
-    return {key: summarise(runs.get(key, [])) for key in keys}
+    summaries = {key: summarise(runs.get(key, [])) for key in keys}
 
-
-def data_of(summaries: Summaries) -> list[dict[str, Any]]:
-    return [
-        {"server": name, "clients": clients, **asdict(summary)}
-        for (name, clients), summary in summaries.items()
-    ]
-
-
-def tables_of(
-    settings: Settings,
-    summaries: Summaries,
-    ours: str,
-    names: Sequence[str],
-) -> dict[str, Table]:
     def gain(name: str, n: int) -> str:
         rate = summaries[name, n].tokens_per_second
         return f"{summaries[ours, n].tokens_per_second / rate:.2f}" if rate else "-"
@@ -79,22 +69,24 @@ def tables_of(
         "between tokens, p50 / p99, ms": lambda name, n: (
             f"{_ms(summaries[name, n].itl_p50_seconds)} / {_ms(summaries[name, n].itl_p99_seconds)}"
         ),
-        "whole answers and their tokens, errors, second connects": lambda name, n: _counts(
-            summaries[name, n]
-        ),
+        "errors": lambda name, n: str(sum(summaries[name, n].errors.values())),
     }
     columns = ["server, by clients", *map(str, settings.levels)]
-    return {
-        title: (columns, [[s, *(cell(s, n) for n in settings.levels)] for s in names])
+    tables: dict[str, Table] = {
+        title: (columns, [[name, *(cell(name, n) for n in settings.levels)] for name in names])
         for title, cell in cells.items()
     }
+    data = [{"server": name, "clients": n, **asdict(summaries[name, n])} for name, n in keys]
+    return data, tables
 
 
-def _counts(summary: Summary) -> str:
-    whole = summary.num_requests - sum(summary.errors.values())
-    errors = "; ".join(f"{count} x {reason}" for reason, count in summary.errors.items())
-    each = f"{summary.tokens / whole:g}" if whole else "-"
-    return f"{whole} x {each}, {errors or 0}, {summary.num_reconnected}"
+def picture(path: Path, data: Sequence[dict[str, Any]]) -> None:
+    """Draws what summed_up returned as data."""
+    curves: dict[str, list[tuple[float, Summary]]] = {}
+    for each in data:
+        values = {key: each[key] for key in each if key not in ("server", "clients")}
+        curves.setdefault(each["server"], []).append((each["clients"], Summary(**values)))
+    draw(path, "clients", curves)
 
 
 def _ms(seconds: float | None) -> str:

@@ -1,35 +1,36 @@
 """How long a message takes from stage to stage while its receiver has nothing else to do."""
 
+import time
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from scripts.measure import servers
-from scripts.measure.limits import timeline
-from scripts.measure.settings import Asked, Row, Settings, ask_server, in_turn
-from scripts.measure.sums import p50
+from scripts.measure.clients import PROMPT_TOKENS, Asked, ask_in_turn, timeline
+from scripts.measure.rounds import Row, Samples, Settings
 
-PROMPT_TOKENS = 66
 STREAM_TOKENS = 200
+DIRECTIONS = ("to rank 0", "to rank 1")
 
 
 def hops(settings: Settings) -> Row:
     """One client: from the end of a step on a stage to its beginning on the next one, and from
     its token on rank 0 to the next step on rank 1."""
-    seconds: dict[str, list[float]] = {"rank 1 to rank 0": [], "rank 0 to rank 1": []}
+    milliseconds = Samples(*DIRECTIONS)
 
-    async def ask(asked: Asked, url: str) -> None:
-        for prompt in asked.prompts("hops", PROMPT_TOKENS, 2):
+    async def ask(asked: Asked, _: str, round_: int) -> None:
+        start = time.time()
+        for prompt in asked.prompts(f"hops/{round_}", PROMPT_TOKENS, 2):
             await asked(prompt, STREAM_TOKENS)
-        forth, back = hop_seconds(await timeline(url))
-        seconds["rank 1 to rank 0"] += forth
-        seconds["rank 0 to rank 1"] += back
+        found = hop_seconds(await timeline(asked.url, start))
+        for name, seconds in zip(DIRECTIONS, found, strict=True):
+            milliseconds.add(name, *(1000 * each for each in seconds))
 
-    in_turn(settings, [servers.BRIGADE_2], lambda name, _: ask_server(name, settings, ask))
-    rows = [[name, f"{p50(each) * 1000:.2f}"] for name, each in seconds.items()]
-    return Row({"hops": seconds}, {"a hop, p50": (["", "ms"], rows)})
+    ask_in_turn(settings, [servers.BRIGADE_2], ask)
+    return milliseconds.row("hops", "a hop, ms")
 
 
-def hop_seconds(events: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+def hop_seconds(events: Sequence[dict[str, Any]]) -> tuple[list[float], list[float]]:
     """Of a Chrome trace in which one sequence decodes on two stages: the hops to rank 0, and
     those back to rank 1."""
     steps: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)

@@ -2,21 +2,15 @@
 
 import asyncio
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 from scripts.measure import servers
-from scripts.measure.model import make_state_model, make_window_model
-from scripts.measure.settings import Asked, Row, Settings, ask_server, in_turn
-from scripts.measure.sums import gaps_in, p50, ratio
-from serve.bench.load import closed_loop
-from serve.bench.records import Record, quantile
+from scripts.measure.clients import Asked, ask_in_turn, first_token_seconds
+from scripts.measure.rounds import Row, Samples, Settings
+from scripts.measure.sums import gaps_in, p50, p99
 
 LONG_TOKENS = 2048
 SECOND_TURN_TOKENS = 2000
 INTERRUPTING_TOKENS = 4000
-STREAM_PROMPT_TOKENS = 66
 STREAM_TOKENS = 500
 NUM_STREAMS = 8
 QUIET_SECONDS = 8.0
@@ -27,140 +21,87 @@ BEHIND_SECONDS = 0.5
 
 def long_prompt(settings: Settings) -> Row:
     """Time to the first token of a long prompt, alone on the server."""
-    seconds: dict[str, list[float]] = {servers.BRIGADE_2: [], servers.BRIGADE_1: []}
+    names = servers.BRIGADE_2, servers.BRIGADE_1
+    seconds = Samples(*names)
 
-    def run(name: str, round_: int) -> None:
-        async def ask(asked: Asked, _: str) -> None:
-            warm_up, *prompts = asked.prompts(f"long/{round_}", LONG_TOKENS, 4)
-            await asked(warm_up, 2)
-            for prompt in prompts:
-                seconds[name].append(_ttft(await asked(prompt, 2)))
+    async def ask(asked: Asked, name: str, round_: int) -> None:
+        seconds.add(name, *await long_prompt_seconds(asked, round_))
 
-        ask_server(name, settings, ask)
+    ask_in_turn(settings, names, ask)
+    return seconds.row("long_prompt", f"time to first token of {LONG_TOKENS} tokens, s", names)
 
-    in_turn(settings, list(seconds), run)
-    quotient = ratio(seconds[servers.BRIGADE_2], seconds[servers.BRIGADE_1])
-    rows: list[Sequence[Any]] = [[name, f"{p50(each):.2f}"] for name, each in seconds.items()]
-    rows.append(["two ranks ÷ one", f"{quotient:.2f}"])
-    title = f"time to first token of {LONG_TOKENS} tokens, s"
-    return Row({"long_prompt": {**seconds, "ratio": quotient}}, {title: (["", ""], rows)})
+
+async def long_prompt_seconds(asked: Asked, round_: int) -> list[float]:
+    """The times to the first token of some long prompts that come one after the other."""
+    warm_up, *prompts = asked.prompts(f"long/{round_}", LONG_TOKENS, 4)
+    await asked(warm_up, 2)
+    return [first_token_seconds(await asked(prompt, 2)) for prompt in prompts]
 
 
 def second_turn(settings: Settings) -> Row:
-    """A chat's second turn repeats the first one, which the server has already seen. Windows and
-    states need checkpoints for that, plain attention does not."""
-    folder = settings.model.parent
-    models = {
-        "plain": settings.model,
-        "windows": make_window_model(folder),
-        "states": make_state_model(folder),
-    }
-    first: dict[str, list[float]] = {name: [] for name in models}
-    second: dict[str, list[float]] = {name: [] for name in models}
+    """A chat's second turn repeats the first one, which the prefix cache holds."""
+    seconds = Samples("first turn", "second turn")
 
-    def run(name: str, _: int) -> None:
-        async def ask(asked: Asked, _: str) -> None:
-            await _two_turns(asked, f"turn/{len(first[name])}", first[name], second[name])
+    async def ask(asked: Asked, _: str, round_: int) -> None:
+        warm_up, *prompts = asked.prompts(f"turn/{round_}", SECOND_TURN_TOKENS, 3)
+        await asked(warm_up, 16)
+        for prompt in prompts:
+            chat = [{"role": "user", "content": prompt}]
+            one = await asked.chat(chat, 16)
+            chat.append({"role": "assistant", "content": one.text})
+            chat.append({"role": "user", "content": "and the time"})
+            two = await asked.chat(chat, 16)
+            seconds.add("first turn", first_token_seconds(one))
+            seconds.add("second turn", first_token_seconds(two))
 
-        ask_server(servers.BRIGADE_2, replace(settings, model=models[name]), ask)
-
-    in_turn(settings, list(models), run)
-    rows: list[list[str]] = []
-    data: dict[str, dict[str, Any]] = {}
-    for name in models:
-        quotient = ratio(second[name], first[name])
-        data[name] = {"first": first[name], "second": second[name], "ratio": quotient}
-        times = f"{p50(first[name]):.2f}", f"{p50(second[name]):.3f}"
-        rows.append([name, *times, f"{quotient:.3f}"])
-    title = f"time to first token of a {SECOND_TURN_TOKENS}-token chat's turns, s"
-    return Row({"second_turn": data}, {title: (["model", "first", "second", "ratio"], rows)})
-
-
-async def _two_turns(asked: Asked, name: str, first: list[float], second: list[float]) -> None:
-    """Asks three chats with two turns each, and notes the times of the last two."""
-    prompts = asked.prompts(name, SECOND_TURN_TOKENS, 3)
-    for i, prompt in enumerate(prompts):
-        chat = [{"role": "user", "content": prompt}]
-        one = await asked.chat(chat, 16)
-        chat.append({"role": "assistant", "content": one.text})
-        chat.append({"role": "user", "content": "and the time"})
-        two = await asked.chat(chat, 16)
-        if i:  # the first chat warms up
-            first.append(_ttft(one))
-            second.append(_ttft(two))
+    ask_in_turn(settings, [servers.BRIGADE_2], ask)
+    title = f"time to first token in a chat of {SECOND_TURN_TOKENS} tokens, s"
+    return seconds.row("second_turn", title, ("second turn", "first turn"))
 
 
 def interrupted(settings: Settings) -> Row:
     """Eight running streams, and one long prompt that comes in."""
-    quiet: list[float] = []
-    disturbed: list[float] = []
-    arrivals: list[float] = []
+    before, during, first = "p50 before, ms", "p99 during, ms", "the prompt's first token, s"
+    samples = Samples(before, during, first)
 
-    async def ask(asked: Asked, _: str) -> None:
-        name = f"interrupted/{len(quiet)}"
-        streams: list[Record] = []
-
-        async def run(name: str, num_tokens: int) -> None:
-            prompts = asked.prompts(name, STREAM_PROMPT_TOKENS, NUM_STREAMS)
-            ask = lambda text: asked(text, num_tokens)  # noqa: E731
-            await closed_loop(ask, prompts, NUM_STREAMS, streams.append)
-
-        await run(f"{name}/warm-up", 8)
-        streams.clear()
-        running = asyncio.create_task(run(name, STREAM_TOKENS))
+    async def ask(asked: Asked, _: str, round_: int) -> None:
+        name = f"interrupted/{round_}"
+        await asked.at_once(f"{name}/warm-up", NUM_STREAMS, 8)
+        running = asyncio.create_task(asked.at_once(name, NUM_STREAMS, STREAM_TOKENS))
         await asyncio.sleep(QUIET_SECONDS)
         long = await asked(asked.prompts(name, INTERRUPTING_TOKENS, 1)[0], 2)
-        await running
-        steady = max(record.times[0] for record in streams), long.start
-        during = long.start, min(long.times[0], min(record.times[-1] for record in streams))
-        if during[1] < long.times[0]:
+        streams = await running
+        begin = max(record.times[0] for record in streams)
+        end = min(record.times[-1] for record in streams)
+        if end < long.times[0]:
             print("the streams ended before the long prompt was read", file=sys.stderr)
-        quiet.append(p50(gaps_in(streams, steady)))
-        disturbed.extend(gaps_in(streams, during))
-        arrivals.append(_ttft(long))
+        samples.add(before, 1000 * p50(gaps_in(streams, (begin, long.start))))
+        disturbed = gaps_in(streams, (long.start, min(long.times[0], end)))
+        samples.add(during, 1000 * p99(disturbed))
+        samples.add(first, first_token_seconds(long))
 
-    in_turn(settings, [servers.BRIGADE_2], lambda name, _: ask_server(name, settings, ask))
-    worst = quantile(disturbed, 0.99) or float("nan")
-    rows = [
-        ["p50 before, ms", f"{p50(quiet) * 1000:.0f}"],
-        ["p99 during, ms", f"{worst * 1000:.0f}"],
-        ["p99 ÷ p50", f"{worst / p50(quiet):.2f}"],
-        ["the long prompt's first token, s", f"{p50(arrivals):.1f}"],
-    ]
+    ask_in_turn(settings, [servers.BRIGADE_2], ask)
     title = f"between tokens of {NUM_STREAMS} streams while {INTERRUPTING_TOKENS} tokens come in"
-    data = {"p50": quiet, "p99": worst, "ratio": worst / p50(quiet), "ttft": arrivals}
-    return Row({"interrupted": data}, {title: (["", ""], rows)})
+    return samples.row("interrupted", title, (during, before))
 
 
 def behind(settings: Settings) -> Row:
     """A short prompt that comes just behind a long one, on two ranks."""
-    short: dict[str, list[float]] = {"alone": [], "together": []}
-    long: dict[str, list[float]] = {"alone": [], "together": []}
+    names = [f"{n} {how}" for n in (BEHIND_TOKENS, AHEAD_TOKENS) for how in ("together", "alone")]
+    short, short_alone, long, long_alone = names
+    seconds = Samples(*names)
 
-    async def ask(asked: Asked, _: str) -> None:
-        name = f"behind/{len(short['alone'])}"
-        shorts = asked.prompts(name, BEHIND_TOKENS, 3)
-        longs = asked.prompts(name, AHEAD_TOKENS, 2)
-        await asked(shorts[2], 8)
-        short["alone"].append(_ttft(await asked(shorts[0], 2)))
-        long["alone"].append(_ttft(await asked(longs[0], 2)))
+    async def ask(asked: Asked, _: str, round_: int) -> None:
+        warm_up, *shorts = asked.prompts(f"behind/{round_}", BEHIND_TOKENS, 3)
+        longs = asked.prompts(f"behind/{round_}", AHEAD_TOKENS, 2)
+        await asked(warm_up, 8)
+        seconds.add(short_alone, first_token_seconds(await asked(shorts[0], 2)))
+        seconds.add(long_alone, first_token_seconds(await asked(longs[0], 2)))
         ahead = asyncio.create_task(asked(longs[1], 2))
         await asyncio.sleep(BEHIND_SECONDS)
-        short["together"].append(_ttft(await asked(shorts[1], 2)))
-        long["together"].append(_ttft(await ahead))
+        seconds.add(short, first_token_seconds(await asked(shorts[1], 2)))
+        seconds.add(long, first_token_seconds(await ahead))
 
-    in_turn(settings, [servers.BRIGADE_2], lambda name, _: ask_server(name, settings, ask))
-    rows: list[list[str]] = []
-    data: dict[str, dict[str, Any]] = {}
-    for name, seconds in {f"{BEHIND_TOKENS}": short, f"{AHEAD_TOKENS}": long}.items():
-        quotient = ratio(seconds["together"], seconds["alone"])
-        data[name] = {**seconds, "ratio": quotient}
-        times = f"{p50(seconds['alone']):.2f}", f"{p50(seconds['together']):.2f}"
-        rows.append([name, *times, f"{quotient:.2f}"])
+    ask_in_turn(settings, [servers.BRIGADE_2], ask)
     title = f"time to first token, s; the short prompt {BEHIND_SECONDS} s behind the long one"
-    columns = ["tokens", "alone", "together", "ratio"]
-    return Row({"behind": data}, {title: (columns, rows)})
-
-
-def _ttft(record: Record) -> float:
-    return record.times[0] - record.start
+    return seconds.row("behind", title, (short, short_alone), (long, long_alone))

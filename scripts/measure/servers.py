@@ -1,4 +1,4 @@
-"""The servers that are compared: each alone on random ports of this machine."""
+"""The servers that are compared: each on random ports of this machine."""
 
 import json
 import os
@@ -6,9 +6,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import httpx2
@@ -16,6 +15,7 @@ import httpx2
 from launcher.process import free_ports
 from serve.core.blas import with_openblas
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 READY_SECONDS = 120.0
 END_SECONDS = 20.0
 MAX_SEQUENCES = 64
@@ -28,16 +28,16 @@ LOCKSTEP = "Brigade, 2 ranks, one group"
 MLX_LM_1 = "mlx_lm.server, 1 rank"
 MLX_LM_2 = "mlx_lm.server --pipeline, 2 ranks"
 SERVERS = (BRIGADE_1, BRIGADE_2, LOCKSTEP, MLX_LM_1, MLX_LM_2)
-_NUM_RANKS = dict(zip((*SERVERS, SHARDS_2, AUTO_2), (1, 2, 2, 1, 2, 2, 2), strict=True))
-_FLAGS = {
+_FLAGS: dict[str, tuple[str, ...]] = {
     LOCKSTEP: ("--num-groups", "1"),
     SHARDS_2: ("--tensor-parallel", "2"),
     AUTO_2: ("--tensor-parallel", "auto"),
 }
+Processes = Sequence[subprocess.Popen[bytes]]
 
 
-class StartError(Exception):
-    """A server that never answered; the others' turns go on."""
+class NotMeasuredError(Exception):
+    """A server did not start, or gave no whole answer. The others' turns go on."""
 
 
 def model_name(name: str, model: Path) -> str:
@@ -54,71 +54,71 @@ def running(
     name: str,
     model: Path,
     *more: str,
-    until: Callable[..., None] | None = None,
     speculates: bool = False,
+    checkout: Path = ROOT,
 ) -> Iterator[str]:
-    """The URL of a server that answers, or for which `until` has waited; more flags are for
-    Brigade. Only one runs at a time: some spin while idle. Brigade guesses tokens only if
-    speculates is set, because texts of random weights repeat themselves more than real ones."""
+    """The URL of a server that answers; more flags are for Brigade, whose code is that of checkout.
+
+    Brigade guesses tokens only if speculates is set, because texts of random weights repeat
+    themselves more than real ones.
+    """
     port, *ring = free_ports(3)
     with tempfile.TemporaryDirectory() as folder:
+        if _is_ours(name):
+            flags = [*_FLAGS.get(name, ()), *more, *([] if speculates else ["--no-speculation"])]
+            num_ranks = 1 if name == BRIGADE_1 else 2
+            words = [_python(checkout), "-m", "launcher.cli", "launch", "-n", str(num_ranks), "--"]
+            words += ["serve", *_shared_flags(model, port), *flags]
+            words += ["--max-num-sequences", str(MAX_SEQUENCES)]
+            ranks: list[dict[str, str]] = [{}]
+        else:
+            words = [sys.executable, "-m", "mlx_lm", "server", *_shared_flags(model, port)]
+            words += ["--decode-concurrency", str(MAX_SEQUENCES)]
+            words += ["--pipeline"] if name == MLX_LM_2 else []
+            ranks = _mlx_ranks(name, ring, Path(folder))
         log = Path(folder) / "log"
-        flags = [*_FLAGS.get(name, ()), *more]
-        if not speculates:
-            flags.append("--no-speculation")
-        start = partial(_brigade, flags) if _is_ours(name) else _mlx_lm
         processes: list[subprocess.Popen[bytes]] = []
         try:
             with log.open("w") as output:
-                for words, environment in start(
-                    model, port, ring[: _NUM_RANKS[name]], Path(folder)
-                ):
-                    processes.append(
-                        subprocess.Popen(
-                            words,
-                            env={**os.environ, **environment},
-                            stdin=subprocess.DEVNULL,
-                            stdout=output,
-                            stderr=output,
-                        )
+                for variables in ranks:
+                    process = subprocess.Popen(
+                        words,
+                        cwd=checkout,
+                        env={**os.environ, **variables},
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
                     )
+                    processes.append(process)
             url = f"http://127.0.0.1:{port}"
-            (until or until_it_answers)(url, model_name(name, model), processes, log)
+            _wait_until_it_answers(url, model_name(name, model), processes, log)
             yield url
         finally:
-            end(processes)
+            _end(processes)
 
 
-Command = tuple[list[str], dict[str, str]]
+def _python(checkout: Path) -> str:
+    """The interpreter of a checkout, or this one, which finds the code in its working directory."""
+    own = checkout / ".venv" / "bin" / "python"
+    return str(own) if own.exists() else sys.executable
 
 
-def _brigade(
-    more: Sequence[str], model: Path, port: int, ring: Sequence[int], _: Path
-) -> list[Command]:
-    words = ["-m", "launcher.cli", "launch", "-n", str(len(ring)), "--", "serve"]
-    flags = ["--model", str(model), "--port", str(port), "--max-num-sequences", str(MAX_SEQUENCES)]
-    return [([sys.executable, *words, *flags, *more], {})]
+def _shared_flags(model: Path, port: int) -> list[str]:
+    return ["--model", str(model), "--port", str(port)]
 
 
-def _mlx_lm(model: Path, port: int, ring: Sequence[int], folder: Path) -> list[Command]:
-    """Without mlx.launch, which keeps most of a core busy itself."""
-    words = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port)]
-    words += ["--decode-concurrency", str(MAX_SEQUENCES)]
-    environment = with_openblas({})  # the same BLAS as Brigade's ranks
-    if len(ring) == 1:
-        return [(words, environment)]
+def _mlx_ranks(name: str, ring: Sequence[int], folder: Path) -> list[dict[str, str]]:
+    """The environment of each rank. Without mlx.launch, which keeps most of a core busy itself."""
+    variables = with_openblas({})  # the same BLAS as Brigade's ranks
+    if name == MLX_LM_1:
+        return [variables]
     hostfile = folder / "hosts.json"
-    hostfile.write_text(json.dumps([[f"127.0.0.1:{each}"] for each in ring]))
-    environment["MLX_HOSTFILE"] = str(hostfile)
-    return [
-        ([*words, "--pipeline"], {**environment, "MLX_RANK": str(rank)})
-        for rank in range(len(ring))
-    ]
+    hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ring]))
+    variables["MLX_HOSTFILE"] = str(hostfile)
+    return [{**variables, "MLX_RANK": str(rank)} for rank in range(len(ring))]
 
 
-def until_it_answers(
-    url: str, model: str, processes: Sequence[subprocess.Popen[bytes]], log: Path
-) -> None:
+def _wait_until_it_answers(url: str, model: str, processes: Processes, log: Path) -> None:
     """Until a first token has come: some servers listen before they have loaded the model."""
     chat = [{"role": "user", "content": "and the day"}]
     body = {"model": model, "messages": chat, "max_tokens": 1, "temperature": 0.0}
@@ -131,25 +131,10 @@ def until_it_answers(
         except httpx2.TransportError:
             pass
         time.sleep(0.2)
-    raise StartError(f"the server did not start:\n{log.read_text()[-3000:]}")
+    raise NotMeasuredError(f"the server did not start:\n{log.read_text()[-3000:]}")
 
 
-def until_ready(
-    url: str, model: str, processes: Sequence[subprocess.Popen[bytes]], log: Path
-) -> None:
-    """Until Brigade says that it is ready, without asking for an answer."""
-    deadline = time.monotonic() + READY_SECONDS
-    while time.monotonic() < deadline and all(each.poll() is None for each in processes):
-        try:
-            if httpx2.get(f"{url}/ready", timeout=5).status_code == 200:
-                return
-        except httpx2.TransportError:
-            time.sleep(0.05)
-        time.sleep(0.05)
-    raise StartError(f"{model} did not become ready:\n{log.read_text()[-3000:]}")
-
-
-def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end(processes: Processes) -> None:
     """`brigade launch` ends its ranks itself, and they end when it is killed."""
     for process in processes:
         process.terminate()

@@ -12,6 +12,10 @@ def p50(values: Sequence[float]) -> float:
     return quantile(values, 0.5) or float("nan")
 
 
+def p99(values: Sequence[float]) -> float:
+    return quantile(values, 0.99) or float("nan")
+
+
 def ratio(values: Sequence[float], others: Sequence[float]) -> float:
     """Of the medians."""
     return p50(values) / p50(others)

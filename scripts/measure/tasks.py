@@ -1,16 +1,16 @@
-"""What a single client may ask: tasks of several kinds, made of texts of this repository and of
-Python's standard library."""
+"""What a client may ask a real chat model: tasks of several kinds, made of texts of this repository
+and of Python's standard library."""
 
 import fnmatch
 import inspect
 import statistics
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent.parent
+from scripts.measure.servers import ROOT
+
 _MAX_CHARACTERS = 900
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     textwrap.wrap,
@@ -20,7 +20,6 @@ _FUNCTIONS: tuple[Callable[..., Any], ...] = (
     fnmatch.filter,
     statistics.median,
 )
-_PAGES = ("architecture.md", "cluster.md", "install.md", "memory-and-prefixes.md", "performance.md")
 _QUESTIONS = (
     "What is a good breakfast before a long walk?",
     "Why is the sky blue?",
@@ -29,6 +28,8 @@ _QUESTIONS = (
     "What should I see in Rome in two days?",
     "Explain to a child what a computer does.",
 )
+_WORDS = ("red green blue", "one two three four", "a b c d e", "north east south west")
+_SHORT = ("chat", "code", "json", "repetition")  # the kinds with short prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,67 +43,34 @@ class Task:
 
 def tasks(num_each: int) -> list[Task]:
     """The first num_each tasks of each kind, or fewer if the kind has no more texts."""
-    kinds = (_chat, _code, _edits, _predicted_edits, _quotes, _json, _repetition, _summaries)
-    chosen: list[Task] = []
-    for kind in kinds:
-        chosen += [task for _, task in zip(range(num_each), kind(), strict=False)]
-    return chosen
-
-
-def _chat() -> Iterator[Task]:
-    for question in _QUESTIONS:
-        yield Task("chat", question)
-
-
-def _sources() -> Iterator[tuple[str, str]]:
-    for function in _FUNCTIONS:
-        name = getattr(function, "__name__", "function")
+    found = [Task("chat", question) for question in _QUESTIONS[:num_each]]
+    for function in _FUNCTIONS[:num_each]:
+        name = function.__name__
         source = textwrap.dedent(inspect.getsource(function))[:_MAX_CHARACTERS]
-        yield name, source
+        edit = f"Rename {name} to new_{name} in this code. Answer with the whole code.\n\n{source}"
+        found.append(Task("code", f"Write a test in Python for this function.\n\n{source}"))
+        found.append(Task("edits", edit))
+        found.append(Task("edits with prediction", edit, source))
+    for text in _paragraphs()[:num_each]:
+        found.append(Task("quotation", f"Copy the following text word for word.\n\n{text}"))
+        found.append(Task("summaries", f"Summarize this text in three sentences.\n\n{text}"))
+    for name in ("Ada", "Grace", "Alan", "Edsger", "Barbara")[:num_each]:
+        people = ", ".join(f"{name} {i} is {20 + i} years old" for i in range(6))
+        found.append(Task("json", f"Write a JSON list with name and age of each person: {people}."))
+    for words in _WORDS[:num_each]:
+        found.append(Task("repetition", f"Say this ten times, one line each: {words}"))
+    return found
 
 
-def _code() -> Iterator[Task]:
-    for _, source in _sources():
-        yield Task("code", f"Write a test in Python for this function.\n\n{source}")
+def short_tasks() -> list[Task]:
+    return [task for task in tasks(4) if task.kind in _SHORT]
 
 
-def _edits() -> Iterator[Task]:
-    for name, source in _sources():
-        yield Task("edits", _edit(name, source))
-
-
-def _predicted_edits() -> Iterator[Task]:
-    for name, source in _sources():
-        yield Task("edits with prediction", _edit(name, source), source)
-
-
-def _edit(name: str, source: str) -> str:
-    return f"Rename {name} to new_{name} in this code. Answer with the whole code.\n\n{source}"
-
-
-def _paragraphs() -> Iterator[str]:
-    for page in _PAGES:
-        text = (ROOT / "docs" / page).read_text("utf-8")
-        parts = [part for part in text.split("\n\n") if len(part) > 300 and "|" not in part]
-        yield parts[0][:_MAX_CHARACTERS]
-
-
-def _quotes() -> Iterator[Task]:
-    for paragraph in _paragraphs():
-        yield Task("quotation", f"Copy the following text word for word.\n\n{paragraph}")
-
-
-def _json() -> Iterator[Task]:
-    for n, name in enumerate(("Ada", "Grace", "Alan", "Edsger", "Barbara")):
-        people = ", ".join(f"{name} {i} is {20 + n + i} years old" for i in range(6))
-        yield Task("json", f"Write a JSON list with name and age of each person: {people}.")
-
-
-def _repetition() -> Iterator[Task]:
-    for words in ("red green blue", "one two three four", "a b c d e", "north east south west"):
-        yield Task("repetition", f"Say this ten times, one line each: {words}")
-
-
-def _summaries() -> Iterator[Task]:
-    for paragraph in _paragraphs():
-        yield Task("summaries", f"Summarize this text in three sentences.\n\n{paragraph}")
+def _paragraphs() -> list[str]:
+    """The first long paragraph of each page of the documentation."""
+    found: list[str] = []
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        parts = page.read_text("utf-8").split("\n\n")
+        long = [part for part in parts if len(part) > 300 and "|" not in part]
+        found += [part[:_MAX_CHARACTERS] for part in long[:1]]
+    return found

@@ -4,16 +4,14 @@ import json
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from random import Random
 from statistics import median
-from threading import Timer
 from typing import Any
 
-import psutil
-
-from scripts.measure.settings import TIMEOUT, Row, Settings, in_turn
+from scripts.measure.clients import TIMEOUT
+from scripts.measure.rounds import Row, Settings, in_turn
+from scripts.measure.servers import NotMeasuredError
 from serve.bench.prompts import random_words
 
 EXAMPLES = 8  # of a batch
@@ -29,7 +27,7 @@ RUNS = {
 }
 COLUMNS = (
     *("ranks, schedule", "tokens/s", "÷ one batch at a time", "busy", "bound", "busy ÷ bound"),
-    *("CPU ÷ busy seconds", "memory of each rank, measured ÷ forecast"),
+    "memory of each rank, measured ÷ forecast",
 )
 
 
@@ -41,7 +39,7 @@ def training(settings: Settings) -> Row:
         def run(name: str, round_: int) -> None:
             runs[name].append(_run(settings.model, data, Path(folder) / f"{name} {round_}", name))
 
-        in_turn(settings, tuple(RUNS), run)
+        in_turn(settings.rounds, tuple(RUNS), run)
     rates = {name: median(run["tokens_per_second"] for run in runs[name]) for name in RUNS}
     rows = [[name, *_shown(rates, name, runs[name])] for name in RUNS]
     return Row(data={"training": runs}, tables={"fine-tuning": (COLUMNS, rows)})
@@ -58,7 +56,6 @@ def _shown(rates: dict[str, float], name: str, runs: list[dict[str, Any]]) -> li
         f"{busy:.1%}",
         f"{bound:.1%}",
         f"{busy / bound:.3f}",
-        f"{median(sum(run['cpu_seconds']) / run['busy_seconds'] for run in runs):.2f}",
         ", ".join(f"{ratio:.2f}" for ratio in worst),
     ]
 
@@ -86,49 +83,14 @@ def _run(model: Path, data: Path, out: Path, name: str) -> dict[str, Any]:
         "--steps-per-report": UPDATES,
     }.items():
         words += [flag, str(value)]
-    cpu = _watched(name, words)
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT)
+    if ended.returncode:
+        raise NotMeasuredError(f"{name}: {(ended.stdout + ended.stderr)[-3000:]}")
     report, finished = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    seconds = UPDATES / report["iterations_per_second"]
     return {
         "tokens_per_second": report["tokens_per_second"],
         "utilisation": finished["utilisation"],
         "expected_utilisation": finished["expected_utilisation"],
-        "seconds": seconds,
-        "busy_seconds": finished["utilisation"] * num_ranks * seconds,
-        "cpu_seconds": cpu,
         "peak_bytes": finished["peak_bytes"],
         "forecast": finished["forecast"]["peak_bytes"],
     }
-
-
-def _watched(name: str, words: list[str]) -> list[float]:
-    """Runs a command to its end. The CPU seconds of each rank from the first update to the last."""
-    said: list[str] = []
-    taken: list[list[float]] = []
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        assert process.stdout is not None
-        deadline = Timer(TIMEOUT, process.terminate)
-        deadline.start()
-        for line in process.stdout:
-            said.append(line)
-            if "trained parameters" in line or "tokens_per_second=" in line:
-                taken.append(_cpu_seconds(process.pid))
-        deadline.cancel()
-    if process.returncode:
-        raise SystemExit(f"scripts/bench: {name}: {''.join(said)[-4000:]}")
-    before, after = taken
-    return [b - a for a, b in zip(before, after, strict=True)]
-
-
-def _cpu_seconds(launcher: int) -> list[float]:
-    """Of each rank, with all its threads."""
-    ranks: dict[str, float] = {}
-    for process in psutil.Process(launcher).children(recursive=True):
-        with suppress(psutil.Error):
-            if "serve.cli.fine_tune" in process.cmdline():
-                times = process.cpu_times()
-                rank = process.environ().get("MLX_RANK", "0")
-                ranks[rank] = times.user + times.system
-    return [ranks[rank] for rank in sorted(ranks)]

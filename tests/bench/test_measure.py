@@ -1,18 +1,18 @@
 """What scripts/bench works out of records and timelines."""
 
+import argparse
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.measure import kill, servers, training
-from scripts.measure.__main__ import ROWS, markdown, report
+from scripts.measure import compare, servers, training
+from scripts.measure.__main__ import ROWS, report
 from scripts.measure.adapters import write
 from scripts.measure.hops import hop_seconds
-from scripts.measure.limits import Part, run_passes
-from scripts.measure.settings import Row, Settings
+from scripts.measure.rounds import Row, Samples, Settings, in_turn, levels_of, markdown
+from scripts.measure.speculation import Answer
 from scripts.measure.sums import (
     busy_shares,
     gaps_in,
@@ -20,9 +20,9 @@ from scripts.measure.sums import (
     steady_tokens_per_second,
     steady_window,
 )
+from scripts.measure.tasks import tasks
 from serve.bench.records import Record
 from serve.lora.files import read_adapter
-from tests.models import save
 
 EARLY = Record(start=0.0, end=5.0, times=(1.0, 2.0, 3.0, 4.0, 5.0))
 LATE = Record(start=0.0, end=7.0, times=(2.5, 3.5, 4.5, 6.0, 7.0))
@@ -89,8 +89,6 @@ def test_a_row_of_training_has_a_figure_for_each_column() -> None:
         "tokens_per_second": 50.0,
         "utilisation": 0.8,
         "expected_utilisation": 0.9,
-        "busy_seconds": 8.0,
-        "cpu_seconds": [5.0, 7.0],
         "peak_bytes": [110, 90],
         "forecast": [100, 100],
     }
@@ -99,7 +97,6 @@ def test_a_row_of_training_has_a_figure_for_each_column() -> None:
     assert len(shown) == len(training.COLUMNS) - 1
     row = dict(zip(training.COLUMNS[1:], shown, strict=True))
     assert row["÷ one batch at a time"] == "2.00"
-    assert row["CPU ÷ busy seconds"] == "1.50"
     assert row["busy ÷ bound"] == "0.889"
 
 
@@ -110,44 +107,65 @@ def test_schedule_and_size_of_micro_batches_are_told_apart() -> None:
     assert apart == [1] * (len(rows) - 1)
 
 
-@pytest.mark.long
-def test_the_cpu_seconds_of_a_run_are_those_of_each_rank(tmp_path: Path) -> None:
-    """Ranks that do nothing but say what a run says, and compute between it."""
-    (tmp_path / "launcher.py").write_text(
-        "import os, subprocess, sys\n"
-        "ranks = [subprocess.Popen([sys.executable, sys.argv[1], 'serve.cli.fine_tune'],"
-        " env={**os.environ, 'MLX_RANK': str(r)}) for r in (0, 1)]\n"
-        "sys.exit(max(rank.wait() for rank in ranks))\n"
-    )
-    (tmp_path / "rank.py").write_text(
-        "import os, time\n"
-        "first = os.environ['MLX_RANK'] == '0'\n"
-        "time.sleep(0.3)\n"
-        "if first: print('1 trained parameters', flush=True)\n"
-        "end = time.process_time() + (0.4 if first else 0.2)\n"
-        "while time.process_time() < end: pass\n"
-        "time.sleep(1.0 if first else 1.5)\n"
-        "if first: print('tokens_per_second=1', flush=True)\n"
-        "time.sleep(1)\n"
-    )
-    words = [sys.executable, str(tmp_path / "launcher.py"), str(tmp_path / "rank.py")]
-    first, second = training._watched("a", words)
-    assert first == pytest.approx(0.4, abs=0.15)
-    assert second == pytest.approx(0.2, abs=0.15)
+def test_rounds_turn_back_and_a_server_that_does_not_start_costs_its_own_turn_only() -> None:
+    ran: list[str] = []
+
+    def run(name: str, round_: int) -> None:
+        if name == "b" and not round_:
+            raise servers.NotMeasuredError("it did not start")
+        ran.append(f"{name}{round_}")
+
+    in_turn(2, ["a", "b"], run)
+    assert ran == ["a0", "b1", "a1"]
 
 
-@pytest.mark.slow
-def test_passes_of_uncoupled_shards_need_no_other_process(tmp_path: Path) -> None:
-    folder = save(tmp_path, "llama", vocab_size=512)
-    settings = Settings(folder, (1,), 1, 1, pass_seconds=0.2, seed=0)
-    parts = [Part(0, 4, num_shards=2, shard=number) for number in range(2)]
-    for seconds in run_passes(settings, parts, batch=2):
-        assert len(seconds) > 1
+def test_samples_become_medians_and_their_quotients() -> None:
+    samples = Samples("one", "two")
+    samples.add("one", 1.0, 2.0, 90.0)
+    samples.add("two", 4.0)
+    row = samples.row("key", "title", ("one", "two"))
+    assert row.data == {"key": {"one": [1.0, 2.0, 90.0], "two": [4.0], "one ÷ two": 0.5}}
+    (table,) = row.tables.values()
+    assert table[1] == [["one", "2"], ["two", "4"], ["one ÷ two", "0.500"]]
 
 
-def test_kill_names_the_kind_of_which_no_round_was_measured() -> None:
-    with pytest.raises(servers.StartError, match=kill.READ):
-        kill._row({kill.REPLAYED: [1.0], kill.READ: []}, [7900], {kill.REPLAYED: 0})
+def test_samples_say_what_was_not_measured_in_any_round() -> None:
+    samples = Samples("one", "two")
+    samples.add("one", 1.0)
+    with pytest.raises(servers.NotMeasuredError, match="^two: not measured"):
+        samples.row("key", "title", ("two", "one"))
+
+
+def test_levels_are_numbers_above_zero() -> None:
+    assert levels_of("1,8,32") == (1, 8, 32)
+    for text in ("", "0", "1,", "a"):
+        with pytest.raises(argparse.ArgumentTypeError, match="numbers such as"):
+            levels_of(text)
+
+
+def test_a_comparison_leaves_out_rounds_that_only_one_checkout_has() -> None:
+    before = {0: {"hop": 1.0}, 1: {"hop": 5.0}, 2: {"hop": 2.0}}
+    after = {0: {"hop": 2.0}, 2: {"hop": 1.0}}
+    columns, rows = compare.table_of({compare.BEFORE: before, compare.AFTER: after})
+    assert rows == [["hop", "1.5", "1.5", "1.250", "2.000 0.500"]]
+    assert len(columns) == len(rows[0])
+    with pytest.raises(servers.NotMeasuredError, match="no round"):
+        compare.table_of({compare.BEFORE: before, compare.AFTER: {}})
+
+
+def test_the_seconds_of_a_token_leave_out_what_came_with_the_first_event() -> None:
+    """Eight tokens in five steps, of which the first took no time that was seen."""
+    answer = Answer("", times=[1.0, 2.0, 3.0, 5.0], num_tokens=8, num_accepted=3)
+    assert answer.token_seconds == pytest.approx(4.0 / 4 * 5 / 8)
+    assert Answer("", [1.0], 8, 7).token_seconds is None
+
+
+def test_tasks_are_of_every_kind() -> None:
+    counts = {kind: 0 for kind in (task.kind for task in tasks(2))}
+    for task in tasks(2):
+        counts[task.kind] += 1
+    assert len(counts) == 8
+    assert set(counts.values()) == {2}
 
 
 def test_report_goes_on_after_a_row_that_cannot_be_measured(
@@ -156,11 +174,11 @@ def test_report_goes_on_after_a_row_that_cannot_be_measured(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(_: Settings) -> Row:
-        raise servers.StartError("the server did not start")
+        raise servers.NotMeasuredError("the server did not start")
 
     monkeypatch.setitem(ROWS, "kill", fail)
     monkeypatch.setitem(ROWS, "hops", lambda _: Row({"hops": 1}, {}))
-    settings = Settings(tmp_path, (1,), 1, 1, 1.0, 0)
+    settings = Settings(tmp_path, (1,), 1, 1, 0)
     with pytest.raises(SystemExit, match="not measured: kill"):
         report(settings, ["kill", "hops"], tmp_path)
     assert "kill: the server did not start" in capsys.readouterr().err

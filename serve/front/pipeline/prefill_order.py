@@ -18,8 +18,8 @@ a prompt can copy is no work.
 
 Why not otherwise: after a limit by age, all prompts of a crowded server are too old, and the order
 is that of arrival when it does most harm. Prompts that take turns when they tolerate no more all
-end late; in the simulation (scripts/measure/arrivals.py) it is better to finish one. Plain tokens
-would count the next turn of a long chat, and a long prompt, for too little.
+end late; in the simulation (tests/front/pipeline/arrivals.py) it is better to finish one. Plain
+tokens would count the next turn of a long chat, and a long prompt, for too little.
 
 Prompts without a slot or room on the stages wait under the same rule. A younger one is admitted
 before an older one only if the older one tolerates all of it, because what was admitted is read to

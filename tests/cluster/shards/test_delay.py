@@ -1,28 +1,52 @@
 """The layout that --tensor-parallel auto chooses for a link that delays every message."""
 
+import json
 import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
-import httpx2
 import pytest
 
-from scripts.measure import delayed
-from scripts.measure.relay import NoLinkError
-from tests.cluster.servers import NO_SPARE, TINY_CHAT
+from launcher.process import free_ports
+from tests.cluster.servers import Server, alone, serve_flags, started
+from tests.cluster.shards.delayed_link import HERE, THERE, NoLinkError, delayed_link, in_space
+
+DELAY_SECONDS = 0.001
+
+
+@contextmanager
+def two_hosts(folder: Path) -> Iterator[Server]:
+    """Two ranks, the second of which is behind a link with a delay. Raises NoLinkError."""
+    first, second, control, port = free_ports(4)
+    hostfile = folder / "hosts.json"
+    hostfile.write_text(json.dumps([[f"{HERE}:{first}"], [f"{THERE}:{second}"]]))
+    variables = [f"MLX_HOSTFILE={hostfile}", f"BRIGADE_CONTROL={HERE}:{control}"]
+    command = ["env", *variables, "BRIGADE_SECRET=s"]
+    rank = alone(serve_flags(port))
+    rank += ["--tensor-parallel", "auto"]
+    with ExitStack() as stack:
+        space = stack.enter_context(delayed_link(DELAY_SECONDS))
+        far = [*in_space(space), *command, "MLX_RANK=1", *rank]
+        stack.enter_context(started(far))
+        near = [*command, "MLX_RANK=0", *rank]
+        server = stack.enter_context(started(near, port))
+        server.wait_until_ready()
+        yield server
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_auto_chooses_stages_on_a_link_with_a_delay_of_a_millisecond() -> None:
-    """A token would wait for two messages in each of the 16 sums of eight layers. `scripts/bench
-    delayed` measures both layouts."""
+def test_auto_chooses_stages_on_a_link_with_a_delay_of_a_millisecond(tmp_path: Path) -> None:
+    """A token would wait for two messages in each of the 16 sums of eight layers."""
     try:
-        with delayed.two_hosts(TINY_CHAT, "auto", NO_SPARE) as (url, log):
-            pipeline = httpx2.get(f"{url}/admin/pipeline").json()
-            text = log.read_text()
+        with two_hosts(tmp_path) as server:
+            pipeline = server.get("/admin/pipeline")
+            text = server.text
     except NoLinkError as error:
         pytest.skip(str(error))
     places = [(stage["stage"], stage["shard"]) for stage in pipeline["stages"]]
     assert places == [(0, 0), (1, 0)]
     round_trip = re.search(r"event=layout .* round trip of ([0-9.]+) ms", text)
     assert round_trip, text
-    assert float(round_trip[1]) > delayed.DELAY_SECONDS * 1000, "the delay was not measured"
+    assert float(round_trip[1]) > DELAY_SECONDS * 1000, "the delay was not measured"

@@ -1,8 +1,8 @@
-"""How long prompts wait for each other, with simulated times (scripts/measure/arrivals.py)."""
+"""How long prompts wait for each other, with simulated times."""
 
 import pytest
 
-from scripts.measure import arrivals
+from tests.front.pipeline import arrivals
 
 
 def test_agents_wait_less_for_each_others_prompts_than_in_the_order_of_arrival() -> None:

@@ -1,15 +1,10 @@
-"""How long prompts wait for each other: the real scheduler with simulated stages and clock.
-
-As a program: prints figures of several days of agents and of arrivals made to do harm, compared
-with the order of arrival. Its arguments are the numbers of stages (1 2 4).
-"""
+"""How long prompts wait for each other: the real scheduler with simulated stages and clock."""
 
 import heapq
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from itertools import count
 from random import Random
 from statistics import mean
@@ -257,37 +252,8 @@ def stream(seconds: float, num_requests: int = 300) -> list[Client]:
     return each_alone([(0.5, 30_000), *((1 + seconds * n, 1000) for n in range(num_requests))])
 
 
-PATTERNS: dict[str, Callable[[], list[Client]]] = {
-    "short ones against a long one": lambda: stream(3.0),
-    "too many short ones against a long one": lambda: stream(0.8),
-    "a burst, the longest first": lambda: each_alone(
-        (1.0, length) for length in (40_000, 20_000, *range(6000, 2200, -100))
-    ),
-    "prompts of equal length": lambda: each_alone((n / 2, 3000) for n in range(60)),
-    "each half as long": lambda: each_alone((1.0 + n, 64_000 >> n) for n in range(8)),
-}
-
-
 def compare(num_stages: int, make: Callable[[], list[Client]]) -> list[float]:
     """Returns the columns of the order of arrival, and those of the scheduler's own order."""
     with in_order_of_arrival():
         before = simulate(num_stages, make()).columns
     return before + simulate(num_stages, make()).columns
-
-
-def main() -> None:
-    days: dict[str, Callable[[], list[Client]]] = {
-        f"{num} agents, seed {seed}": partial(agents, num, seed)
-        for num in (2, 4, 8)
-        for seed in (1, 2, 3)
-    }
-    print("first token ÷ alone: mean, p95, longest of a long prompt, and tokens/s;")
-    print("in the order of arrival, then in the scheduler's order")
-    for name, make in (days | PATTERNS).items():
-        for num_stages in map(int, sys.argv[1:] or ("1", "2", "4")):
-            columns = " ".join(f"{column:7.2f}" for column in compare(num_stages, make))
-            print(f"{name:40} {num_stages} {columns}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -53,7 +53,7 @@ def delayed_link(delay_seconds: float) -> Iterator[str]:
             _ip(f"-n {space} link set lo up")
         except (OSError, subprocess.SubprocessError) as error:
             raise NoLinkError(f"no network namespaces or no TUN devices here: {error}") from error
-        words = [sys.executable, "-m", "scripts.measure.relay", *map(str, ends)]
+        words = [sys.executable, "-m", "tests.cluster.shards.delayed_link", *map(str, ends)]
         # The relay ends when its standard input is closed, also if this process is killed.
         relay = subprocess.Popen(
             [*words, str(delay_seconds)],
