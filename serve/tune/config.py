@@ -17,6 +17,8 @@ from serve.tune.layout import Layout, check_shares, layout_of
 from serve.tune.schedule import SCHEDULES
 
 OPTIMIZERS = ("adam", "adamw", "muon", "sgd", "adafactor")
+# They compute with whole matrices, of which the shards of a stage have parts.
+_NEED_WHOLE = ("muon", "adafactor")
 LEARNING_RATE_SCHEDULES = ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
 _LORA = {"rank": 8, "dropout": 0.0, "scale": 20.0}
 
@@ -221,6 +223,12 @@ class FineTuneConfig(ModelSource):
             raise UsageError(f"--micro-batches {parts} does not divide --batch-size {size}.")
         if self.stages_per_rank and self.schedule != "interleaved":
             raise UsageError("--stages-per-rank needs --schedule interleaved.")
+        if self.trains and self.tensor_parallel > 1 and self.optimizer in _NEED_WHOLE:
+            raise UsageError(
+                f"--optimizer {self.optimizer} needs whole matrices, of which each shard of "
+                f"--tensor-parallel {self.tensor_parallel} has a part: use adam, adamw or sgd, or "
+                "stages and --data-parallel instead of shards."
+            )
         if self.max_grad_norm == 0:
             raise UsageError(
                 "--max-grad-norm 0 would make every gradient zero: give a larger number."

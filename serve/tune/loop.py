@@ -20,7 +20,7 @@ from serve.tune.forecast import OpRecord
 from serve.tune.layout import check_shares
 from serve.tune.mesh import Groups
 from serve.tune.model import DropoutKeys
-from serve.tune.optimizer import NEED_WHOLE, make_optimizer, parts_of, states_of
+from serve.tune.optimizer import make_optimizer, parts_of, states_of
 from serve.tune.pipeline import Pipeline, ScheduleRun, number
 from serve.tune.precision import HALF, LossScale, master_weights
 from serve.tune.schedule import Schedule, Shape, check, make_schedule
@@ -119,13 +119,8 @@ class Trainer:
             if is_first and is_own and groups.replica == 0:
                 self.counted.add(name)
         self.masters = master_weights(self.parameters())
-        # The parameters that the optimizer gets whole, though this shard has only parts of them.
-        self._made_whole = {}
-        if config.optimizer in NEED_WHOLE:
-            own = self.parameters().keys() & self.parts.divided.keys()
-            self._made_whole = {name: self.parts.divided[name] for name in sorted(own)}
         self.optimizer = make_optimizer(config)
-        self.optimizer.init(self._optimized())
+        self.optimizer.init(self.parameters() | self.masters)
         mx.eval(self.masters, self.optimizer.state)
         self.dtypes = self._shared_dtypes()
         self.loss_scale = LossScale.of_model(is_float16=mx.float16 in self.dtypes)
@@ -137,14 +132,6 @@ class Trainer:
         for stage in self.stages.values():
             parameters |= stage.parameters()
         return parameters
-
-    def _optimized(self) -> Arrays:
-        """Arrays of the shapes and types that the optimizer gets."""
-        arrays = self.parameters() | self.masters
-        for name, part in self._made_whole.items():
-            own = arrays[name]
-            arrays[name] = mx.zeros(part.whole_shape(own.shape), own.dtype)
-        return arrays
 
     def set_whole(self, parameters: Arrays) -> None:
         """Takes this rank's parts of the trained parameters of the whole model."""
@@ -170,14 +157,9 @@ class Trainer:
     def updated_bytes(self) -> int:
         """The bytes that an update allocates while it still holds the old arrays: the weights in
         the model's type, and one part at a time of the master weights."""
-        parameters = self.parameters()
         masters = sum(array.nbytes for array in self.masters.values())
-        weights = sum(array.nbytes for array in parameters.values())
-        whole = 0
-        for name, part in self._made_whole.items():
-            # The gradient and the parameter, in float32, before and after the update.
-            whole += 4 * math.prod(part.whole_shape(parameters[name].shape)) * mx.float32.size
-        return weights + masters // _UPDATE_PARTS + whole
+        weights = sum(array.nbytes for array in self.parameters().values())
+        return weights + masters // _UPDATE_PARTS
 
     def owned_parameters(self) -> Arrays:
         """Returns the parameters that this rank saves, whole. All shards of a stage have to call
@@ -189,14 +171,7 @@ class Trainer:
     def owned_state(self) -> Arrays:
         """Returns the optimizer's arrays for the parameters that this rank saves, and their master
         weights, as PARAMETER.ARRAY and whole. All shards of a stage have to call this."""
-        own = self._state(self.counted)
-        if not self._made_whole:
-            whole = self._whole(own)
-        else:
-            masters = {key: array for key, array in own.items() if key[1] == _MASTER}
-            whole = self._whole(masters)
-            if self.groups.shard == 0:
-                whole = own | whole
+        whole = self._whole(self._state(self.counted))
         return {f"{name}.{part}": array for (name, part), array in whole.items()}
 
     def _state(self, names: Set[str]) -> Named:
@@ -212,11 +187,6 @@ class Trainer:
 
     def _whole(self, own: Named) -> Named:
         """Puts the parts of all shards together. The other shards than the first get nothing."""
-        whole = self._joined(own)
-        return {} if self.groups.shard else whole
-
-    def _joined(self, own: Named) -> Named:
-        """Puts the parts of all shards together, on each of them."""
         whole = dict(own)
         keys = [key for key in own if key[0] in self.parts.divided]
         for start in range(0, len(keys), _SUMMED_AT_ONCE):
@@ -225,13 +195,7 @@ class Trainer:
             mx.eval(padded)  # A lazy array cannot leave the thread that made it.
             sums = sum_arrays(self.groups.shards, padded)
             whole |= zip(some, sums, strict=True)
-        return whole
-
-    def _made_whole_of(self, own: Arrays) -> Arrays:
-        """Replaces the parts of arrays that the optimizer gets whole."""
-        parts = {(name, ""): own[name] for name in sorted(self._made_whole.keys() & own.keys())}
-        whole = {name: array for (name, _), array in self._joined(parts).items()}
-        return own | whole
+        return {} if self.groups.shard else whole
 
     def restore(self, adapter: Arrays, state: Arrays, step: int) -> None:
         """Takes this rank's part of what all ranks saved after `step` updates."""
@@ -240,8 +204,7 @@ class Trainer:
         states = states_of(self.optimizer)
         for key, array in state.items():
             name, _, part = key.rpartition(".")
-            is_whole = name in self._made_whole and part != _MASTER
-            own = array if is_whole else self._part_of(name, array)
+            own = self._part_of(name, array)
             if part == _MASTER and name in self.masters:
                 self.masters[name] = own
             elif name in states and part in states[name]:
@@ -373,12 +336,6 @@ class Trainer:
     def loss_of(self, batches: Sequence[MicroBatch]) -> float:
         """Returns the mean loss over the learned tokens. Runs the same pipeline forward only."""
         self._set_training(False)
-        try:
-            return self._loss_of(batches)
-        finally:
-            self._set_training(True)  # Also after a lost link: the stages stay.
-
-    def _loss_of(self, batches: Sequence[MicroBatch]) -> float:
         total = 0.0
         layout = self.groups.layout
         size = _FORWARD_ROUND * layout.pipeline_size * layout.num_replicas
@@ -389,6 +346,7 @@ class Trainer:
             # After each round all ranks wait for each other. Otherwise the first would run ahead.
             notes = exchange(self.links, LossSum(self._counted_loss(ran)))
             total += sum(note.loss for note in notes)
+        self._set_training(True)
         num_labels = sum(batch.num_labels for batch in batches)
         return total / num_labels
 
@@ -439,12 +397,7 @@ class Trainer:
             factor = max_norm / (norm + 1e-6)
             gradients = {name: gradient * factor for name, gradient in gradients.items()}
         before = self.parameters()
-        made = self.optimizer.apply_gradients(
-            self._made_whole_of(gradients),
-            self._made_whole_of(before | self.masters),
-        )
-        for name in self._made_whole:
-            made[name] = self._part_of(name, made[name])
+        made = self.optimizer.apply_gradients(gradients, before | self.masters)
         parameters: Arrays = {}
         states = states_of(self.optimizer)
         names = list(made)

@@ -19,10 +19,6 @@ _OPTIMIZERS = {
 }
 
 
-NEED_WHOLE = ("muon", "adafactor")
-"""Optimizers that compute with whole matrices, of which the shards of a stage have parts."""
-
-
 class MuonAndAdamW(optimizers.MultiOptimizer):
     """Muon for the matrices of the layers, AdamW for embedding, head, norms and biases."""
 

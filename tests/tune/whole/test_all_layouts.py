@@ -52,12 +52,8 @@ def alone(folder: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -
 KINDS = {
     "dora": ["--fine-tune-type", "dora"],
     "full": ["--fine-tune-type", "full", "--num-layers", "-1"],
-    "muon": ["--optimizer", "muon", "--learning-rate", "1e-3"],
-    "adafactor": ["--optimizer", "adafactor"],
-    "full, muon": [
-        *["--fine-tune-type", "full", "--num-layers", "-1"],
-        *["--optimizer", "muon"],
-    ],
+    "adamw": ["--optimizer", "adamw"],
+    "full, sgd": ["--fine-tune-type", "full", "--num-layers", "-1", "--optimizer", "sgd"],
 }
 OTHERS = [(kind, p, t) for kind in KINDS for p, t in ((1, 2), (1, 3), (2, 2), (1, 4))]
 
