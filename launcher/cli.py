@@ -35,7 +35,7 @@ from launcher.record import launches, recorded, stop
 from launcher.remote import SshAccess, connected, on_each, remote_ranks
 from launcher.supervisor import DRAIN_SECONDS, END_SECONDS, MAX_RESTARTS, Supervisor, write_line
 from serve import __version__
-from serve.core.config import TENSOR_PARALLEL_HELP, TRAINING_JOIN_SECONDS, check_range
+from serve.core.config import TENSOR_PARALLEL_HELP, check_range
 from serve.core.errors import BrigadeError, UsageError
 
 _catch_ctrl_c()
@@ -172,7 +172,7 @@ def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> T
 
         if num_ranks is not None:
             check_fine_tune(words[1:], num_ranks, rank)
-        return Terms(join_seconds=TRAINING_JOIN_SECONDS)
+        return Terms()
     from serve.cli.flags import parse
     from serve.cli.main import check
     from serve.core.config import ServeConfig
@@ -203,6 +203,7 @@ def keep(
             MAX_RESTARTS,
             serves=words[0] == "serve",
             replans=terms.replans,
+            trains=words[0] == "fine-tune",
             join_seconds=terms.join_seconds,
         )
         return supervisor.run()

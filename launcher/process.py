@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from launcher.command import HOST, Ring, hostfile_text, rank_environment
-from serve.core.errors import RETURN_EXIT_CODE, AddressError
+from serve.core.errors import AddressError, LostRankError
 from serve.core.folder import own_folder
 
 LONGEST_LINE_BYTES = 65536
@@ -29,8 +29,8 @@ class Process(Protocol):
 
     @property
     def lost(self) -> bool:
-        """Whether a process that has ended was ended by something other than itself, or has asked
-        to be started again."""
+        """Whether a process that has ended was ended by something other than itself, or because
+        another rank was lost."""
 
     def lines(self) -> Iterator[str]:
         """Yields the lines that the process writes. The last ones may come after its end."""
@@ -102,7 +102,7 @@ class LocalProcess:
 
 def is_loss(returncode: int) -> bool:
     """Whether a process that ended with this code, in subprocess's form, may be started again."""
-    return returncode < 0 or returncode == RETURN_EXIT_CODE
+    return returncode < 0 or returncode == LostRankError.exit_code
 
 
 @contextmanager

@@ -6,9 +6,9 @@
                                                                or a second signal ──> killed
 
 While running, a rank above 0 that was lost is started again, some times; where that fails, such
-as on a host that boots, it is tried until rank 0 gives up waiting. Rank 0 is started again only if
-it asks for that by its exit code. A suspended rank does not end: rank 0 writes a line when
-it hears nothing of one, which is then killed here.
+as on a host that boots, it is tried until rank 0 gives up waiting. A suspended rank does not end:
+rank 0 writes a line when it hears nothing of one, which is then killed here. The ranks of a
+training run depend on each other: if one is lost, all end, and then all are started again.
 
 If a server replans, its other ranks can take over the layers of a rank above 0. Once the server
 has been ready, a rank that is lost too often, or fails by itself, is left out, and no other ends.
@@ -35,13 +35,14 @@ from typing import TypeAlias
 
 from launcher.command import exit_code
 from launcher.process import Process, Start
-from serve.core.errors import RETURN_EXIT_CODE, ClusterError
+from serve.core.errors import ClusterError, LostRankError
 from serve.core.restart_window import RestartWindow
 
 FOLLOW_SECONDS = 5.0  # how long the others may go on after one rank has ended with code 0
 END_SECONDS = 7.0  # how long a rank may take to end after a signal, besides --drain-timeout
 DRAIN_SECONDS = 5.0 + END_SECONDS
 GONE_SECONDS = 2.0  # how long a killed rank may take to disappear, on another host too
+LEFT_SECONDS = 10.0  # the same if it has to be gone: a host that stands still is left behind
 RESTART_SECONDS = 1.0  # between two restarts of a rank; the first one is immediate
 RETRY_SECONDS = 2.0  # between two attempts at one restart
 RESTART_WINDOW_SECONDS = 300.0
@@ -68,8 +69,8 @@ _ERROR = re.compile(r"brigade [a-z-]+: (.+)")
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The process of a rank has ended. It is lost if it did not decide to end, or asks to be
-    started again; a lost rank may be."""
+    """The process of a rank has ended. It is lost if it did not decide to end, or ended because
+    another one was lost; a lost rank may be started again."""
 
     rank: int
     returncode: int
@@ -78,8 +79,10 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
+    """A rank was started again, or could not be before all were asked to end."""
+
     rank: int
-    process: Process
+    process: Process | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,8 @@ class Supervisor:
 
     ranks has the functions that start the ranks; its context outlives them. serves says that the
     program is a server: if a signal ends one of its ranks before the rank can handle signals, that
-    is a normal end. replans says that the server goes on without a rank above 0. join_seconds is
+    is a normal end. replans says that the server goes on without a rank above 0. trains says that
+    the program is a training run, whose ranks are all started again if one is lost. join_seconds is
     the time for which a rank tries to reach rank 0, and drain_seconds that for which one may take
     to end.
     `ended` is set when `run` is done, and `interrupted` is the first signal that this process got.
@@ -157,6 +161,7 @@ class Supervisor:
         max_restarts: int = 0,
         serves: bool = False,
         replans: bool = False,
+        trains: bool = False,
         join_seconds: float = 0.0,
     ) -> None:
         self._ranks = ranks
@@ -175,6 +180,8 @@ class Supervisor:
         self._max_restarts = max_restarts
         self._serves = serves
         self._replans = replans
+        self._trains = trains
+        self._is_restarting = False  # whether all ranks of a training run end to start again
         self._has_been_ready = False
         self._early_seconds = EARLY_SECONDS + join_seconds
         self._losses: dict[int, RestartWindow] = {}
@@ -182,7 +189,7 @@ class Supervisor:
         self._errors: dict[int, str] = {}  # the reason that a rank last gave for its end
         self._held: dict[int, str] = {}  # the line with that reason, until it is written
         self._first_failed: tuple[int, int] | None = None
-        self._is_drained = False  # whether rank 0 of a server has ended with code 0
+        self._is_done = False  # whether rank 0 of a server or a training run has ended with code 0
         self._state = "running"
         self._deadline: float | None = None
         self._code = 0
@@ -196,7 +203,7 @@ class Supervisor:
             with self._signals(), self._ranks as starts:
                 try:
                     self._start(starts)
-                    while (self._alive or self._returning) and self._state != "lost":
+                    while self._is_running():
                         self._take(self._next_event())
                 finally:
                     self._kill_alive()
@@ -204,6 +211,14 @@ class Supervisor:
             self.ended.set()
         self._log_failure()
         return self._code
+
+    def _is_running(self) -> bool:
+        """Whether there is something to wait for. Starts a training run again if that is due."""
+        if self._state == "lost":
+            return False
+        if not self._alive and not self._returning and self._is_restarting:
+            self._start_all_again()
+        return bool(self._alive or self._returning)
 
     def _log_failure(self) -> None:
         """Writes the reason of the failure as the last line, below those of other ranks."""
@@ -235,7 +250,7 @@ class Supervisor:
 
     def _next_event(self) -> Event | None:
         """Waits for the next event; returns None if the deadline passes first."""
-        if self._deadline is None:
+        if self._deadline is None or not self._alive:
             timeout = None
         else:
             timeout = max(0.0, self._deadline - monotonic())
@@ -249,12 +264,7 @@ class Supervisor:
             case Ended():
                 self._rank_ended(event)
             case Returned():
-                self._returning.discard(event.rank)
-                self._came_back_at[event.rank] = monotonic()
-                self._adopt(event.rank, event.process)
-                if self._ending.is_set():
-                    self._unwanted.add(event.rank)
-                    event.process.kill()
+                self._returned(event)
             case Silent():
                 self._replace(event)
             case Ready():
@@ -267,6 +277,17 @@ class Supervisor:
             case None:
                 self._deadline_passed()
 
+    def _returned(self, event: Returned) -> None:
+        rank = event.rank
+        self._returning.discard(rank)
+        if event.process is None:
+            return
+        self._came_back_at[rank] = monotonic()
+        self._adopt(rank, event.process)
+        if self._ending.is_set():
+            self._unwanted.add(rank)
+            event.process.kill()
+
     def _rank_ended(self, event: Ended) -> None:
         rank = event.rank
         returncode = event.returncode
@@ -276,11 +297,15 @@ class Supervisor:
         is_ended_from_here = self._first_failed and returncode == -signal.SIGTERM
         if not is_ended_from_here:
             self._log(f"event=rank_ended rank={rank} code={code}")
+        if self._trains and self._ends_to_restart(event):
+            self._observer.ended(rank, code, True)
+            self._write_held(rank)
+            return
         # A rank that comes back may find that a disk or an interface of its host is not ready yet.
         back_seconds = monotonic() - self._came_back_at.get(rank, -math.inf)
         is_early = code != 0 and back_seconds < self._early_seconds and self._is_kept(rank)
         if event.lost:
-            comes_back = self._may_restart(rank, asks=returncode == RETURN_EXIT_CODE)
+            comes_back = self._may_restart(rank)
         else:
             comes_back = is_early
         if not comes_back and self._is_dispensable(rank, code):
@@ -288,18 +313,13 @@ class Supervisor:
             return
         self._observer.ended(rank, code, comes_back)
         if comes_back:
-            self._returning.add(rank)
             self._write_held(rank)
-            threading.Thread(
-                target=self._bring_back,
-                args=(rank, is_early),
-                daemon=True,
-            ).start()
+            self._come_back(rank, is_early)
             return
         if rank in self._unwanted or self._as_asked(returncode) or self._follows(code):
             code = 0
-        if rank == 0 and self._serves and code == 0:
-            self._is_drained = True
+        if rank == 0 and (self._serves or self._trains) and code == 0:
+            self._is_done = True
         if code and not self._code and not self.interrupted:
             self._first_failed = rank, code
         self._code = self._code or code
@@ -309,8 +329,27 @@ class Supervisor:
             return
         if code and self._state in ("running", "waiting"):
             self._end_all(signal.SIGTERM, f"rank {rank} failed")
-        elif self._state == "running":
+        elif self._state == "running" and not (self._trains and rank):
             self._enter("waiting", FOLLOW_SECONDS)
+
+    def _ends_to_restart(self, event: Ended) -> bool:
+        """Whether a rank of a training run has ended so that all are started again: because it or
+        another one was lost. In the latter case it does not matter how it has ended."""
+        is_loss = event.lost and self._state == "running"
+        if is_loss and self._has_restarts_left(0):
+            self._is_restarting = True
+            self._end_all(signal.SIGTERM, f"rank {event.rank} was lost: all are started again")
+        return self._is_restarting
+
+    def _start_all_again(self) -> None:
+        self._is_restarting = False
+        self._ending.clear()
+        self._unwanted.clear()
+        self._errors.clear()
+        self._state = "running"
+        self._deadline = None
+        for rank in range(len(self._starts)):
+            self._come_back(rank)
 
     def _is_dispensable(self, rank: int, code: int) -> bool:
         """Whether the others go on without a rank that has ended and does not come back."""
@@ -333,8 +372,9 @@ class Supervisor:
     def _follows(self, code: int) -> bool:
         """Whether a rank ended only because rank 0 had done all its work. A rank that has no
         connection to rank 0 does not hear of it: it fails to connect, or the launcher ends it."""
-        ends = (ClusterError.exit_code, exit_code(-signal.SIGTERM), exit_code(-signal.SIGKILL))
-        return self._is_drained and code in ends
+        codes = (ClusterError.exit_code, LostRankError.exit_code)
+        signals = (exit_code(-signal.SIGTERM), exit_code(-signal.SIGKILL))
+        return self._is_done and code in codes + signals
 
     def _replace(self, silent: Silent) -> None:
         """Kills a rank that does not answer; it comes back as any other that was lost. The process
@@ -347,7 +387,10 @@ class Supervisor:
     def _signalled(self, signum: int) -> None:
         self.interrupted = self.interrupted or signum
         name = signal.Signals(signum).name
-        if self._state in ("running", "waiting"):
+        if self._state in ("running", "waiting") or self._is_restarting:
+            self._is_restarting = False
+            if self._trains and not self._alive:
+                self._code = exit_code(-signum)
             if signum in _AS_SIGTERM:
                 forwarded = signal.SIGTERM
             else:
@@ -380,11 +423,12 @@ class Supervisor:
     def _give_up_waiting(self) -> None:
         """Stops waiting for ranks that are away. One that comes back after this is turned away."""
         self._ending.set()
-        self._returning.clear()
+        if not self._is_restarting:
+            self._returning.clear()
 
     def _kill_all(self, reason: str) -> None:
         self._log(f"event=killing ranks={self._alive_text()} reason={json.dumps(reason)}")
-        self._enter("killed", GONE_SECONDS)
+        self._enter("killed", LEFT_SECONDS if self._is_restarting else GONE_SECONDS)
         self._kill_alive()
 
     def _enter(self, state: str, seconds: float) -> None:
@@ -443,22 +487,30 @@ class Supervisor:
         reader.start()
         waiter.start()
 
-    def _may_restart(self, rank: int, *, asks: bool) -> bool:
+    def _may_restart(self, rank: int) -> bool:
         """Whether a lost rank may come back, which this counts."""
+        has_left = self._has_restarts_left(rank)
+        return has_left and self._is_kept(rank)
+
+    def _has_restarts_left(self, rank: int) -> bool:
+        """Counts a restart of a rank, or of all as one of rank 0."""
         now = monotonic()
         losses = self._losses.setdefault(
             rank,
             RestartWindow(self._max_restarts, RESTART_WINDOW_SECONDS),
         )
         losses.add(now)
-        return self._is_kept(rank, asks=asks) and losses.num_left(now) >= 0
+        return losses.num_left(now) >= 0
 
-    def _is_kept(self, rank: int, *, asks: bool = False) -> bool:
-        """Whether the others would wait for a rank. For rank 0 they do only if it asks: a server's
-        has the clients' connections, and all other ranks depend on it."""
-        others = (self._alive | self._returning) - {rank}
-        is_awaited = 0 in others if rank else asks and bool(others)
+    def _is_kept(self, rank: int) -> bool:
+        """Whether the others would wait for a rank. A server's do not for rank 0, which has the
+        clients' connections, and those of a training run for none."""
+        is_awaited = rank > 0 and 0 in self._alive and not self._trains
         return is_awaited and self._state == "running"
+
+    def _come_back(self, rank: int, is_early: bool = False) -> None:
+        self._returning.add(rank)
+        threading.Thread(target=self._bring_back, args=(rank, is_early), daemon=True).start()
 
     def _bring_back(self, rank: int, is_early: bool) -> None:
         """Starts a rank again, in a thread: another host may be slow or unreachable."""
@@ -477,6 +529,7 @@ class Supervisor:
                     logged = str(error)
                     self._log(f"event=rank_waited_for rank={rank} reason={json.dumps(logged)}")
             self._ending.wait(RETRY_SECONDS)
+        self._events.put(Returned(rank, None))
 
     # --- the threads of a rank
 

@@ -29,7 +29,7 @@ from launcher.command import (
 )
 from launcher.process import free_ports, local_ranks, shown
 from launcher.supervisor import Supervisor
-from serve.core.errors import RETURN_EXIT_CODE, ClusterError, UsageError
+from serve.core.errors import ClusterError, LostRankError, UsageError
 from tests.models import save
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -406,39 +406,6 @@ def test_a_rank_that_decided_to_end_and_rank_0_do_not_come_back(
     assert launched.text.count("event=rank_started") == 2
 
 
-def test_rank_0_comes_back_if_it_asks_for_that(relaunch: Start) -> None:
-    """As one does that is stuck in a sum of MLX."""
-    program = f"""
-if rank == 0 and "BRIGADE_RETURNS" not in os.environ: sys.exit({RETURN_EXIT_CODE})
-print("at last", flush=True)
-"""
-    launched = relaunch(2, program + SLEEP).see("at last", 2)
-    assert launched.text.count("event=rank_started rank=0") == 2
-    assert launched.text.count("event=rank_started rank=1") == 1
-    launched.process.send_signal(signal.SIGTERM)
-    assert launched.end()[0] == 0
-
-
-def test_a_rank_that_is_lost_while_rank_0_is_away_comes_back_too(relaunch: Start) -> None:
-    program = f"""
-if "BRIGADE_RETURNS" not in os.environ: sys.exit({RETURN_EXIT_CODE})
-print("at last", flush=True)
-"""
-    launched = relaunch(2, program + SLEEP).see("at last", 2)
-    assert launched.text.count("event=rank_started") == 4
-    launched.process.send_signal(signal.SIGTERM)
-    assert launched.end()[0] == 0
-
-
-@pytest.mark.parametrize(("num_ranks", "num_starts"), [(1, 1), (2, 3)])
-def test_rank_0_that_asks_for_a_return_too_often_or_alone_ends_the_launch(
-    relaunch: Start, num_ranks: int, num_starts: int
-) -> None:
-    launched = relaunch(num_ranks, f"if rank == 0: sys.exit({RETURN_EXIT_CODE})\n{SLEEP}")
-    assert launched.end()[0] == RETURN_EXIT_CODE
-    assert launched.text.count("event=rank_started rank=0") == num_starts
-
-
 def test_a_rank_that_came_back_too_early_is_tried_again(
     relaunch: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -515,14 +482,118 @@ def test_a_signal_while_a_rank_is_away_ends_everything(relaunch: Start) -> None:
     assert seconds < 2
 
 
-# What rank 0 of a server logs when it can answer.
-READY = "2026-11-22 19:00:00,000 INFO event=ready num_ranks=2 url=http://127.0.0.1:1"
-KILLED = "if rank == 1: os.kill(os.getpid(), 9)\n"
-
-
 def until_there(file: Path) -> str:
     """The lines of a rank that waits for a file."""
     return f"while not os.path.exists({str(file)!r}): time.sleep(0.02)\n"
+
+
+# --- a training run, whose ranks are all started again
+
+
+@pytest.fixture
+def train(relaunch: Start, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """As for `fine-tune`: all ranks are started again if one is lost, twice at most."""
+    monkeypatch.setattr(sys.modules[__name__], "LAUNCH", LAUNCH.replace("serves", "trains"))
+    return relaunch
+
+
+AGAIN = "is_again = 'BRIGADE_RETURNS' in os.environ\n"
+DIES = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_all_ranks_start_again_after_the_loss_of_one(train: Start, lost: int) -> None:
+    """Also one that does not end by itself, such as a shard in a sum."""
+    deaf = f"if rank == {(lost + 1) % 3}:\n    {DEAF}"
+    launched = train(3, f"{AGAIN}{TELL}if is_again: sys.exit()\n{deaf}{SLEEP}").see("up", 3)
+    os.kill(launched.pids[lost], signal.SIGKILL)
+    assert launched.end()[0] == 0
+    assert launched.text.count("event=rank_started") == 6
+    first, again = environments(launched)[:3], environments(launched)[3:]
+    assert {rank["MLX_RANK"] for rank in again} == {"0", "1", "2"}
+    assert all(rank | {"BRIGADE_RETURNS": "1"} in again for rank in first)
+
+
+def test_a_single_rank_of_a_training_run_starts_again(train: Start) -> None:
+    launched = train(1, f"{AGAIN}if not is_again: {DIES}")
+    assert launched.end()[0] == 0
+    assert launched.text.count("event=rank_started") == 2
+
+
+def test_a_rank_that_ends_because_another_one_is_lost_does_not_end_the_launch(train: Start) -> None:
+    """It may end before the launcher hears of the other one, which can be on another host."""
+    code = LostRankError.exit_code
+    launched = train(2, f"{AGAIN}if is_again: sys.exit()\nif rank == 0: sys.exit({code})\n{SLEEP}")
+    assert launched.end()[0] == 0
+    assert launched.text.count("event=rank_started") == 4
+
+
+def test_a_training_run_that_loses_ranks_again_and_again_ends(train: Start) -> None:
+    launched = train(2, f"if rank == 1: {DIES}\n{SLEEP}")
+    assert launched.end()[0] == 137
+    assert launched.text.count("event=rank_started rank=1") == 3
+
+
+def test_a_rank_that_decides_to_end_ends_the_training_run(train: Start) -> None:
+    launched = train(2, f"{AGAIN}if not is_again and rank: {DIES}\nif rank: sys.exit(3)\n{SLEEP}")
+    assert launched.end()[0] == 3
+    assert launched.text.count("event=rank_started") == 4
+
+
+def test_a_training_run_starts_again_if_rank_0_is_lost_after_the_others_are_done(
+    train: Start, tmp_path: Path
+) -> None:
+    until_killed = f"if rank == 0 and not is_again:\n    {until_there(tmp_path / 'never')}"
+    launched = train(2, AGAIN + until_killed).see("event=rank_ended rank=1 code=0")
+    os.kill(launched.pids[0], signal.SIGKILL)
+    assert launched.end()[0] == 0
+    assert launched.text.count("event=rank_started") == 4
+
+
+def test_a_rank_that_is_lost_after_rank_0_is_done_costs_nothing(train: Start) -> None:
+    launched = train(2, f"if rank: time.sleep(60)\n{SLEEP.replace('60', '0')}")
+    launched.see("event=rank_ended rank=0 code=0")
+    os.kill(launched.pids[1], signal.SIGKILL)
+    assert launched.end()[0] == 0
+    assert launched.text.count("event=rank_started") == 2
+
+
+def test_rank_0_of_a_training_run_may_finish_long_after_the_others(
+    train: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It loads the adapter into a server. It was ended, with code 143."""
+    text = f"from launcher import supervisor\nsupervisor.FOLLOW_SECONDS = 0.0\n{LAUNCH}"
+    monkeypatch.setattr(sys.modules[__name__], "LAUNCH", text)
+    mark = tmp_path / "mark"
+    launched = train(2, f"if rank == 0:\n    {until_there(mark)}").see("event=rank_ended rank=1")
+    time.sleep(0.2)
+    mark.touch()
+    assert launched.end()[0] == 0
+
+
+def test_a_signal_while_no_rank_of_a_training_run_is_there_ends_it(
+    train: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its second loss the rank is away for a minute."""
+    text = f"from launcher import supervisor\nsupervisor.RESTART_SECONDS = 60.0\n{LAUNCH}"
+    monkeypatch.setattr(sys.modules[__name__], "LAUNCH", text)
+    launched = train(1, DIES).see("event=ending", 2)
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end(30)[0] == 143
+    assert launched.text.count("event=rank_started") == 2
+
+
+def test_a_signal_while_the_ranks_of_a_training_run_end_is_the_last(train: Start) -> None:
+    launched = train(2, f"if rank == 0:\n    {DEAF}{SLEEP}").see("up", 2)
+    os.kill(launched.pids[1], signal.SIGKILL)
+    launched.see("event=ending").process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 137, "rank 0 heeds no signal"
+    assert launched.text.count("event=rank_started") == 2
+
+
+# What rank 0 of a server logs when it can answer.
+READY = "2026-11-22 19:00:00,000 INFO event=ready num_ranks=2 url=http://127.0.0.1:1"
+KILLED = "if rank == 1: os.kill(os.getpid(), 9)\n"
 
 
 @pytest.fixture

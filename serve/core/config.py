@@ -525,8 +525,9 @@ def read_cluster(environment: Mapping[str, str]) -> Cluster:
     leash = None
     if environment.get("BRIGADE_LEASH"):
         leash = _number(environment, "BRIGADE_LEASH")
+    num_returns = _number({"BRIGADE_RETURNS": "0", **environment}, "BRIGADE_RETURNS")
     if "MLX_RANK" not in environment and "MLX_HOSTFILE" not in environment:
-        return Cluster(leash=leash)
+        return Cluster(leash=leash, num_returns=num_returns)
     rank = _number(environment, "MLX_RANK")
     hostfile = environment.get("MLX_HOSTFILE")
     if hostfile is None:
@@ -549,7 +550,7 @@ def read_cluster(environment: Mapping[str, str]) -> Cluster:
         secret=environment.get("BRIGADE_SECRET", ""),
         leash=leash,
         addresses=addresses,
-        num_returns=_number({"BRIGADE_RETURNS": "0", **environment}, "BRIGADE_RETURNS"),
+        num_returns=num_returns,
     )
 
 

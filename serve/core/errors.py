@@ -13,16 +13,13 @@
     ├── AddressError                      5   503   a port or address cannot be used
     ├── ClusterError                      6   503   a rank is missing, lost or different
     │   ├── DisagreementError             6   503   ranks have different files or versions
+    │   ├── LostRankError                75   503   another rank of a training run is lost
     │   └── UnavailableError              -   503   not ready yet, or draining
     ├── EngineError                       7   503   the engine process broke
     └── GivenUpError                      -   500   a request that ended the engines again and again
 
-A rank whose process cannot go on exits with 75 if it wants to be started again.
-
 The message is one line: what is wrong, where, and how to fix it.
 """
-
-RETURN_EXIT_CODE = 75  # of a rank that asks its launcher to start it again
 
 
 class BrigadeError(Exception):
@@ -143,6 +140,13 @@ class DisagreementError(ClusterError):
             f"The ranks differ ({what}): install the same versions and copy the same files on "
             "all hosts."
         )
+
+
+class LostRankError(ClusterError):
+    """A training run cannot go on without a rank that was lost. A launcher starts all ranks
+    again."""
+
+    exit_code = 75
 
 
 class UnavailableError(ClusterError):

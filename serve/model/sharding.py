@@ -440,16 +440,6 @@ def with_summed_gradient(x: mx.array, group: Any) -> mx.array:
     return same
 
 
-def replace_group(model: nn.Module, old: Any, new: Any) -> None:
-    """Makes the modules of a divided model compute their sums in another group of the shards."""
-    for module in model.modules():
-        attributes = vars(module)
-        for name, value in attributes.items():
-            if value is old:
-                attributes[name] = new
-    distributed.sum_gradients.cache_clear()  # It refers to all groups that it has seen.
-
-
 class _Divider:
     """Divides weights as MLX's `shard_linear` and `shard_inplace` do, and records how."""
 

@@ -171,12 +171,6 @@ class FineTuneConfig(ModelSource):
         600.0,
         min=1,
     )
-    return_timeout: float = flag(
-        "seconds to wait for a lost rank to return; 0 ends the run when a rank is lost",
-        600.0,
-        min=0,
-        max=10**6,
-    )
     peft: bool = flag(
         "also write each adapter in PEFT's format, to a subfolder peft",
         False,

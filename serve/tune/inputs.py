@@ -43,20 +43,11 @@ def folder_of(model: Path | PartialModel) -> Path:
     return model
 
 
-def open_inputs(
-    config: FineTuneConfig,
-    links: Links,
-    earlier: Inputs | None = None,
-) -> Inputs:
-    """Opens the model and reads the examples. A rank that has done so before a loss of links gives
-    its earlier inputs, which it gets back. Raises BrigadeError.
+def open_inputs(config: FineTuneConfig, links: Links) -> Inputs:
+    """Opens the model and reads the examples. Raises BrigadeError.
 
     Every rank reads the examples, because each needs their shapes and the number of labels.
     """
-    if earlier is not None:
-        if isinstance(earlier.model, PartialModel):
-            _share_commit(earlier.model if links.rank == 0 else None, links)
-        return earlier
     if not config.trains:
         config = of_adapter(config)
     model = _open_model(config, links)

@@ -10,20 +10,19 @@ import logging
 import os
 import socket
 import sys
-import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread, Timer
+from threading import Event, Thread
 from typing import Any, cast
 
 import mlx.core as mx
 
 from serve.core.config import TRAINING_JOIN_SECONDS, Cluster, parse_address
-from serve.core.errors import RETURN_EXIT_CODE, ClusterError
+from serve.core.errors import ClusterError, LostRankError
 from serve.core.messages import AnyNote
 from serve.ring.peers import Grid, await_row, meet_all
 from serve.ring.transport import Ring, RingLostError, among, exchange, form_group
@@ -41,44 +40,7 @@ from serve.tune.transport import (
 
 _logger = logging.getLogger(__name__)
 _TICK_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class StuckLimit:
-    """How long this rank may stay in a sum of MLX after a loss, in seconds. MLX cannot interrupt a
-    sum. may_return says whether the rank would be started again and the run would continue."""
-
-    seconds: float
-    may_return: Callable[[], bool]
-
-    @contextmanager
-    def ending(self) -> Iterator[None]:
-        """Ends this process if the block, which waits for MLX after a loss, takes too long."""
-        timer = Timer(self.seconds, self.end)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def end(self) -> None:
-        """Ends this process, because it is stuck."""
-        self.end_because(
-            f"This rank has waited for {self.seconds:g} s in a sum with a rank that is lost, and "
-            "MLX cannot interrupt it."
-        )
-
-    def end_because(self, reason: str) -> None:
-        """Ends this process, for a reason that it logs."""
-        if self.may_return():
-            code = RETURN_EXIT_CODE
-            next_step = "This process ends, and the launcher starts it again."
-        else:
-            code = ClusterError.exit_code
-            next_step = "Start the run again, with --resume if it has a checkpoint."
-        _logger.error("%s %s", reason, next_step)
-        os._exit(code)
+_STUCK_SECONDS = 15.0  # how long a rank that has lost another one may compute
 
 
 class MeshLinks(ProcessLinks):
@@ -89,36 +51,33 @@ class MeshLinks(ProcessLinks):
         super().__init__(rank, len(peers) + 1, len(peers), stall_seconds)
         self._peers = peers
         self._stall_seconds = stall_seconds
+        self._is_closed = Event()
         self._open(peers, peers)
 
-    def watch(self, limit: StuckLimit) -> None:
-        """Ends this process when another rank is silent, also while this one waits for it in a sum
-        of MLX, which cannot be interrupted. It also ends if this rank does not leave the links soon
-        after a loss: a sum with a lost rank may never return."""
-        Thread(target=self._watch, args=(limit,), name="watch", daemon=True).start()
+    def watch(self) -> None:
+        """Ends this process when another rank is lost or silent while this one is in a sum of MLX
+        with it, which cannot be interrupted and may never return."""
+        Thread(target=self._watch, name="watch", daemon=True).start()
 
-    def _watch(self, limit: StuckLimit) -> None:
+    def _watch(self) -> None:
         silent = dict.fromkeys(self._peers, 0.0)
         heard: dict[int, int] = {}
         seconds_since_loss = 0.0
-        while not self._is_leaving:
-            time.sleep(_TICK_SECONDS)
+        while not self._is_closed.wait(_TICK_SECONDS):
             if self._inbox.has_lost:
                 seconds_since_loss += _TICK_SECONDS
-            if seconds_since_loss > limit.seconds:
-                limit.end()
+            if seconds_since_loss > _STUCK_SECONDS:
+                _end("This rank is in a sum with a rank that is lost, and cannot interrupt it.")
             before, heard = heard, self._inbox.num_heard()
             # Only seconds in which this process ran count: after it was stopped, it blames nobody.
             for peer, count in heard.items():
                 silent[peer] = silent[peer] + _TICK_SECONDS if before.get(peer) == count else 0.0
                 if silent[peer] > self._stall_seconds + _TICK_SECONDS:
-                    limit.end_because(silence(peer, self._stall_seconds))
+                    _end(silence(peer, self._stall_seconds))
 
-    def leave(self, seconds: float) -> None:
-        for peer in self._peers.values():
-            with suppress(OSError):  # It may have closed the connection already.
-                peer.shutdown(socket.SHUT_RDWR)
-        super().leave(seconds)
+    def close(self) -> None:
+        self._is_closed.set()
+        super().close()
 
     def _prepare(self, arrays: Sequence[mx.array]) -> list[mx.array]:
         # The thread of the link must evaluate nothing: MLX makes it wait while other streams have
@@ -145,6 +104,12 @@ class MeshLinks(ProcessLinks):
                 raise RingLostError("it ended in the middle of a message")
             view = view[num_read:]
         return mx.array(cast(Any, data))
+
+
+def _end(reason: str) -> None:
+    """Ends this process, for a reason that it logs."""
+    _logger.error("%s", reason)
+    os._exit(LostRankError.exit_code)
 
 
 class Subset:
@@ -228,11 +193,10 @@ def join(
     cluster: Cluster,
     layout: Layout,
     stall_seconds: float,
-    limit: StuckLimit,
     timeout_seconds: float = TRAINING_JOIN_SECONDS,
 ) -> Groups:
     """Joins all ranks of a run, in the main thread. timeout_seconds is how long a rank waits for
-    the others, and limit is for sums of shards. Raises ClusterError."""
+    the others. Raises ClusterError."""
     if cluster.num_ranks == 1:
         return groups_of(layout, local_links(1)[0])
     nonce = zlib.crc32(cluster.secret.encode()) >> 1
@@ -253,7 +217,7 @@ def join(
     peers = {rank: connection.tcp_socket for rank, connection in connections.items()}
     links = MeshLinks(cluster.rank, peers, stall_seconds)
     if group is not None:
-        links.watch(limit)
+        links.watch()
     return groups_of(layout, links, group)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from serve.core.config import Cluster
-from serve.core.errors import EngineError
+from serve.core.config import TRAINING_JOIN_SECONDS, Cluster
+from serve.core.errors import EngineError, LostRankError
 from serve.core.messages import NumTrained, OpTimes, Probe, Reached
 from serve.ring.transport import RingLostError
 from serve.tune import saving
@@ -18,9 +18,8 @@ from serve.tune.events import Finished, NothingLeft, Show, Started, Validated, W
 from serve.tune.forecast import Forecast, Span, forecast, probe_of, spans, utilisation
 from serve.tune.inputs import Inputs, agree, open_inputs
 from serve.tune.loop import Update
-from serve.tune.mesh import Groups, StuckLimit, join
+from serve.tune.mesh import Groups, join
 from serve.tune.precision import HALF
-from serve.tune.recovery import NO_GROUP, Kept, join_again, leave, limit_of
 from serve.tune.results import card, run_folder, whole
 from serve.tune.results.checkpoint import load_arrays
 from serve.tune.schedule import Schedule
@@ -30,12 +29,15 @@ from serve.tune.session import (
     held_out_batches,
     keep,
     load,
-    open_session,
     update_batches,
 )
 from serve.tune.transport import exchange, share
 from serve.tune.window import Window
 
+_RETURN_SECONDS = 600.0  # how long a rank that was started again waits for the others
+_ADVICE = (
+    "If no launcher starts the run again, start it yourself, with --resume if it has a checkpoint."
+)
 # How much of a loss rounding may change when an example is at another position of its row.
 _ROUNDING = 1e-4
 _HALF_ROUNDING = 1e-2
@@ -49,44 +51,20 @@ def run(
 ) -> Path:
     """Runs everything and returns the folder of the weights that a server should load. It returns
     when all ranks have finished. The model card quotes `command`. Raises BrigadeError."""
-    kept = Kept(cluster.num_returns)
-    limit = limit_of(cluster, config, kept)
-    if kept.num_returns:
-        groups = join_again(cluster, config, kept, limit)
-    else:
-        layout = config.layout(cluster.num_ranks)
-        groups = join(cluster, layout, config.stall_timeout, limit)
-    while True:
-        folder = _run_until_loss(config, groups, show, command, kept, limit)
-        if folder is not None:
-            return folder
-        del groups  # MLX closes the ring of the shards when nothing refers to it.
-        groups = join_again(cluster, config, kept, limit)
-
-
-def _run_until_loss(
-    config: FineTuneConfig,
-    groups: Groups,
-    show: Show,
-    command: str,
-    kept: Kept,
-    limit: StuckLimit,
-) -> Path | None:
-    """Returns the folder as `run` does, or None if this rank has lost another one and left the
-    links. Raises BrigadeError."""
+    layout = config.layout(cluster.num_ranks)
+    is_return = cluster.num_returns > 0
+    patience = _RETURN_SECONDS if is_return else TRAINING_JOIN_SECONDS
+    groups = join(cluster, layout, config.stall_timeout, patience)
     links = groups.everybody
     try:
-        folder = run_rank(config, groups, show, command, kept)
+        folder = run_rank(config, groups, show, command, is_return=is_return)
         exchange(links, Reached("the end"))
         return folder
     except (RingLostError, RuntimeError) as error:
         reason = _reason_of_loss(error)
         if reason is None:
             raise
-        if not kept.may_stay(config):
-            raise RingLostError(f"{reason} {kept.advice}") from error
-        leave(groups, config, kept, limit, reason)
-        return None
+        raise LostRankError(f"{reason} {_ADVICE}") from error
     finally:
         links.close()
 
@@ -105,16 +83,17 @@ def run_rank(
     groups: Groups,
     show: Show,
     command: str = "",
-    kept: Kept | None = None,
+    *,
+    is_return: bool = False,
 ) -> Path:
-    """Does one rank's part of a run over these links, with what it has kept of an earlier part.
-    Returns the same folder as `run`."""
+    """Does one rank's part of a run over these links. is_return says that the launcher has started
+    all ranks again. Returns the same folder as `run`."""
     links = groups.everybody
-    kept = kept or Kept()
-    own_show = show if links.rank == 0 else _show_nothing
-    session, has_checkpoint = _open(config, groups, own_show, kept)
+    inputs = open_inputs(config, links)
+    agree(inputs, links)
+    has_checkpoint = saving.has_checkpoint(inputs.config, links, is_return=is_return)
+    session = load(inputs, groups, show if links.rank == 0 else _show_nothing)
     progress = saving.new_progress(session)
-    kept.progress = kept.progress or progress
     ran: list[Span] = []
     if session.config.trains:
         check_packing(session)
@@ -122,7 +101,6 @@ def run_rank(
             progress = saving.resume(session)
         else:
             progress = saving.begin(session)
-        kept.progress = progress
         # A run may have been ended after its last batch and before the steps below.
         is_early = progress.history.has_stalled(session.config.early_stop)
         if progress.done < session.config.iters and not is_early:
@@ -130,34 +108,6 @@ def run_rank(
         else:
             session.show(NothingLeft(progress.done, is_early))
     return finish(session, progress, ran, command)
-
-
-def _open(
-    config: FineTuneConfig,
-    groups: Groups,
-    show: Show,
-    kept: Kept,
-) -> tuple[Session, bool]:
-    """Opens and loads what is not kept. Also returns whether there is a checkpoint to continue
-    from."""
-    links = groups.everybody
-    inputs = open_inputs(config, links, kept.inputs)
-    agree(inputs, links)
-    is_rejoining = kept.is_rejoining or kept.num_returns > 0
-    has_checkpoint = saving.has_checkpoint(inputs.config, links, is_rejoining=is_rejoining)
-    weights = kept.weights
-    if weights is not None and not has_checkpoint:
-        if weights.initial is None:
-            weights = kept.weights = None  # Freed before they are loaded again.
-        else:
-            weights.reset()
-    if weights is None:
-        weights = load(inputs, groups)
-    else:
-        weights.set_group(NO_GROUP, groups.ring)
-    kept.inputs = inputs
-    kept.weights = weights
-    return open_session(inputs, groups, show, weights), has_checkpoint
 
 
 def _show_nothing(_: object) -> None:

@@ -23,11 +23,12 @@ from serve.tune.transport import Links, announce, exchange, gather, share
 from serve.tune.window import Window
 
 
-def has_checkpoint(config: FineTuneConfig, links: Links, *, is_rejoining: bool) -> bool:
-    """Whether a run that trains continues from a checkpoint, as rank 0 decides."""
+def has_checkpoint(config: FineTuneConfig, links: Links, *, is_return: bool) -> bool:
+    """Whether a run that trains continues from a checkpoint, as rank 0 decides. is_return says that
+    the launcher has started its ranks again, so that what the folder holds is its own."""
     own: RunStart | None = None
     if links.rank == 0:
-        is_saved = is_rejoining and bool(run_folder.whole_checkpoints(config.adapter_path))
+        is_saved = is_return and bool(run_folder.whole_checkpoints(config.adapter_path))
         own = RunStart(config.resume or is_saved)
     return announce(links, own, RunStart).has_checkpoint
 
@@ -84,7 +85,6 @@ def save(session: Session, progress: Progress) -> None:
     if session.is_first:
         _write(session, progress, adapter, state)
     progress.saved = progress.done
-    progress.has_saved = True
     progress.has_learned = False
 
 

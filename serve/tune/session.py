@@ -1,8 +1,8 @@
 """One rank of a run: the state that stays the same while it trains, and its progress."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import mlx.nn as nn
 
@@ -10,9 +10,9 @@ from serve.core import facts
 from serve.core.messages import SameFacts
 from serve.core.plan import LayerRange
 from serve.lora.sharded import TrainedParts, set_magnitudes
-from serve.model.sharding import Sharding, replace_group, without_sums
+from serve.model.sharding import Sharding, without_sums
 from serve.model.weights import load_stage
-from serve.tune.backward import Arrays, TrainedStage
+from serve.tune.backward import TrainedStage
 from serve.tune.config import FineTuneConfig
 from serve.tune.data.examples import MicroBatch, batch_at, micro_batches, some_examples
 from serve.tune.events import Finished, Reported, Show, Validated
@@ -24,35 +24,6 @@ from serve.tune.results import checkpoint
 from serve.tune.results.history import History
 from serve.tune.schedule import Shape
 from serve.tune.transport import Links, exchange
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Holds what a rank has loaded, and keeps when it loses other ranks. layers has the range of
-    every stage, in the order of the model; stages are this rank's own, by number.
-
-    initial are the trained parameters as they were before training. It is None if all weights of
-    layers are trained, because it would be a second copy of them. sharding has the digests of how
-    the shards divide the layers of each stage.
-    """
-
-    layers: list[LayerRange]
-    stages: dict[int, TrainedStage]
-    draw: DropoutKeys
-    parts: TrainedParts
-    initial: Arrays | None
-    sharding: tuple[str, ...] = ()
-
-    def set_group(self, old: Any, new: Any) -> None:
-        """Makes the layers of shards compute their sums in another group of MLX."""
-        for stage in self.stages.values():
-            replace_group(stage.stage.model, old, new)
-
-    def reset(self) -> None:
-        """Gives the trained parameters their initial values."""
-        assert self.initial is not None
-        for stage in self.stages.values():
-            stage.update(self.initial)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +55,18 @@ class Progress:
     """The progress of a run.
 
     `done` counts batches; `saved` is its value at the last checkpoint. A batch is divided into
-    num_parts micro-batches. has_saved says whether there was a checkpoint since the ranks joined,
-    and has_learned whether an update since the last checkpoint has changed a parameter.
+    num_parts micro-batches. has_learned says whether an update since the last checkpoint has
+    changed a parameter.
     """
 
     num_parts: int
     done: int = 0
     history: History = field(default_factory=History)
     saved: int | None = None
-    has_saved: bool = False
     has_learned: bool = False
 
 
-def load(inputs: Inputs, groups: Groups) -> Weights:
+def load(inputs: Inputs, groups: Groups, show: Show) -> Session:
     """Loads this rank's stages. Raises BrigadeError."""
     config = inputs.config
     shape = Shape(groups.layout.pipeline_size, 1, config.num_chunks())
@@ -115,37 +85,22 @@ def load(inputs: Inputs, groups: Groups) -> Weights:
     for number in shape.stages(groups.pipeline.rank):
         start, end = layers[number]
         loaded = load_stage(inputs.model, start, end, _report_nothing, make_trainable)
-        # A rank that returns loads alone, so nothing here may wait for the other shards.
+        # Nothing here may wait for the other shards, of which one may fail to load.
         with without_sums() if groups.ring is not None else nullcontext():
             stages[number] = TrainedStage(loaded.stage, config.grad_checkpoint)
         digests.append(loaded.sharding_digest)
-    initial: Arrays | None = None
-    if config.fine_tune_type != "full":
-        initial = {}
+    _agree_on_sharding(digests, groups)
+    if groups.ring is not None and not has_adapter_file(config):
         for stage in stages.values():
-            initial |= stage.parameters()
-    return Weights(layers, stages, draw, parts, initial, tuple(digests))
-
-
-def open_session(
-    inputs: Inputs,
-    groups: Groups,
-    show: Show,
-    weights: Weights,
-) -> Session:
-    """Prepares to train loaded weights, together with the other ranks. Raises BrigadeError."""
-    _agree_on_sharding(weights, groups)
-    if groups.ring is not None and not has_adapter_file(inputs.config):
-        for stage in weights.stages.values():
             set_magnitudes(stage.stage.model)
-    trainer = Trainer(inputs.config, weights.stages, groups, weights.draw, weights.parts)
-    return Session(inputs, groups, show, weights.layers, trainer)
+    trainer = Trainer(config, stages, groups, draw, parts)
+    return Session(inputs, groups, show, layers, trainer)
 
 
-def _agree_on_sharding(weights: Weights, groups: Groups) -> None:
+def _agree_on_sharding(digests: Sequence[str], groups: Groups) -> None:
     """Raises DisagreementError if a shard of this stage has divided its layers in another way than
     the others, because its processor rounds differently."""
-    own = SameFacts({"division among shards": " ".join(weights.sharding)})
+    own = SameFacts({"division among shards": " ".join(digests)})
     notes = exchange(groups.shards, own)
     ranks = groups.layout.shards(groups.rank)
     by_rank = {rank: note.facts for rank, note in zip(ranks, notes, strict=True)}

@@ -8,7 +8,6 @@ over TCP, because a waiting receive uses a core. Nothing here is a collective of
 import math
 import queue
 import socket
-import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,6 @@ from serve.core.messages import (
     TensorSpec,
 )
 from serve.core.wire import FrameReader, frame
-from serve.ring.regroup import forget_groups
 from serve.ring.transport import (
     DTYPES,
     Ring,
@@ -323,8 +321,7 @@ class ProcessLinks(ABC):
     """The links of a rank that is a process of its own.
 
     Headers travel over sockets. How the bytes of tensors travel is up to the subclass. `receive`
-    raises RingLostError when a neighbour is lost, or silent for stall_seconds. This process can
-    form other links after `leave`.
+    raises RingLostError when a neighbour is lost, or silent for stall_seconds.
     """
 
     def __init__(self, rank: int, num_ranks: int, num_peers: int, stall_seconds: float) -> None:
@@ -334,9 +331,7 @@ class ProcessLinks(ABC):
         self._beat_seconds = min(_BEAT_SECONDS, stall_seconds / 4)
         self._outboxes: dict[int, queue.SimpleQueue[_Outgoing | None]] = {}
         self._senders: list[Thread] = []
-        self._receivers: list[Thread] = []
         self._sockets: set[socket.socket] = set()
-        self._is_leaving = False
 
     @abstractmethod
     def _prepare(self, arrays: Sequence[mx.array]) -> list[mx.array]:
@@ -358,10 +353,11 @@ class ProcessLinks(ABC):
         self._sockets = {*writers.values(), *readers.values()}
         for peer, connection in writers.items():
             self._outboxes[peer] = queue.SimpleQueue()
-            self._senders.append(self._start(self._send_all, peer, connection))
+            sender = self._start(self._send_all, peer, connection)
+            self._senders.append(sender)
         for peer, connection in readers.items():
             self._inbox.hear(peer)
-            self._receivers.append(self._start(self._receive_all, peer, connection))
+            self._start(self._receive_all, peer, connection)
 
     def send(
         self,
@@ -381,28 +377,16 @@ class ProcessLinks(ABC):
 
     def close(self) -> None:
         """Closes the links, after it has sent all waiting messages to neighbours that still
-        receive."""
-        for outbox in self._outboxes.values():
-            outbox.put(None)
-        for sender in self._senders:
-            sender.join(_FLUSH_SECONDS)
+        receive. After a loss it closes them at once, so that the neighbours lose this rank too."""
+        if not self._inbox.has_lost:
+            for outbox in self._outboxes.values():
+                outbox.put(None)
+            for sender in self._senders:
+                sender.join(_FLUSH_SECONDS)
         for connection in self._sockets:
+            with suppress(OSError):  # The neighbour may have closed it already.
+                connection.shutdown(socket.SHUT_RDWR)
             connection.close()
-
-    def leave(self, seconds: float) -> None:
-        """Ends the links after one of them was lost. Other ranks lose them too, and leave.
-
-        Messages that are on their way to such ranks are delivered first. Raises ClusterError if
-        that takes longer than `seconds`.
-        """
-        self._is_leaving = True
-        for outbox in self._outboxes.values():
-            outbox.put(None)
-        deadline = time.monotonic() + seconds
-        for thread in (*self._senders, *self._receivers):
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                raise ClusterError(f"A link is still open after {seconds:g} s ({thread.name}).")
 
     def _start(
         self,
@@ -418,11 +402,6 @@ class ProcessLinks(ABC):
                 kind = RingLostError if _is_loss(error) else ClusterError
                 broken = kind(f"The link to rank {peer} broke: {error}.")
                 self._inbox.fail(broken)
-            finally:
-                # MLX frees a group without checking whether a stream still uses it.
-                with suppress(RuntimeError):
-                    mx.synchronize(stream)
-                mx.clear_streams()  # Otherwise the system's thread of each stream would stay.
 
         thread = Thread(target=top, name=f"{run.__name__} {peer}", daemon=True)
         thread.start()
@@ -432,10 +411,7 @@ class ProcessLinks(ABC):
         for number in count():
             message = self._next(peer, connection)
             if message is None:
-                if self._is_leaving:
-                    connection.shutdown(socket.SHUT_WR)
-                else:
-                    connection.sendall(frame(Parting()))
+                connection.sendall(frame(Parting()))
                 return
             header = TaggedTensors(number, message.tag, message.notes, message.specs)
             with mx.stream(stream):
@@ -502,7 +478,6 @@ class RingLinks(ProcessLinks):
         num_ranks = len(ring.hosts)
         num_peers = len(_neighbours(ring.rank, num_ranks))
         super().__init__(ring.rank, num_ranks, num_peers, stall_seconds)
-        self._group: mx.distributed.Group | None
         self._group, to_left, to_right = form_ring(ring, mx.default_stream(mx.cpu))
         left = (ring.rank - 1) % num_ranks
         right = (ring.rank + 1) % num_ranks
@@ -532,11 +507,6 @@ class RingLinks(ProcessLinks):
 
     def _receive_part(self, peer: int, num_bytes: int) -> mx.array:
         return mx.distributed.recv((num_bytes,), mx.uint8, peer, group=self._group)
-
-    def leave(self, seconds: float) -> None:
-        super().leave(seconds)
-        self._group = None
-        forget_groups()
 
 
 def _is_loss(error: Exception) -> bool:

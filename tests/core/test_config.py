@@ -53,6 +53,7 @@ def test_brigade_launch_says_more(hostfile: Path) -> None:
     )
     assert cluster.control == Address("127.0.0.1", 5000)
     assert (cluster.secret, cluster.leash, cluster.num_returns) == ("s", 7, 2)
+    assert read_cluster({"BRIGADE_RETURNS": "1"}).num_returns == 1, "alone"
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from serve.core.agent_messages import (
     RunRank,
     StartEcho,
 )
-from serve.core.errors import RETURN_EXIT_CODE, ClusterError
+from serve.core.errors import ClusterError
 from serve.core.wire import LineReader, line
 from tests.launch.sshd import Sshd
 from tests.test_launcher import (
@@ -71,6 +71,8 @@ with connected(hosts, way, write_line) as all:
 """
 
 Start = Callable[[str], Launch]
+
+AGENT = "print(f'rank={rank} agent={os.getppid()}', flush=True)\n"
 
 
 @pytest.fixture
@@ -256,17 +258,19 @@ def test_a_rank_comes_back_after_a_lost_connection(relaunch: Start) -> None:
 
 
 @pytest.fixture
-def relaunch_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+def relaunch_here(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     """As `relaunch`, with both agents on this machine: it needs no ssh server."""
     hosts = tmp_path / "here.json"
     hosts.write_text(json.dumps([{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}] * 2))
     text = LAUNCH.replace("drain_seconds=3.0", "drain_seconds=3.0, max_restarts=2")
-    text = f"from launcher import remote\nremote.KILL_SECONDS = 0.5\n{text}"
+    text = f"remote.KILL_SECONDS = 0.5\nsupervisor.GONE_SECONDS = 0.1\n{text}"
+    text = f"from launcher import remote, supervisor\n{text}"
     with ExitStack() as stack:
 
-        def start(program: str) -> Launch:
+        def start(program: str, kind: str = "serves") -> Launch:
             words = [str(hosts), "ssh", RANK + program]
-            launched = Launch([sys.executable, "-c", text, *words], tmp_path)
+            launch = text.replace("serves", kind)
+            launched = Launch([sys.executable, "-c", launch, *words], tmp_path)
             stack.callback(launched.clean_up)
             return launched
 
@@ -299,14 +303,34 @@ def test_a_rank_that_stands_still_with_its_agent_is_replaced(
     assert launched.end()[0] == 0
 
 
-def test_rank_0_of_a_host_comes_back_if_it_asks_for_that(relaunch_here: Start) -> None:
-    program = f"""
-if rank == 0 and os.environ.get("BRIGADE_RETURNS") != "1": sys.exit({RETURN_EXIT_CODE})
-"""
-    launched = relaunch_here(program + SLEEP).see("up", 2)
-    assert launched.text.count("event=rank_started rank=0") == 2
-    launched.process.send_signal(signal.SIGTERM)
-    assert launched.end()[0] == 0
+def test_a_training_run_starts_again_without_an_agent_that_stands_still(
+    relaunch_here: Callable[..., Launch],
+) -> None:
+    """As on a host that is frozen: rank 0 has lost rank 1, and the agent does not end it."""
+    launched = relaunch_here(AGENT + SLEEP, "trains").see("up", 2)
+    (agent,) = re.findall(r"rank=1 agent=(\d+)", launched.text)
+    os.kill(int(agent), signal.SIGSTOP)
+    os.kill(launched.pids[1], signal.SIGSTOP)
+    os.kill(launched.pids[0], signal.SIGKILL)
+    launched.see("up", 4).process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 143
+    assert launched.text.count("event=rank_started") == 4
+
+
+def test_all_ranks_of_a_training_run_start_again_also_after_a_host_was_away(
+    launch: Start, sshd: Sshd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = LAUNCH.replace("serves=True", "trains=True, max_restarts=2")
+    text = f"from launcher import supervisor\nsupervisor.RETRY_SECONDS = 0.1\n{text}"
+    monkeypatch.setattr(sys.modules[__name__], "LAUNCH", text)
+    launched = launch(SLEEP).see("up", 2)
+    sshd.profile.write_text("exit 1\n")
+    os.kill(launched.pids[0], signal.SIGKILL)
+    launched.see("event=rank_waited_for rank=0").see("event=rank_waited_for rank=1")
+    sshd.profile.write_text("")
+    launched.see("] up", 4).process.send_signal(signal.SIGTERM)
+    assert launched.end()[0] == 143
+    assert launched.text.count("event=rank_started") == 4
 
 
 @pytest.mark.slow

@@ -1,24 +1,42 @@
-"""Python runs this first where PYTHONPATH has its folder: it keeps a shard in a sum forever.
+"""Python runs this first where PYTHONPATH has its folder: it keeps a rank of a training run in a
+function forever, as MLX does in a sum.
 
-STUCK_FILE is a file with the number of a rank, which removes the file in its next sum and stays
-there. Nothing happens while the file is missing.
+HOLD_AT names the function, such as serve.tune.results.card:write. HOLD_FILE is a file with the
+number of a rank, which removes the file when it calls the function, and stays there. Nothing
+happens while the file is missing.
 """
 
+import functools
+import importlib
 import os
 import sys
 import threading
 from pathlib import Path
 
-if "serve.cli.fine_tune" in sys.orig_argv:
-    import mlx.core as mx
+_file = Path(os.environ["HOLD_FILE"])
 
-    _all_sum = mx.distributed.all_sum
-    _file = Path(os.environ["STUCK_FILE"])
 
-    def _all_sum_or_stay(*arguments, **named):
+def _held(function):
+    @functools.wraps(function)
+    def call(*arguments, **named):
         if _file.exists() and _file.read_text() == os.environ["MLX_RANK"]:
             _file.unlink()
-            threading.Event().wait()
-        return _all_sum(*arguments, **named)
+            _stay()
+        return function(*arguments, **named)
 
-    mx.distributed.all_sum = _all_sum_or_stay
+    return call
+
+
+def _stay():
+    while True:
+        try:
+            threading.Event().wait()
+        except SystemExit:
+            continue  # MLX returns for no signal.
+
+
+if "serve.cli.fine_tune" in sys.orig_argv:
+    _module, _, _path = os.environ["HOLD_AT"].partition(":")
+    *_owners, _name = _path.split(".")
+    _owner = functools.reduce(getattr, _owners, importlib.import_module(_module))
+    setattr(_owner, _name, _held(getattr(_owner, _name)))

@@ -1,194 +1,201 @@
-"""Whole runs that lose a rank, which the launcher starts again: the others keep what they have
-loaded, and the result is that of an uninterrupted run."""
+"""Whole runs whose ranks are killed: the launcher starts all again, and the result is that of an
+uninterrupted run."""
 
 import os
+import random
 import re
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
-from serve.core.errors import RETURN_EXIT_CODE
-from serve.tune.results import run_folder
-from tests.cluster.servers import BIN, ROOT, TINY_CHAT
+from serve.tune.results import checkpoint, run_folder
+from tests.cluster.servers import BIN
+from tests.test_launcher import Launch, wait_until
 from tests.tune.runs import finish, flags, launch, losses_of, valid_losses_of
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
+INSIDE = Path(__file__).parent.parent / "inside"
 WITHOUT_DROPOUT = ["--iters", "12", "--save-every", "4", "--steps-per-eval", "5"]
 WORDS = [*WITHOUT_DROPOUT, "--lora-dropout", "0.1"]
-INSIDE = Path(__file__).parent.parent / "inside"
-STUCK = "in a sum with a rank that is lost"
-MODEL_BYTES = (TINY_CHAT / "model.safetensors").stat().st_size
+
+Train = Callable[..., Launch]
+Whole = Callable[..., Path]
 
 
-class Lossy:
-    """A run that loses ranks by SIGKILL, when rank 0 reports certain batches. `pids` has the
-    process ids of each rank, the first one first; `bytes_read` is what rank 0 has read at each
-    batch that it reported. `stuck` are a file and a rank that the first kill leaves in a sum, as
-    MLX does sometimes."""
+@pytest.fixture
+def train(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]:
+    """Starts a run that writes to `out`."""
+    monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
+    monkeypatch.setenv("COLUMNS", "200")
+    made: list[Launch] = []
 
-    def __init__(
-        self,
-        num_ranks: int,
-        words: Sequence[str],
-        kills: Sequence[tuple[int, int]],
-        stuck: tuple[Path, int] | None = None,
-    ) -> None:
-        self.pids: dict[int, list[int]] = {}
-        self.bytes_read: dict[int, int] = {}
-        self.said = ""
-        self._kills = list(kills)
-        self._stuck = stuck
-        environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "COLUMNS": "200"}
-        if stuck:
-            paths = [str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])]
-            environment |= {"PYTHONPATH": ":".join(paths), "STUCK_FILE": str(stuck[0])}
-        with subprocess.Popen(
-            launch(num_ranks, words),
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        ) as process:
-            assert process.stdout
-            family = psutil.Process(process.pid)
-            try:
-                for line in process.stdout:
-                    self.said += line
-                    self._take(line)
-                self.code = process.wait(timeout=30)
-            finally:
-                for child in family.children(recursive=True) if process.poll() is None else []:
-                    child.kill()
-                process.kill()
+    def start(num_ranks: int, *words: str) -> Launch:
+        command = launch(num_ranks, flags(folder, tmp_path / "out", *words))
+        made.append(Launch(command, tmp_path))
+        return made[-1]
 
-    def _take(self, line: str) -> None:
-        if started := re.search(r"rank_started rank=(\d+) pid=(\d+)", line):
-            rank, pid = map(int, started.groups())
-            self.pids.setdefault(rank, []).append(pid)
-        if reported := re.search(r"iteration=(\d+) .*loss=", line):
-            batch = int(reported[1])
-            if psutil.pid_exists(self.pids[0][-1]):
-                counters = psutil.Process(self.pids[0][-1]).io_counters()
-                self.bytes_read[batch] = counters.read_chars
-            if self._kills and batch == self._kills[0][0]:
-                _, rank = self._kills.pop(0)
-                self._leave_in_a_sum()
-                os.kill(self.pids[rank][-1], signal.SIGKILL)
-
-    def _leave_in_a_sum(self) -> None:
-        if self._stuck:
-            file, rank = self._stuck
-            self._stuck = None
-            new = file.with_suffix(".new")
-            new.write_text(str(rank))
-            new.rename(file)
-            wait_until(lambda: not file.exists(), "the rank computes no sum")
+    yield start
+    for each in made:
+        each.clean_up()
 
 
-def wait_until(condition: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.01)
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Returns the folder of an uninterrupted run, which is made once."""
+    made: dict[Sequence[str], Path] = {}
+
+    def of(num_ranks: int, *words: str) -> Path:
+        key = (str(num_ranks), *words)
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("whole") / "out"
+            finish(launch(num_ranks, flags(folder, made[key], *words)))
+        return made[key]
+
+    return of
 
 
-def check_recovery(
-    folder: Path,
-    tmp_path: Path,
-    words: list[str],
-    *kills: tuple[int, int],
-    num_ranks: int = 0,
-    stuck: int | None = None,
-) -> Lossy:
-    """On as many ranks as the highest that is lost needs. All others stay, but for shards that are
-    stuck in a sum."""
-    num_ranks = num_ranks or 1 + max(rank for _, rank in kills)
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    settings = WITHOUT_DROPOUT if "full" in words else WORDS
-    finish(launch(num_ranks, flags(folder, whole, *settings, *words)))
-    kept = None if stuck is None else (tmp_path / "stuck", stuck)
-    run = Lossy(num_ranks, flags(folder, out, *settings, *words), kills, kept)
-    assert run.code == 0, run.said
-    for rank, pids in run.pids.items():
-        num_lost = sum(lost == rank for _, lost in kills)
-        num_stuck = run.said.count(f"rank_ended rank={rank} code={RETURN_EXIT_CODE}")
-        assert len(pids) == 1 + num_lost + num_stuck, run.said
-    assert run.said.count(STUCK) == run.said.count(f" code={RETURN_EXIT_CODE}")
+@pytest.fixture
+def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Makes a rank stay in a function once its number is in the returned file."""
+
+    def at(function: str) -> Path:
+        paths = [str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        monkeypatch.setenv("PYTHONPATH", ":".join(paths))
+        monkeypatch.setenv("HOLD_FILE", str(tmp_path / "hold"))
+        monkeypatch.setenv("HOLD_AT", function)
+        return tmp_path / "hold"
+
+    return at
+
+
+def starts(launched: Launch) -> list[tuple[int, int]]:
+    """The rank and the process id of every start."""
+    found = re.findall(r"rank_started rank=(\d+) pid=(\d+)", launched.text)
+    return [(int(rank), int(pid)) for rank, pid in found]
+
+
+def kill(launched: Launch, *ranks: int) -> None:
+    """Kills the last process of each of these ranks."""
+    pids = dict(starts(launched))
+    for rank in ranks:
+        if psutil.pid_exists(pids[rank]):
+            os.kill(pids[rank], signal.SIGKILL)
+
+
+def check_same(out: Path, whole: Path) -> None:
     assert (out / run_folder.ADAPTERS).read_bytes() == (whole / run_folder.ADAPTERS).read_bytes()
     assert losses_of(out) == losses_of(whole)
     assert valid_losses_of(out) == valid_losses_of(whole)
-    return run
 
 
 def test_a_lost_rank_costs_only_the_updates_since_the_last_checkpoint(
-    folder: Path, tmp_path: Path
+    train: Train, whole: Whole, tmp_path: Path
 ) -> None:
-    """In the middle of an update: rank 0 has just reported the one before."""
-    run = check_recovery(folder, tmp_path, [], (6, 1))
-    assert "Continues after 4 batches." in run.said
-    # Rank 0 has half of the weights, and reads only the checkpoint.
-    assert 0 < run.bytes_read[10] - run.bytes_read[6] < MODEL_BYTES / 3
+    launched = train(2, *WORDS).see("iteration=6 ")
+    kill(launched, 1)
+    assert launched.end(120)[0] == 0, launched.text
+    assert len(starts(launched)) == 4
+    assert "Continues after 4 batches." in launched.text
+    check_same(tmp_path / "out", whole(2, *WORDS))
 
 
-LAYOUTS = {
-    "replicas": ["--data-parallel", "2"],
-    "shards": ["--tensor-parallel", "2"],
-    "full": ["--fine-tune-type", "full", "--num-layers", "-1"],
-    "dora, shards": ["--fine-tune-type", "dora", "--tensor-parallel", "2"],
-    "full, clipped": ["--fine-tune-type", "full", "--grad-checkpoint", "--max-grad-norm", "1"],
+# --- ranks that are killed at random
+
+
+RANKS_AND_WORDS = {
+    "1f1b": (2, WORDS),
+    "gpipe": (2, [*WORDS, "--schedule", "gpipe"]),
+    "interleaved": (2, [*WORDS, "--schedule", "interleaved"]),
+    "zero-bubble": (3, [*WORDS, "--schedule", "zero-bubble"]),
+    "replicas": (2, [*WORDS, "--data-parallel", "2"]),
+    "shards": (2, [*WORDS, "--tensor-parallel", "2"]),
+    "stages of shards": (4, [*WORDS, "--tensor-parallel", "2"]),
+    "dora, shards": (2, [*WORDS, "--fine-tune-type", "dora", "--tensor-parallel", "2"]),
+    "full": (2, [*WITHOUT_DROPOUT, "--fine-tune-type", "full", "--num-layers", "-1"]),
 }
+SEEDS = {
+    (name, seed): [] if (name, seed) == ("1f1b", 1) else [pytest.mark.slow]
+    for name in RANKS_AND_WORDS
+    for seed in (1, 2)
+}
+CELLS = [pytest.param(*cell, marks=marks) for cell, marks in SEEDS.items()]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("words", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_a_lost_rank_returns_in_every_layout(
-    folder: Path, tmp_path: Path, words: list[str]
+@pytest.mark.parametrize(("name", "seed"), CELLS)
+def test_ranks_that_are_killed_at_random_change_nothing(
+    train: Train, whole: Whole, tmp_path: Path, name: str, seed: int
 ) -> None:
-    """Before the first checkpoint, and after it."""
-    run = check_recovery(folder, tmp_path, words, (2, 1), (10, 1))
-    assert "Continues after 8 batches." in run.said
+    """Up to all at once, also while they start, load, write a checkpoint or end."""
+    num_ranks, words = RANKS_AND_WORDS[name]
+    draw = random.Random(seed)
+    launched = train(num_ranks, *words)
+    for number in range(1, 4):
+        launched.see("event=rank_started", number * num_ranks)
+        time.sleep(draw.uniform(0, 8))
+        kill(launched, *draw.sample(range(num_ranks), draw.randint(1, num_ranks)))
+        if "iteration=12 saved" in launched.text:
+            break
+    assert launched.end(240)[0] == 0, launched.text
+    check_same(tmp_path / "out", whole(num_ranks, *words))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("num_ranks", "kill", "stuck"),
-    [(2, (2, 1), 0), (4, (6, 1), 0), (4, (6, 3), 2)],
-    ids=["one stage, before a checkpoint", "rank 0 of four", "rank 2 of four"],
-)
-def test_a_shard_that_stays_in_a_sum_with_a_lost_rank_returns_too(
-    folder: Path, tmp_path: Path, num_ranks: int, kill: tuple[int, int], stuck: int
+def test_a_shard_that_stays_in_a_sum_with_a_lost_rank_is_ended(
+    train: Train, whole: Whole, hold: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Such a sum cannot be interrupted, so the shard gets a new process, also on rank 0."""
-    words = ["--tensor-parallel", "2"]
-    run = check_recovery(folder, tmp_path, words, kill, num_ranks=num_ranks, stuck=stuck)
-    assert len(run.pids[stuck]) == 2
-    assert len([pids for pids in run.pids.values() if len(pids) == 1]) == num_ranks - 2
-    if kill > (4, 0):
-        assert "Continues after 4 batches." in run.said
+    words = [*WORDS, "--tensor-parallel", "2"]
+    expected = whole(2, *words)
+    file = hold("mlx.core:distributed.all_sum")
+    launched = train(2, *words).see("iteration=6 ")
+    file.with_suffix(".new").write_text("0")
+    file.with_suffix(".new").rename(file)
+    wait_until(lambda: not file.exists())
+    kill(launched, 1)
+    assert launched.end(120)[0] == 0, launched.text
+    assert len(starts(launched)) == 4
+    check_same(tmp_path / "out", expected)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_ranks_that_are_not_neighbours_of_the_lost_one_stay_too(
-    folder: Path, tmp_path: Path
+# --- after the last checkpoint
+
+
+FULL = ["--fine-tune-type", "full", "--num-layers", "-1"]
+ENDS = [
+    pytest.param("serve.tune.results.card:write", [0, 1], [], id="all"),
+    pytest.param("serve.tune.results.card:write", [1], [], id="rank 1"),
+    pytest.param("serve.tune.results.whole:write", [0], FULL, id="rank 0, full"),
+    pytest.param("serve.cli.report_to:Reports.close", [0], [], id="rank 0, the others have ended"),
+]
+
+
+@pytest.mark.parametrize(("function", "killed", "words"), ENDS)
+def test_ranks_that_are_killed_after_the_last_checkpoint_finish_the_run(
+    train: Train,
+    hold: Callable[[str], Path],
+    tmp_path: Path,
+    function: str,
+    killed: list[int],
+    words: list[str],
 ) -> None:
-    check_recovery(folder, tmp_path, [], (5, 2), (10, 3))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_rank_that_is_lost_again_and_again_ends_the_run(folder: Path, tmp_path: Path) -> None:
-    words = flags(folder, tmp_path / "out", *WORDS, "--save-every", "12")
-    run = Lossy(2, words, [(2, 1)] * 4)
-    assert run.code
-    assert "There is no checkpoint yet: start the run again." in run.said
-    assert len(run.pids[0]) == 1
+    """The launch ended with the code of a signal."""
+    file = hold(function)
+    file.write_text("0")
+    out = tmp_path / "out"
+    launched = train(2, "--iters", "4", "--train", "--test", *words)
+    wait_until(lambda: not file.exists() or launched.process.poll() is not None)
+    assert not file.exists(), launched.text
+    if "Reports" in function:
+        launched.see("event=rank_ended rank=1 code=0")
+    assert [path.name for path in run_folder.whole_checkpoints(out)] == ["0000004"]
+    kill(launched, *killed)
+    assert launched.end(120)[0] == 0, launched.text
+    assert len(starts(launched)) == 4
+    assert "All 4 batches are done" in launched.text
+    assert (out / run_folder.CARD).exists()
+    assert (out / "model" / "config.json").exists() == bool(words)
+    assert [line["loss"] for line in checkpoint.read_metrics(out) if line.get("name") == "test"]
