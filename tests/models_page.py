@@ -25,30 +25,25 @@ _ROWS, _CONTEXT, _LENGTH = 3, 24, 5
 _HIDDEN = 64
 _HEAD = """# Architectures
 
-Which of mlx-lm's 126 architectures can be split. `scripts/check --all-models` writes this page. It
-builds a tiny random model of every architecture of mlx-lm {version} and compares it with its
-pipelines: prefill, decode, ragged batches, 4 bits and gradients, over 2 ranks, 3 ranks and one
-layer on each rank.
+Which of mlx-lm's 126 architectures can be split. `scripts/check --all-models` writes this page: it
+compares a tiny random model of every architecture of mlx-lm {version} with its pipelines.
 
 - **splits**: where layers can be divided between ranks. A cut *before layer n* separates layers
   n - 1 and n.
 - **crosses a cut**: the shapes of the arrays that a rank sends to the next one in each step, at the
-  cut with the most traffic. B is the number of rows, L the number of tokens, C the number of tokens
-  of context including these, D the hidden size. Numbers are those of the tiny model.
+  cut with the most traffic. B is the number of rows, L of tokens, C of tokens of context including
+  these, D the hidden size. Numbers are those of the tiny model.
 - **traffic**: the size of these arrays, divided by that of a hidden state (D numbers for each
   token). A part that grows with the context is sent again in each step: avoid such a cut if there
   is another.
-- **rows**: *together* if rows of different lengths share one forward pass; *one by one* if mlx-lm's
-  caches or masks for this architecture do not allow that. That is slower, with the same results.
-- **shared prefixes**: where a prompt that begins like another one can start as a copy of it: after
-  *any token*, or at a *checkpoint*, because a window or a state cannot be cut ([prefix
-  cache](memory-and-prefixes.md#prefix-cache)). Over two stages, the second turn of a chat reuses at
-  least 90 % of the prefix, with the answer of a computation without reuse. (Logits of plamo3 depend
-  on how a prompt is divided into chunks, in mlx-lm as well as here.)
-- **sharded**: what two shards divide among each other with `--tensor-parallel 2`; together they
-  give the logits of the whole model. *attention* includes recurrent layers. Other parts are *whole*
-  on each shard: that takes more memory and time, with the same results. With other numbers of
-  shards or heads, the parts may be unequal, or less may be divided; `brigade plan` shows the
+- **rows**: *together* if rows of different lengths share one forward pass; *one by one* is slower,
+  with the same results.
+- **shared prefixes**: a prompt that begins like another one starts as a copy of it, after *any
+  token* or at a *checkpoint* ([prefix cache](memory-and-prefixes.md#prefix-cache)). (Logits of
+  plamo3 depend on how a prompt is divided into chunks, in mlx-lm as well as here.)
+- **sharded**: what two shards divide with `--tensor-parallel 2`. *attention* includes recurrent
+  layers. Other parts are *whole* on each shard: that takes more memory and time, with the same
+  results. With other numbers of shards or heads, less may be divided; `brigade plan` shows the
   bytes.
 
 {summary}
