@@ -19,7 +19,8 @@ _SHORT_PROMPTS = 132
 class PrefillBudget:
     """How many prompt tokens the stages take. max_tokens limits those of a step; beside_decoding
     limits them further while sequences decode, and is None while none does; without_decoding limits
-    them then. Short prompts are cut to beside_decoding only if cuts_short_prompts."""
+    those of long prompts then. Short prompts are cut to beside_decoding only if
+    cuts_short_prompts."""
 
     num_stages: int
     max_tokens: int
@@ -35,12 +36,13 @@ class PrefillBudget:
             if self.cuts_short_prompts or is_long(first):
                 return min(self.max_tokens, self.beside_decoding)
             return min(self.max_tokens, max(self.beside_decoding, _SHORT_PROMPTS))
+        max_tokens = self.without_decoding if is_long(first) else self.max_tokens
         if self.num_stages == 1:
-            return self.without_decoding
+            return max_tokens
         num_left = sum(s.num_to_prefill - s.num_computed for s in prefilling)
         num_chunks = _CHUNKS_PER_STAGE * self.num_stages
         share = math.ceil(num_left / num_chunks)
-        return min(self.without_decoding, max(MIN_CHUNK, share))
+        return min(max_tokens, max(MIN_CHUNK, share))
 
 
 def max_chunks_between_steps(num_stages: int) -> int:

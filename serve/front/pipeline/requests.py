@@ -273,6 +273,7 @@ class Requests:
         """Starts sending steps to engines that hold nothing yet, except for what `keep` has
         returned."""
         self._is_running = True
+        self._adapt_to_pace()  # to that of the warm-up
         self._open_disk()
         for sequence in self.scheduler.waiting:
             if sequence.is_held:
@@ -441,10 +442,8 @@ class Requests:
             self._take(result)
             self._pump()
 
-    def _take(self, result: Result) -> None:
-        self._progress_at = self._clock()
-        for scores in result.scores:
-            self._note_scores(scores)
+    def _adapt_to_pace(self) -> None:
+        """Adapts chunks of prompts and drafts to the measured speed of the stages."""
         self.scheduler.chunk_beside_decoding = chunk_beside_decoding(
             self._stages,
             len(self.scheduler.groups),
@@ -458,6 +457,12 @@ class Requests:
         if (cost := token_cost(self._stages)) is not None:
             self._speculation.token_cost = cost
         self._speculation.model_costs = draft_model_costs(self._stages)
+
+    def _take(self, result: Result) -> None:
+        self._progress_at = self._clock()
+        for scores in result.scores:
+            self._note_scores(scores)
+        self._adapt_to_pace()
         embeddings: dict[int, bytes] = {}
         for embedding in result.embeddings:
             if embedding.numbers is not None:

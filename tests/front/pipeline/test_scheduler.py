@@ -307,6 +307,20 @@ def test_chunks_have_the_size_for_decoding_only_while_a_sequence_decodes() -> No
     assert sizes.count(90) > 3 < sizes.count(20)
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_short_prompts_of_a_burst_share_larger_steps_than_chunks_of_long_ones(
+    num_stages: int,
+) -> None:
+    pipeline = Pipeline(num_stages, prefill_chunk=512)
+    pipeline.scheduler.chunk_without_decoding = 90
+    for id in range(32):
+        pipeline.add(make_sequence(id, 66, 5))
+    pipeline.pump()
+    assert len(pipeline.steps[0].rows) == (7 if num_stages == 1 else 4)
+    pipeline.run()
+    check_all_ended(pipeline)
+
+
 def test_schedule_cuts_short_prompts_if_the_time_between_tokens_is_limited() -> None:
     pipeline = Pipeline(2, prefill_chunk=512, cuts_short_prompts=True)
     pipeline.scheduler.chunk_beside_decoding = 20

@@ -1,0 +1,31 @@
+"""The sizes of chunks follow the measured speed of the stages."""
+
+from pathlib import Path
+
+from serve.core.config import ServeConfig
+from serve.core.messages import Result
+from serve.core.plan import StagePlan
+from serve.core.types import Step
+from serve.front.pipeline.interface import Prompt
+from serve.front.pipeline.requests import Requests
+from serve.front.pipeline.status import StageStatus
+
+
+def test_chunks_follow_the_speed_of_the_stages_from_the_first_prompt_on() -> None:
+    sent: list[Step] = []
+    requests = Requests(
+        ServeConfig(model=Path()),
+        1,
+        send=lambda message: sent.append(message) if isinstance(message, Step) else None,
+        adapter_name=lambda version: None,
+        send_to_all=lambda message: None,
+        adapter_contents=lambda version: None,
+    )
+    stage = StageStatus(0, "h", StagePlan(0, (0, 4), 0, 0, 10, 0, 0, 0.5, None), free_bytes=10**6)
+    stage.pace.decode_seconds, stage.pace.prefill_seconds_per_token = 0.1, 0.01
+    requests.settle([stage])
+    requests.resume()
+    requests.submit([Prompt([1] * 400, 1, (), frozenset())], 0, "")
+    stage.pace.prefill_seconds_per_token = 0.005
+    requests.on_result(Result(sent[0].number, ()))
+    assert [step.rows[0].num_tokens for step in sent] == [90, 180]
