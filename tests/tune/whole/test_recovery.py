@@ -167,7 +167,7 @@ def test_a_shard_that_stays_in_a_sum_with_a_lost_rank_is_ended(
 FULL = ["--fine-tune-type", "full", "--num-layers", "-1"]
 ENDS = [
     pytest.param("serve.tune.results.card:write", [0, 1], [], id="all"),
-    pytest.param("serve.tune.results.card:write", [1], [], id="rank 1"),
+    pytest.param("serve.tune.results.card:write", [1], [], id="rank 1", marks=pytest.mark.slow),
     pytest.param("serve.tune.results.whole:write", [0], FULL, id="rank 0, full"),
     pytest.param("serve.cli.report_to:Reports.close", [0], [], id="rank 0, the others have ended"),
 ]
