@@ -36,6 +36,19 @@ def stored(page: Page) -> Any:
     return page.evaluate("JSON.stringify([{...sessionStorage}, {...localStorage}])")
 
 
+def test_a_chat_that_needs_no_key_asks_for_none(engine: ShownEngine, tab: Tab) -> None:
+    with Running(engine, admin_key=("boss",)) as server:
+        page = tab.show(server.url, "adapters")
+        expect(page.get_by_text("This view needs an admin key")).to_be_visible()
+        expect(page.get_by_text("No adapter is loaded")).to_have_count(0)
+        page.get_by_role("link", name="Chat").click()
+        expect(page.get_by_text("This view needs an admin key")).to_have_count(0)
+        page.get_by_label("Question").fill("hello")
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator(".answer")).to_contain_text("hello world")
+        tab.check(allowed=REFUSED)
+
+
 def test_views_ask_for_keys_and_use_them(engine: ShownEngine, tab: Tab) -> None:
     with Running(engine, api_key=("user",), admin_key=("boss",)) as server:
         page = tab.show(server.url)
@@ -130,6 +143,15 @@ def test_pipeline_names_the_bottleneck_and_the_request_that_waits(
         queue = page.locator("[data-finding=queue]")
         expect(queue).to_contain_text("2 requests wait: f1-57 has waited the longest, for ")
         expect(queue).to_contain_text("All 4 places are taken")
+        tab.check()
+
+
+def test_a_stage_that_is_hardly_busy_limits_nothing(engine: ShownEngine, tab: Tab) -> None:
+    engine.busy_shares = {0: 0.06, 1: 0.2}
+    with Running(engine) as server:
+        finding = tab.show(server.url).locator("[data-finding=bottleneck]")
+        expect(finding).to_contain_text("Rank 1 is the busiest")
+        expect(finding).not_to_contain_text("--split")
         tab.check()
 
 

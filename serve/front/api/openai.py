@@ -384,8 +384,10 @@ def list_prompts(prompt: Any, limit: int = MAX_PROMPTS) -> Any:
     if len(prompts) > limit:
         refuse(f"has {len(prompts)} prompts, but only {limit} are allowed")
     for one in prompts:
-        if not one or not _is_prompt(one):
-            refuse("has an empty prompt, or one that is neither text nor a list of token ids")
+        if not one:
+            refuse("has an empty prompt")
+        if not _is_prompt(one):
+            refuse("has a prompt that is neither text nor a list of token ids from 0 to 2**31 - 1")
     return tuple(prompts)
 
 

@@ -66,7 +66,7 @@ function page() {
     ),
     main(
       { id: "main", key: id, "data-view": id, tabindex: -1 },
-      notice(),
+      notice(id),
       isKnown ? view() : p({ class: "empty" }, state.link.message || "Connecting to the server …"),
     ),
     div({ class: "unseen", role: "status", "aria-live": "polite" }, state.announcement),

@@ -14,14 +14,14 @@ let sure = ""; // The adapter whose button asks once more.
 let said = { isBad: false, text: "" };
 
 export function adaptersView() {
-  const { adapters, server } = state;
+  const { adapters, link, server } = state;
   return [
     h1("Adapters"),
     said.text && p({ class: `notice ${said.isBad ? "bad" : "good"}`, role: said.isBad ? "alert" : "status" }, said.text),
     server && (server.adapter_sources.length ? loadForm(server.adapter_sources) : howToLoad()),
     adapters.length
       ? div({ class: "cards" }, adapters.map(card))
-      : p({ class: "empty" }, b("No adapter is loaded."), br(), `Requests are answered by ${server?.model ?? "the model"} itself.`),
+      : link.state !== "refused" && p({ class: "empty" }, b("No adapter is loaded."), br(), `Requests are answered by ${server?.model ?? "the model"} itself.`),
   ];
 }
 

@@ -9,8 +9,10 @@ import { openKeys } from "./keys.js";
 
 const { button, h2, li, p, progress, section, span, ul } = tags;
 
-export function notice() {
+/** @param {string} view */
+export function notice(view) {
   const { cluster, link, server } = state;
+  if (link.state === "refused" && view === "chat") return null; // A chat needs no admin key.
   if (link.state === "refused") {
     return box("warn", "This view needs an admin key", p(link.message), p(button({ type: "button", class: "first", onclick: openKeys }, "Enter a key")));
   }

@@ -12,6 +12,7 @@ import { lastFault } from "./notice.js";
 const { a, b, code, dd, div, dl, dt, h1, h2, li, ol, p, rect, section, span, svg, ul } = tags;
 const CLEARLY_BUSIER = 1.2;
 const HARDLY_BUSY = 0.05;
+const LIMITING = 0.5;
 const SCARCE = 0.9;
 
 export function pipelineView() {
@@ -45,6 +46,7 @@ function bottleneck({ better_split: split }) {
   const next = busy[leaders.length];
   if (!next && leaders.length > 1) return [b("Balanced:"), ` every stage is busy up to ${percent(first.share)} of the time.`];
   const names = leaders.map(({ rank }) => rank).sort((one, other) => one - other).join(" and ");
+  if (first.share < LIMITING) return [b(`Rank ${names} is the busiest:`), ` ${percent(first.share)} of the time. No stage limits the speed.`];
   const others = busy.length - leaders.length > 1 ? "the others up to" : `rank ${next?.rank}`;
   return [
     b(leaders.length > 1 ? `Ranks ${names} limit` : `Rank ${names} limits`, " the speed:"),
