@@ -156,7 +156,7 @@ def check_alone(flags: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the program's flags mean for the launcher: the seconds that ranks may take to end and to
+    """The program's flags that the launcher obeys: the seconds that ranks may take to end and to
     reach rank 0, and whether rank 0 goes on without another rank."""
 
     drain_seconds: float = DRAIN_SECONDS

@@ -146,7 +146,7 @@ class Machine:
 
     @property
     def _patience_seconds(self) -> float:
-        """For how many seconds the state may last without progress of any stage. The ring can only
+        """The seconds that the state may last without progress of any stage. The ring can only
         form when every engine has imported MLX and said that it joins."""
         match self.state:
             case State.STARTING:
