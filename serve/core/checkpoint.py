@@ -95,7 +95,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         tensors |= parse_header(header, file, file_bytes)
         digest.update(header)
     if num_layers > max(_MANY_LAYERS, len(tensors)):
-        # Building so many layers would take minutes, and then their tensors would be missing.
+        # Building these layers would take minutes, only to find that their tensors are missing.
         raise ModelError(
             f"{config_file} says that the model has {num_layers} layers, but its files contain "
             f"only {len(tensors)} tensors: correct num_hidden_layers, or fetch the model again."

@@ -22,7 +22,7 @@ TEMPLATE_TOKENS = 4
 
 
 class Clock:
-    """A clock for the client, which stands still between the server's delays.
+    """A clock for the client, which only the server's delays advance.
 
     The client reads it for each event, which tells the server that the event has arrived.
     """

@@ -163,7 +163,7 @@ def long(num_words: int) -> str:
 
 
 def history(num_words: int) -> dict[str, Any]:
-    """A chat with turns of so many words, behind a system message and before a question."""
+    """A chat whose turns have num_words words, between a system message and a question."""
     turns = [{"role": role, "content": long(num_words)} for role in ("user", "assistant") * 2]
     question = {"role": "user", "content": "how are you"}
     return {"messages": [{"role": "system", "content": "count:"}, *turns, question]}

@@ -91,8 +91,8 @@ class _OllamaBody(Lenient):
 
     def shortened_if_needed(self, prepare: Callable[[int | None], Job], max_context: int) -> Job:
         """Returns the job of the whole prompt, or that of a shorter one if the prompt does not fit
-        into the context. prepare makes the job of a prompt with at most so many tokens. Raises
-        RequestError."""
+        into the context. prepare makes the job, with at most the given number of prompt tokens.
+        Raises RequestError."""
         try:
             return prepare(None)
         except RequestError as error:

@@ -82,9 +82,9 @@ def embeddings_reply() -> Json:
 
 
 def encode_embed(job: EmbeddingJob, embeddings: Sequence[bytes], seconds: float) -> bytes:
-    """Returns the reply of embed as JSON. embeddings are float32 numbers in little-endian bytes,
-    which took so many seconds. Call it in a thread if there are many: each embedding is encoded by
-    itself, so that other threads get their turn."""
+    """Returns the reply of embed as JSON. embeddings are float32 numbers in little-endian bytes;
+    seconds is how long they took. Call it in a thread if there are many: each embedding is encoded
+    separately, so that other threads can run in between."""
     frame = {
         **embed_reply(job.model),
         "total_duration": int(seconds * 1e9),

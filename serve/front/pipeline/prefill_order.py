@@ -13,8 +13,8 @@ So whatever arrives, at most as much work for younger prompts as its own, and th
 comes before a prompt's end: it waits at most as long as alone beyond what it would wait in the
 order of arrival. Some prompt is always read, because the oldest one is never held back.
 
-Work is counted in tokens at the beginning of a prompt, and a token behind others counts more. What
-a prompt can copy is no work.
+The unit of work is one token at the beginning of a prompt; a token counts for more the more context
+it has. Tokens that are copied from the prefix cache are no work.
 
 Why not otherwise: after a limit by age, all prompts of a crowded server are too old, and the order
 is that of arrival when it does most harm. Prompts that take turns when they tolerate no more all
@@ -32,8 +32,8 @@ from collections.abc import Iterable
 from serve.core.types import Sequence
 from serve.front.pipeline.chunks import SHORT_PROMPT
 
-# Behind so many tokens, another one takes twice as long as at the beginning. Models of 8 B
-# parameters are near this; with windows or states the number is larger, in small models less.
+# With this many tokens of context, a token takes twice as long as without. The number fits models
+# of 8 B parameters; it is larger for models with windows or states, and smaller for small models.
 _CONTEXT_OF_DOUBLE_WORK = 30_000
 
 

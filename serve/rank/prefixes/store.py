@@ -352,8 +352,9 @@ def facts_digest(facts: Mapping[str, str]) -> str:
 
 
 def weight_digests(weights: Mapping[str, mx.array]) -> dict[str, str]:
-    """Computes a digest of each weight of a stage. Keys and values depend on them. It depends on
-    the place of every bit: negated, reversed or permuted weights have other digests."""
+    """Computes a digest of each weight of a stage. Keys and values depend on the
+    weights. A digest depends on the place of every bit, so negated, reversed or permuted weights
+    have other digests."""
     digests: dict[str, str] = {}
     for name, array in weights.items():
         kind = f"{array.shape} {array.dtype}"
