@@ -499,13 +499,24 @@ def train(relaunch: Start, monkeypatch: pytest.MonkeyPatch) -> Start:
 
 AGAIN = "is_again = 'BRIGADE_RETURNS' in os.environ\n"
 DIES = "os.kill(os.getpid(), signal.SIGKILL)"
+# Once rank 0 has ended with 0, the launcher starts no other rank, so all have to be there before.
+MEET = """
+def meet(folder, num_ranks):
+    open(os.path.join(folder, str(rank)), 'w').close()
+    while len(os.listdir(folder)) < num_ranks:
+        time.sleep(0.01)
+    sys.exit()
+"""
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_all_ranks_start_again_after_the_loss_of_one(train: Start, lost: int) -> None:
+def test_all_ranks_start_again_after_the_loss_of_one(
+    train: Start, tmp_path: Path, lost: int
+) -> None:
     """Also one that does not end by itself, such as a shard in a sum."""
     deaf = f"if rank == {(lost + 1) % 3}:\n    {DEAF}"
-    launched = train(3, f"{AGAIN}{TELL}if is_again: sys.exit()\n{deaf}{SLEEP}").see("up", 3)
+    meet = f"{MEET}if is_again: meet({str(tmp_path)!r}, 3)\n"
+    launched = train(3, f"{AGAIN}{TELL}{meet}{deaf}{SLEEP}").see("up", 3)
     os.kill(launched.pids[lost], signal.SIGKILL)
     assert launched.end()[0] == 0
     assert launched.text.count("event=rank_started") == 6
@@ -520,10 +531,13 @@ def test_a_single_rank_of_a_training_run_starts_again(train: Start) -> None:
     assert launched.text.count("event=rank_started") == 2
 
 
-def test_a_rank_that_ends_because_another_one_is_lost_does_not_end_the_launch(train: Start) -> None:
+def test_a_rank_that_ends_because_another_one_is_lost_does_not_end_the_launch(
+    train: Start, tmp_path: Path
+) -> None:
     """It may end before the launcher hears of the other one, which can be on another host."""
     code = LostRankError.exit_code
-    launched = train(2, f"{AGAIN}if is_again: sys.exit()\nif rank == 0: sys.exit({code})\n{SLEEP}")
+    meet = f"{MEET}if is_again: meet({str(tmp_path)!r}, 2)\n"
+    launched = train(2, f"{AGAIN}{meet}if rank == 0: sys.exit({code})\n{SLEEP}")
     assert launched.end()[0] == 0
     assert launched.text.count("event=rank_started") == 4
 
