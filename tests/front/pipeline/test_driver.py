@@ -237,6 +237,14 @@ async def test_driver_has_each_rank_start_a_spare_once_in_each_life(
 async def test_driver_and_members_close_everything_if_an_engine_does_not_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    started: list[EngineProcess] = []
+    start = EngineProcess.start
+
+    async def noted() -> EngineProcess:
+        started.append(await start())
+        return started[-1]
+
+    monkeypatch.setattr(EngineProcess, "start", noted)
     async with cluster_with_spares(monkeypatch) as (engine, _, _):
         copies = Path(engine._driver._copies.name)
         assert copies.exists()
@@ -247,6 +255,8 @@ async def test_driver_and_members_close_everything_if_an_engine_does_not_end(
                 await engine.close()
             await until(lambda: not engines())
         assert not copies.exists()
+    # They have ended, but asyncio may not know it yet, and would warn of them in a later test.
+    await asyncio.gather(*(each.wait() for each in started))
 
 
 async def test_requests_that_come_during_a_recovery_wait_for_it() -> None:
