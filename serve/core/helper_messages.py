@@ -15,7 +15,6 @@ BodyKind = Literal[
     "embedding",
     "message",
     "response",
-    "compact",
     "count",
     "input_tokens",
     "tokenize",

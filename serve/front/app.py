@@ -68,8 +68,6 @@ async def serve(
             front.answering.interrupt(failing.result())
         if draining.done():
             _logger.info("event=drained answers_ended=%d", front.num_ended)
-        if not failing.done():
-            await front.responses.background.idle(config.drain_timeout)
         front.events.watchers.close()
         server.should_exit = True
         await serving

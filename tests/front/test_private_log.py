@@ -86,8 +86,7 @@ BODIES: list[tuple[str, Any]] = [
             "max_output_tokens": 200,
         },
     ),
-    ("/v1/responses", {"input": TEXT, "background": True, "prompt_cache_key": TEXT}),
-    ("/v1/responses/compact", {"model": "tiny", "input": TEXT}),
+    ("/v1/responses", {"input": TEXT, "prompt_cache_key": TEXT}),
     (
         "/v1/messages",
         {
@@ -123,7 +122,7 @@ PATHS = [
     *(
         "/v1/models/{}",
         "/v1/responses/{}",
-        "/v1/responses/{}/input_items?after={}",
+        "/v1/responses/{}?after={}",
         "/ui/{}",
         "/{}",
     ),

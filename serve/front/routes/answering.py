@@ -18,13 +18,7 @@ from serve.core.errors import BrigadeError, ModelError, OverloadedError, Request
 from serve.core.types import Pooling
 from serve.front.api.embeddings import EmbeddingJob
 from serve.front.api.reading.lanes import Lanes, Read
-from serve.front.api.reading.reader import (
-    FinishedReply,
-    ReadCompaction,
-    Reader,
-    ReadMessage,
-    ReadResponse,
-)
+from serve.front.api.reading.reader import FinishedReply, Reader, ReadMessage, ReadResponse
 from serve.front.http import guard, replies
 from serve.front.http.admission import Keys
 from serve.front.http.metrics import Metrics
@@ -158,7 +152,7 @@ class Answering:
                 repeated = {**read.plan.repeated, "model": job.model}
                 plan = replace(read.plan, repeated=repeated)
                 return structs.replace(read, job=job, plan=plan)
-            case ReadMessage() | ReadCompaction():
+            case ReadMessage():
                 job = structs.replace(read.job, model=meant(read.job.model))
                 return structs.replace(read, job=job)
             case EmbeddingJob():

@@ -31,7 +31,7 @@ REFUSALS = ("400", "404", "413", "415", "429", "503")
 # What docs/api says is refused. Left in, nearly every body would have some of it.
 REFUSED = {
     *("audio", "best_of", "modalities", "moderation", "suffix", "web_search_options"),
-    *("conversation", "prompt"),
+    *("background", "conversation", "prompt"),
 }
 # Any value is accepted, also one that the types do not know.
 HARMLESS = {

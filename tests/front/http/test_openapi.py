@@ -54,7 +54,7 @@ def test_every_route_is_documented_and_no_other(engine: FakeEngine, document: An
 def test_each_method_of_a_path_has_its_own_description(document: Any) -> None:
     calls = document["paths"]["/v1/responses/{id}"]
     get, delete = calls["get"], calls["delete"]
-    assert "text/event-stream" in get["responses"]["200"]["content"]
+    assert {each["name"] for each in get["parameters"]} == {"id", "include", "include[]"}
     content = delete["responses"]["200"]["content"]
     assert [*content] == ["application/json"]
     assert content["application/json"]["schema"]["$ref"].endswith("/DeletedResponse")

@@ -30,7 +30,6 @@ _ANSWERED: set[BodyKind] = {
     "embedding",
     "message",
     "response",
-    "compact",
     "ollama_chat",
     "ollama_generate",
     "ollama_embed",

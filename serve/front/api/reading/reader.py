@@ -32,9 +32,7 @@ from serve.front.api.responses.body import (
     ResponsesBody,
     own_names,
 )
-from serve.front.api.responses.compaction import CompactBody, kept_messages
-from serve.front.api.responses.items import listed_items
-from serve.front.api.responses.store import StoredItem, stored_items
+from serve.front.api.responses.items import messages_of
 from serve.front.api.thinking import Thinking
 from serve.front.api.truncation import fitting
 from serve.front.api.writers.ollama import without_answer
@@ -48,20 +46,10 @@ from serve.front.text.tokens import Tokenizer
 
 class ReadResponse(msgspec.Struct, frozen=True, tag=True):
     """A response to generate. messages is the conversation before the answer, without the
-    instructions, as JSON. input_items are those of the request. A background response does not end
-    when its client leaves."""
+    instructions, as JSON."""
 
     plan: ResponsePlan
     messages: bytes
-    input_items: tuple[StoredItem, ...]
-    job: Job
-    is_background: bool = False
-
-
-class ReadCompaction(msgspec.Struct, frozen=True, tag=True):
-    """A summary to generate. kept are the items that stay beside it."""
-
-    kept: list[Json]
     job: Job
 
 
@@ -77,11 +65,9 @@ class ReadMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class NeedsEarlier(msgspec.Struct, frozen=True, tag=True):
-    """The request continues an earlier response or refers to stored items, which have to be given
-    with the body."""
+    """The request continues an earlier response, whose messages have to be given with the body."""
 
-    previous_id: str | None
-    item_ids: tuple[str, ...]
+    previous_id: str
 
 
 class FinishedReply(msgspec.Struct, frozen=True, tag=True):
@@ -94,7 +80,7 @@ class FinishedReply(msgspec.Struct, frozen=True, tag=True):
 
 
 AnyReading: TypeAlias = (
-    Job | EmbeddingJob | ReadMessage | ReadResponse | ReadCompaction | NeedsEarlier | FinishedReply
+    Job | EmbeddingJob | ReadMessage | ReadResponse | NeedsEarlier | FinishedReply
 )
 
 
@@ -134,32 +120,19 @@ class Reader:
         )
 
     def response(self, data: bytes, earlier: bytes | None = None) -> ReadResponse | NeedsEarlier:
-        """Reads a response. earlier is what `Store.earlier` returned for it, as JSON; without it, a
-        response that continues another one or refers to stored items is not read."""
+        """Reads a response. earlier are the messages that it continues, as JSON; without them, a
+        response that continues another one is not read."""
         body = parse(ResponsesBody, self._object(data, "input"))
-        if _needs_earlier(body) and earlier is None:
-            return NeedsEarlier(body.previous_response_id, body.item_ids)
+        if body.previous_response_id is not None and earlier is None:
+            return NeedsEarlier(body.previous_response_id)
         with own_names():
             messages = self._conversation(body, earlier)
             job = self._prepare(body.request(messages, self.tokenizer))
-        input_items = listed_items(json_object(data)["input"])
         return ReadResponse(
             plan=ResponsePlan.for_body(body, job.held_inputs),
             messages=replies.encode(messages),
-            input_items=stored_items(input_items),
             job=job,
-            is_background=bool(body.background),
         )
-
-    def compact(self, data: bytes, earlier: bytes | None = None) -> ReadCompaction | NeedsEarlier:
-        """Reads the request for a summary. earlier is as for `response`."""
-        body = parse(CompactBody, self._object(data, "input"))
-        if _needs_earlier(body) and earlier is None:
-            return NeedsEarlier(body.previous_response_id, body.item_ids)
-        with own_names():
-            messages = self._conversation(body, earlier)
-            job = self._prepare(body.request(messages, self.tokenizer))
-        return ReadCompaction(kept_messages(messages), job)
 
     def input_tokens(
         self, data: bytes, earlier: bytes | None = None
@@ -167,8 +140,8 @@ class Reader:
         """Returns the reply to a question how many tokens the prompt of a response would have.
         earlier is as for `response`."""
         body = parse(InputTokensBody, self._object(data, "input"))
-        if _needs_earlier(body) and earlier is None:
-            return NeedsEarlier(body.previous_response_id, body.item_ids)
+        if body.previous_response_id is not None and earlier is None:
+            return NeedsEarlier(body.previous_response_id)
         with own_names():
             messages = self._conversation(body, earlier)
             variables = body.thinking.variables(self.tokenizer)
@@ -182,10 +155,7 @@ class Reader:
 
     def _conversation(self, body: Conversation, earlier: bytes | None) -> list[ChatMessage]:
         """Returns the messages that a body continues, and its own."""
-        if earlier is None:
-            return body.messages({})
-        stored = json.loads(earlier)
-        return [*stored["messages"], *body.messages(stored["items"])]
+        return [*json.loads(earlier or b"[]"), *messages_of(body.input, body.offer)]
 
     def ollama_chat(self, data: bytes) -> Job | FinishedReply:
         body = parse(OllamaChatBody, self._object(data))
@@ -267,7 +237,3 @@ class Reader:
                 code="context_length_exceeded",
             )
         return body
-
-
-def _needs_earlier(body: Conversation) -> bool:
-    return body.previous_response_id is not None or bool(body.item_ids)

@@ -6,20 +6,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from serve.core.errors import RequestError
 from serve.front.api.messages import ChatMessage
 from serve.front.api.openai import CacheSalt, Effort
 from serve.front.api.request import DEFAULT_MODEL, ChatPrompt, ChatRequest, ToolUse
-from serve.front.api.responses.items import (
-    Item,
-    ItemReference,
-    Items,
-    ToolItem,
-    items_of,
-    messages_of,
-)
+from serve.front.api.responses.items import Items, ToolItem, items_of, messages_of
 from serve.front.api.responses.offer import (
     NamedChoice,
     Offer,
@@ -124,12 +117,6 @@ class Conversation(SamplingBody):
         effort = self.reasoning.effort if self.reasoning else None
         return Thinking(effort, self.thinking_token_budget)
 
-    @property
-    def item_ids(self) -> tuple[str, ...]:
-        """The ids of the stored items that the input refers to."""
-        references = (item for item in self.input if isinstance(item, ItemReference))
-        return tuple(reference.id for reference in references)
-
     @cached_property
     def offer(self) -> Offer:
         """The tools that the model is offered. Raises RequestError."""
@@ -218,18 +205,6 @@ class Conversation(SamplingBody):
             return warnings
         return [*warnings[:_MAX_WARNINGS], f"There are {num_more} further warnings."]
 
-    def messages(self, stored: Mapping[str, Json]) -> list[ChatMessage]:
-        """Returns the messages of its input. stored are the items that it refers to. Raises
-        RequestError."""
-        return messages_of(self._whole_items(stored), self.offer)
-
-    def _whole_items(self, stored: Mapping[str, Json]) -> Iterator[Item]:
-        for item in self.input:
-            if isinstance(item, ItemReference):
-                yield from items_of([stored[item.id]])
-            else:
-                yield item
-
     def prompt(self, messages: list[ChatMessage]) -> ChatPrompt:
         """Returns the parts that the prompt of these messages is rendered from."""
         first: list[ChatMessage] = []
@@ -288,23 +263,23 @@ class InputTokensBody(Conversation):
     """The body of a question how many tokens an input has. Unknown fields are refused."""
 
 
+def _in_foreground(background: Any) -> Any:
+    if background is True:
+        refuse("may not be true: keep the connection until the answer ends")
+    return background
+
+
 class ResponsesBody(Conversation):
     """The body of a request. Unknown fields are refused."""
 
     store: bool | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    background: bool | None = None
+    background: Annotated[Literal[False], BeforeValidator(_in_foreground)] | None = None
     metadata: Metadata | None = None
     include: Strings | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
-
-    @model_validator(mode="after")
-    def _can_be_found(self) -> "ResponsesBody":
-        if self.background and self.store is False:
-            refuse("background needs a stored response: leave store out", "background")
-        return self
 
     @property
     def encrypts(self) -> bool:
@@ -359,7 +334,7 @@ class ResponsesBody(Conversation):
             "tool_choice": "auto",
             "tools": [],
             "store": True,
-            "background": bool(self.background),
+            "background": False,
             "service_tier": "default",
             "instructions": None,
             "max_output_tokens": None,

@@ -10,13 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, TypeAdapter, WithJsonSchema
 
-from serve.core.errors import RequestError
 from serve.front.api.messages import AssistantPart, ChatMessage, called, joined_parts
 from serve.front.api.responses.offer import Json, Offer, ToolDeclaration
 from serve.front.http.body import Tolerant, refuse
 
 _OPAQUE = "brigade:"
-SUMMARY = "Summary of the conversation so far:"
 
 
 def opaque(text: str) -> str:
@@ -89,7 +87,6 @@ _PREFIXES = {
     "shell_call": "sh",
     "apply_patch_call": "apc",
     "tool_search_call": "tsc",
-    "compaction": "cmp",
     "response": "resp",
 }
 
@@ -238,23 +235,6 @@ class ReasoningItem(_Item):
             yield AssistantPart(thought=thought)
 
 
-class CompactionItem(_Item):
-    """The summary of an earlier part of the conversation, as `compact` made it."""
-
-    type: Literal["compaction", "compaction_summary"]
-    encrypted_content: str
-
-    def parts(self, offer: Offer) -> Iterator[Given]:  # noqa: ARG002
-        summary = opened(self.encrypted_content)
-        if summary is None:
-            raise RequestError(
-                "A compaction item of the input was not made by this server, so it cannot be "
-                "read: send the original items instead.",
-                param="input",
-            )
-        yield {"role": "user", "content": f"{SUMMARY}\n\n{summary}"}
-
-
 class McpCall(_Item):
     """A call that another server made and answered."""
 
@@ -317,19 +297,6 @@ class HostedItem(_Item):
         return iter(())
 
 
-_REFERENCE_TYPE = WithJsonSchema({"enum": ["item_reference", None], "default": "item_reference"})
-
-
-class ItemReference(_Item):
-    """An item of a stored response."""
-
-    type: Annotated[Literal["item_reference"], _REFERENCE_TYPE] = "item_reference"
-    id: str
-
-    def parts(self, offer: Offer) -> Iterator[Given]:  # noqa: ARG002
-        raise AssertionError("a reference is replaced before items become messages")
-
-
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
@@ -348,11 +315,14 @@ def _as_items(given: Any) -> Any:
 
 
 def _with_type(item: Any) -> Any:
-    """An item without a type is a message, or a reference if an id is all it has."""
-    if not isinstance(item, dict) or item.get("type") is not None:
+    """An item without a type is a message."""
+    if not isinstance(item, dict):
         return item
-    is_reference = item.keys() - {"type"} == {"id"}
-    return {**item, "type": "item_reference" if is_reference else "message"}
+    if item.get("type") == "item_reference":
+        refuse("must not have an item_reference: send the whole item")
+    if item.get("type") is None:
+        return {**item, "type": "message"}
+    return item
 
 
 Item = Annotated[
@@ -366,12 +336,10 @@ Item = Annotated[
     | PatchCall
     | SearchCall
     | ToolItem
-    | CompactionItem
     | McpCall
     | CodeCall
     | FileSearchCall
-    | HostedItem
-    | ItemReference,
+    | HostedItem,
     Discriminator("type"),
 ]
 _AS_ITEMS = BeforeValidator(_as_items, json_schema_input_type=str | list[Item])
@@ -381,22 +349,6 @@ _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
 def new_item_id(kind: str) -> str:
     return f"{_PREFIXES.get(kind, 'item')}_{secrets.token_hex(16)}"
-
-
-def listed_items(given: str | list[Json]) -> list[Json]:
-    """Returns the items of a validated input as a client reads them again, each with an id."""
-    return [_listed_item(item) for item in _as_items(given)]
-
-
-def _listed_item(item: Json) -> Json:
-    kind = item["type"]
-    shown = dict(item)
-    shown["id"] = item.get("id") or new_item_id(kind)
-    content = item.get("content")
-    if kind == "message" and isinstance(content, str):
-        part_type = "output_text" if item["role"] == "assistant" else "input_text"
-        shown["content"] = [{"type": part_type, "text": content}]
-    return shown
 
 
 def items_of(given: list[Json]) -> list[Item]:

@@ -102,13 +102,6 @@ class ResponsesWriter:
         self._end(status)
         yield self._about_all(status)
 
-    def cancelled(self) -> Iterator[Json]:
-        """Yields the last events of a response that was cancelled. OpenAI has no event of that
-        name."""
-        yield from self._end_items("incomplete")
-        self._end("cancelled")
-        yield self._about_all("incomplete")
-
     def failed(self, error: BrigadeError) -> Json:
         code = "invalid_prompt" if isinstance(error, RequestError) else "server_error"
         message = error_object(error)["error"]["message"]

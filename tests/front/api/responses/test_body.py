@@ -8,6 +8,7 @@ from serve.core.errors import RequestError
 from serve.front.api.openai import parse
 from serve.front.api.request import ChatRequest
 from serve.front.api.responses.body import ResponsesBody
+from serve.front.api.responses.items import messages_of
 from serve.front.text import grammars
 from serve.front.text.tokens import Tokenizer
 
@@ -24,7 +25,7 @@ def body(**fields: Any) -> ResponsesBody:
 
 def request(tokenizer: Tokenizer, **fields: Any) -> ChatRequest:
     asked = body(**fields)
-    return asked.request(asked.messages({}), tokenizer)
+    return asked.request(messages_of(asked.input, asked.offer), tokenizer)
 
 
 def test_text_and_instructions(tokenizer: Tokenizer) -> None:
@@ -105,7 +106,7 @@ def test_a_format_is_a_grammar(tokenizer: Tokenizer, schema: Any) -> None:
         ({"metadata": {"n" * 65: ""}}, "metadata"),
         ({"metadata": {"n": "v" * 513}}, "metadata"),
         ({"top_logprobs": 21}, "top_logprobs"),
-        ({"background": True, "store": False}, "background"),
+        ({"background": True}, "background"),
         ({"include": "reasoning.encrypted_content"}, "include"),
         ({"reasoning": {"effort": "enormous"}}, "reasoning.effort"),
         ({"prompt": {"id": "p"}}, "prompt"),

@@ -153,12 +153,3 @@ def test_writer_keeps_scores_of_texts_only(tokenizer: Tokenizer) -> None:
     list(events_of(whole, *scored([begin(Thought("Hm")), update(Text("a")), update(), end()])))
     scores = whole.response["output"][1]["content"][0]["logprobs"]
     assert [score["token"] for score in scores] == [tokenizer.token_text(1)]
-
-
-def test_writer_ends_what_was_cancelled() -> None:
-    whole = writer()
-    list(whole.begin())
-    list(whole.feed(begin(Text("a"))))
-    *_, last = (EVENT.validate_python(event) for event in whole.cancelled())
-    assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
-    assert last.response.output[0].status == "incomplete"
