@@ -74,7 +74,6 @@ OF_MESSAGES: list[dict[str, Any]] = [
     {"billing_policy": {}},
     {"cache_control": {"type": "ephemeral"}},
     {"container": None},
-    {"context_management": {"edits": []}},
     {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
     {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
     {"diagnostics": {}},
@@ -209,11 +208,6 @@ EFFECTS: list[tuple[str, dict[str, Any], Check]] = [
         CHAT,
         {"some_new_field": 1},
         lambda asked: asked.reply.headers["x-ignored-fields"] == "some_new_field",
-    ),
-    (
-        MESSAGES,
-        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
-        lambda asked: asked.body["context_management"] == {"applied_edits": []},
     ),
 ]
 

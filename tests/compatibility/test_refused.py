@@ -195,11 +195,6 @@ OF_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
         "thinking",
         "`enabled` with `budget_tokens` from 0",
     ),
-    (
-        {"context_management": {"edits": [{"type": "nothing_1"}]}},
-        "context_management",
-        "`clear_thinking_20251015` and `clear_tool_uses_20250919`",
-    ),
 ]
 
 

@@ -22,7 +22,7 @@ from serve.core.helper_messages import (
 )
 from serve.core.types import Sampling
 from serve.front.api.reading import process
-from serve.front.api.reading.reader import AnyReading, ReadMessage
+from serve.front.api.reading.reader import AnyReading
 from serve.front.api.responses.body import ResponsePlan
 from serve.front.api.responses.offer import OfferedTool
 from serve.front.output.splitter import Splitting
@@ -53,7 +53,6 @@ st.register_type_strategy(
         offered=st.dictionaries(st.text(), st.builds(OfferedTool), max_size=3),
     ),
 )
-st.register_type_strategy(ReadMessage, st.builds(ReadMessage, applied_edits=st.none() | OBJECTS))
 READINGS = typing.get_args(AnyReading)
 FROM_HELPER = (
     HelperReady,

@@ -279,30 +279,6 @@ class MessageUsage(TypedDict):
     output_tokens_details: ThinkingDetails
 
 
-class ClearedThinking(TypedDict):
-    type: Literal["clear_thinking_20251015"]
-    cleared_thinking_turns: int
-    cleared_input_tokens: int
-
-
-class ClearedToolUses(TypedDict):
-    type: Literal["clear_tool_uses_20250919"]
-    cleared_tool_uses: int
-    cleared_input_tokens: int
-
-
-class AppliedEdits(TypedDict):
-    """The edits of context_management that left something out of the prompt."""
-
-    applied_edits: list[ClearedThinking | ClearedToolUses]
-
-
-class OriginalTokens(TypedDict):
-    """The length of a prompt before the edits of context_management."""
-
-    original_input_tokens: int
-
-
 class MessageReply(TypedDict):
     id: str
     type: Literal["message"]
@@ -312,13 +288,11 @@ class MessageReply(TypedDict):
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
     usage: MessageUsage
-    context_management: NotRequired[AppliedEdits]
     warnings: NotRequired[list[str]]
 
 
 class MessageTokens(TypedDict):
     input_tokens: int
-    context_management: NotRequired[OriginalTokens]
 
 
 class Tokenized(TypedDict):

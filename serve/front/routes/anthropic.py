@@ -49,7 +49,7 @@ class MessageCalls:
         if read.left_out:
             headers |= listed("x-tools-not-offered", read.left_out)
             log_number(request, "tools_not_offered", len(read.left_out))
-        writer = MessagesWriter(job.model, record.request, read.omits_thoughts, read.applied_edits)
+        writer = MessagesWriter(job.model, record.request, read.omits_thoughts)
         if job.is_stream:
             return stream_reply(answer, writer, headers, _FRAMING)
         return await whole_reply(request, answer, writer, headers)

@@ -48,8 +48,7 @@ def test_defaults_hold_in_every_api(tokenizer: Tokenizer) -> None:
     completed = prepare_completion(completion, tokenizer, 200)
     assert chosen_fields(completed.prompts[0].samplings[0]) == OWN
     messages = parse(MessagesBody, {"model": "m", "max_tokens": 5, "messages": SAID})
-    edited = messages.edited(lambda _: 0)
-    assert chosen_fields(messages.request(tokenizer, edited).samplings[0]) == OWN
+    assert chosen_fields(messages.request(tokenizer).samplings[0]) == OWN
     response = parse(ResponsesBody, {"model": "m", "input": "hi"})
     assert chosen_fields(response.request(SAID, tokenizer).samplings[0]) == OWN
 

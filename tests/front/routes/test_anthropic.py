@@ -175,36 +175,10 @@ def test_a_server_that_drains_says_so(server: Running, engine: FakeEngine) -> No
     assert reply.json()["error"]["type"] == "overloaded_error"
 
 
-# --- thoughts, edits and tools, with played answers
+# --- thoughts and tools, with played answers
 
 TOOL = {"name": "add", "input_schema": {"type": "object", "properties": {"x": {"type": "integer"}}}}
 SEARCH = {"type": "web_search_20250305", "name": "web_search"}
-TURNS: list[Any] = [
-    {"role": "user", "content": "1 + 2?"},
-    {
-        "role": "assistant",
-        "content": [
-            {"type": "thinking", "thinking": "Older thoughts.", "signature": ""},
-            {"type": "tool_use", "id": "a", "name": "add", "input": {"x": 1}},
-        ],
-    },
-    {
-        "role": "user",
-        "content": [{"type": "tool_result", "tool_use_id": "a", "content": "3" * 500}],
-    },
-    {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm."}]},
-    {"role": "user", "content": "And 3 + 4?"},
-]
-EDITS: Any = {
-    "edits": [
-        {"type": "clear_thinking_20251015"},
-        {
-            "type": "clear_tool_uses_20250919",
-            "trigger": {"type": "tool_uses", "value": 0},
-            "keep": {"type": "tool_uses", "value": 0},
-        },
-    ]
-}
 
 
 @pytest.fixture(scope="module")
@@ -267,30 +241,6 @@ def test_thinking_that_is_disabled_shows_no_thoughts(played: Running) -> None:
     with client(played) as ai:
         reply = ai.messages.create(**HELLO, thinking={"type": "disabled"})
     assert [block.type for block in reply.content] == ["text"]
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_edits_are_applied_and_reported(
-    played: Running, played_engine: PlayedEngine, is_streamed: bool
-) -> None:
-    fields: Any = {"model": "tiny", "messages": TURNS, "context_management": EDITS}
-    with client(played) as ai:
-        if is_streamed:
-            with ai.beta.messages.stream(**fields, max_tokens=50) as stream:
-                reply: Any = stream.get_final_message()
-        else:
-            reply = ai.beta.messages.create(**fields, max_tokens=50)
-        counted = ai.beta.messages.count_tokens(**fields)
-        plain = ai.beta.messages.count_tokens(model="tiny", messages=TURNS)
-    assert "333" not in prompt_of(played_engine)
-    assert "Older" in prompt_of(played_engine), "the turn of the last thoughts stays"
-    (edit,) = reply.context_management.applied_edits
-    assert (edit.type, edit.cleared_tool_uses) == ("clear_tool_uses_20250919", 1)
-    usage = reply.usage
-    assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens
-    assert counted.context_management.original_input_tokens == plain.input_tokens
-    assert plain.context_management is None
-    assert plain.input_tokens - counted.input_tokens == edit.cleared_input_tokens
 
 
 def test_hosted_tools_are_left_out_and_reported(
@@ -405,7 +355,6 @@ def test_fields_of_betas_are_taken(played: Running) -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": -5}}, "thinking.budget_tokens"),
         ({"output_config": {"effort": "lots"}}, "output_config.effort"),
         ({"tools": [{"type": "teleport_2030", "name": "t"}]}, "tools[0]"),
-        ({"context_management": {"edits": [{"type": "x"}]}}, "context_management.edits[0]"),
         ({"unheard_of": 1}, "unheard_of"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},

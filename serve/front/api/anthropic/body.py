@@ -1,7 +1,8 @@
 """Anthropic's Messages: its bodies, which become the request of a chat."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cached_property
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
@@ -9,8 +10,7 @@ from pydantic import Field
 
 from serve.core.errors import RequestError
 from serve.front.api.anthropic.blocks import Texts, Turn, parts_of
-from serve.front.api.anthropic.edits import Context, ContextManagement
-from serve.front.api.anthropic.tools import DeclaredTools, Offer, ToolChoice, offer
+from serve.front.api.anthropic.tools import DeclaredTools, Offer, ToolChoice, offer_of
 from serve.front.api.messages import AssistantPart, ChatMessage, joined_parts
 from serve.front.api.openai import CacheSalt
 from serve.front.api.request import DEFAULT_MODEL, ChatPrompt, ChatRequest, ToolUse
@@ -18,11 +18,8 @@ from serve.front.api.sampling import StopList, Temperature, TopK, TopP, basic_sa
 from serve.front.api.structured import format_grammar
 from serve.front.api.thinking import Thinking
 from serve.front.http.body import Body, Tolerant
-from serve.front.http.replies import Json
 from serve.front.output.choice import StopRules
 from serve.front.text.tokens import Tokenizer
-
-Count = Callable[[ChatPrompt], int]
 
 
 class JsonFormat(Tolerant):
@@ -65,17 +62,6 @@ class McpServer(Tolerant):
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class EditedPrompt:
-    """A prompt after the edits that the request asked for. num_tokens_before is the length of the
-    prompt without them, if any did something."""
-
-    prompt: ChatPrompt
-    offer: Offer
-    applied_edits: list[Json] | None
-    num_tokens_before: int | None
-
-
 class HarmlessFields(Body):
     """The fields that cannot change the meaning of an answer, whatever they hold."""
 
@@ -83,6 +69,7 @@ class HarmlessFields(Body):
     billing_policy: Any = None
     cache_control: Any = None
     container: None = None
+    context_management: Any = None
     diagnostics: Any = None
     fallback_credit_token: Any = None
     fallbacks: Any = None
@@ -105,7 +92,6 @@ class CountBody(HarmlessFields):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None
-    context_management: ContextManagement | None = None
     mcp_servers: Annotated[list[McpServer], Field(fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -121,46 +107,33 @@ class CountBody(HarmlessFields):
             budget = self.thinking.budget_tokens
         return Thinking(effort, budget, is_wanted, "thinking.budget_tokens")
 
-    def edited(self, count: Count) -> EditedPrompt:
-        """Returns the prompt after the edits of context_management. count returns how many tokens a
-        prompt has, and is called only if an edit depends on it. Raises RequestError."""
-        tools = self._offer()
-        context = Context(self.messages, lambda turns: count(self._prompt(turns, tools)))
-        after = context
-        applied: list[Json] | None = None
-        if self.context_management:
-            after, applied = self.context_management.apply(context)
-        return EditedPrompt(
-            prompt=self._prompt(after.turns, tools),
-            offer=tools,
-            applied_edits=applied,
-            num_tokens_before=context.num_tokens if applied else None,
-        )
-
-    def _offer(self) -> Offer:
-        found = offer(self.tools or [], self.messages, self.tool_choice)
+    @cached_property
+    def offer(self) -> Offer:
+        """The tools that the model is offered. Raises RequestError."""
+        found = offer_of(self.tools or [], self.messages, self.tool_choice)
         servers = [server.name for server in self.mcp_servers or ()]
         left_out = dict.fromkeys((*found.left_out, *servers))
         found = replace(found, left_out=tuple(left_out))
         found.check(self.tool_choice)
         return found
 
-    def _prompt(self, turns: Sequence[Turn], offered: Offer) -> ChatPrompt:
-        messages = self._messages(turns)
+    def prompt(self) -> ChatPrompt:
+        """Returns the parts that the prompt is rendered from. Raises RequestError."""
+        messages = self._messages()
         continues = messages[-1]["role"] == "assistant"
         return ChatPrompt(
             messages=messages,
-            tools=offered.tools,
+            tools=self.offer.tools,
             options=self.chat_template_kwargs or {},
             adds_generation_prompt=not continues,
             continues=continues,
         )
 
-    def _messages(self, turns: Sequence[Turn]) -> list[ChatMessage]:
+    def _messages(self) -> list[ChatMessage]:
         parts: list[ChatMessage | AssistantPart] = []
         for block in self.system or ():
             parts += block.parts("system")
-        parts += parts_of(turns)
+        parts += parts_of(self.messages)
         messages = list(_joined(joined_parts(parts)))
         last: ChatMessage = messages[-1] if messages else {"role": "assistant"}
         can_be_continued = bool(last.get("content")) and "tool_calls" not in last
@@ -189,9 +162,9 @@ class MessagesBody(CountBody):
         """Whether thinking blocks come without their text."""
         return self.thinking is not None and self.thinking.display == "omitted"
 
-    def request(self, tokenizer: Tokenizer, edited: EditedPrompt) -> ChatRequest:
-        """Converts this body to the request of a chat with this prompt. Raises RequestError."""
-        use = self._tool_use(edited.offer)
+    def request(self, tokenizer: Tokenizer) -> ChatRequest:
+        """Converts this body to the request of a chat. Raises RequestError."""
+        use = self._tool_use()
         grammars = self._grammars(use)
         numbers = {
             "temperature": self.temperature,
@@ -201,7 +174,7 @@ class MessagesBody(CountBody):
         sampling = basic_sampling(tokenizer, numbers, only_grammar(grammars))
         return ChatRequest(
             model=self.model,
-            prompt=edited.prompt,
+            prompt=self.prompt(),
             samplings=(sampling,),
             end_ids=tokenizer.eos_ids,
             stop=StopRules(strings=self.stop_sequences),
@@ -214,11 +187,11 @@ class MessagesBody(CountBody):
             cache_salt=self.cache_salt,
         )
 
-    def _tool_use(self, offered: Offer) -> ToolUse:
+    def _tool_use(self) -> ToolUse:
         if self.tool_choice is None:
-            return ToolUse(offered.tools)
+            return ToolUse(self.offer.tools)
         is_parallel = not self.tool_choice.disable_parallel_tool_use
-        return ToolUse(offered.tools, self.tool_choice.as_chat(), is_parallel)
+        return ToolUse(self.offer.tools, self.tool_choice.as_chat(), is_parallel)
 
     def _grammars(self, use: ToolUse) -> dict[str, str]:
         """Returns the grammars that the answer must follow, by the field that demands each."""

@@ -1,6 +1,6 @@
 """Tools as Anthropic's requests declare them, and which of them the model is offered."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -52,26 +52,20 @@ class ClientTool(Tolerant):
     strict: bool | None = None
     defer_loading: bool | None = None
     max_characters: int | None = None
-    display_width_px: int | None = None
-    display_height_px: int | None = None
 
     def as_tool(self) -> Tool:
         """Returns the same tool as chat declares it."""
         known = KNOWN_TOOLS[self.type]
-        sentences = [known.description, *self._facts()]
+        description = known.description
+        if self.max_characters is not None:
+            description += f" A view shows up to {self.max_characters} characters."
         function = Function(
             name=self.name or known.name,
-            description=" ".join(sentences),
+            description=description,
             parameters=known.schema,
             strict=self.strict,
         )
         return Tool(type="function", function=function)
-
-    def _facts(self) -> Iterable[str]:
-        if self.max_characters is not None:
-            yield f"A view shows up to {self.max_characters} characters."
-        if self.display_width_px is not None and self.display_height_px is not None:
-            yield f"The screen has {self.display_width_px} x {self.display_height_px} pixels."
 
 
 class HostedTool(Tolerant):
@@ -156,7 +150,7 @@ class Offer:
             )
 
 
-def offer(
+def offer_of(
     declared: Sequence[DeclaredTool], turns: Sequence[Turn], choice: ToolChoice | None
 ) -> Offer:
     """Decides which of the declared tools the model is offered after these turns. A tool whose

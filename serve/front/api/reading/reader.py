@@ -6,7 +6,6 @@ which models exist, and it checks them afterwards.
 """
 
 import json
-from collections.abc import Callable
 from typing import TypeAlias
 
 import msgspec
@@ -24,7 +23,7 @@ from serve.front.api.ollama_embeddings import (
     embeddings_reply,
 )
 from serve.front.api.openai import ChatBody, CompletionBody, parse
-from serve.front.api.request import ChatPrompt, ChatRequest, check_num_answers
+from serve.front.api.request import ChatRequest, check_num_answers
 from serve.front.api.responses.body import (
     Conversation,
     InputTokensBody,
@@ -33,7 +32,6 @@ from serve.front.api.responses.body import (
     own_names,
 )
 from serve.front.api.responses.items import messages_of
-from serve.front.api.thinking import Thinking
 from serve.front.api.truncation import fitting
 from serve.front.api.writers.ollama import without_answer
 from serve.front.http import replies
@@ -54,12 +52,10 @@ class ReadResponse(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadMessage(msgspec.Struct, frozen=True, tag=True):
-    """A message to generate. applied_edits is what was left out of the prompt, None if the request
-    asked for no such thing. left_out are the names of declared tools that the model is not
+    """A message to generate. left_out are the names of declared tools that the model is not
     offered. omits_thoughts says that thinking blocks come without their text."""
 
     job: Job
-    applied_edits: list[Json] | None
     left_out: tuple[str, ...]
     omits_thoughts: bool
 
@@ -110,14 +106,8 @@ class Reader:
 
     def message(self, data: bytes) -> ReadMessage:
         body = parse(MessagesBody, self._object(data))
-        edited = body.edited(self._counter(body.wanted_thinking))
-        request = body.request(self.tokenizer, edited)
-        return ReadMessage(
-            job=self._prepare(request),
-            applied_edits=edited.applied_edits,
-            left_out=edited.offer.left_out,
-            omits_thoughts=body.omits_thoughts,
-        )
+        job = self._prepare(body.request(self.tokenizer))
+        return ReadMessage(job, body.offer.left_out, body.omits_thoughts)
 
     def response(self, data: bytes, earlier: bytes | None = None) -> ReadResponse | NeedsEarlier:
         """Reads a response. earlier are the messages that it continues, as JSON; without them, a
@@ -189,16 +179,10 @@ class Reader:
     def count(self, data: bytes) -> FinishedReply:
         """Returns the reply to Anthropic's count_tokens: how many tokens the prompt has."""
         body = parse(CountBody, self._object(data))
-        count = self._counter(body.wanted_thinking)
-        edited = body.edited(count)
-        num_tokens = count(edited.prompt)
-        reply: Json = {"input_tokens": num_tokens}
-        if body.context_management is not None:
-            original = edited.num_tokens_before
-            if original is None:
-                original = num_tokens
-            reply["context_management"] = {"original_input_tokens": original}
-        return FinishedReply(body.model, replies.encode(reply))
+        variables = body.wanted_thinking.variables(self.tokenizer)
+        prompt = body.prompt().with_defaults(variables)
+        num_tokens = tokenize.count(prompt, self.tokenizer, self.max_context)
+        return FinishedReply(body.model, replies.encode({"input_tokens": num_tokens}))
 
     def tokenize(self, data: bytes) -> FinishedReply:
         fields = self._object(data)
@@ -208,17 +192,6 @@ class Reader:
     def detokenize(self, data: bytes) -> FinishedReply:
         body, reply = tokenize.detokenize(json_object(data), self.tokenizer, self.max_context)
         return FinishedReply(body.model, replies.encode(reply), body.ignored_fields)
-
-    def _counter(self, thinking: Thinking) -> Callable[[ChatPrompt], int]:
-        """Returns a function that returns how many tokens a prompt has, with the variables that
-        thinking sets."""
-        variables = thinking.variables(self.tokenizer)
-
-        def count(prompt: ChatPrompt) -> int:
-            whole = prompt.with_defaults(variables)
-            return tokenize.count(whole, self.tokenizer, self.max_context)
-
-        return count
 
     def _prepare(self, request: ChatRequest) -> Job:
         check_num_answers(len(request.samplings), self.max_answers)

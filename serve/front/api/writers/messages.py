@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from pydantic_core import from_json
 
@@ -29,18 +29,9 @@ _REASONS = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"
 
 class MessagesWriter:
     """Writes the events of a stream. message is the part of the message that was sent so far.
+    omits_thoughts leaves thinking blocks empty, except for their signature."""
 
-    omits_thoughts leaves thinking blocks empty, except for their signature. applied_edits lists
-    what was left out of the prompt; None if the client asked for no such edits.
-    """
-
-    def __init__(
-        self,
-        model: str,
-        request_id: str,
-        omits_thoughts: bool = False,
-        applied_edits: Sequence[Json] | None = None,
-    ) -> None:
+    def __init__(self, model: str, request_id: str, omits_thoughts: bool = False) -> None:
         self.message: Json = {
             "id": f"msg_{secrets.token_hex(16)}",
             "type": "message",
@@ -52,9 +43,6 @@ class MessagesWriter:
         }
         self._request_id = request_id
         self._omits_thoughts = omits_thoughts
-        self._edits: Json = {}
-        if applied_edits is not None:
-            self._edits["context_management"] = {"applied_edits": list(applied_edits)}
         self._thought = ""
         self._arguments = ""
         self._is_open = False
@@ -97,7 +85,7 @@ class MessagesWriter:
     def finish(self) -> Iterator[Json]:
         yield from self._close()
         delta = {name: self.message[name] for name in ("stop_reason", "stop_sequence")}
-        others: Json = {"usage": self.message["usage"], **self._edits}
+        others: Json = {"usage": self.message["usage"]}
         if "warnings" in self.message:
             others["warnings"] = self.message["warnings"]
         yield {"type": "message_delta", "delta": delta, **others}
@@ -107,7 +95,7 @@ class MessagesWriter:
         return anthropic_error(error, self._request_id)
 
     def whole(self) -> Json:
-        return {**self.message, **self._edits}
+        return self.message
 
     def _end(self, end: End) -> None:
         self.message["usage"] = _usage(end.usage)

@@ -58,7 +58,7 @@ TOKENIZER: Any = Vocabulary()
 
 def as_chat(**fields: Any) -> ChatRequest:
     body = parse(MessagesBody, {**HELLO, **fields})
-    return body.request(TOKENIZER, body.edited(lambda _: 0))
+    return body.request(TOKENIZER)
 
 
 def chat_messages(*messages: Any, **fields: Any) -> list[Any]:
@@ -381,19 +381,6 @@ def test_body_drops_what_the_system_said_for_one_turn() -> None:
         ({"container": "c"}, "container"),
         ({"mcp_servers": [5]}, "mcp_servers[0]"),
         ({"cache_salt": ""}, "cache_salt"),
-        ({"context_management": {"edits": [{"type": "forget"}]}}, "context_management.edits[0]"),
-        (
-            {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": 1}]}},
-            "context_management.edits[0].keep",
-        ),
-        (
-            {
-                "context_management": {
-                    "edits": [{"type": "clear_tool_uses_20250919", "trigger": {"type": "x"}}]
-                }
-            },
-            "context_management.edits[0].trigger",
-        ),
         (
             {"messages": [user(result("a", [{"type": "document", "source": {"type": "base64"}}]))]},
             "messages[0].content[0].content[0].source",

@@ -3,8 +3,6 @@
 from typing import Any
 
 import pytest
-from anthropic.types.beta import BetaMemoryTool20250818Command
-from pydantic import TypeAdapter
 
 from serve.core.errors import RequestError
 from serve.front.api.anthropic.body import MessagesBody
@@ -32,9 +30,8 @@ HOSTED = [
 def offered(*tools: Any, **fields: Any) -> tuple[list[str], tuple[str, ...]]:
     """The names of the tools that are offered, and of those that are not."""
     body = parse(MessagesBody, {**HELLO, "tools": list(tools), **fields})
-    found = body.edited(lambda _: 0)
-    assert found.prompt.tools == found.offer.tools
-    return [tool.function.name for tool in found.offer.tools], found.offer.left_out
+    assert body.prompt().tools == body.offer.tools
+    return [tool.function.name for tool in body.offer.tools], body.offer.left_out
 
 
 def system(kind: str, name: str) -> dict[str, Any]:
@@ -71,33 +68,27 @@ def test_offer_refuses_to_force_a_hosted_tool(choice: Any) -> None:
 
 @pytest.mark.parametrize("type", KNOWN_TOOLS)
 def test_offer_has_the_tools_that_clients_run(type: str) -> None:
-    declared: dict[str, Any] = {"type": type, "name": "own"}
-    if type.startswith("computer"):
-        declared |= {"display_width_px": 800, "display_height_px": 600}
+    declared = {"type": type, "name": "own", "max_characters": 800}
     body = parse(MessagesBody, {**HELLO, "tools": [declared]})
-    (tool,) = body.edited(lambda _: 0).offer.tools
+    (tool,) = body.offer.tools
     assert tool.function.name == "own"
-    assert tool.function.description
-    assert ("800 x 600" in tool.function.description) is type.startswith("computer")
+    assert (tool.function.description or "").endswith("up to 800 characters.")
     schema = tool.function.parameters
     assert schema
     assert schema["required"] or type.startswith("bash")
     assert grammars.of_schema(schema)
 
 
-def test_offer_knows_every_field_of_a_memory() -> None:
-    commands = TypeAdapter(BetaMemoryTool20250818Command).json_schema()["$defs"].values()
-    fields = {name for command in commands for name in command["properties"]}
-    schema = KNOWN_TOOLS["memory_20250818"].schema
-    assert schema["properties"].keys() == fields
-    kinds = {command["properties"]["command"]["const"] for command in commands}
-    assert set(schema["properties"]["command"]["enum"]) == kinds
+@pytest.mark.parametrize("type", ["memory_20250818", "computer_20251124"])
+def test_other_tools_of_clients_are_refused(type: str) -> None:
+    with pytest.raises(RequestError, match="has an unknown type: leave type out, or give custom"):
+        offered({"type": type, "name": "own"})
 
 
 def test_offer_keeps_what_a_tool_says_of_itself() -> None:
     more = {"eager_input_streaming": True, "allowed_callers": ["direct"], "input_examples": [{}]}
     body = parse(MessagesBody, {**HELLO, "tools": [{**ADD, "strict": True, **more}]})
-    (tool,) = body.edited(lambda _: 0).offer.tools
+    (tool,) = body.offer.tools
     assert tool.function.strict is True
     assert tool.function.parameters == {"type": "object"}
 

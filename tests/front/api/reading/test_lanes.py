@@ -88,7 +88,7 @@ def described(read: Any) -> Any:
     if isinstance(read, ReadResponse):
         return read.plan, read.messages, described(read.job)
     if isinstance(read, ReadMessage):
-        return read.applied_edits, read.left_out, read.omits_thoughts, described(read.job)
+        return read.left_out, read.omits_thoughts, described(read.job)
     if isinstance(read, Job):
         prompts = [(p.ids, p.max_tokens, p.end_ids, p.text, p.has_marks) for p in read.prompts]
         return msgspec.structs.replace(read, prompts=[]), prompts
