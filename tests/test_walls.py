@@ -59,7 +59,6 @@ OWNERS = {
     "prometheus_client": ["serve.front.http.metrics"],
     "msgspec": ["serve.*", "launcher.checks"],
     "pydantic": ["serve.front.*"],
-    "typing_extensions": ["serve.front.http.schemas"],
     "pydantic_core": ["serve.front.*"],
     "huggingface_hub": ["serve.hub.*"],
     "mlx": ["serve.ring.*", "serve.model.*", "serve.lora.*", "serve.rank.*", "serve.tune.*"],

@@ -12,7 +12,7 @@ from serve.front.api.openai import (
 )
 from serve.front.api.request import ChatPrompt
 from serve.front.api.sampling import check_ids
-from serve.front.http.schemas import Detokenized, Tokenized
+from serve.front.http.replies import Json
 from serve.front.text.tokens import Tokenizer
 
 # The limit of a text whose tokens are listed or counted, for each token of the longest prompt. A
@@ -23,7 +23,7 @@ MIN_BOUND = 1 << 20
 
 def tokenize(
     fields: dict[str, Any], tokenizer: Tokenizer, max_context: int
-) -> tuple[Tokenizable, Tokenized]:
+) -> tuple[Tokenizable, Json]:
     """Returns the body and the reply, for a prompt, or for messages as the chat template renders
     them."""
     body: Tokenizable
@@ -39,7 +39,7 @@ def tokenize(
         _check_text(text, max_context, "prompt")
     ids = tokenizer.encode(text, adds_special)
     names = [tokenizer.token_name(id) for id in ids] if body.return_token_strs else None
-    reply: Tokenized = {
+    reply: Json = {
         "count": len(ids),
         "max_model_len": max_context,
         "tokens": ids,
@@ -57,7 +57,7 @@ def count(prompt: ChatPrompt, tokenizer: Tokenizer, max_context: int) -> int:
 
 def detokenize(
     fields: dict[str, Any], tokenizer: Tokenizer, max_context: int
-) -> tuple[DetokenizeBody, Detokenized]:
+) -> tuple[DetokenizeBody, Json]:
     """Returns the body and the reply."""
     body = parse(DetokenizeBody, fields)
     _check_size(len(body.tokens), "tokens", max_context, "tokens")

@@ -1,4 +1,4 @@
-"""The bodies of replies: events, error objects, and token counts. Pure."""
+"""The bodies of replies: events and error objects. Pure."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,6 @@ from serve.core.errors import (
     RequestError,
     UnavailableError,
 )
-from serve.front.http.schemas import AnthropicError, AnthropicErrorReply, ErrorReply, Usage
 
 Json = dict[str, Any]
 
@@ -92,7 +91,7 @@ class StatusError(RequestError):
         self.http_status, self.headers = status, dict(headers)
 
 
-def error_object(error: BrigadeError) -> ErrorReply:
+def error_object(error: BrigadeError) -> Json:
     return {
         "error": {
             "message": _public_message(error),
@@ -103,10 +102,13 @@ def error_object(error: BrigadeError) -> ErrorReply:
     }
 
 
-def anthropic_error(error: BrigadeError, request_id: str) -> AnthropicErrorReply:
+def anthropic_error(error: BrigadeError, request_id: str) -> Json:
     kind = _ANTHROPIC_TYPES.get(error.http_status, "invalid_request_error")
-    described: AnthropicError = {"type": kind, "message": _public_message(error)}
-    return {"type": "error", "error": described, "request_id": request_id}
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": _public_message(error)},
+        "request_id": request_id,
+    }
 
 
 def ollama_error(error: BrigadeError) -> Json:
@@ -159,27 +161,3 @@ def listed(header: str, names: Sequence[str]) -> dict[str, str]:
             break
         shown.append(encoded)
     return {header: ", ".join(shown)} if shown else {}
-
-
-# --- answers
-
-
-def usage(
-    num_prompt_tokens: int,
-    num_completion_tokens: int,
-    num_cached: int = 0,
-    num_reasoning: int = 0,
-    num_accepted: int = 0,
-    num_rejected: int = 0,
-) -> Usage:
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_completion_tokens,
-        "total_tokens": num_prompt_tokens + num_completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
-        "completion_tokens_details": {
-            "reasoning_tokens": num_reasoning,
-            "accepted_prediction_tokens": num_accepted,
-            "rejected_prediction_tokens": num_rejected,
-        },
-    }

@@ -15,7 +15,7 @@ from serve.core.helper_messages import Violation
 from serve.core.types import Event, Score
 from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record, trace_of
-from serve.front.http.schemas import RunningRequest
+from serve.front.http.replies import Json
 from serve.front.output.choice import Choice, Piece, StopRules
 from serve.front.output.conformance import Conformance
 from serve.front.output.deltas import Progress, TokenUsage, Update
@@ -197,7 +197,7 @@ class Answer(Running):
             _logger.error("request=%s event=bug trace=%s", id, trace_of(error))
             yield failed(self._failure(BrigadeError(str(error))))
 
-    def describe(self) -> RunningRequest:
+    def describe(self) -> Json:
         return describe(self._record, self._generation)
 
     def interrupt(self, error: BrigadeError) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from serve.core.errors import BrigadeError, EngineError
 from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record
-from serve.front.http.schemas import RunningRequest
+from serve.front.http.replies import Json
 from serve.front.output.running import Running, describe
 from serve.front.pipeline.interface import Generation, Prompt
 
@@ -26,7 +26,7 @@ class Embeddings(Running):
         self._prompts, self._submit, self._num_at_once = prompts, submit, num_at_once
         self._generation: Generation | None = None
 
-    def describe(self) -> RunningRequest:
+    def describe(self) -> Json:
         return describe(self._record, self._generation)
 
     def interrupt(self, error: BrigadeError) -> None:

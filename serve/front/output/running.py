@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from serve.core.errors import BrigadeError
 from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record
-from serve.front.http.schemas import RunningRequest
+from serve.front.http.replies import Json
 from serve.front.pipeline.interface import Generation, Prompt
 
 
@@ -36,7 +36,7 @@ class Running(ABC):
         return self._record.seconds()
 
     @abstractmethod
-    def describe(self) -> RunningRequest: ...
+    def describe(self) -> Json: ...
 
     @abstractmethod
     def interrupt(self, error: BrigadeError) -> None:
@@ -47,7 +47,7 @@ class Running(ABC):
         """Ends the request at once, even if its answer is not read. error becomes its end."""
 
 
-def describe(record: Record, generation: Generation | None) -> RunningRequest:
+def describe(record: Record, generation: Generation | None) -> Json:
     """Returns the request as operators see it. generation is None before it has one."""
     num_done = generation.progress[0] if generation else 0
     return {

@@ -9,7 +9,7 @@ from starlette.responses import PlainTextResponse, Response
 from serve.core.errors import RequestError
 from serve.front.adapters.loader import AdapterLoader
 from serve.front.api.openai import parse
-from serve.front.http import guard, replies
+from serve.front.http import guard
 from serve.front.http.access import Access, Policy, Route
 from serve.front.http.body import Body, json_object
 from serve.front.http.openapi import endpoint
@@ -61,7 +61,7 @@ class AdapterCalls:
             Route("/admin/adapters", self.change, methods=["POST"]),
         ]
 
-    @endpoint(403, 404, 409, body=LoadBody, policy=_ADMIN)
+    @endpoint(policy=_ADMIN, body=LoadBody)
     async def load(self, request: Request) -> Response:
         """Loads an adapter on every rank, or replaces it."""
         body = await _read(request, LoadBody, "Both 'lora_name' and 'lora_path' must be provided.")
@@ -72,7 +72,7 @@ class AdapterCalls:
         done = "replaced" if was_replaced else "added"
         return PlainTextResponse(f"Success: LoRA adapter '{name}' {done} successfully.")
 
-    @endpoint(403, 404, 409, body=UnloadBody, policy=_ADMIN)
+    @endpoint(policy=_ADMIN, body=UnloadBody)
     async def unload(self, request: Request) -> Response:
         """Unloads an adapter; its running requests finish first."""
         missing = "'lora_name' needs to be provided to unload a LoRA adapter."
@@ -80,13 +80,13 @@ class AdapterCalls:
         await self._adapters.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
-    @endpoint(403, reply=replies.Json, policy=_ADMIN)
+    @endpoint(policy=_ADMIN)
     async def list(self, _: Request) -> Response:
         """Lists the adapters that are loaded."""
         listed = {"object": "list", "data": self._adapters.registry.described()}
         return json_response(listed)
 
-    @endpoint(403, 404, 409, body=ChangeBody, reply=replies.Json, policy=ADMIN)
+    @endpoint(policy=ADMIN, body=ChangeBody)
     async def change(self, request: Request) -> Response:
         """Pins an adapter, preloads it, or makes it the default."""
         body = await _read(request, ChangeBody, "'lora_name' needs to be provided.")

@@ -9,7 +9,6 @@ from starlette.responses import Response
 
 from serve.core.errors import RequestError
 from serve.front.api.openai import parse
-from serve.front.http import replies, schemas
 from serve.front.http.access import Route
 from serve.front.http.body import Body, json_object
 from serve.front.http.guard import read_body
@@ -48,29 +47,23 @@ class AdminCalls:
             Route("/admin/prefix-cache", self.clear_prefixes, methods=["POST"]),
         ]
 
-    @endpoint(403, reply=replies.Json, policy=ADMIN)
+    @endpoint(policy=ADMIN)
     async def pipeline(self, _: Request) -> Response:
         """Describes each stage: its layers, bytes, times and state."""
         return json_response(self._engine.pipeline())
 
-    @endpoint(*(400, 403), reply=replies.Json, query={"seconds": {"type": "number"}}, policy=ADMIN)
+    @endpoint(policy=ADMIN, query={"seconds": {"type": "number"}})
     async def trace(self, request: Request) -> Response:
         """Returns the activity of each stage over time, as a Chrome trace."""
         return json_response(self._engine.timeline(_seconds(request, 10.0)))
 
-    @endpoint(
-        *(400, 403),
-        status=202,
-        reply=schemas.Status,
-        query={"seconds": {"type": "number"}},
-        policy=ADMIN,
-    )
+    @endpoint(policy=ADMIN, query={"seconds": {"type": "number"}})
     async def drain(self, request: Request) -> Response:
         """Drains the server: it ends with code 0 when the last answer is finished."""
         self._begin_drain(_seconds(request, self._drain_seconds))
         return json_response({"status": "draining"}, 202)
 
-    @endpoint(*(400, 403), body=PrefixCacheBody, reply=schemas.Status, policy=ADMIN)
+    @endpoint(policy=ADMIN, body=PrefixCacheBody)
     async def clear_prefixes(self, request: Request) -> Response:
         """Drops everything that the prefix cache keeps, in memory and on the disks of all ranks."""
         parse(PrefixCacheBody, json_object(await read_body(request.scope, request.receive)))

@@ -23,7 +23,7 @@ from serve.front.http import guard, replies
 from serve.front.http.admission import Keys
 from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record
-from serve.front.http.schemas import RunningRequest
+from serve.front.http.replies import Json
 from serve.front.output.answer import Answer, Job, UsageInStream
 from serve.front.output.conformance import Conformance
 from serve.front.output.embedding import Embeddings
@@ -84,7 +84,7 @@ class Answering:
     def open_answers(self) -> list[Running]:
         return [answer for answer in self._answers if answer.is_open]
 
-    def running(self, max_num: int | None = None) -> list[RunningRequest]:
+    def running(self, max_num: int | None = None) -> list[Json]:
         """Returns the requests that run or wait, the oldest first: all of them, or the first
         max_num."""
         answers = self.open_answers()

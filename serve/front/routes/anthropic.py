@@ -7,11 +7,11 @@ from starlette.responses import Response
 from serve.front.api.anthropic.body import CountBody, MessagesBody
 from serve.front.api.reading.reader import Reader
 from serve.front.api.writers.messages import MessagesWriter
-from serve.front.http import guard, schemas
+from serve.front.http import guard
 from serve.front.http.access import Access, Dialect, Policy, Route
 from serve.front.http.openapi import endpoint
 from serve.front.http.record import Record
-from serve.front.http.replies import Json, listed, named_event
+from serve.front.http.replies import listed, named_event
 from serve.front.routes.answering import Answering, log_number
 from serve.front.routes.stream import Framing, stream_reply, whole_reply
 
@@ -33,13 +33,7 @@ class MessageCalls:
             Route("/v1/messages/count_tokens", self.count, methods=["POST"]),
         ]
 
-    @endpoint(
-        *(404, 429, 500),
-        body=MessagesBody,
-        reply=schemas.MessageReply,
-        chunk=Json,
-        policy=_POLICY,
-    )
+    @endpoint(policy=_POLICY, body=MessagesBody)
     async def create(self, request: Request) -> Response:
         """Answers a chat of Anthropic's API."""
         read = await self._answering.read(request, Reader.message)
@@ -54,7 +48,7 @@ class MessageCalls:
             return stream_reply(answer, writer, headers, _FRAMING)
         return await whole_reply(request, answer, writer, headers)
 
-    @endpoint(*(404, 500), body=CountBody, reply=schemas.MessageTokens, policy=_POLICY)
+    @endpoint(policy=_POLICY, body=CountBody)
     async def count(self, request: Request) -> Response:
         """Counts the tokens of a prompt of Anthropic's API."""
         return await self._answering.reply(request, Reader.count)

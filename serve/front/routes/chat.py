@@ -7,7 +7,6 @@ from serve.front.api.openai import ChatBody, CompletionBody, DetokenizeBody, Tok
 from serve.front.api.reading.reader import Reader
 from serve.front.api.writers.chat import ChatWriter, WholeChat
 from serve.front.api.writers.completions import CompletionWriter, WholeCompletion
-from serve.front.http import schemas
 from serve.front.http.access import CLIENT, Route
 from serve.front.http.openapi import endpoint
 from serve.front.routes.answering import Answering
@@ -26,15 +25,7 @@ class ChatCalls:
             Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
 
-    @endpoint(
-        404,
-        429,
-        500,
-        body=ChatBody,
-        reply=schemas.ChatReply,
-        chunk=schemas.ChatChunk,
-        policy=CLIENT,
-    )
+    @endpoint(policy=CLIENT, body=ChatBody)
     async def chat(self, request: Request) -> Response:
         """Answers /v1/chat/completions, whole or as a stream."""
         job = await self._answering.read(request, Reader.chat)
@@ -44,13 +35,7 @@ class ChatCalls:
             return stream_reply(answer, ChatWriter(job, tokenizer), headers, OPENAI)
         return await whole_reply(request, answer, WholeChat(job, tokenizer), headers)
 
-    @endpoint(
-        *(404, 429, 500),
-        body=CompletionBody,
-        reply=schemas.CompletionReply,
-        chunk=schemas.CompletionReply,
-        policy=CLIENT,
-    )
+    @endpoint(policy=CLIENT, body=CompletionBody)
     async def completions(self, request: Request) -> Response:
         """Answers /v1/completions: continues one prompt or several."""
         job = await self._answering.read(request, Reader.completion)
@@ -60,12 +45,12 @@ class ChatCalls:
             return stream_reply(answer, CompletionWriter(job, tokenizer), headers, OPENAI)
         return await whole_reply(request, answer, WholeCompletion(job, tokenizer), headers)
 
-    @endpoint(404, body=Tokenizable, reply=schemas.Tokenized, policy=CLIENT)
+    @endpoint(policy=CLIENT, body=Tokenizable)
     async def tokenize(self, request: Request) -> Response:
         """Returns the token ids of a text or of messages."""
         return await self._answering.reply(request, Reader.tokenize)
 
-    @endpoint(404, body=DetokenizeBody, reply=schemas.Detokenized, policy=CLIENT)
+    @endpoint(policy=CLIENT, body=DetokenizeBody)
     async def detokenize(self, request: Request) -> Response:
         """Returns the text of token ids."""
         return await self._answering.reply(request, Reader.detokenize)

@@ -7,7 +7,6 @@ from starlette.responses import Response
 
 from serve.front.api.embeddings import EmbeddingBody, encode
 from serve.front.api.reading.reader import Reader
-from serve.front.http import schemas
 from serve.front.http.access import CLIENT, Route
 from serve.front.http.openapi import endpoint
 from serve.front.routes.answering import Answering
@@ -20,7 +19,7 @@ class EmbeddingCalls:
     def routes(self) -> list[Route]:
         return [Route("/v1/embeddings", self.embeddings, methods=["POST"])]
 
-    @endpoint(404, 429, 500, body=EmbeddingBody, reply=schemas.EmbeddingReply, policy=CLIENT)
+    @endpoint(policy=CLIENT, body=EmbeddingBody)
     async def embeddings(self, request: Request) -> Response:
         """Returns a vector for each input, which represents its meaning."""
         job = await self._answering.read(request, Reader.embedding)

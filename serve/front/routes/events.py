@@ -104,7 +104,7 @@ class EventCalls:
     def routes(self) -> list[Route]:
         return [Route("/admin/events", self.events)]
 
-    @endpoint(403, 429, chunk=Json, policy=_WATCHING)
+    @endpoint(policy=_WATCHING)
     async def events(self, _: Request) -> Response:
         """Streams the state of the cluster: all of it, then what changes, four times a second."""
         return _Watching(self.watchers)

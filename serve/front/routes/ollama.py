@@ -53,12 +53,12 @@ class OllamaCalls:
             Route("/api/version", self.ollama_version),
         ]
 
-    @endpoint(404, 429, 500, body=OllamaChatBody, reply=Json, policy=_POLICY, has_lines=True)
+    @endpoint(policy=_POLICY, body=OllamaChatBody)
     async def ollama_chat(self, request: Request) -> Response:
         """Answers a chat of Ollama's API, by default as lines of JSON."""
         return await self._answer(request, Reader.ollama_chat, is_chat=True)
 
-    @endpoint(404, 429, 500, body=OllamaGenerateBody, reply=Json, policy=_POLICY, has_lines=True)
+    @endpoint(policy=_POLICY, body=OllamaGenerateBody)
     async def ollama_generate(self, request: Request) -> Response:
         """Answers a prompt of Ollama's API, by default as lines of JSON."""
         return await self._answer(request, Reader.ollama_generate, is_chat=False)
@@ -80,7 +80,7 @@ class OllamaCalls:
         whole = WholeOllama(read.model, is_chat, tokenizer)
         return await whole_reply(request, answer, whole, headers)
 
-    @endpoint(404, 429, 500, body=OllamaEmbedBody, reply=Json, policy=_POLICY)
+    @endpoint(policy=_POLICY, body=OllamaEmbedBody)
     async def ollama_embed(self, request: Request) -> Response:
         """Returns a vector for each input, for clients of Ollama."""
         started = time.monotonic()
@@ -92,7 +92,7 @@ class OllamaCalls:
         body = await asyncio.to_thread(encode_embed, read, vectors, seconds)
         return Response(body, headers=headers, media_type="application/json")
 
-    @endpoint(404, 429, 500, body=OllamaEmbeddingsBody, reply=Json, policy=_POLICY)
+    @endpoint(policy=_POLICY, body=OllamaEmbeddingsBody)
     async def ollama_embeddings(self, request: Request) -> Response:
         """Returns the vector of a prompt, for older clients of Ollama."""
         read = await self._answering.read(request, Reader.ollama_embeddings)
@@ -102,7 +102,7 @@ class OllamaCalls:
         body = encode_embeddings(vector)
         return Response(body, headers=headers, media_type="application/json")
 
-    @endpoint(404, body=ShowBody, reply=Json, policy=_POLICY)
+    @endpoint(policy=_POLICY, body=ShowBody)
     async def show(self, request: Request) -> Response:
         """Describes the model for clients of Ollama."""
         body = parse(ShowBody, json_object(await guard.read_body(request.scope, request.receive)))
@@ -127,17 +127,17 @@ class OllamaCalls:
             }
         )
 
-    @endpoint(reply=Json, policy=_POLICY)
+    @endpoint(policy=_POLICY)
     async def tags(self, _: Request) -> Response:
         """Lists the model and its adapters for clients of Ollama."""
         return json_response({"models": self._all()})
 
-    @endpoint(reply=Json, policy=_POLICY)
+    @endpoint(policy=_POLICY)
     async def running(self, _: Request) -> Response:
         """Lists the models in memory for clients of Ollama: all of them."""
         return json_response({"models": self._all()})
 
-    @endpoint(reply=Json, policy=_POLICY)
+    @endpoint(policy=_POLICY)
     async def ollama_version(self, _: Request) -> Response:
         """Returns the version of Brigade, for clients of Ollama."""
         return json_response({"version": __version__})

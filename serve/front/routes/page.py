@@ -54,13 +54,13 @@ async def index(request: Request) -> Response:
     return _reply(request, pages.INDEX)
 
 
-@endpoint(404, policy=_FILES)
+@endpoint(policy=_FILES)
 async def file(request: Request) -> Response:
     """Returns a script, style sheet or picture of the page."""
     return _reply(request, request.path_params["name"])
 
 
-@endpoint(body=MarkdownBody, policy=CLIENT)
+@endpoint(policy=CLIENT, body=MarkdownBody)
 async def markdown(request: Request) -> Response:
     """Turns the Markdown of an answer into HTML."""
     body = parse(MarkdownBody, json_object(await read_body(request.scope, request.receive)))

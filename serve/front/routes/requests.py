@@ -4,7 +4,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.core.errors import NotFoundError, RequestCancelledError
-from serve.front.http import schemas
 from serve.front.http.access import Route
 from serve.front.http.openapi import endpoint
 from serve.front.routes.adapters import ADMIN
@@ -22,12 +21,12 @@ class RequestCalls:
             Route("/admin/requests/{id}/cancel", self.cancel_request, methods=["POST"]),
         ]
 
-    @endpoint(403, reply=schemas.RunningRequests, policy=ADMIN)
+    @endpoint(policy=ADMIN)
     async def list_requests(self, _: Request) -> Response:
         """Lists the requests that run or wait, the oldest first."""
         return json_response({"object": "list", "data": self._answering.running()})
 
-    @endpoint(403, 404, reply=schemas.Cancelled, policy=ADMIN)
+    @endpoint(policy=ADMIN)
     async def cancel_request(self, request: Request) -> Response:
         """Ends a request on all ranks; its client gets an error."""
         wanted = request.path_params["id"]

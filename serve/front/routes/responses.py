@@ -22,7 +22,6 @@ from serve.front.http.access import CLIENT, Route
 from serve.front.http.guard import read_parts
 from serve.front.http.openapi import by_method, endpoint
 from serve.front.http.replies import Json
-from serve.front.http.schemas import DeletedResponse, InputTokens
 from serve.front.routes.answering import Answering, log_number
 from serve.front.routes.stream import NAMED, json_response, stream_reply, whole_reply
 from serve.front.text.tokens import Tokenizer
@@ -48,7 +47,7 @@ class ResponseCalls:
             ),
         ]
 
-    @endpoint(404, 429, 500, body=ResponsesBody, reply=Json, chunk=Json, policy=CLIENT)
+    @endpoint(policy=CLIENT, body=ResponsesBody)
     async def respond(self, request: Request) -> Response:
         """Answers with items: text, reasoning, calls of functions."""
         read = await self._read(request, Reader.response)
@@ -61,7 +60,7 @@ class ResponseCalls:
             return stream_reply(answer, writer, headers, NAMED)
         return await whole_reply(request, answer, writer, headers)
 
-    @endpoint(404, 500, body=InputTokensBody, reply=InputTokens, policy=CLIENT)
+    @endpoint(policy=CLIENT, body=InputTokensBody)
     async def input_tokens(self, request: Request) -> Response:
         """Counts the tokens of a response's input."""
         read = await self._read(request, Reader.input_tokens)
@@ -81,21 +80,20 @@ class ResponseCalls:
             assert not isinstance(read, NeedsEarlier)
         return read
 
-    @endpoint(*(400, 404), reply=Json, query=_QUERY, policy=CLIENT)
+    @endpoint(policy=CLIENT, query=_QUERY)
     async def retrieve(self, request: Request) -> Response:
         """Returns a stored response."""
         _check_query(request, _QUERY)
         stored = self._store.get(request.path_params["id"])
         return Response(stored.response, media_type="application/json")
 
-    @endpoint(*(400, 404), reply=DeletedResponse, policy=CLIENT)
+    @endpoint(policy=CLIENT)
     async def delete(self, request: Request) -> Response:
         """Deletes a stored response."""
         _check_query(request, {})
         id = request.path_params["id"]
         self._store.delete(id)
-        reply: DeletedResponse = {"id": id, "object": "response", "deleted": True}
-        return json_response(reply)
+        return json_response({"id": id, "object": "response", "deleted": True})
 
 
 def _check_query(request: Request, known: Json) -> None:

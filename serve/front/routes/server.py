@@ -9,10 +9,11 @@ from starlette.responses import Response
 
 from serve import __version__
 from serve.core.errors import RequestError, UnavailableError
-from serve.front.http import guard, replies, schemas
+from serve.front.http import guard
 from serve.front.http.access import CLIENT, Access, Dialect, Policy, Route
 from serve.front.http.metrics import Metrics
 from serve.front.http.openapi import document, endpoint, summaries
+from serve.front.http.replies import Json
 from serve.front.pipeline.interface import Engine
 from serve.front.routes.stream import json_response
 
@@ -43,9 +44,9 @@ class ServerCalls:
         self._sampling = sampling
         self._created = int(time.time())
         self._calls: dict[str, str] = {}
-        self._document: replies.Json = {}
+        self._document: Json = {}
 
-    def describe(self, routes: Iterable[Route]) -> replies.Json:
+    def describe(self, routes: Iterable[Route]) -> Json:
         """Describes the calls to clients, and returns the OpenAPI document of them."""
         routes = list(routes)
         self._calls = summaries(routes)
@@ -67,14 +68,12 @@ class ServerCalls:
         ]
 
     @endpoint(
-        400,
-        reply=schemas.ModelList | schemas.AnthropicModelList,
+        policy=_MODELS,
         query={
             "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
             "after_id": {"type": "string"},
             "before_id": {"type": "string"},
         },
-        policy=_MODELS,
     )
     async def models(self, request: Request) -> Response:
         """Lists the model and its adapters, for clients of Anthropic in pages."""
@@ -83,7 +82,7 @@ class ServerCalls:
             return json_response(self._page(names, request.query_params))
         return json_response({"object": "list", "data": [self._described(name) for name in names]})
 
-    @endpoint(400, 404, reply=schemas.Model | schemas.AnthropicModel, policy=_MODELS)
+    @endpoint(policy=_MODELS)
     async def model(self, request: Request) -> Response:
         """Describes the model or an adapter."""
         name = request.path_params["name"]
@@ -94,7 +93,7 @@ class ServerCalls:
             return json_response(self._described_to_anthropic(found))
         return json_response(self._described(found))
 
-    def _page(self, names: list[str], query: Mapping[str, str]) -> schemas.AnthropicModelList:
+    def _page(self, names: list[str], query: Mapping[str, str]) -> Json:
         """Returns a page of the list, which after_id or before_id may limit. Raises
         RequestError."""
         limit = _limit(query.get("limit", str(_PAGE)))
@@ -112,7 +111,7 @@ class ServerCalls:
             "last_id": shown[-1] if shown else None,
         }
 
-    def _described_to_anthropic(self, name: str) -> schemas.AnthropicModel:
+    def _described_to_anthropic(self, name: str) -> Json:
         created = datetime.fromtimestamp(self._created, UTC)
         return {
             "type": "model",
@@ -121,7 +120,7 @@ class ServerCalls:
             "created_at": created.isoformat().replace("+00:00", "Z"),
         }
 
-    def _described(self, name: str) -> schemas.Model:
+    def _described(self, name: str) -> Json:
         adapter = self._engine.adapters.registry.by_name.get(name)
         return {
             "id": name,
@@ -135,20 +134,20 @@ class ServerCalls:
             "default_sampling_params": self._sampling,
         }
 
-    @endpoint(reply=schemas.Status, policy=_PROBE)
+    @endpoint(policy=_PROBE)
     async def health(self, _: Request) -> Response:
         """Answers while the process is alive."""
         return json_response({"status": "alive"})
 
-    @endpoint(reply=schemas.Status, policy=_PROBE)
+    @endpoint(policy=_PROBE)
     async def ping(self, _: Request) -> Response:
         """Answers while the process is alive, for the probes of SageMaker and SGLang."""
         return json_response({"status": "alive"})
 
-    @endpoint(reply=schemas.Properties, policy=CLIENT)
+    @endpoint(policy=CLIENT)
     async def props(self, _: Request) -> Response:
         """Returns the properties of the model that llama.cpp's clients ask for first."""
-        properties: schemas.Properties = {
+        properties = {
             "default_generation_settings": {"n_ctx": self._max_context},
             "total_slots": self._num_slots,
             "model_alias": self._model,
@@ -157,10 +156,10 @@ class ServerCalls:
         }
         return json_response(properties)
 
-    @endpoint(reply=schemas.ServerInfo, policy=CLIENT)
+    @endpoint(policy=CLIENT)
     async def info(self, _: Request) -> Response:
         """Returns the server's name and version, its model and its limits."""
-        info: schemas.ServerInfo = {
+        info = {
             "name": "Brigade",
             "version": __version__,
             "model": self._model,
@@ -169,7 +168,7 @@ class ServerCalls:
         }
         return json_response(info)
 
-    @endpoint(reply=schemas.Status, policy=_READY)
+    @endpoint(policy=_READY)
     async def ready(self, _: Request) -> Response:
         """Answers 200 if the cluster can answer requests, and otherwise 503 with the reason."""
         reason = self._engine.ready_reason()
@@ -183,7 +182,7 @@ class ServerCalls:
         body, content_type = self._metrics.render(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
-    @endpoint(reply=schemas.Index, policy=CLIENT)
+    @endpoint(policy=CLIENT)
     async def index(self, _: Request) -> Response:
         """Returns the name of this server, its model and its calls."""
         return json_response(
@@ -195,12 +194,12 @@ class ServerCalls:
             }
         )
 
-    @endpoint(reply=schemas.Version, policy=CLIENT)
+    @endpoint(policy=CLIENT)
     async def version(self, _: Request) -> Response:
         """Returns the version of Brigade."""
         return json_response({"version": __version__})
 
-    @endpoint(reply=replies.Json, policy=CLIENT)
+    @endpoint(policy=CLIENT)
     async def openapi(self, _: Request) -> Response:
         """Describes every call, its parameters and its replies for programs."""
         return json_response(self._document)
@@ -219,7 +218,7 @@ def _index(names: list[str], name: str, param: str) -> int:
     return names.index(name)
 
 
-def _permission(name: str, created: int) -> schemas.ModelPermission:
+def _permission(name: str, created: int) -> Json:
     return {
         "id": f"modelperm-{name}",
         "object": "model_permission",

@@ -8,7 +8,6 @@ from starlette.responses import Response
 
 from serve import __version__
 from serve.core.errors import UnavailableError
-from serve.front.http import schemas
 from serve.front.http.access import CLIENT, Access, Policy, Route
 from serve.front.http.openapi import endpoint
 from serve.front.routes.events import Observation
@@ -31,22 +30,22 @@ class StartingCalls:
             Route("/{path:path}", self.later, methods=methods),
         ]
 
-    @endpoint(reply=schemas.Status, policy=_PROBE)
+    @endpoint(policy=_PROBE)
     async def alive(self, _: Request) -> Response:
         """Answers while the process is alive."""
         return json_response({"status": "alive"})
 
-    @endpoint(reply=schemas.Version, policy=CLIENT)
+    @endpoint(policy=CLIENT)
     async def version(self, _: Request) -> Response:
         """Returns the version of Brigade."""
         return json_response({"version": __version__})
 
-    @endpoint(reply=schemas.Status, policy=Policy(access=Access.OPEN))
+    @endpoint(policy=Policy(access=Access.OPEN))
     async def ready(self, _: Request) -> Response:
         """Answers 503 with the reason why the cluster is not ready."""
         self._refuse()
 
-    @endpoint(reply=schemas.Status, policy=CLIENT)
+    @endpoint(policy=CLIENT)
     async def later(self, _: Request) -> Response:
         """Refuses every other call until the cluster is ready."""
         self._refuse()

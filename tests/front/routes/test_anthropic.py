@@ -7,10 +7,9 @@ from typing import Any
 import anthropic
 import httpx2
 import pytest
-from pydantic import TypeAdapter
+from anthropic.types import ErrorResponse
 
 from serve.core.errors import BrigadeError, EngineError, OverloadedError, RequestError
-from serve.front.http.schemas import AnthropicErrorReply
 from serve.front.routes import stream as streaming
 from serve.front.text.tokens import Tokenizer
 from tests.agents.played import MAX_CONTEXT, Call, PlayedEngine, save_model
@@ -103,14 +102,12 @@ def test_errors_are_anthropics(
     engine.refuses_with = error
     with client(server) as ai, pytest.raises(kind) as caught:
         ai.messages.create(**HELLO)
-    body = TypeAdapter(AnthropicErrorReply).validate_python(caught.value.body, strict=True)
-    assert body["error"]["type"] == type
+    body = ErrorResponse.model_validate(caught.value.body)
+    assert body.error.type == type
     assert (
-        body["request_id"]
-        == caught.value.request_id
-        == caught.value.response.headers["x-request-id"]
+        body.request_id == caught.value.request_id == caught.value.response.headers["x-request-id"]
     )
-    assert "/a/path" not in body["error"]["message"]
+    assert "/a/path" not in body.error.message
 
 
 @pytest.mark.parametrize(("error", "kind", "type"), ERRORS)
@@ -147,8 +144,7 @@ def test_what_is_no_good_request(
     headers = {"content-type": "application/json", **headers}
     reply = httpx2.request(method, shared.url + path, content=body, headers=headers, timeout=10)
     assert reply.status_code == status
-    error = TypeAdapter(AnthropicErrorReply).validate_json(reply.content, strict=True)
-    assert error["error"]["type"] == type
+    assert reply.json()["error"]["type"] == type
     with client(shared) as ai:
         assert ai.messages.create(**HELLO).content
 
@@ -371,6 +367,6 @@ def test_a_wrong_field_is_named_in_anthropics_words(
             del body["max_tokens"]
         reply = httpx2.post(played.url + path, json=body, timeout=10)
         assert reply.status_code == 400
-        error = TypeAdapter(AnthropicErrorReply).validate_json(reply.content, strict=True)
-        assert error["error"]["type"] == "invalid_request_error"
-        assert field in error["error"]["message"]
+        error = ErrorResponse.model_validate_json(reply.content).error
+        assert error.type == "invalid_request_error"
+        assert field in error.message

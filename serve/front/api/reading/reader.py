@@ -37,7 +37,6 @@ from serve.front.api.writers.ollama import without_answer
 from serve.front.http import replies
 from serve.front.http.body import json_object
 from serve.front.http.replies import Json
-from serve.front.http.schemas import InputTokens
 from serve.front.output.answer import Job
 from serve.front.text.tokens import Tokenizer
 
@@ -140,7 +139,7 @@ class Reader:
                 num_answer = body.max_output_tokens or 1
                 prompt = fitting(prompt, self.tokenizer, self.max_context - num_answer)
             num_tokens = tokenize.count(prompt, self.tokenizer, self.max_context)
-        reply: InputTokens = {"object": "response.input_tokens", "input_tokens": num_tokens}
+        reply: Json = {"object": "response.input_tokens", "input_tokens": num_tokens}
         return FinishedReply(body.model, replies.encode(reply))
 
     def _conversation(self, body: Conversation, earlier: bytes | None) -> list[ChatMessage]:

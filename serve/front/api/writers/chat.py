@@ -8,18 +8,6 @@ from serve.front.api.writers.custom_input import CustomInput
 from serve.front.api.writers.logprobs import ScoreWriter
 from serve.front.api.writers.writer import ChunkWriter
 from serve.front.http.replies import Json
-from serve.front.http.schemas import (
-    CalledCustom,
-    CalledFunction,
-    ChatChoice,
-    ChatLogprobs,
-    ChosenScore,
-    ChunkChoice,
-    FinishReason,
-    PromptProgress,
-    ToolCall,
-)
-from serve.front.http.schemas import Delta as ChatDelta
 from serve.front.output.answer import Job
 from serve.front.output.deltas import (
     Begin,
@@ -34,6 +22,9 @@ from serve.front.output.deltas import (
     Update,
 )
 from serve.front.text.tokens import Tokenizer
+
+# The field with a call's arguments or input, by the type of the call.
+_TEXT_OF_CALL = {"function": "arguments", "custom": "input"}
 
 
 class ChatWriter(ChunkWriter):
@@ -90,7 +81,7 @@ class ChatWriter(ChunkWriter):
             fields["prompt_logprobs"] = self._scores.prompt(begin.prompt_scores)
         return fields
 
-    def _listed(self, update: Update, delta: ChatDelta) -> ChunkChoice:
+    def _listed(self, update: Update, delta: Json) -> Json:
         """Returns the choice with an update's first delta, and with the update's tokens and
         scores."""
         choice = _choice(update.number, delta)
@@ -100,7 +91,7 @@ class ChatWriter(ChunkWriter):
             choice["token_ids"] = list(update.tokens)
         return choice
 
-    def _deltas(self, update: Update) -> Iterator[ChatDelta]:
+    def _deltas(self, update: Update) -> Iterator[Json]:
         """Yields the deltas of OpenAI's chat. A call's name and its first arguments are one delta
         if they came together."""
         begun: CallBegin | None = None
@@ -130,13 +121,13 @@ class ChatWriter(ChunkWriter):
         if begun is not None:
             yield self._call(update.number, "", begun)
 
-    def _call_text(self, number: int, text: str, begun: CallBegin | None) -> Iterator[ChatDelta]:
+    def _call_text(self, number: int, text: str, begun: CallBegin | None) -> Iterator[Json]:
         if number in self._inputs:
             text = self._inputs[number].feed(text)
         if text or begun or number not in self._inputs:
             yield self._call(number, text, begun)
 
-    def _rest_of_input(self, number: int) -> Iterator[ChatDelta]:
+    def _rest_of_input(self, number: int) -> Iterator[Json]:
         """Ends the call of a custom tool, if one is open."""
         if number not in self._inputs:
             return
@@ -145,30 +136,20 @@ class ChatWriter(ChunkWriter):
             yield self._call(number, rest, None)
         del self._inputs[number]
 
-    def _call(self, number: int, text: str, begun: CallBegin | None) -> ChatDelta:
+    def _call(self, number: int, text: str, begun: CallBegin | None) -> Json:
         """Returns the delta of a call. text is the next part of its arguments or its input."""
-        if number in self._inputs:
-            return self._custom_call(number, text, begun)
-        function: CalledFunction = {"arguments": text}
-        call: ToolCall = {"index": self._num_calls[number] - 1, "function": function}
+        kind = "custom" if number in self._inputs else "function"
+        called: Json = {_TEXT_OF_CALL[kind]: text}
+        call: Json = {"index": self._num_calls[number] - 1, kind: called}
         if begun is not None:
-            function["name"] = begun.name
+            called["name"] = begun.name
             call["id"] = begun.id
-            call["type"] = "function"
+            call["type"] = kind
         if self._listing.function_call:
-            return {"function_call": function}
+            return {"function_call": called}
         return {"tool_calls": [call]}
 
-    def _custom_call(self, number: int, text: str, begun: CallBegin | None) -> ChatDelta:
-        custom: CalledCustom = {"input": text}
-        call: ToolCall = {"index": self._num_calls[number] - 1, "custom": custom}
-        if begun is not None:
-            custom["name"] = begun.name
-            call["id"] = begun.id
-            call["type"] = "custom"
-        return {"tool_calls": [call]}
-
-    def _reason(self, reason: Reason) -> FinishReason:
+    def _reason(self, reason: Reason) -> str:
         """Returns the finish reason. As in OpenAI's API, a call of a tool that the request named
         does not change it."""
         if reason != "tool_calls":
@@ -184,15 +165,15 @@ class _Whole:
 
     content: StringIO = field(default_factory=StringIO)
     thoughts: StringIO | None = None
-    calls: list[tuple[ToolCall, StringIO]] = field(default_factory=list)
+    calls: list[tuple[Json, StringIO]] = field(default_factory=list)
     function_name: str | None = None
     function_arguments: StringIO = field(default_factory=StringIO)
-    scores: list[ChosenScore] | None = None
+    scores: list[Json] | None = None
     token_ids: list[int] | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: str | None = None
     stop_reason: str | int | None = None
 
-    def add(self, choice: ChunkChoice) -> None:
+    def add(self, choice: Json) -> None:
         delta = choice["delta"]
         self.content.write(delta.get("content") or "")
         if thought := delta.get("reasoning_content"):
@@ -204,9 +185,9 @@ class _Whole:
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 self.calls.append((call, StringIO()))
-            _, arguments = self.calls[-1]
-            is_custom = "custom" in call
-            arguments.write(call["custom"]["input"] if is_custom else call["function"]["arguments"])
+            first, text = self.calls[-1]
+            kind = first["type"]
+            text.write(call[kind][_TEXT_OF_CALL[kind]])
         if choice["logprobs"] is not None:
             self.scores = [] if self.scores is None else self.scores
             self.scores += choice["logprobs"]["content"]
@@ -217,8 +198,8 @@ class _Whole:
             self.finish_reason = choice["finish_reason"]
             self.stop_reason = choice.get("stop_reason")
 
-    def choice(self, number: int) -> ChatChoice:
-        logprobs: ChatLogprobs | None = None
+    def choice(self, number: int) -> Json:
+        logprobs: Json | None = None
         if self.scores is not None:
             logprobs = {"content": self.scores, "refusal": None}
         return {
@@ -230,13 +211,13 @@ class _Whole:
             "stop_reason": self.stop_reason,
         }
 
-    def _message(self) -> ChatDelta:
+    def _message(self) -> Json:
         content: str | None = self.content.getvalue()
         has_calls = bool(self.calls or self.function_name)
         if has_calls and not content:
             content = None
         thoughts = None if self.thoughts is None else self.thoughts.getvalue()
-        message: ChatDelta = {
+        message: Json = {
             "role": "assistant",
             "content": content,
             "reasoning": thoughts,
@@ -280,22 +261,13 @@ class WholeChat:
         return reply
 
 
-def _whole_call(first: ToolCall, arguments: StringIO) -> ToolCall:
-    if "custom" in first:
-        custom: CalledCustom = {
-            "input": arguments.getvalue(),
-            "name": first["custom"]["name"],
-        }
-        return {"custom": custom, "id": first["id"], "type": "custom"}
-    name = first["function"]["name"]
-    return {
-        "function": {"arguments": arguments.getvalue(), "name": name},
-        "id": first["id"],
-        "type": "function",
-    }
+def _whole_call(first: Json, text: StringIO) -> Json:
+    kind = first["type"]
+    called = {_TEXT_OF_CALL[kind]: text.getvalue(), "name": first[kind]["name"]}
+    return {kind: called, "id": first["id"], "type": kind}
 
 
-def _progress(progress: Progress) -> PromptProgress:
+def _progress(progress: Progress) -> Json:
     """Returns the progress of a prompt, as llama.cpp's server reports it."""
     return {
         "total": progress.total,
@@ -305,5 +277,5 @@ def _progress(progress: Progress) -> PromptProgress:
     }
 
 
-def _choice(number: int, delta: ChatDelta) -> ChunkChoice:
+def _choice(number: int, delta: Json) -> Json:
     return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -8,7 +8,6 @@ from serve.core.types import Score
 from serve.front.api.writers.logprobs import ScoreWriter, with_top
 from serve.front.api.writers.writer import ChunkWriter
 from serve.front.http.replies import Json
-from serve.front.http.schemas import CompletionChoice, CompletionLogprobs
 from serve.front.output.answer import Job
 from serve.front.output.deltas import Begin, End, Text, Update
 from serve.front.text.tokens import Tokenizer
@@ -35,7 +34,7 @@ class CompletionWriter(ChunkWriter):
                 chunk["warnings"] = warnings
             yield chunk
 
-    def choices(self, update: Update) -> Iterator[CompletionChoice]:
+    def choices(self, update: Update) -> Iterator[Json]:
         """Yields the choices of an update, each of which is sent in a chunk of its own."""
         lists_tokens = self._listing.logprobs is not None or self._listing.token_ids
         if (begin := update.begin) and self._shows_prompt:
@@ -56,7 +55,7 @@ class CompletionWriter(ChunkWriter):
         listing = self._listing
         return listing.echo or listing.token_ids or listing.prompt_logprobs is not None
 
-    def _opening(self, number: int, begin: Begin) -> CompletionChoice:
+    def _opening(self, number: int, begin: Begin) -> Json:
         """Returns the choice with the prompt."""
         listing = self._listing
         prompt = self._prompts[number]
@@ -75,7 +74,7 @@ class CompletionWriter(ChunkWriter):
 
     def _scored(
         self, number: int, text: str, tokens: Sequence[int], scores: Sequence[Score | None]
-    ) -> CompletionChoice:
+    ) -> Json:
         choice = _choice(number, text)
         if self._listing.logprobs is not None:
             offsets = self._advance(number, tokens)
@@ -101,13 +100,13 @@ class _Whole:
         self._choice["prompt_token_ids"] = None
         self._choice["prompt_logprobs"] = None
 
-    def add(self, choice: CompletionChoice) -> None:
+    def add(self, choice: Json) -> None:
         whole = self._choice
         self._text.write(choice["text"])
         if scores := choice["logprobs"]:
-            logprobs = whole["logprobs"] or _no_scores()
-            _add_scores(logprobs, scores)
-            whole["logprobs"] = logprobs
+            whole["logprobs"] = whole["logprobs"] or {name: [] for name in scores}
+            for name, column in scores.items():
+                whole["logprobs"][name] += column
         token_ids = choice.get("token_ids")
         if token_ids is not None:
             self._token_ids = self._token_ids or []
@@ -121,7 +120,7 @@ class _Whole:
             whole["finish_reason"] = choice["finish_reason"]
             whole["stop_reason"] = choice.get("stop_reason")
 
-    def choice(self) -> CompletionChoice:
+    def choice(self) -> Json:
         return {**self._choice, "text": self._text.getvalue(), "token_ids": self._token_ids}
 
 
@@ -153,21 +152,10 @@ class WholeCompletion:
         return reply
 
 
-def _no_scores() -> CompletionLogprobs:
-    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-
-
-def _add_scores(whole: CompletionLogprobs, scores: CompletionLogprobs) -> None:
-    whole["tokens"] += scores["tokens"]
-    whole["token_logprobs"] += scores["token_logprobs"]
-    whole["top_logprobs"] += scores["top_logprobs"]
-    whole["text_offset"] += scores["text_offset"]
-
-
-def _last(number: int, end: End) -> CompletionChoice:
+def _last(number: int, end: End) -> Json:
     reason = "stop" if end.reason == "tool_calls" else end.reason
     return {**_choice(number, ""), "finish_reason": reason, "stop_reason": end.stop}
 
 
-def _choice(number: int, text: str) -> CompletionChoice:
+def _choice(number: int, text: str) -> Json:
     return {"index": number, "text": text, "logprobs": None, "finish_reason": None}

@@ -5,14 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from serve.core.types import Score
-from serve.front.http.schemas import (
-    ChatLogprobs,
-    ChosenScore,
-    CompletionLogprobs,
-    PromptLogprobs,
-    RankedScore,
-    TokenScore,
-)
+from serve.front.http.replies import Json
 from serve.front.text.tokens import Tokenizer
 
 _MIN_LOGPROB = -9999.0  # JSON has no -inf
@@ -26,7 +19,7 @@ class ScoreWriter:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
 
-    def chat(self, scores: Sequence[Score]) -> ChatLogprobs:
+    def chat(self, scores: Sequence[Score]) -> Json:
         """Returns for each token its text, its bytes and its log-probability, and the same for the
         likeliest tokens in its place."""
         content = [self._chosen_score(score) for score in scores]
@@ -37,10 +30,10 @@ class ScoreWriter:
         tokens: Sequence[int],
         scores: Sequence[Score | None],
         text_offset: list[int],
-    ) -> CompletionLogprobs:
+    ) -> Json:
         """Returns lists of equal length, with an entry for each token. The first token of a prompt
         has no score."""
-        written: CompletionLogprobs = {
+        written: Json = {
             "tokens": [self._text(token) for token in tokens],
             "token_logprobs": [],
             "top_logprobs": [],
@@ -53,18 +46,18 @@ class ScoreWriter:
             written["top_logprobs"].append(top)
         return written
 
-    def prompt(self, scores: Sequence[Score]) -> PromptLogprobs:
+    def prompt(self, scores: Sequence[Score]) -> list[Json | None]:
         """Returns vLLM's form: for each of the prompt's tokens the likeliest ones in its place and
         the token itself, by token id. The first token of a prompt has no score."""
         ranked = [self._ranked_scores(score) for score in scores]
         return [None, *ranked]
 
-    def _chosen_score(self, score: Score) -> ChosenScore:
+    def _chosen_score(self, score: Score) -> Json:
         chosen = self._token_score(score.token, score.logprob)
         top = [self._token_score(token, logprob) for token, logprob in score.top]
         return {**chosen, "top_logprobs": top}
 
-    def _token_score(self, token: int, logprob: float) -> TokenScore:
+    def _token_score(self, token: int, logprob: float) -> Json:
         return {
             "token": self._text(token),
             "logprob": _finite(logprob),
@@ -79,17 +72,17 @@ class ScoreWriter:
             by_text.setdefault(self._text(token), _finite(logprob))
         return by_text
 
-    def _ranked_scores(self, score: Score) -> dict[str, RankedScore]:
+    def _ranked_scores(self, score: Score) -> dict[str, Json]:
         """Returns the likeliest tokens and the token itself, by id. The token's rank is null unless
         it is among the likeliest."""
-        ranked: dict[str, RankedScore] = {}
+        ranked: dict[str, Json] = {}
         for rank, (token, logprob) in enumerate(score.top, 1):
             ranked[str(token)] = self._ranked_score(token, logprob, rank)
         own = self._ranked_score(score.token, score.logprob, None)
         ranked.setdefault(str(score.token), own)
         return ranked
 
-    def _ranked_score(self, token: int, logprob: float, rank: int | None) -> RankedScore:
+    def _ranked_score(self, token: int, logprob: float, rank: int | None) -> Json:
         return {
             "logprob": _finite(logprob),
             "rank": rank,

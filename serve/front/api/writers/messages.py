@@ -9,7 +9,6 @@ from pydantic_core import from_json
 from serve.core.errors import BrigadeError
 from serve.front.api.anthropic.signature import signature_of
 from serve.front.http.replies import Json, anthropic_error
-from serve.front.http.schemas import AnthropicErrorReply, MessageUsage
 from serve.front.output.deltas import (
     Begin,
     CallBegin,
@@ -91,7 +90,7 @@ class MessagesWriter:
         yield {"type": "message_delta", "delta": delta, **others}
         yield {"type": "message_stop"}
 
-    def failed(self, error: BrigadeError) -> AnthropicErrorReply:
+    def failed(self, error: BrigadeError) -> Json:
         return anthropic_error(error, self._request_id)
 
     def whole(self) -> Json:
@@ -170,7 +169,7 @@ def _invalid(arguments: str) -> Json:
     return {"INVALID_JSON": arguments}
 
 
-def _usage(tokens: TokenUsage) -> MessageUsage:
+def _usage(tokens: TokenUsage) -> Json:
     return {
         "input_tokens": tokens.prompt_tokens - tokens.cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -5,12 +5,11 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
 from serve import __version__
 from serve.core.errors import BrigadeError
-from serve.front.http.replies import Json, error_object, usage
-from serve.front.http.schemas import ErrorReply, Usage
+from serve.front.http.replies import Json, error_object
 from serve.front.output.answer import Job, UsageInStream
 from serve.front.output.deltas import Begin, End, TokenUsage, Update
 
@@ -42,18 +41,9 @@ class WholeWriter(Protocol):
     def whole(self) -> Event: ...
 
 
-class Head(TypedDict):
-    """The fields that all chunks of an OpenAI stream share with the whole reply."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
-
-
-def _head(prefix: str, kind: str, model: str) -> Head:
-    """Returns the head of a new reply, with an id that begins with prefix."""
+def _head(prefix: str, kind: str, model: str) -> Json:
+    """Returns the fields that all chunks of a stream share with the whole reply. The id begins with
+    prefix."""
     return {
         "id": f"{prefix}-{secrets.token_hex(16)}",
         "object": kind,
@@ -71,7 +61,7 @@ class UsageFields:
         self._usage = TokenUsage(0, 0, 0)
         self._num_tokens = 0
 
-    def feed(self, update: Update) -> dict[str, Usage | None]:
+    def feed(self, update: Update) -> Json:
         """Returns the fields of an update's chunks. Counts its tokens: all answers' together."""
         self._num_tokens += len(update.tokens)
         for delta in update.deltas:
@@ -84,7 +74,7 @@ class UsageFields:
         so_far = replace(self._usage, completion_tokens=self._num_tokens)
         return {"usage": openai_usage(so_far)}
 
-    def last(self) -> Usage | None:
+    def last(self) -> Json | None:
         """Returns the usage for the chunk after the last answer; None if there is no such chunk."""
         return None if self._wanted is UsageInStream.NONE else openai_usage(self._usage)
 
@@ -112,7 +102,7 @@ class ChunkWriter:
         if usage is not None:
             yield {**self.head, "choices": [], "usage": usage}
 
-    def failed(self, error: BrigadeError) -> ErrorReply:
+    def failed(self, error: BrigadeError) -> Json:
         return error_object(error)
 
     def chunks(self, update: Update) -> Iterator[Json]:
@@ -131,13 +121,16 @@ class ChunkWriter:
         }
 
 
-def openai_usage(tokens: TokenUsage) -> Usage:
+def openai_usage(tokens: TokenUsage) -> Json:
     """Returns the token counts, as OpenAI's chat and completions state them."""
-    return usage(
-        tokens.prompt_tokens,
-        tokens.completion_tokens,
-        tokens.cached_tokens,
-        tokens.reasoning_tokens,
-        tokens.accepted_tokens,
-        tokens.rejected_tokens,
-    )
+    return {
+        "prompt_tokens": tokens.prompt_tokens,
+        "completion_tokens": tokens.completion_tokens,
+        "total_tokens": tokens.prompt_tokens + tokens.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": tokens.cached_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": tokens.reasoning_tokens,
+            "accepted_prediction_tokens": tokens.accepted_tokens,
+            "rejected_prediction_tokens": tokens.rejected_tokens,
+        },
+    }

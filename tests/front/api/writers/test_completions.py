@@ -4,18 +4,16 @@ import json
 from typing import Any
 
 from openai.types import Completion
-from pydantic import TypeAdapter
 
 from serve.core.errors import EngineError
 from serve.core.types import Score
 from serve.front.api.completions import prepare
 from serve.front.api.openai import CompletionBody, parse
 from serve.front.api.writers.completions import CompletionWriter, WholeCompletion
-from serve.front.http.schemas import CompletionReply
 from serve.front.output.answer import Job
 from serve.front.output.deltas import Begin, Text, Update
 from serve.front.text.tokens import Tokenizer
-from tests.front.api.writers.updates import FIRST, begin, end, scored, update
+from tests.front.api.writers.updates import FIRST, CompletionChunk, begin, end, scored, update
 
 
 def job(tokenizer: Tokenizer, **fields: Any) -> Job:
@@ -28,7 +26,7 @@ def choices(asked: Job, tokenizer: Tokenizer, *updates: Update) -> list[dict[str
     chunks = [*writer.begin(), *(chunk for each in updates for chunk in writer.feed(each))]
     chunks += writer.finish()
     for chunk in chunks:
-        TypeAdapter(CompletionReply).validate_python(chunk, strict=True, extra="forbid")
+        CompletionChunk.model_validate(chunk)
     return [choice for chunk in chunks for choice in chunk["choices"]]
 
 

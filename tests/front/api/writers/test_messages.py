@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
+from anthropic.types import ErrorResponse, Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from serve.core.errors import EngineError
 from serve.front.api.writers.messages import MessagesWriter
 from serve.front.http.replies import named_event
-from serve.front.http.schemas import AnthropicErrorReply, MessageReply
 from serve.front.output.deltas import CallBegin, CallText, Text, Update
 from tests.front.api.writers.updates import ORDER, begin, call, end, update
 
@@ -62,7 +61,6 @@ def test_writer_keeps_the_order_of_events() -> None:
     assert thought.signature  # type: ignore[union-attr]
     assert [block.input for block in calls] == [{"x": 1}, {}]  # type: ignore[union-attr]
     assert [block.id for block in calls] == ["call_add", "call_sub"]  # type: ignore[union-attr]
-    TypeAdapter(MessageReply).validate_python(whole.whole(), strict=True, extra="forbid")
 
 
 def test_writer_counts_cached_and_reasoning_tokens_apart() -> None:
@@ -125,6 +123,6 @@ def test_writer_shows_that_a_call_was_cut_off(arguments: str, reason: Any, stop:
 
 def test_writer_fails_in_its_own_words() -> None:
     error = writer().failed(EngineError("/a/path"))
-    TypeAdapter(AnthropicErrorReply).validate_python(error, strict=True)
+    assert ErrorResponse.model_validate(error).error.type == "overloaded_error"
     assert error["request_id"] == "request-1"
     assert "/a/path" not in json.dumps(error)

@@ -2,6 +2,9 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+from openai.types import Completion, CompletionChoice
 
 from serve.core.types import Score
 from serve.front.output.deltas import (
@@ -17,6 +20,17 @@ from serve.front.output.deltas import (
     TokenUsage,
     Update,
 )
+
+
+class ChunkChoice(CompletionChoice):
+    """OpenAI's type says that there is always a reason, but only the last chunk has one."""
+
+    finish_reason: Any  # type: ignore[assignment]
+
+
+class CompletionChunk(Completion):
+    choices: list[ChunkChoice]  # type: ignore[assignment]
+
 
 FIRST = TokenUsage(prompt_tokens=7, completion_tokens=1, cached_tokens=3)
 LAST = TokenUsage(
