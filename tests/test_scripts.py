@@ -19,10 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
     ("command", "called"),
     [
         ("scripts/test", ["lint", "python -m pytest -n 3 -m not slow and not long"]),
-        ("scripts/test -k a", ["install", "python -m pytest -n 3 -m not slow and not long -k a"]),
+        (
+            "scripts/test -k a",
+            ["install --dev", "python -m pytest -n 3 -m not slow and not long -k a"],
+        ),
         (
             ".ci/run",
-            ["lint", "install", "python -m pytest -n 3 -m not slow and not long -m not slow"],
+            ["lint", "install --dev", "python -m pytest -n 3 -m not slow and not long -m not slow"],
         ),
     ],
 )
@@ -45,6 +48,45 @@ def test_scripts_lint_in_full_runs_and_not_before_chosen_tests(
     environment = {**os.environ, "PATH": f"{browser.parent}:{os.environ['PATH']}"}
     subprocess.run(command.split(), cwd=tmp_path, check=True, env=environment)
     assert log.read_text().splitlines() == called
+
+
+# Makes a .venv out of itself, and notes what pip shall install.
+PYTHON = """#!/bin/sh
+case "$*" in
+    -V) echo Python 3.12.1 ;;
+    *venv*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    *" -e "*) echo "$*" | sed "s/.* //" >>installed ;;
+esac
+"""
+
+
+def test_a_plain_install_leaves_out_test_tools_but_never_takes_them_away(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    for name in ("scripts/install", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    # On Linux the script would look for OpenBLAS, and perhaps install it.
+    for name, text in (("python", PYTHON), ("uname", "#!/bin/sh\necho Darwin\n")):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": "python"}
+    log = tmp_path / "installed"
+
+    def install(*arguments: str) -> list[str]:
+        """Returns what it installs."""
+        log.write_text("")
+        command = ["scripts/install", *arguments]
+        subprocess.run(command, cwd=tmp_path, check=True, env=environment)
+        return log.read_text().splitlines()
+
+    assert install() == ["."]
+    assert install() == []
+    assert install("--dev") == [".[dev]"]
+    assert install() == []
+    with (tmp_path / "constraints.txt").open("a") as constraints:
+        constraints.write("# another version")
+    assert install() == [".[dev]"]
 
 
 def test_help_of_the_demo_installs_nothing(tmp_path: Path) -> None:
