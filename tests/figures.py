@@ -208,7 +208,7 @@ def imports(sources: Mapping[str, str]) -> dict[str, set[str]]:
 
 def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     """Groups of modules each of which reaches all the others."""
-    reached = {name: _reachable(graph, name) for name in graph}
+    reached = {name: reachable(graph, name) for name in graph}
     groups = {
         tuple(sorted({name} | {other for other in reached[name] if name in reached[other]}))
         for name in graph
@@ -216,7 +216,7 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return sorted(list(group) for group in groups if len(group) > 1)
 
 
-def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
+def reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
     seen: set[str] = set()
     waiting = [start]
     while waiting:
@@ -257,7 +257,7 @@ def hidden_cycles(
         is_played = any(members <= own for own in played)
         if len(owners) == 1 and not is_played:
             user = classes[owners[0]][0]
-            if module in _reachable(graph, user):
+            if module in reachable(graph, user):
                 found.append(f"{protocol} <- {owners[0]}")
     return sorted(found)
 

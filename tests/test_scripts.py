@@ -15,6 +15,12 @@ from serve import __version__
 ROOT = Path(__file__).resolve().parent.parent
 
 
+STANDIN = """#!/bin/sh
+echo $(basename $0) "$@" >>{log}
+[ "$2" != tests.affected ] || echo tests/a.py
+"""
+
+
 @pytest.mark.parametrize(
     ("command", "called"),
     [
@@ -22,6 +28,14 @@ ROOT = Path(__file__).resolve().parent.parent
         (
             "scripts/test -k a",
             ["install --dev", "python -m pytest -n 3 -m not slow and not long -k a"],
+        ),
+        (
+            "scripts/test --changed HEAD -k a",
+            [
+                "install --dev",
+                "python -m tests.affected HEAD",
+                "python -m pytest -n 3 -m not slow and not long tests/a.py -k a",
+            ],
         ),
         (
             ".ci/run",
@@ -39,7 +53,7 @@ def test_scripts_lint_in_full_runs_and_not_before_chosen_tests(
     for name in ("scripts/lint", "scripts/install", ".venv/bin/python"):
         standin = tmp_path / name
         standin.parent.mkdir(parents=True, exist_ok=True)
-        standin.write_text(f'#!/bin/sh\necho $(basename $0) "$@" >>{log}\n')
+        standin.write_text(STANDIN.format(log=log))
         standin.chmod(0o755)
     # Where there is no browser, .ci/run would install one.
     browser = tmp_path / "bin" / "chromium"
