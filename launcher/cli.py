@@ -100,6 +100,9 @@ def convert_adapter(words: Sequence[str]) -> int:
 
 
 def launch(flags: argparse.Namespace) -> int:
+    # Imported here, because `brigade --help` does not need it.
+    from serve.cli.old_flags import check_removed
+
     if flags.status or flags.stop is not None:
         check_alone(flags)
         if flags.status:
@@ -109,6 +112,7 @@ def launch(flags: argparse.Namespace) -> int:
     if flags.tensor_parallel is not None:
         flags.command = with_shards(flags.command, flags.tensor_parallel)
     command = rank_command(flags.command, flags.python)
+    check_removed(flags.command[0], flags.command[1:])
     if flags.hostfile is None:
         if flags.cwd or flags.ssh:
             raise UsageError("--cwd and --ssh are for --hostfile: leave them out with -n.")

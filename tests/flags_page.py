@@ -33,6 +33,8 @@ def _rows(config: Any) -> Iterator[str]:
         if heading := field.metadata.get("heading"):
             yield f"| **{heading}** | | |\n"
         meaning = field.metadata["help"].replace("|", "\\|")
+        if "hidden" in field.metadata:
+            continue
         if field.metadata.get("file_only"):
             yield f"| `{field.name}` | | {meaning} (only in the YAML file) |\n"
         else:

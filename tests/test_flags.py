@@ -6,7 +6,9 @@ import pytest
 
 from serve.cli.flags import parse
 from serve.cli.main import check
+from serve.cli.old_flags import check_removed
 from serve.core.config import ServeConfig
+from serve.core.constants import Constants
 from serve.core.errors import UsageError
 from serve.core.tool_parsers import call_formats
 
@@ -22,7 +24,7 @@ def test_a_flag_may_be_repeated_or_left_out() -> None:
     assert serve().api_key == (), "one command's keys are not another's"
 
 
-@pytest.mark.parametrize("words", [("--max-connections", "0"), ("--header-timeout", "nan")])
+@pytest.mark.parametrize("words", [("--max-queue", "-1"), ("--drain-timeout", "nan")])
 def test_flags_refuse_values_that_are_not_limits(words: tuple[str, ...]) -> None:
     with pytest.raises(UsageError, match=words[0]):
         serve(*words)
@@ -103,7 +105,38 @@ def test_help_puts_flags_under_headings_and_names_their_values(
     text = capsys.readouterr().out
     recovery = text.split("\nrecovery:\n")[1].split("\n\n")[0]
     assert "--join-timeout SECONDS" in recovery
-    assert "--max-restarts N" in recovery
     assert "--api-key" not in recovery
     assert "--lora NAME=PATH" in text
     assert "--host HOST" in text
+
+
+def test_a_quick_start_changes_constants(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve().constants == Constants()
+    quick = Constants(warms_up=False, keeps_spare_engine=False)
+    assert serve("--quick-start", "--port", "0").constants == quick
+    words = "--quick-start=stall_timeout=3,num_groups=1,warms_up=true"
+    changed = serve("--quick-start", words).constants
+    assert changed == Constants(keeps_spare_engine=False, stall_timeout=3.0, num_groups=1)
+    with pytest.raises(SystemExit):
+        serve("--help")
+    assert "quick" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stall=3", "--quick-start stall is not a constant: use one of .*stall_timeout"),
+        ("max_restarts=few", "--quick-start max_restarts=few: Expected `int`"),
+    ],
+)
+def test_a_quick_start_names_what_is_wrong(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        serve("--quick-start", text)
+
+
+@pytest.mark.parametrize("word", ["--no-warm-up", "--stall-timeout=3"])
+def test_a_removed_flag_is_refused_with_what_to_do_instead(word: str) -> None:
+    name = word.partition("=")[0]
+    with pytest.raises(UsageError, match=f"^{name} was removed: leave it out"):
+        check_removed("serve", ["--model", "m", word])
+    check_removed("fine-tune", [word])

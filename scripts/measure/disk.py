@@ -48,6 +48,9 @@ def disk(settings: Settings) -> Row:
     return seconds.row("disk", title, (READ, COMPUTED))
 
 
+MANY_RESTARTS = "--quick-start=warms_up=true,keeps_spare_engine=true,max_restarts=1000"
+
+
 def kill(settings: Settings) -> Row:
     """From the kill of rank 1's engine to the next token of the only stream, with a spare engine on
     each rank, without and with a prefix cache on disk."""
@@ -56,7 +59,7 @@ def kill(settings: Settings) -> Row:
         folder = stack.enter_context(TemporaryDirectory())
         urls: dict[str, str] = {}
         for how, flags in ((COMPUTED, ()), (READ, ("--prefix-cache-dir", folder))):
-            server = running(BRIGADE_2, settings.model, "--max-restarts", "1000", *flags)
+            server = running(BRIGADE_2, settings.model, MANY_RESTARTS, *flags)
             urls[how] = stack.enter_context(server)
 
         def run(how: str, round_: int) -> None:

@@ -29,7 +29,7 @@ MLX_LM_1 = "mlx_lm.server, 1 rank"
 MLX_LM_2 = "mlx_lm.server --pipeline, 2 ranks"
 SERVERS = (BRIGADE_1, BRIGADE_2, LOCKSTEP, MLX_LM_1, MLX_LM_2)
 _FLAGS: dict[str, tuple[str, ...]] = {
-    LOCKSTEP: ("--num-groups", "1"),
+    LOCKSTEP: ("--quick-start=warms_up=true,keeps_spare_engine=true,num_groups=1",),
     SHARDS_2: ("--tensor-parallel", "2"),
     AUTO_2: ("--tensor-parallel", "auto"),
 }

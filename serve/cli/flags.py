@@ -79,7 +79,9 @@ def parse(
         # A heading in the help is for this flag and the flags after it.
         if heading := field.metadata.get("heading"):
             group = parser.add_argument_group(heading)
-        if not field.metadata.get("file_only"):
+        if "hidden" in field.metadata:
+            _add_hidden_flag(parser, field)
+        elif not field.metadata.get("file_only"):
             _add_flag(group, field, kinds[field.name], field.name not in given)
     for name, value in given.items():
         # argparse checks a default only if it is text. A flag refuses the same values of a file.
@@ -127,6 +129,19 @@ def _add_flag(
         default=default,
         metavar=_metavar(field, kind),
         help=field.metadata["help"] + shown,
+    )
+
+
+def _add_hidden_flag(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]") -> None:
+    """Adds a flag that is not in the help, and that has an optional value."""
+    parser.add_argument(
+        field.metadata["hidden"],
+        dest=field.name,
+        nargs="?",
+        const="",
+        type=field.metadata["reads"],
+        default=field.default,
+        help=argparse.SUPPRESS,
     )
 
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from serve.cli.flags import parse
+from serve.cli.old_flags import check_removed
 from serve.core.amounts import parse_memory
 from serve.core.checkpoint import Checkpoint, is_folder, read_checkpoint
 from serve.core.config import Cluster, ServeConfig, hub_id, read_cluster, with_keys
@@ -51,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cluster = read_cluster(os.environ)
         follow_launcher(cluster)
-        run = _check_first(sys.argv[1:] if argv is None else argv, cluster)
+        words = sys.argv[1:] if argv is None else argv
+        check_removed("serve", words)
+        run = _check_first(words, cluster)
         asyncio.run(run())
     except BrigadeError as error:
         if isinstance(error, DisagreementError):

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from serve.core.constants import Constants, quick_start
 from serve.core.errors import UsageError
 from serve.core.layouts import check_layout, parse_num_shards
 from serve.core.tool_parsers import call_formats
@@ -176,12 +177,6 @@ class ServeConfig(ModelSource):
         None,
     )
     max_lora_rank: int = flag("maximum LoRA rank of an adapter", 64, min=1)
-    no_warm_up: bool = flag(
-        "skip the warm-up: the start is shorter, the first requests are slower",
-        False,
-        heading="steps",
-    )
-    prefill_chunk: int = flag("maximum number of prompt tokens in one step", 512, min=1)
     max_inter_token: float | None = flag(
         "seconds between two tokens of a stream that prefill should not exceed; a lower value "
         "delays first tokens (default: about twice the usual time, except for short prompts)",
@@ -189,55 +184,15 @@ class ServeConfig(ModelSource):
         min=0.001,
         max=60,
     )
-    num_groups: int | None = flag(
-        "number of groups of sequences that decode in turn (default: number of stages)",
-        None,
-        min=1,
-    )
     join_timeout: float = flag(
-        "seconds to wait for a rank to connect; under `brigade launch` a rank that starts has "
-        "--load-timeout",
+        "seconds to wait for a rank to connect; under `brigade launch`, at least 300 if it starts",
         60.0,
         min=1,
         max=10**6,
         heading="recovery",
     )
-    return_timeout: float = flag(
-        "seconds to wait for a lost rank to return",
-        600.0,
-        min=1,
-        max=10**6,
-    )
     replan: bool = flag(
         "redistribute layers if a lost rank does not return within --join-timeout",
-        False,
-    )
-    load_timeout: float = flag(
-        "seconds without progress until loading counts as failed",
-        300.0,
-        min=1,
-        max=10**6,
-    )
-    stall_timeout: float = flag(
-        "seconds without a finished step, while steps are in flight, until engines restart",
-        30.0,
-        min=1,
-        max=10**6,
-    )
-    max_restarts: int = flag(
-        "maximum number of engine restarts within --restart-window",
-        5,
-        min=0,
-    )
-    restart_window: float = flag(
-        "seconds over which restarts are counted",
-        300.0,
-        min=1,
-        max=10**6,
-    )
-    no_spare_engine: bool = flag(
-        "keep no idle engine process in reserve: saves memory, and a lost engine is replaced "
-        "more slowly",
         False,
     )
     api_key: tuple[str, ...] = flag(
@@ -264,25 +219,6 @@ class ServeConfig(ModelSource):
         (),
     )
     no_ui: bool = flag("do not serve the web page at /", False)
-    max_connections: int = flag(
-        "maximum number of open connections; more get 503",
-        1024,
-        min=1,
-        heading="limits",
-    )
-    max_header_bytes: int = flag(
-        "maximum size of a request's header, in bytes",
-        64 << 10,
-        min=1024,
-    )
-    max_body_bytes: int = flag("maximum size of a request's body, in bytes", 8 << 20, min=1024)
-    header_timeout: float = flag(
-        "seconds to receive a request's header",
-        10.0,
-        min=0.05,
-        max=10**6,
-    )
-    body_timeout: float = flag("seconds to receive a request's body", 30.0, min=0.05, max=10**6)
     max_prompt_tokens: int | None = flag(
         "maximum length of a prompt, in tokens (default: the context)",
         None,
@@ -294,6 +230,7 @@ class ServeConfig(ModelSource):
         min=0.05,
         max=10**6,
     )
+    constants: Constants = flag("", Constants(), hidden="--quick-start", reads=quick_start)
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -336,7 +273,7 @@ class ServeConfig(ModelSource):
         not connected yet is busy. So is rank 0 while it fetches the small files of a hub model.
         """
         if is_launched or self.hub_id:
-            return max(self.join_timeout, self.load_timeout)
+            return max(self.join_timeout, self.constants.load_timeout)
         return self.join_timeout
 
     @property

@@ -54,10 +54,10 @@ async def serve(
     log_access(config)
     asyncio.get_running_loop().set_exception_handler(_log_bug)
     front = Front(config, engine, tokenizer, max_context)
-    if not config.no_warm_up:
+    if config.constants.warms_up:
         # In Starlette's thread pool: its first use imports the modules that streams need.
         await run_in_threadpool(front.answering.warm_up)
-    server = Server(front.app, config, lambda: front.begin_drain(config.drain_timeout))
+    server = Server(front.app, config.constants, lambda: front.begin_drain(config.drain_timeout))
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     failing = asyncio.ensure_future(engine.failed())
     draining = asyncio.ensure_future(front.check.drained())
@@ -104,7 +104,7 @@ class EarlyServer:
         if not config.no_ui:
             routes[:0] = page.routes()
         app = _application(routes, AccessCheck(config), config, Metrics(dict), frozenset())
-        self._server = QuietServer(app, config)
+        self._server = QuietServer(app, config.constants)
         # uvicorn closes the socket that it is given.
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening.dup()]))
 

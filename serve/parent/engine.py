@@ -21,7 +21,7 @@ _DUMP_SECONDS = 0.3
 _KILLED_SECONDS = 10.0
 _LEAVE_SECONDS = 5.0
 # The step that an engine computes when its ring is lost has to end before the engine can leave. A
-# long prefill of a large model takes this long (as --stall-timeout, without the flag).
+# long prefill of a large model takes this long (as for the stall time-out).
 _COMPUTE_SECONDS = 30.0
 _LOOK_SECONDS = 0.25
 # Engines report four times a second, whatever they compute. One that has stopped cannot leave.

@@ -96,7 +96,7 @@ async def _join_again(
     """Joins rank 0 again. If its host refuses the connection, rank 0 has ended; if the host cannot
     be reached, the network may be at fault."""
     try:
-        return await join(control, mine, config.return_timeout, _REFUSED_SECONDS)
+        return await join(control, mine, config.constants.return_timeout, _REFUSED_SECONDS)
     except ClusterError as error:
         raise ClusterError(f"Rank 0 is gone, look at its log: {error}") from error
 
@@ -133,7 +133,7 @@ class _Member:
         self._reading: asyncio.Task[None] | None = None
         self._is_fresh = False
         self._left: Left | None = None  # the engine's answer, until it gets its next order
-        self._spare = Spare(not config.no_spare_engine)
+        self._spare = Spare(config.constants.keeps_spare_engine)
 
     async def serve(self, control: Link[ToRank]) -> bool:
         """Obeys rank 0 until it sends Stop, and returns True, or until the connection ends:

@@ -113,7 +113,4 @@ def may_pass(fault: BrigadeError) -> bool:
 def _given_up(fault: BrigadeError, num_restarts: int, when: str) -> BrigadeError:
     if not num_restarts:
         return fault
-    return type(fault)(
-        f"{fault} The engines were restarted {num_restarts} times {when}: given up "
-        "(--max-restarts)."
-    )
+    return type(fault)(f"{fault} The engines were restarted {num_restarts} times {when}: given up.")

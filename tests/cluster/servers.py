@@ -23,7 +23,6 @@ ROOT = Path(__file__).parent.parent.parent
 TINY_CHAT = ROOT / "examples" / "tiny-chat"
 BIN = Path(sys.executable).parent
 # Limits for servers that hang. A machine with other work takes long over everything.
-NO_SPARE = "--no-spare-engine"
 READY_SECONDS = 100.0
 LOG_SECONDS = 60.0
 
@@ -118,7 +117,14 @@ class Server:
 def serve_flags(port: int, model: Path = TINY_CHAT, *more: str) -> list[str]:
     """Most tests ask little of a server, so that a warm-up and a spare engine would cost more than
     they save."""
-    return ["--model", str(model), "--port", str(port), "--no-warm-up", NO_SPARE, *more]
+    return ["--model", str(model), "--port", str(port), "--quick-start", *more]
+
+
+def quick(**constants: Any) -> str:
+    """Returns the flag that starts a server quickly, with other constants. It replaces the one of
+    serve_flags."""
+    changes = [f"{name}={value}".lower() for name, value in constants.items()]
+    return f"--quick-start={','.join(changes)}"
 
 
 @contextmanager
@@ -175,15 +181,11 @@ def running(
     num_ranks: int,
     *more: str,
     launch: Any = brigade_launch,
-    spare: bool = False,
     model: Path = TINY_CHAT,
 ) -> Iterator[Server]:
-    """A cluster that answers, with the embedded model or another one. With spare, each rank keeps a
-    spare engine process, as without flags."""
+    """A cluster that answers, with the embedded model or another one."""
     port = free_ports(1)[0]
     flags = serve_flags(port, model, *more)
-    if spare:
-        flags.remove(NO_SPARE)
     command = alone(flags) if launch is alone else launch(num_ranks, flags)
     with started(command, port) as server:
         server.wait_until_ready()

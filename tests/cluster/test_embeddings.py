@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.cluster.servers import TINY_CHAT, Server, running
+from tests.cluster.servers import TINY_CHAT, Server, quick, running
 
 pytestmark = pytest.mark.long
 
@@ -22,7 +22,7 @@ Embed = Callable[[list[int]], np.ndarray]
 @pytest.fixture(scope="module")
 def mended() -> Iterator[Server]:
     """A cluster that pools by the mean and may restart."""
-    with running(2, "--pooling", "mean", "--max-restarts", "1000") as server:
+    with running(2, "--pooling", "mean", quick(max_restarts=1000)) as server:
         yield server
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.cluster.servers import Server, gone, running
+from tests.cluster.servers import Server, gone, quick, running
 from tests.cluster.test_server import CHAT, user
 
 pytestmark = pytest.mark.long
@@ -134,7 +134,7 @@ def at_once_again(server: Server) -> bool:
 
 
 def test_a_thousand_clients_where_few_are_allowed() -> None:
-    with running(2, "--max-connections", "600", "--max-queue", "50") as server:
+    with running(2, quick(max_connections=600), "--max-queue", "50") as server:
         found = at_once(server)
         assert found["HTTP/1.1 503 Service Unavailable"] > 0, found
         assert sum(found.values()) == NUM_CLIENTS

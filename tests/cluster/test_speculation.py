@@ -28,6 +28,7 @@ from tests.cluster.servers import (
     Server,
     alone,
     brigade_launch,
+    quick,
     running,
     serve_flags,
     started,
@@ -36,7 +37,7 @@ from tests.cluster.servers import (
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 ADAPTERS = ROOT / "examples" / "adapters"
-FLAGS = ("--lora", f"pirate={ADAPTERS / 'pirate'}", "--max-restarts", "1000")
+FLAGS = ("--lora", f"pirate={ADAPTERS / 'pirate'}", quick(max_restarts=1000))
 LIST = {"type": "array", "items": {"type": "string", "maxLength": 8}, "minItems": 3, "maxItems": 9}
 OBJECT = {"type": "object", "properties": {"words": LIST}, "required": ["words"]}
 NUM_DRAFT_LAYERS = 2
@@ -115,7 +116,7 @@ def expected() -> list[Any]:
     [
         (2, ()),
         pytest.param(1, (), marks=pytest.mark.slow),
-        pytest.param(3, ("--num-groups", "1"), marks=pytest.mark.slow),
+        pytest.param(3, (quick(num_groups=1),), marks=pytest.mark.slow),
         pytest.param(4, (), marks=pytest.mark.slow),
     ],
 )

@@ -13,7 +13,7 @@ import httpx2
 import pytest
 from tokenizers import Tokenizer
 
-from tests.cluster.servers import Server, running
+from tests.cluster.servers import Server, quick, running
 from tests.cluster.test_thoughts import ASKED, TOOL, save_thinker
 
 pytestmark = pytest.mark.long
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def thinker(folder: Path) -> Iterator[Server]:
-    with running(2, "--model", str(folder), "--max-restarts", "1000") as server:
+    with running(2, "--model", str(folder), quick(max_restarts=1000)) as server:
         yield server
 
 

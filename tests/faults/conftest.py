@@ -7,16 +7,16 @@ import httpx2
 import pytest
 
 from tests.cluster.conftest import mlx_lm_answer  # noqa: F401
-from tests.cluster.servers import Server, running
+from tests.cluster.servers import Server, quick, running
 from tests.faults.cases import GOOD
 
-TIMEOUTS = ("--header-timeout", "0.5", "--body-timeout", "0.5")
+TIMEOUTS = quick(header_timeout=0.5, body_timeout=0.5)
 MAX_PROMPT_TOKENS = 1500
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Server]:
-    with running(2, *TIMEOUTS, "--max-prompt-tokens", str(MAX_PROMPT_TOKENS)) as server:
+    with running(2, TIMEOUTS, "--max-prompt-tokens", str(MAX_PROMPT_TOKENS)) as server:
         yield server
 
 

@@ -24,7 +24,7 @@ from tests.cluster.recovery.crowd import (
     pair,
     run_crowd,
 )
-from tests.cluster.servers import LOG_SECONDS, gone
+from tests.cluster.servers import LOG_SECONDS, gone, quick
 
 SOAK_SECONDS = float(os.environ.get("FAULT_SOAK_SECONDS", "240"))
 SEED = int(os.environ.get("FAULT_SOAK_SEED", "0"))
@@ -164,8 +164,8 @@ class FaultSoak:
 
 
 def test_faults_every_twenty_seconds_lose_nothing(tmp_path: Path) -> None:
-    flags = ("--max-restarts", "100000", "--stall-timeout", "7")
-    with pair(tmp_path, *flags, spare=True) as cluster:
+    flag = quick(max_restarts=100_000, stall_timeout=7, keeps_spare_engine=True)
+    with pair(tmp_path, flag) as cluster:
         expected = run_crowd(cluster.server, lambda _: None)
         assert not [stream.number for stream in expected if is_lost(stream)], cluster.server.text
         soak = FaultSoak(cluster, expected, random.Random(SEED))

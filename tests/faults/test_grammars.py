@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.cluster.servers import Server, brigade_launch, running
+from tests.cluster.servers import Server, brigade_launch, quick, running
 from tests.faults.grammars import COMPLETIONS, Json, request
 
 pytestmark = pytest.mark.long
@@ -135,7 +135,7 @@ def test_grammars_of_some_seeds_end_no_engine(cluster: Server) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with running(2, "--max-restarts", "1000") as started:
+    with running(2, quick(max_restarts=1000)) as started:
         yield started
 
 

@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 from tests.cluster.conftest import mlx_lm_answer  # noqa: F401
-from tests.cluster.servers import Server, running
+from tests.cluster.servers import Server, quick, running
 from tests.faults.cases import CHAT, GOOD, JSON, good_body, post, said
 
 pytestmark = pytest.mark.long
@@ -90,7 +90,7 @@ def fragile() -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", INSIDE)
         patch.setenv("FATAL_SEED", str(FATAL_SEED))
-        with running(2, "--max-restarts", "2") as server:
+        with running(2, quick(max_restarts=2)) as server:
             yield server
 
 
@@ -126,7 +126,7 @@ def slow() -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", INSIDE)
         patch.setenv("STEP_SECONDS", str(STEP_SECONDS))
-        flags = ("--no-prefix-cache", "--prefill-chunk", "16", "--max-num-sequences", "1")
+        flags = ("--no-prefix-cache", quick(prefill_chunk=16), "--max-num-sequences", "1")
         with running(2, *flags) as server:
             yield server
 

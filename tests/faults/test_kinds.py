@@ -16,7 +16,7 @@ import pytest
 
 from launcher.process import free_ports
 from tests.cluster.recovery.test_recovery import Stream
-from tests.cluster.servers import BIN, TINY_CHAT, Server, brigade_launch, gone, started
+from tests.cluster.servers import BIN, TINY_CHAT, Server, brigade_launch, gone, quick, started
 from tests.cluster.servers import serve_flags as flags_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -175,7 +175,7 @@ def test_nobody_is_left_and_no_port_is_held(kind: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(TINY_CHAT, model)
     port = free_ports(1)[0]
-    more = ("--stall-timeout", "2", "--return-timeout", "30", "--max-restarts", "9")
+    more = (quick(stall_timeout=2, return_timeout=30, max_restarts=9),)
     command = brigade_launch(2, flags_of(port, model, *more, "--served-model-name", "tiny-chat"))
     with started(command, port) as server:
         server.wait_until_ready()

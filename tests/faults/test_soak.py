@@ -16,7 +16,7 @@ import httpx2
 import psutil
 import pytest
 
-from tests.cluster.servers import TINY_CHAT, Server, gone, running
+from tests.cluster.servers import TINY_CHAT, Server, gone, quick, running
 
 SOAK_SECONDS = float(os.environ.get("SOAK_SECONDS", "600"))
 NUM_CLIENTS = 8
@@ -102,7 +102,7 @@ def idle(server: Server) -> list[tuple[int, int]]:
 
 def test_nothing_is_lost_and_nothing_grows() -> None:
     adapters = ("--adapter-root", str(ADAPTERS), "--lora", f"swapped={ADAPTERS / 'poet'}")
-    with running(2, "--max-restarts", "1000", *adapters) as server:
+    with running(2, quick(max_restarts=1000), *adapters) as server:
         Soak(server, time.monotonic() + SOAK_SECONDS / 6).run()  # until everything was used once
         before = idle(server)
         soak = Soak(server, time.monotonic() + SOAK_SECONDS)

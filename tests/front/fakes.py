@@ -1,7 +1,6 @@
 """An engine without a cluster, a small real tokenizer, and a server around them."""
 
 import asyncio
-import dataclasses
 import json
 import socket
 import threading
@@ -18,7 +17,6 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
 from serve.core.types import Event, FinishReason, Pooling, Sampling, Score
@@ -31,8 +29,9 @@ from serve.front.prefixes.counts import PrefixCounts
 from serve.front.prefixes.disk import DiskCounts
 from serve.front.prefixes.index import PrefixIndex
 from serve.front.text.tokens import Tokenizer
+from tests.configs import changed, serve_config
 
-CONFIG = ServeConfig(model=Path("."), served_model_name="tiny", no_warm_up=True)
+CONFIG = serve_config(served_model_name="tiny", warms_up=False)
 MAX_CONTEXT = 512
 SENTENCES = [
     "hello world how are you",
@@ -176,7 +175,7 @@ class AdapterRanks(Protocol):
 def loader_over(ranks: AdapterRanks, **flags: Any) -> AdapterLoader:
     """Returns a loader of adapters that has these ranks read them. flags are fields of the
     config."""
-    config = dataclasses.replace(CONFIG, **{"adapter_root": Path("/adapters"), **flags})
+    config = changed(CONFIG, **{"adapter_root": Path("/adapters"), **flags})
     functions = Ranks(
         ring=lambda: ranks.ring,
         loaded=ranks.loaded,
@@ -370,7 +369,7 @@ class Running:
     ) -> None:
         self.engine = engine
         self._max_context = max_context
-        self._config = dataclasses.replace(CONFIG, **flags)
+        self._config = changed(CONFIG, **flags)
         self._listening = bind(address, 0)
         self.port: int = self._listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

@@ -753,7 +753,7 @@ def test_a_server_that_warms_up_asks_its_engine_nothing(
 ) -> None:
     """Also if its model cannot chat."""
     engine = FakeEngine(Tokenizer(save(byte_level(), tmp_path, template)))
-    with Running(engine, no_warm_up=False) as server:
+    with Running(engine, warms_up=True) as server:
         metrics = httpx2.get(f"{server.url}/metrics").text
         assert engine.prompts == []
         assert "brigade_requests_total{" not in metrics

@@ -20,6 +20,7 @@ from serve.parent.control import ControlServer, Identity
 from serve.parent.engine import EngineProcess
 from serve.parent.link import Link
 from serve.parent.member import _Member, run_member
+from tests.configs import serve_config
 
 pytestmark = pytest.mark.anyio
 
@@ -230,7 +231,7 @@ async def test_a_launched_rank_waits_for_rank_0_as_long_as_a_start_may_take(
     monkeypatch.setattr(member_module, "Spare", lambda _: PlayedSpare([]))
     address = Address("127.0.0.1", free_ports(1)[0])
     cluster = Cluster(1, 2, ("h",) * 2, address, "secret", leash)
-    config = ServeConfig(model=Path("."), join_timeout=30.0, load_timeout=1e6)
+    config = serve_config(join_timeout=30.0, load_timeout=1e6)
     running = asyncio.create_task(run_member(config, cluster, {}))
     if leash is None:
         with pytest.raises(ClusterError, match="within 30 s"):

@@ -50,7 +50,7 @@ def test_what_is_older_than_the_window_does_not_count() -> None:
 
 
 def test_engines_that_never_work_are_given_up_however_long_each_takes() -> None:
-    """A disk that hangs costs --load-timeout each time, which is as long as the window."""
+    """A disk that hangs costs load_timeout each time, which is as long as the window."""
     restarts = Restarts(2, 60)
     for now in (0, 100):
         restarts.wait_seconds(KILLED, False, now)

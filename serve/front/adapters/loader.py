@@ -263,7 +263,7 @@ class AdapterLoader:
             held=list(self.registry.versions),
         )
         num_interrupted = self._num_interrupted
-        deadline = time.monotonic() + self._config.load_timeout
+        deadline = time.monotonic() + self._config.constants.load_timeout
         try:
             self._ranks.tell(message)
             while len(answers) < len(self._ranks.ring()):
@@ -276,7 +276,7 @@ class AdapterLoader:
                     raise _Interrupted
         except TimeoutError as error:
             late = [rank for rank in self._ranks.ring() if rank not in answers]
-            raise _Late(f"Rank {late[0]} does not answer (--load-timeout).", 503) from error
+            raise _Late(f"Rank {late[0]} does not answer.", 503) from error
         finally:
             del self._answers[version]
         try:

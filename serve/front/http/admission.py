@@ -55,7 +55,7 @@ class AccessCheck:
         self._api_keys = [_digest(key.encode()) for key in config.api_key]
         self._admin_keys = [_digest(key.encode()) for key in config.admin_key]
         self._hosts = Hosts(config.host, config.allowed_host)
-        self._max_connections = config.max_connections
+        self._max_connections = config.constants.max_connections
         self._num_inside = 0
         self._draining = False
         self._drained = asyncio.Event()

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 from serve.core.config import ServeConfig
+from serve.core.constants import Constants
 from serve.core.errors import BrigadeError
 from serve.front.http import replies
 from serve.front.http.access import CLIENT, Access, Dialect, Policy
@@ -44,12 +45,12 @@ class RequestLog:
         self,
         inner: Application,
         metrics: Metrics,
-        limits: ServeConfig,
+        config: ServeConfig,
         field_names: frozenset[str],
     ) -> None:
         self._inner = inner
         self._metrics = metrics
-        self._limits = limits
+        self._config = config
         self._field_names = field_names
         self._pace = Pace()
 
@@ -62,9 +63,9 @@ class RequestLog:
             field_names=self._field_names,
         )
         if record.method == "POST":  # The method of all calls that use the model.
-            record.model = self._limits.model_name
+            record.model = self._config.model_name
         scope[RECORD] = record
-        scope[LIMITS] = self._limits
+        scope[LIMITS] = self._config.constants
         scope[PACE] = self._pace
         scope[POLICY] = CLIENT  # until a route has matched
 
@@ -119,7 +120,7 @@ def error_reply(scope: Scope, error: BrigadeError) -> Mapping[str, Any]:
 async def read_body(scope: Scope, receive: Receive) -> bytes:
     """Returns the body, joined: for calls whose bodies are parsed in the event loop, and so must be
     small. Raises what `read_parts` raises."""
-    limits: ServeConfig = scope[LIMITS]
+    limits: Constants = scope[LIMITS]
     max_bytes = min(MAX_JOINED_BYTES, limits.max_body_bytes)
     return b"".join(await _receive(scope, receive, max_bytes))
 
@@ -131,12 +132,12 @@ async def read_parts(scope: Scope, receive: Receive) -> Parts:
     Raises StatusError: before reading, 415 for another type than JSON and 413 for an announced size
     over the limit; later 408 for a slow body.
     """
-    limits: ServeConfig = scope[LIMITS]
+    limits: Constants = scope[LIMITS]
     return await _receive(scope, receive, limits.max_body_bytes)
 
 
 async def _receive(scope: Scope, receive: Receive, max_bytes: int) -> Parts:
-    limits: ServeConfig = scope[LIMITS]
+    limits: Constants = scope[LIMITS]
     headers = dict(scope["headers"])
     _check_type(scope[POLICY].dialect, headers)
     announced = headers.get(b"content-length", b"0")

@@ -15,7 +15,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from serve.core.config import ServeConfig
+from serve.core.constants import Constants
 from serve.front.http import replies
 from serve.front.http.guard import Application
 from serve.front.http.record import Record, request_id
@@ -53,7 +53,7 @@ _logger = logging.getLogger(__name__)
 class Config(uvicorn.Config):
     """uvicorn's configuration, with Brigade's limits."""
 
-    def __init__(self, app: Application, limits: ServeConfig) -> None:
+    def __init__(self, app: Application, limits: Constants) -> None:
         super().__init__(
             app,
             http=Protocol,
@@ -260,7 +260,7 @@ class Protocol(H11Protocol):
             return str(error)
         if status == _HEADER_TOO_LARGE:
             num_bytes = self.config.limits.max_header_bytes
-            return f"The request's header is larger than {num_bytes} bytes (--max-header-bytes)."
+            return f"The request's header is larger than {num_bytes} bytes."
         if self._is_tls:
             return "This server speaks http://, and the client speaks https://."
         return f"The request is not valid HTTP: {str(error)[:_MAX_REASON_CHARACTERS]}."
@@ -340,7 +340,7 @@ def probe_intervals() -> Iterator[float]:
 class QuietServer(uvicorn.Server):
     """uvicorn's server without signal handlers."""
 
-    def __init__(self, app: Application, limits: ServeConfig) -> None:
+    def __init__(self, app: Application, limits: Constants) -> None:
         super().__init__(Config(app, limits))
 
     @contextlib.contextmanager
@@ -353,7 +353,7 @@ class Server(uvicorn.Server):
     """uvicorn's server, which calls drain at the first signal. The port stays open until
     should_exit is set, so that new clients get an answer with the reason."""
 
-    def __init__(self, app: Application, limits: ServeConfig, drain: Callable[[], None]) -> None:
+    def __init__(self, app: Application, limits: Constants, drain: Callable[[], None]) -> None:
         super().__init__(Config(app, limits))
         self._drain = drain
         self._is_asked = False

@@ -143,7 +143,9 @@ def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:
         memory = _less(memory, adapters)
         memory = _less(memory, draft_bytes)
     kv_memory = _amounts(config.kv_memory, ranks)
-    beside_scoring = [_free_beside_scoring(stage, config.prefill_chunk) for stage in stages]
+    beside_scoring = [
+        _free_beside_scoring(stage, config.constants.prefill_chunk) for stage in stages
+    ]
     free = _less(beside_scoring, adapters)
     budgets = kv_budgets(plans, memory, kv_memory) or free
     if memory and not kv_memory:

@@ -88,7 +88,7 @@ class Driver:
         self._control = ControlServer(mine, lambda rank, heard: self.on(events.Heard(rank, heard)))
         self._copies = own_folder()
         self._process: EngineProcess | None = None
-        self._spare = Spare(not config.no_spare_engine)
+        self._spare = Spare(config.constants.keeps_spare_engine)
         self._reading: asyncio.Task[None] | None = None
         self._preparing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()

@@ -64,7 +64,7 @@ class Lifecycle(Machine):
         self._plans: dict[tuple[int, ...], list[StagePlan] | PlanError] = {}
         self._tried: tuple[int, ...] = ()  # the ranks of the latest plan
         self._settled: tuple[int, ...] = ()  # the latest ring with room for keys and values
-        self._restarts = Restarts(config.max_restarts, config.restart_window)
+        self._restarts = Restarts(config.constants.max_restarts, config.constants.restart_window)
         self._reason: BrigadeError | None = None
         self._has_engine = False
         self.has_worked = False
@@ -229,11 +229,13 @@ class Lifecycle(Machine):
     def _on_tick(self, waiting_seconds: float) -> None:
         match self.state:
             case State.PLANNING | State.REPLANNING:
-                self._on_plan_overdue(f"No plan was made within {self._config.load_timeout:g} s")
+                self._on_plan_overdue(
+                    f"No plan was made within {self._config.constants.load_timeout:g} s"
+                )
             case State.GATHERING:
                 self._on_gathered(self._not_gathered())
             case State.LACKING:
-                self._fail(ClusterError("No other rank came in time (--return-timeout)."))
+                self._fail(ClusterError("No other rank came in time."))
             case State.PAUSING:
                 self._start()
             case State.STARTING | State.JOINING | State.LOADING:
@@ -277,7 +279,7 @@ class Lifecycle(Machine):
     def _ask_for_plan(self) -> None:
         """Asks for a plan of all ranks. If a link is known, the engine also chooses the layout."""
         self._tried = self.ring
-        self._enter(State.PLANNING, self._config.load_timeout)
+        self._enter(State.PLANNING, self._config.constants.load_timeout)
         self._do(actions.AskForPlan(plan_request(self._config, len(self.ring)), self._link))
 
     def _on_plan(self, planned: Planned) -> None:
@@ -306,16 +308,14 @@ class Lifecycle(Machine):
         this model before; otherwise the model is wrong."""
         if self.state is State.REPLANNING:
             self._stuck = frozenset({0})
-            self._on_no_plan(EngineError(f"{what}: the engine of rank 0 hangs (--load-timeout)."))
+            self._on_no_plan(EngineError(f"{what}: the engine of rank 0 hangs."))
         else:
-            fix = "does config.json match the weights? (--load-timeout)"
-            self._fail(ModelError(f"{what}: {fix}"))
+            self._fail(ModelError(f"{what}: does config.json match the weights?"))
 
     def _gather(self) -> None:
         """Waits for the ranks of the ring."""
         self._log_awaited()
-        seconds, _ = self._return_terms
-        self._enter(State.GATHERING, seconds)
+        self._enter(State.GATHERING, self._return_seconds)
         self._check_gathered()
 
     def _check_gathered(self) -> None:
@@ -326,7 +326,7 @@ class Lifecycle(Machine):
         if self._plans and self.number and self._config.replan:
             if error:
                 self._warn("event=going_on", error)
-            self._gather_until = self._now + self._config.return_timeout
+            self._gather_until = self._now + self._config.constants.return_timeout
             self._replan()
         elif error:
             self._fail(error)
@@ -338,7 +338,7 @@ class Lifecycle(Machine):
             elif self._reason is not None:
                 self._pause()  # The engine that has to plan may have ended.
             else:
-                self._enter(State.PLANNING, self._config.load_timeout)
+                self._enter(State.PLANNING, self._config.constants.load_timeout)
                 self._do(actions.MeasureLinks(self.number, self.ring[1:]))
 
     def _replan(self) -> None:
@@ -474,7 +474,7 @@ class Lifecycle(Machine):
         self.deadline = self._now + WATCH_SECONDS
         if has_stood_still:
             return  # This process itself was stopped: it has to read its messages first.
-        timeout = self._config.stall_timeout
+        timeout = self._config.constants.stall_timeout
         newcomers = self.roster.fit - set(self.ring)
         if waiting_seconds > timeout:
             self._on_stall(timeout)
@@ -489,7 +489,7 @@ class Lifecycle(Machine):
         self._stuck = stuck_ranks(self.stages, self._now)
         cause = stall_cause(self.stages, self._now)
         silent = [stage for stage in self.stages if is_silent(stage, self._now)]
-        reason = f"No step came back for {timeout:g} s: {cause}, look at its log (--stall-timeout)."
+        reason = f"No step came back for {timeout:g} s: {cause}, look at its log."
         self._fault(ClusterError(reason))
         self._probe(silent)
 

@@ -77,16 +77,15 @@ class Machine:
         return self._config.num_shards or 1
 
     @property
-    def _return_terms(self) -> tuple[float, str]:
-        """The time in seconds for which ranks are awaited, and its flag. Without --replan, lost
-        ranks are awaited for longer, because no other rank can take their place."""
+    def _return_seconds(self) -> float:
+        """How long ranks are awaited. Without --replan, lost ranks are awaited for longer, because
+        no other rank can take their place."""
         config = self._config
         if not self.number:
-            seconds = config.start_patience(is_launched=self._is_launched)
-            return seconds, "--load-timeout" if seconds > config.join_timeout else "--join-timeout"
+            return config.start_patience(is_launched=self._is_launched)
         if config.replan:
-            return config.join_timeout, "--join-timeout"
-        return config.return_timeout, "--return-timeout"
+            return config.join_timeout
+        return config.constants.return_timeout
 
     @property
     def _can_stay(self) -> bool:
@@ -132,16 +131,17 @@ class Machine:
 
     def _log_awaited(self) -> None:
         """Logs which ranks have to return. Nothing is logged about ranks that have never joined."""
-        seconds, flag = self._return_terms
-        if self.missing and flag == "--return-timeout":
+        if self.missing and self.number and not self._config.replan:
             ranks = ",".join(map(str, self.missing))
-            self._log(logging.WARNING, f"event=waiting ranks={ranks} timeout={seconds:g}")
+            timeout = f"{self._return_seconds:g}"
+            self._log(logging.WARNING, f"event=waiting ranks={ranks} timeout={timeout}")
 
     def _not_gathered(self) -> ClusterError:
         """Returns the error that names the ranks that have not joined in time."""
-        seconds, flag = self._return_terms
+        seconds = self._return_seconds
+        hint = " (--join-timeout)" if seconds == self._config.join_timeout else ""
         return ClusterError(
-            f"Ranks {self.missing} did not join within {seconds:g} s: look at their logs ({flag})."
+            f"Ranks {self.missing} did not join within {seconds:g} s: look at their logs{hint}."
         )
 
     @property
@@ -154,7 +154,7 @@ class Machine:
             case State.JOINING if not any(stage.state == "starting" for stage in self.stages):
                 return self._config.join_timeout
             case _:
-                return self._config.load_timeout
+                return self._config.constants.load_timeout
 
     def _no_progress(self, stage: StageStatus, seconds: float) -> ClusterError:
         """Returns the error for a stage without progress. seconds is how long it has had none."""
@@ -178,7 +178,7 @@ class Machine:
         known = [self.ranks[rank].memory_bytes for rank in ring]
         request = replan_request(self._config, ring, known)
         counts = shard_counts(len(ring), self._config.num_shards or 1)
-        self._enter(State.REPLANNING, self._config.load_timeout)
+        self._enter(State.REPLANNING, self._config.constants.load_timeout)
         self._do(actions.AskForPlan(request, self._link, counts))
 
     def _note_choice(self, ring: tuple[int, ...], planned: Planned) -> None:

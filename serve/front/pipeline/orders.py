@@ -87,7 +87,7 @@ def order(
         layers=stage.layers,
         kv_bits=config.kv_bits,
         # Other engines may still be importing MLX.
-        join_timeout=config.load_timeout + config.join_timeout,
+        join_timeout=config.constants.load_timeout + config.join_timeout,
         num_shards=stage.num_shards,
         prefix_dir=prefix_dir,
         prefix_bytes=prefix_bytes[0],

@@ -85,8 +85,8 @@ class Requests:
             num_stages,
             max_num_sequences=config.max_num_sequences,
             max_queue=config.max_queue,
-            prefill_chunk=config.prefill_chunk,
-            num_groups=config.num_groups,
+            prefill_chunk=config.constants.prefill_chunk,
+            num_groups=config.constants.num_groups,
             cuts_short_prompts=config.max_inter_token is not None,
             drafting=None if config.no_speculation else self._speculation,
         )
@@ -94,7 +94,7 @@ class Requests:
         self._ranks: list[int] = []  # that take part
         self._stages: list[StageStatus] = []  # one status for each stage
         self._generations: dict[int, Generation] = {}
-        self._fault_blame = FaultBlame(config.max_restarts)
+        self._fault_blame = FaultBlame(config.constants.max_restarts)
         # Not itertools.cycle, which keeps everything that it has yielded.
         self._sequence_ids = (number % NUM_SEQUENCE_IDS for number in itertools.count())
         self._is_running = False
@@ -244,7 +244,7 @@ class Requests:
     ) -> None:
         """Warms the engines up, unless requests wait, because their steps do the same. progressed
         is as for WarmUp. Raises ClusterError if a step does not come back."""
-        if self._config.no_warm_up or self._generations:
+        if not self._config.constants.warms_up or self._generations:
             return
         room = self.scheduler.room.max_tokens
         assert room is not None
@@ -447,12 +447,12 @@ class Requests:
         self.scheduler.chunk_beside_decoding = chunk_beside_decoding(
             self._stages,
             len(self.scheduler.groups),
-            self._config.prefill_chunk,
+            self._config.constants.prefill_chunk,
             self._config.max_inter_token,
         )
         self.scheduler.chunk_without_decoding = chunk_without_decoding(
             self._stages,
-            self._config.prefill_chunk,
+            self._config.constants.prefill_chunk,
         )
         if (cost := token_cost(self._stages)) is not None:
             self._speculation.token_cost = cost

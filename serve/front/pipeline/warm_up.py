@@ -25,7 +25,7 @@ _NUM_ROWS = 4  # of a group
 _NUM_PLAIN = 2  # steps of a row without drafts: later ones have the same shapes as the second
 _NUM_DRAFTS = 2
 _NUM_VERIFIED = 3  # further steps with fewer drafts each, so that rows end in different columns
-# A step with a whole --prefill-chunk is run only if all steps before it took no longer. Elsewhere
+# A step with a whole chunk is run only if all steps before it took no longer. Elsewhere
 # such a step takes seconds, beside which its first-time costs do not show.
 _QUICK_SECONDS = 1.0
 _SAMPLED = Sampling(
@@ -107,16 +107,17 @@ class WarmUp:
     ) -> None:
         self._config, self._send, self._adapters = config, send, adapters
         self._show, self._clock = progressed, clock
+        self._constants = config.constants
         self._max_tokens = min(room, config.max_context or room)
-        self._num_groups = config.num_groups or num_stages
+        self._num_groups = config.constants.num_groups or num_stages
         self._num_stages = num_stages
         self._num_sampled_of_each = _NUM_PLAIN + (_NUM_VERIFIED if has_drafts else 0)
         self._scheduler = Scheduler(
             num_stages,
             max_num_sequences=config.max_num_sequences,
             max_queue=config.max_queue,
-            prefill_chunk=config.prefill_chunk,
-            num_groups=config.num_groups,
+            prefill_chunk=config.constants.prefill_chunk,
+            num_groups=config.constants.num_groups,
             drafting=_Drafting(has_drafts, has_draft_model),
         )
         self._scheduler.settle(num_stages, room)
@@ -146,7 +147,7 @@ class WarmUp:
             await self._run_round(sequences)
         if self._has_larger_chunks and self._clock() - started <= _QUICK_SECONDS:
             self._num_expected += 1
-            whole = self._sequence(self._config.prefill_chunk + 1, _GREEDY, num_sampled=1)
+            whole = self._sequence(self._constants.prefill_chunk + 1, _GREEDY, num_sampled=1)
             await self._run_round([whole])
 
     def stop(self) -> None:
@@ -171,7 +172,7 @@ class WarmUp:
         rows in each group, with all ways to choose a token; and rows with adapters, alone and
         beside rows without. If there are drafts, each row ends with steps that have some."""
         num_rows = min(_NUM_ROWS * self._num_groups, self._config.max_num_sequences)
-        chunk = min(_CHUNK, self._config.prefill_chunk)
+        chunk = min(_CHUNK, self._constants.prefill_chunk)
         ways = itertools.cycle(_WAYS)
         mixed = [
             self._sequence(_SHORT_PROMPT, next(ways)) for _ in range(max(num_rows, len(_WAYS)))
@@ -190,8 +191,8 @@ class WarmUp:
 
     @property
     def _has_larger_chunks(self) -> bool:
-        """Whether a chunk is as large as --prefill-chunk says. Several stages divide a prompt."""
-        return self._num_stages == 1 and self._config.prefill_chunk > _CHUNK
+        """Whether a chunk is as large a server's may be. Several stages divide a prompt."""
+        return self._num_stages == 1 and self._constants.prefill_chunk > _CHUNK
 
     def _sequence(
         self,
@@ -217,12 +218,12 @@ class WarmUp:
         self._pump()
         while self._live or self._scheduler.num_in_flight:
             self._progressed.clear()
+            timeout = self._constants.load_timeout
             try:
-                await asyncio.wait_for(self._progressed.wait(), self._config.load_timeout)
+                await asyncio.wait_for(self._progressed.wait(), timeout)
             except TimeoutError as error:
                 raise ClusterError(
-                    f"No step of the warm-up came back for {self._config.load_timeout:g} s "
-                    "(--load-timeout, --no-warm-up)."
+                    f"No step of the warm-up came back for {timeout:g} s."
                 ) from error
 
     def _pump(self) -> None:

@@ -133,17 +133,15 @@ def pair(
     folder: Path,
     *flags: str,
     model: Path = TINY_CHAT,
-    spare: bool = False,
 ) -> Iterator[Pair]:
-    """Starts two ranks with the adapters of the model, and waits until they are ready. With spare,
-    each rank keeps a spare engine process, as without flags."""
+    """Starts two ranks with the adapters of the model, and waits until they are ready."""
     ports = free_ports(4)
     with ExitStack() as stack:
         *proxies, control_proxy = [Proxy(port) for port in ports[:3]]
         for proxy in (*proxies, control_proxy):
             stack.callback(proxy.close)
         own_flags = (*ADAPTER_FLAGS, *flags)
-        ranks = Ranks(folder, ports, proxies, own_flags, model, spare, control_proxy)
+        ranks = Ranks(folder, ports, proxies, own_flags, model, control_proxy)
         running = Pair(stack, ranks)
         running.server.wait_until_ready()
         yield running

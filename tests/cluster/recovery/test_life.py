@@ -30,6 +30,7 @@ from tests.cluster.servers import (
     brigade_launch,
     gone,
     mlx_launch,
+    quick,
     running,
     serve_flags,
     started,
@@ -157,7 +158,7 @@ def test_a_second_cluster_on_the_same_ports_says_so() -> None:
 )
 def test_a_lost_process_ends_the_cluster_and_every_request(victim: str) -> None:
     kind, victim_rank = victim.split()
-    with running(2, "--max-restarts", "0") as server:
+    with running(2, quick(max_restarts=0)) as server:
         family = server.family()
         target = find(server, victim)
         events = stream_in_background(server)
@@ -396,7 +397,7 @@ def test_a_demo_ends_when_nobody_reads_it() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_named_within_the_stall_timeout(rank: int) -> None:
     """SIGSTOP closes no connection: only the deadline tells."""
-    with running(2, "--stall-timeout", "3", "--max-restarts", "0") as server:
+    with running(2, quick(stall_timeout=3, max_restarts=0)) as server:
         family = server.family()
         os.kill(server.engines()[rank].pid, signal.SIGSTOP)
         time.sleep(2)

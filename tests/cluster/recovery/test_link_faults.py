@@ -26,7 +26,7 @@ from tests.cluster.recovery.crowd import (
     run_crowd,
 )
 from tests.cluster.recovery.test_links import num_restarts
-from tests.cluster.servers import LOG_SECONDS, TINY_CHAT
+from tests.cluster.servers import LOG_SECONDS, TINY_CHAT, quick
 
 HELD_SECONDS = 1.0
 NUM_DISTURBED = 10  # A fault comes only while this many streams run.
@@ -168,7 +168,7 @@ def test_links_that_break_cost_nothing_but_a_pause(
     num_faults: int,
 ) -> None:
     model = TINY_CHAT if dtype == "float32" else tiny_chat_in_bfloat16(tmp_path / "tiny-chat")
-    flags = ("--max-restarts", "100000", "--no-prefix-cache")
+    flags = (quick(max_restarts=100_000), "--no-prefix-cache")
     with pair(tmp_path, *flags, model=model) as cluster:
         began = time.time()
         expected = run_crowd(cluster.server, wait_for_first_tokens)

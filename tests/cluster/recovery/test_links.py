@@ -19,7 +19,7 @@ import pytest
 from launcher.process import free_ports
 from tests.cluster.recovery.proxy import Proxy
 from tests.cluster.recovery.test_recovery import check_same, run_streams
-from tests.cluster.servers import NO_SPARE, TINY_CHAT, Server, alone, gone, serve_flags, started
+from tests.cluster.servers import TINY_CHAT, Server, alone, gone, quick, serve_flags, started
 
 pytestmark = pytest.mark.long
 
@@ -27,15 +27,13 @@ pytestmark = pytest.mark.long
 @dataclass
 class Ranks:
     """proxies are before the rank of that number, if any; the last two ports are rank 0's. Other
-    ranks reach the first of these through control_proxy, if there is one. With spare, each rank
-    keeps a spare engine process, as without flags."""
+    ranks reach the first of these through control_proxy, if there is one."""
 
     folder: Path
     ports: list[int]
     proxies: list[Proxy]
     flags: tuple[str, ...]
     model: Path = TINY_CHAT
-    spare: bool = False
     control_proxy: Proxy | None = None
 
     def command(self, rank: int, secret: str = "s") -> list[str]:
@@ -49,8 +47,6 @@ class Ranks:
         variables = [f"MLX_RANK={rank}", f"MLX_HOSTFILE={hostfile}"]
         variables.append(f"BRIGADE_CONTROL=127.0.0.1:{control}")
         flags = serve_flags(http, self.model, *self.flags)
-        if self.spare:
-            flags.remove(NO_SPARE)
         return ["env", *variables, f"BRIGADE_SECRET={secret}", *alone(flags)]
 
     def hold_links(self, seconds: float) -> None:
@@ -82,7 +78,7 @@ def num_restarts(server: Server) -> int:
 
 @pytest.mark.slow
 def test_a_slow_link_changes_no_token_and_a_broken_one_is_mended(tmp_path: Path) -> None:
-    with two_ranks(tmp_path, "--stall-timeout", "3", "--max-restarts", "9") as (ranks, server, _):
+    with two_ranks(tmp_path, quick(stall_timeout=3, max_restarts=9)) as (ranks, server, _):
         expected = run_streams(server)
         assert sum(proxy.num_bytes for proxy in ranks.proxies) > 1000, "the ring goes elsewhere"
         for delay_seconds in (0.005, 0.05):
@@ -121,7 +117,7 @@ def test_a_slow_link_changes_no_token_and_a_broken_one_is_mended(tmp_path: Path)
 def test_link_that_is_reset_costs_no_weights_and_no_tokens(tmp_path: Path) -> None:
     """Every engine stays, with the keys and values of every sequence that runs. A link also carries
     the connection between the parents, which may break with the ring or by itself."""
-    with two_ranks(tmp_path, "--max-restarts", "9") as (ranks, server, other):
+    with two_ranks(tmp_path, quick(max_restarts=9)) as (ranks, server, other):
         expected = run_streams(server)
         engines = engine_pids(server, other)
         num_running: list[int] = []
@@ -175,7 +171,7 @@ def test_a_whole_rank_that_goes_and_comes_again(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_come_again_ends_the_cluster_with_the_reason(tmp_path: Path) -> None:
-    with two_ranks(tmp_path, "--return-timeout", "3") as (_, server, other):
+    with two_ranks(tmp_path, quick(return_timeout=3)) as (_, server, other):
         other.process.kill()
         server.wait_for_log("event=rank_gone rank=1")
         assert server.process.wait(10) == 6

@@ -13,7 +13,7 @@ import pytest
 from launcher.process import free_ports
 from tests.cluster.recovery.test_links import num_restarts
 from tests.cluster.recovery.test_recovery import check_same, run_streams
-from tests.cluster.servers import LOG_SECONDS, TINY_CHAT, Server, alone, serve_flags, started
+from tests.cluster.servers import LOG_SECONDS, TINY_CHAT, Server, alone, quick, serve_flags, started
 
 HERE, THERE = "198.18.77.1", "198.18.77.2"  # a range for tests of networks
 STALL_SECONDS = 8
@@ -67,7 +67,7 @@ def two_ranks(folder: Path, cable: Cable) -> Iterator[Server]:
     hostfile = folder / "hosts.json"
     hostfile.write_text(json.dumps([[f"{HERE}:{ports[0]}"], [f"{THERE}:{ports[1]}"]]))
     variables = [f"MLX_HOSTFILE={hostfile}", f"BRIGADE_CONTROL={HERE}:{ports[2]}"]
-    flags = serve_flags(ports[3], TINY_CHAT, "--stall-timeout", str(STALL_SECONDS))
+    flags = serve_flags(ports[3], TINY_CHAT, quick(stall_timeout=STALL_SECONDS))
     command = ["env", *variables, "BRIGADE_SECRET=s"]
     with ExitStack() as stack:
         far = ["ip", "netns", "exec", cable.space, *command, "MLX_RANK=1", *alone(flags)]

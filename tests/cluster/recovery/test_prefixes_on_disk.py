@@ -11,7 +11,7 @@ import httpx2
 import psutil
 import pytest
 
-from tests.cluster.servers import LOG_SECONDS, Server, running
+from tests.cluster.servers import LOG_SECONDS, Server, quick, running
 
 TEXT = "Once upon a time there was a fox who counted all the stars, one after the other. " * 20
 
@@ -73,7 +73,7 @@ def test_prefixes_are_read_after_a_restart_and_a_kill_and_can_be_cleared(tmp_pat
 def test_running_answer_is_continued_from_disk_after_a_kill(tmp_path: Path) -> None:
     """The prompt was written while the answer ran. With a spare engine, as by default."""
     flags = ["--prefix-cache-dir", str(tmp_path), "--prefix-cache-disk", "1GB"]
-    with running(2, *flags, spare=True) as server:
+    with running(2, *flags, quick(keeps_spare_engine=True)) as server:
         client = server.client()
 
         def start() -> Any:

@@ -26,6 +26,7 @@ from tests.cluster.servers import (
     brigade_launch,
     gone,
     mlx_launch,
+    quick,
     running,
 )
 
@@ -35,7 +36,7 @@ NUM_STREAMS = 8
 ANSWER_TOKENS = 300
 NUM_SPARE_KILLS = int(os.environ.get("SPARE_KILLS", "6"))
 IMPORTED_BYTES = 50 << 20
-WITHOUT_LIMIT = ("--max-restarts", "1000")
+WITHOUT_LIMIT = quick(max_restarts=1000)
 EACH_RANK = [0, pytest.param(1, marks=pytest.mark.slow)]
 
 
@@ -170,7 +171,7 @@ def check_kills(
     first_seed: int = 0,
     whole: bool = False,
 ) -> None:
-    with running(num_ranks, *WITHOUT_LIMIT, launch=launch) as server:
+    with running(num_ranks, WITHOUT_LIMIT, launch=launch) as server:
         expected, seconds = run_streams(server), []
         num_processes = len(server.family())
         num_others = num_stayed = 0
@@ -219,7 +220,7 @@ def test_a_hundred_kills_change_no_token(first_seed: int) -> None:
 @pytest.mark.timeout(300 + 30 * NUM_SPARE_KILLS)
 def test_engines_that_spares_replace_change_no_token() -> None:
     """Prints the figures of kills at which each rank has a spare engine, as after a quiet time."""
-    with running(2, *WITHOUT_LIMIT, spare=True) as server:
+    with running(2, quick(max_restarts=1000, keeps_spare_engine=True)) as server:
         expected = run_streams(server)
         seconds: list[float] = []
         for seed in range(NUM_SPARE_KILLS):
@@ -261,7 +262,7 @@ def test_whole_ranks_that_are_killed_change_no_token() -> None:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """A cluster that every test leaves as good as new."""
-    with running(2, "--stall-timeout", "7", *WITHOUT_LIMIT) as mended:
+    with running(2, quick(stall_timeout=7, max_restarts=1000)) as mended:
         yield mended
 
 
@@ -305,7 +306,7 @@ def check_others_stayed(server: Server, before: dict[int, psutil.Process], lost:
 
 @pytest.mark.slow
 def test_engines_of_three_ranks_outlive_the_kill_of_any_one() -> None:
-    with running(3, *WITHOUT_LIMIT) as server:
+    with running(3, WITHOUT_LIMIT) as server:
         expected = run_streams(server)
         for rank in range(3):
             engines = server.engines()
@@ -407,7 +408,7 @@ def test_a_system_that_cleans_its_temporary_folders_does_no_harm(
 
 @pytest.mark.slow
 def test_restarts_that_are_used_up_end_the_cluster_with_the_reason() -> None:
-    with running(2, "--max-restarts", "1") as server:
+    with running(2, quick(max_restarts=1)) as server:
         family = server.family()
         server.engines()[1].kill()
         server.wait_for_log("event=recovered")

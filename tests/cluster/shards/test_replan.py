@@ -10,7 +10,7 @@ import pytest
 from launcher.process import free_ports
 from tests.cluster.recovery.test_links import Ranks
 from tests.cluster.recovery.test_recovery import check_same, run_streams
-from tests.cluster.servers import READY_SECONDS, Server, started
+from tests.cluster.servers import READY_SECONDS, Server, quick, started
 
 Places = dict[int, tuple[int, int]]
 """The stage and the shard of each rank."""
@@ -33,7 +33,7 @@ def test_shards_form_other_layouts_when_ranks_go_and_when_they_return(
     """2 x 2, then 3 x 1 without rank 1, then 1 x 2 without rank 2, and 2 x 2 again. The processes
     of a lost rank are killed, and nothing starts it until the end."""
     layout = ("--tensor-parallel", tensor_parallel, "--replan")
-    limits = ("--join-timeout", "20", "--max-restarts", "20")
+    limits = ("--join-timeout", "20", quick(max_restarts=20))
     ranks = Ranks(tmp_path, free_ports(6), [], layout + limits)
     is_fixed = tensor_parallel == "2"
 

@@ -30,6 +30,7 @@ from tests.cluster.servers import (
     alone,
     brigade_launch,
     mlx_launch,
+    quick,
     running,
     serve_flags,
     started,
@@ -163,7 +164,7 @@ def test_shards_share_the_head(
     [
         (brigade_launch, 2, ()),
         (brigade_launch, 4, ("--split", "3,5")),
-        (mlx_launch, 2, ("--prefill-chunk", "16")),
+        (mlx_launch, 2, (quick(prefill_chunk=16),)),
         (brigade_launch, 2, ("--kv-bits", "8")),
     ],
 )
@@ -258,7 +259,7 @@ def test_shards_lose_and_change_nothing_in_forty_kills(
 ) -> None:
     expected = {question: mlx_lm_answer(question) for question in QUESTIONS}
     chance = Random(0)
-    with running(4, *TWO_SHARDS, "--max-restarts", "1000") as server:
+    with running(4, *TWO_SHARDS, quick(max_restarts=1000)) as server:
         for number in range(40):
             questions = chance.sample(QUESTIONS, 4)
             with ThreadPoolExecutor(len(questions)) as threads:

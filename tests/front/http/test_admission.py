@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import logging
 import socket
@@ -21,6 +20,7 @@ from serve.front.http.access import CLIENT
 from serve.front.http.admission import AccessCheck
 from serve.front.http.listening import bind
 from serve.front.text.tokens import Tokenizer
+from tests.configs import changed
 from tests.front.fakes import CONFIG, FakeEngine, Running
 from tests.front.test_app import CHAT, HELLO, get, post, wait_until
 
@@ -439,7 +439,7 @@ async def test_what_clients_have_left_takes_room_while_it_is_under_way() -> None
     async def inner(*_: Any) -> None:
         await going_on.wait()
 
-    check = AccessCheck(dataclasses.replace(CONFIG, max_connections=2))
+    check = AccessCheck(changed(CONFIG, max_connections=2))
     asked: Any = {"path": CHAT, "http_version": "1.1", "headers": [], "state": {}}
 
     async def ask() -> None:

@@ -1,18 +1,17 @@
 """Limits of bodies, and clients that leave."""
 
 import asyncio
-import dataclasses
 from collections import Counter
 from typing import Any
 
 import pytest
 
+from serve.core.constants import Constants
 from serve.front.http import guard
 from serve.front.http.access import CLIENT, Access, Dialect, Policy
 from serve.front.http.pace import MAX_FREE_BYTES, Pace
 from serve.front.http.record import Record
 from serve.front.http.replies import StatusError
-from tests.front.fakes import CONFIG
 
 pytestmark = pytest.mark.anyio
 
@@ -42,7 +41,7 @@ JSON = (b"content-type", b"application/json")
 def scope(*headers: tuple[bytes, bytes], policy: Policy = CLIENT, **limits: Any) -> guard.Scope:
     return {
         "headers": [JSON, *headers],
-        guard.LIMITS: dataclasses.replace(CONFIG, **limits),
+        guard.LIMITS: Constants(**limits),
         guard.PACE: Pace(),
         guard.POLICY: policy,
         guard.RECORD: Record("id", "POST"),
@@ -71,7 +70,7 @@ async def test_the_largest_body_is_allowed() -> None:
 
 
 async def test_an_announced_size_is_refused_before_reading() -> None:
-    for size in (str(CONFIG.max_body_bytes + 1), "9" * 5000):
+    for size in (str(Constants().max_body_bytes + 1), "9" * 5000):
         assert await status_of(scope((b"content-length", size.encode())), unread) == 413
 
 

@@ -11,10 +11,8 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError, EngineError, PlanError
 from serve.core.layouts import Link
 from serve.core.messages import (
@@ -39,6 +37,7 @@ from serve.front.pipeline.lifecycle import Lifecycle
 from serve.front.pipeline.requests import Requests
 from serve.parent.control import Gone, Joined
 from serve.rank.outbox import Outbox
+from tests.configs import serve_config
 from tests.front.pipeline.simulation import StageModel, next_token, result_of
 
 FACTS = {"mlx": "1"}
@@ -117,11 +116,11 @@ class PlayedCluster:
             "return_timeout": 300.0,
             "load_timeout": 20.0,
             "stall_timeout": 5.0,
-            "no_warm_up": True,
+            "warms_up": False,
             "prefill_chunk": 8,
             "max_num_sequences": 8,
         }
-        config = ServeConfig(model=Path(), **(settings | flags))
+        config = serve_config(**(settings | flags))
         self.chance = random.Random(seed)
         self.can_rewind = seed % 2 == 0
         self.now = 1000.0

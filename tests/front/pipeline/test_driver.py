@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from launcher.process import free_ports
-from serve.core.config import Address, Cluster, ServeConfig
+from serve.core.config import Address, Cluster
 from serve.core.errors import (
     BrigadeError,
     ClusterError,
@@ -36,6 +36,7 @@ from serve.parent import member as member_module
 from serve.parent import pings, spare
 from serve.parent.engine import EngineProcess
 from serve.parent.member import run_member
+from tests.configs import changed, serve_config
 from tests.front.pipeline.simulation import next_token
 
 pytestmark = pytest.mark.anyio
@@ -79,9 +80,9 @@ async def cluster(**flags: Any) -> AsyncIterator[Engine]:
 async def ranks(**flags: Any) -> AsyncIterator[tuple[Engine, Members, Callable[[int], None]]]:
     """Three ranks' parents in this process, each with an engine process of its own; and what
     starts one of them again."""
-    settings: dict[str, Any] = {"max_restarts": 1000, "join_timeout": 10.0, "no_warm_up": True}
-    settings |= {"no_spare_engine": True, **flags}
-    config = ServeConfig(model=Path("."), **settings)
+    settings: dict[str, Any] = {"max_restarts": 1000, "join_timeout": 10.0, "warms_up": False}
+    settings |= {"keeps_spare_engine": False, **flags}
+    config = serve_config(**settings)
     address = Address("127.0.0.1", free_ports(1)[0])
     rank_0 = Cluster(0, 3, ("127.0.0.1",) * 3, address, "secret")
     engine = Engine(config, rank_0, Path("."), FACTS, Silent())
@@ -204,7 +205,7 @@ async def cluster_with_spares(
     """A cluster that works, whose ranks have spare engines: rank 0's engine, the processes that
     work, and the spare ones."""
     monkeypatch.setattr(spare, "_QUIET_SECONDS", 0.0)
-    async with cluster(no_spare_engine=False) as engine:
+    async with cluster(keeps_spare_engine=True) as engine:
         await ready(engine)
         working, spares = await with_spares()
         yield engine, working, spares
@@ -641,7 +642,7 @@ async def test_a_rank_that_stays_away_ends_the_cluster_with_the_reason(
         await lose(members[2])
         error = await asyncio.wait_for(engine.failed(), 60)
         assert "Ranks [2] did not join within 1 s" in str(error)
-        assert "--return-timeout" in str(error)
+        assert "did not join within 1 s" in str(error)
     assert "event=waiting ranks=2 timeout=1" in caplog.text
 
 
@@ -692,7 +693,7 @@ async def test_a_request_that_breaks_engines_goes_and_the_others_stay(
 
 @pytest.mark.long
 async def test_requests_that_break_engines_end_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More faults than --max-restarts, and a stream that lives through all of them."""
+    """More faults than max_restarts, and a stream that lives through all of them."""
     # No token of the model's own.
     monkeypatch.setenv("POISON", "1500")
     async with cluster(max_restarts=2) as engine:
@@ -821,14 +822,14 @@ def anyio_backend() -> str:
 async def test_a_cluster_is_ready_when_it_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEP_SECONDS", "0.02")
     seen = set()
-    async with cluster(no_warm_up=False) as engine:
+    async with cluster(warms_up=True) as engine:
         while reason := engine.ready_reason():
             seen.add(reason)
             await asyncio.sleep(0.005)
         assert engine.pipeline()["kv_tokens"] == 0
         await collect(engine, prompt(20, 5))
     assert "warming up" in seen
-    async with cluster(no_warm_up=True) as engine:
+    async with cluster(warms_up=False) as engine:
         while reason := engine.ready_reason():
             assert reason != "warming up"
             await asyncio.sleep(0.005)
@@ -838,7 +839,7 @@ async def test_an_engine_that_ends_in_the_warm_up_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("STEP_SECONDS", "0.02")
-    async with cluster(no_warm_up=False) as engine:
+    async with cluster(warms_up=True) as engine:
         for process in range(3):
             while engine.ready_reason() != "warming up":
                 await asyncio.sleep(0.005)
@@ -853,9 +854,9 @@ async def test_who_comes_while_new_engines_warm_up_need_not_wait_for_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("STEP_SECONDS", "0.1")  # A warm-up takes four seconds.
-    async with cluster(no_warm_up=True) as engine:
+    async with cluster(warms_up=False) as engine:
         await ready(engine)
-        engine._requests._config = replace(engine._requests._config, no_warm_up=False)
+        engine._requests._config = changed(engine._requests._config, warms_up=True)
         engines()[0].kill()
         while engine.ready_reason() != "warming up":
             await asyncio.sleep(0.01)

@@ -110,7 +110,7 @@ def test_kills_that_nobody_is_to_blame_for_end_the_cluster_after_max_restarts(se
     assert cluster.lifecycle.number == seed % 4
     assert cluster.lifecycle.state is State.FAILED
     if seed % 4:
-        assert "--max-restarts" in str(cluster.failure)
+        assert "given up" in str(cluster.failure)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -137,7 +137,7 @@ def test_lifecycle_counts_no_restart_for_links_that_break_now_and_then(seconds: 
     cluster.run(30, lambda: cluster.lifecycle.is_working or bool(cluster.failure))
     assert cluster.num_reloaded == 0
     if seconds < 10:
-        assert "--max-restarts" in str(cluster.failure)
+        assert "given up" in str(cluster.failure)
         assert cluster.lifecycle.number == 2
     else:
         assert cluster.lifecycle.is_working
@@ -262,7 +262,7 @@ def test_a_rank_that_comes_again_with_other_versions_stays_out() -> None:
 
 @pytest.mark.parametrize("replan", [True, False])
 def test_with_replan_a_rank_that_is_lost_again_and_again_ends_nobody_else(replan: bool) -> None:
-    """Rank 0 gave up after --max-restarts, although the others could do without that rank."""
+    """Rank 0 gave up after max_restarts, although the others could do without that rank."""
     cluster = begun(replan=replan, max_restarts=3)
     for _ in range(8):
         cluster.disconnect(1, "Rank 1 is gone.", back_seconds=1.0)
@@ -298,7 +298,7 @@ def test_a_rank_that_was_launched_and_never_joins_is_named() -> None:
     cluster.absent.add(2)
     cluster.run(60)
     assert "Ranks [2] did not join within 20 s" in str(cluster.failure)
-    assert "(--load-timeout)" in str(cluster.failure)
+    assert "within 20 s" in str(cluster.failure)
 
 
 def test_an_engine_may_import_mlx_for_longer_than_the_ring_may_take_to_form() -> None:
@@ -629,7 +629,7 @@ def test_lifecycle_keeps_rank_0s_engine_when_the_model_does_not_fit_the_remainin
 
 
 def test_lifecycle_plans_again_when_a_rank_came_while_a_plan_was_refused() -> None:
-    """It waited until the end of --return-timeout for a rank that was there."""
+    """It waited until the end of return_timeout for a rank that was there."""
     cluster = begun(replan=True, min_ranks=3, join_timeout=2.0)
     asked = cluster.ask(10, 50)
     cluster.run(1)
@@ -729,7 +729,7 @@ def test_auto_layout_is_planned_once_when_all_ranks_have_joined(is_killed: bool)
 def test_auto_layout_is_planned_by_a_new_engine_if_the_first_ends_while_ranks_join(
     seed: int,
 ) -> None:
-    """The dead engine was asked for the plan, and the cluster failed after --load-timeout."""
+    """The dead engine was asked for the plan, and the cluster failed after load_timeout."""
     cluster = PlayedCluster(seed, tensor_parallel="auto")
     cluster.absent.add(1)
     lifecycle = cluster.lifecycle

@@ -28,6 +28,7 @@ from serve.front.pipeline.status import (
     stall_cause,
     stuck_ranks,
 )
+from tests.configs import serve_config
 
 
 def make_stage(
@@ -90,7 +91,7 @@ def test_before_anything_is_known_chunks_are_small() -> None:
 
 
 def room(stages: list[StageStatus], **flags: Any) -> int:
-    config = ServeConfig(model=Path("."), max_num_sequences=8, **flags)
+    config = serve_config(max_num_sequences=8, **flags)
     return room_under_limits(stages, config).num_tokens
 
 

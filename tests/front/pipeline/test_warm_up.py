@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from serve.core.config import ServeConfig
 from serve.core.errors import ClusterError
 from serve.core.types import FIRST_WARM_UP_STEP, Sequence, Step
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.pipeline.warm_up import WarmUp
+from tests.configs import serve_config
 from tests.front.pipeline.simulation import StageModel, make_sequence, next_token, result_of
 
 pytestmark = pytest.mark.anyio
@@ -30,7 +30,7 @@ class Stages:
         is_log_seen: Callable[[], bool] = lambda: False,
         **flags: Any,
     ) -> None:
-        config = ServeConfig(model=Path("model"), **flags)
+        config = serve_config(model=Path("model"), **flags)
         adapters = flags.pop("lora", ())
         versions = list(range(1, 1 + len(adapters)))
         self.model = StageModel()
@@ -185,7 +185,7 @@ async def test_warm_up_runs_steps_with_drafts_where_there_will_be_some(has_draft
 
 async def test_a_warm_up_whose_steps_do_not_come_back_is_a_fault() -> None:
     stages = Stages(load_timeout=1.0)
-    with pytest.raises(ClusterError, match="--no-warm-up"):
+    with pytest.raises(ClusterError, match="No step of the warm-up"):
         await stages.warm_up.run()
 
 
