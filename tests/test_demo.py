@@ -1,5 +1,6 @@
 """`brigade demo` against a small HTTP server that stands in for rank 0, in a real process."""
 
+import functools
 import os
 import re
 import shlex
@@ -15,6 +16,7 @@ import pytest
 
 from launcher.demo import Demo, chosen_port, pieces, server_sent, speed
 from launcher.process import free_ports
+from launcher.supervisor import Supervisor
 from serve.core.errors import BrigadeError, ClusterError, EngineError, UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -199,6 +201,8 @@ def test_demo_does_not_give_the_ranks_that_it_kills_as_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("launcher.demo.READY_SECONDS", 1.5)
+    impatient = functools.partial(Supervisor, drain_seconds=0.5)
+    monkeypatch.setattr("launcher.demo.Supervisor", impatient)
     with pytest.raises(ClusterError, match="not ready after 1.5 s"):
         demo("stubborn").run()
 

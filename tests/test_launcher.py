@@ -1099,8 +1099,21 @@ def test_serve_gets_its_words_unread(monkeypatch: pytest.MonkeyPatch) -> None:
         "demo -- serve",
     ],
 )
-def test_a_wrong_command_line_is_one_line_and_code_2(words: str) -> None:
-    command = [sys.executable, "-m", "launcher.cli", *words.split()]
+def test_a_wrong_command_line_is_one_line_and_code_2(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = cli.main(words.split())
+    except SystemExit as ended:  # from argparse
+        code = ended.code
+    printed = capsys.readouterr()
+    assert code == 2
+    assert printed.out == ""
+    assert re.fullmatch(r"brigade.*: .+\n", printed.err), printed.err
+
+
+def test_the_exit_code_of_a_wrong_command_line_is_that_of_the_process() -> None:
+    command = [sys.executable, "-m", "launcher.cli", "launch"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
     assert run.returncode == 2
     assert run.stdout == ""

@@ -128,8 +128,10 @@ class FakeGeneration:
         return self
 
     async def __anext__(self) -> tuple[int, Event]:
+        await asyncio.sleep(0)
         with suppress(asyncio.TimeoutError, TimeoutError):
-            raise await asyncio.wait_for(self._put.get(), self._delay or 0.0001)
+            if self._delay or not self._put.empty():
+                raise await asyncio.wait_for(self._put.get(), self._delay)
         for event in self._events:
             if isinstance(event, BrigadeError):
                 raise event

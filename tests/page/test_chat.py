@@ -16,6 +16,8 @@ from tests.front.fakes import Running
 from tests.page.browser import REFUSED, Tab
 from tests.page.shown import ShownEngine
 
+pytestmark = pytest.mark.long
+
 TOOL = {
     "type": "function",
     "function": {

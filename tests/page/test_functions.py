@@ -15,6 +15,8 @@ from tests.page.browser import opened
 from tests.page.conftest import Tokenizer
 from tests.page.shown import ShownEngine
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def page(browser: Browser, tokenizer: Tokenizer) -> Iterator[Page]:

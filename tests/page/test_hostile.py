@@ -20,6 +20,8 @@ from tests.page.browser import REFUSED, Tab
 from tests.page.requests import waiting
 from tests.page.shown import ShownEngine
 
+pytestmark = pytest.mark.long
+
 MARKUP = "<img src=x onerror=window.hurt=1><script>window.hurt=1</script>"
 
 

@@ -88,6 +88,7 @@ def settings(page: Page, **texts: str) -> None:
 # --- the pipeline
 
 
+@pytest.mark.long
 def test_pipeline_shows_overlap_with_four_clients_and_none_with_one(
     cluster: Server, tab: Tab
 ) -> None:
@@ -103,6 +104,7 @@ def test_pipeline_shows_overlap_with_four_clients_and_none_with_one(
     tab.check()
 
 
+@pytest.mark.long
 def test_pipeline_shows_a_kill_and_its_recovery_without_a_reload(cluster: Server, tab: Tab) -> None:
     page = tab.show(cluster.url)
     expect(page.locator("[data-state=ready]")).to_be_visible()
@@ -120,6 +122,7 @@ def test_pipeline_shows_a_kill_and_its_recovery_without_a_reload(cluster: Server
 # --- requests and adapters
 
 
+@pytest.mark.long
 def test_requests_can_be_cancelled(cluster: Server, tab: Tab) -> None:
     page = tab.show(cluster.url, "requests")
     expect(page.get_by_text("No requests.")).to_be_visible()
@@ -143,6 +146,7 @@ def test_requests_can_be_cancelled(cluster: Server, tab: Tab) -> None:
     tab.check()
 
 
+@pytest.mark.long
 def test_adapters_can_be_loaded_replaced_and_unloaded(cluster: Server, tab: Tab) -> None:
     page = tab.show(cluster.url, "adapters")
     expect(page.get_by_text("No adapter is loaded.")).to_be_visible()
@@ -187,6 +191,7 @@ def test_chat_streams_and_saves_in_the_browser_only(cluster: Server, tab: Tab) -
     tab.check()
 
 
+@pytest.mark.long
 def test_chat_can_be_stopped_and_asked_again(cluster: Server, tab: Tab) -> None:
     page = tab.show(cluster.url, "chat")
     settings(page, Max_tokens="3")
@@ -203,6 +208,7 @@ def test_chat_can_be_stopped_and_asked_again(cluster: Server, tab: Tab) -> None:
     tab.check()
 
 
+@pytest.mark.long
 def test_chat_compares_a_model_and_an_adapter(cluster: Server, tab: Tab) -> None:
     load = {"lora_name": "guest", "lora_path": "pirate"}
     httpx2.post(f"{cluster.url}/v1/load_lora_adapter", json=load).raise_for_status()
@@ -232,6 +238,7 @@ def watchers(server: Server) -> int:
     return psutil.Process(rank.pid).num_fds()
 
 
+@pytest.mark.long
 def test_page_leaves_no_watcher_behind_when_it_is_reloaded(cluster: Server, tab: Tab) -> None:
     """There are more reloads than there may be watchers."""
     page = tab.show(cluster.url)

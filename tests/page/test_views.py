@@ -21,6 +21,8 @@ from tests.page.overlap import measured
 from tests.page.requests import waiting
 from tests.page.shown import ShownEngine
 
+pytestmark = pytest.mark.long
+
 VIEWS = ("pipeline", "requests", "adapters", "chat")
 
 

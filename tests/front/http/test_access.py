@@ -118,7 +118,15 @@ def may_run(policy: Policy, flags: dict[str, Any], key: str | None, is_forwarded
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("flags", KEYS, ids=["none", "api", "admin", "both"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(KEYS[0], id="none"),
+        pytest.param(KEYS[1], id="api", marks=pytest.mark.long),
+        pytest.param(KEYS[2], id="admin", marks=pytest.mark.long),
+        pytest.param(KEYS[3], id="both"),
+    ],
+)
 async def test_no_trick_runs_what_the_policy_forbids(
     tokenizer: Tokenizer, flags: dict[str, Any]
 ) -> None:
