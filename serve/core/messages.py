@@ -672,10 +672,9 @@ AnyNote: TypeAlias = (
 
 
 class TaggedTensors(Message, frozen=True):
-    """A rank of a training run announces tensors to another rank. number counts the messages
-    between the two. notes are those of the sender and of the ranks above it."""
+    """A rank of a training run announces tensors to another rank. notes are those of the sender
+    and of the ranks above it."""
 
-    number: int
     tag: str
     notes: tuple[AnyNote, ...]
     tensors: tuple[TensorSpec, ...]

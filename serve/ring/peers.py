@@ -3,7 +3,7 @@
 import selectors
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
@@ -205,23 +205,23 @@ def await_row(grid: Grid) -> None:
         time.sleep(_LISTEN_SECONDS)  # The last rank connects first, and rank 0 has to listen.
 
 
-def meet_all(grid: Grid) -> dict[int, PeerConnection]:
-    """Connects this rank to every other rank, at the ports of the hostfile.
+def meet_all(grid: Grid, peers: Set[int]) -> dict[int, PeerConnection]:
+    """Connects this rank to these other ranks, at the ports of the hostfile.
 
-    When it returns, no rank listens on its port any more, as after `meet`. Raises ClusterError.
+    When it returns, none of them listens on its port any more, as after `meet`. Raises
+    ClusterError.
     """
     deadline = time.monotonic() + grid.timeout_seconds
-    num_ranks = len(grid.addresses)
     connections: dict[int, PeerConnection] = {}
     with ExitStack() as on_failure:
         with (
             _listening(grid) as listening,
             Reception(listening, grid.rank, grid.nonce) as reception,
         ):
-            for rank in range(grid.rank):
+            for rank in sorted(peer for peer in peers if peer < grid.rank):
                 connections[rank] = _call(grid, rank, deadline)
                 on_failure.callback(connections[rank].close)
-            while missing := set(range(grid.rank + 1, num_ranks)) - connections.keys():
+            while missing := peers - connections.keys():
                 rank, connection = reception.answer(missing, deadline)
                 connections[rank] = connection
                 on_failure.callback(connection.close)
@@ -257,7 +257,7 @@ class Reception:
             connection.close()
         self._selector.close()
 
-    def answer(self, expected: set[int], deadline: float) -> tuple[int, PeerConnection]:
+    def answer(self, expected: Set[int], deadline: float) -> tuple[int, PeerConnection]:
         """Returns the first caller that is one of the expected ranks and knows the nonce, and
         closes the connections of all others that greet. Raises ClusterError at the deadline."""
         while True:
@@ -280,7 +280,7 @@ class Reception:
                     return greeting.rank, connection
                 connection.close()
 
-    def _readable(self, expected: set[int], deadline: float) -> Iterator[PeerConnection]:
+    def _readable(self, expected: Set[int], deadline: float) -> Iterator[PeerConnection]:
         """Accepts new callers, and yields those from which something can be read."""
         ready = self._selector.select(_seconds_until(deadline))
         if not ready or time.monotonic() > deadline:

@@ -52,6 +52,16 @@ class Layout:
         """Returns the ranks that hold the same weights: those at the same place of each replica."""
         return list(range(rank % self.replica_size, self.num_ranks, self.replica_size))
 
+    def peers(self, rank: int) -> set[int]:
+        """Returns the ranks that a rank exchanges messages with: its neighbours in each group."""
+        peers: set[int] = set()
+        everybody = list(range(self.num_ranks))
+        groups = (everybody, self.pipeline(rank), self.shards(rank), self.replicas(rank))
+        for group in groups:
+            at = group.index(rank)
+            peers |= {group[at - 1], group[(at + 1) % len(group)]}
+        return peers - {rank}
+
     def __str__(self) -> str:
         """The layout in words, such as "2 replicas of 2 stages with 2 shards each"."""
         words = f"{self.pipeline_size} stage" + "s" * (self.pipeline_size > 1)

@@ -1,115 +1,25 @@
-"""Links between any two ranks of a run, and the groups of ranks that a layout of shards and
-replicas has.
+"""The groups of ranks that a layout of stages, shards and replicas has, and the links among them.
 
-A ring of MLX has links to two neighbours only, and a process can be in only one. So with shards or
-replicas everything between ranks travels over TCP, and the ring is left to the shards of a stage,
-for the sums inside their layers."""
+MLX's ring is left to the shards of a stage, for the sums inside their layers: it has links to two
+neighbours only, and a process can be in only one ring."""
 
 import faulthandler
-import logging
-import os
-import socket
-import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Event, Thread
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 
 from serve.core.config import TRAINING_JOIN_SECONDS, Cluster, parse_address
-from serve.core.errors import ClusterError, LostRankError
-from serve.core.messages import AnyNote
-from serve.ring.peers import Grid, await_row, meet_all
-from serve.ring.transport import Ring, RingLostError, among, exchange, form_group
+from serve.core.errors import ClusterError
+from serve.ring.peers import Grid, meet_all
+from serve.ring.transport import among, exchange, form_group
 from serve.tune.layout import Layout
-from serve.tune.transport import (
-    Links,
-    Payload,
-    ProcessLinks,
-    RingLinks,
-    bytes_of,
-    local_links,
-    silence,
-    split_parts,
-)
-
-_logger = logging.getLogger(__name__)
-_TICK_SECONDS = 1.0
-_STUCK_SECONDS = 15.0  # how long a rank that has lost another one may compute
-
-
-class MeshLinks(ProcessLinks):
-    """The links of a rank to all others: one connection to each, which also carries the bytes of
-    tensors."""
-
-    def __init__(self, rank: int, peers: Mapping[int, socket.socket], stall_seconds: float) -> None:
-        super().__init__(rank, len(peers) + 1, len(peers), stall_seconds)
-        self._peers = peers
-        self._stall_seconds = stall_seconds
-        self._is_closed = Event()
-        self._open(peers, peers)
-
-    def watch(self) -> None:
-        """Ends this process when another rank is lost or silent while this one is in a sum of MLX
-        with it, which cannot be interrupted and may never return."""
-        Thread(target=self._watch, name="watch", daemon=True).start()
-
-    def _watch(self) -> None:
-        silent = dict.fromkeys(self._peers, 0.0)
-        heard: dict[int, int] = {}
-        seconds_since_loss = 0.0
-        while not self._is_closed.wait(_TICK_SECONDS):
-            if self._inbox.has_lost:
-                seconds_since_loss += _TICK_SECONDS
-            if seconds_since_loss > _STUCK_SECONDS:
-                _end("This rank is in a sum with a rank that is lost, and cannot interrupt it.")
-            before, heard = heard, self._inbox.num_heard()
-            # Only seconds in which this process ran count: after it was stopped, it blames nobody.
-            for peer, count in heard.items():
-                silent[peer] = silent[peer] + _TICK_SECONDS if before.get(peer) == count else 0.0
-                if silent[peer] > self._stall_seconds + _TICK_SECONDS:
-                    _end(silence(peer, self._stall_seconds))
-
-    def close(self) -> None:
-        self._is_closed.set()
-        super().close()
-
-    def _prepare(self, arrays: Sequence[mx.array]) -> list[mx.array]:
-        # The thread of the link must evaluate nothing: MLX makes it wait while other streams have
-        # much to do, and this rank may be in a sum with the one that waits for this message.
-        return bytes_of(arrays)
-
-    def _send_tensors(self, peer: int, header: bytes, number: int, tensors: list[mx.array]) -> None:
-        link = self._peers[peer]
-        link.sendall(header)
-        ending = number.to_bytes(mx.int32.size, sys.byteorder)
-        for tensor in tensors:
-            data = memoryview(cast(Any, tensor))
-            # The receiver expects the same parts: their size is a multiple of that of an element.
-            for start, end in split_parts(len(data), 1):
-                link.sendall(data[start:end])
-                link.sendall(ending)
-
-    def _receive_part(self, peer: int, num_bytes: int) -> mx.array:
-        data = bytearray(num_bytes)
-        view = memoryview(data)
-        while view:
-            num_read = self._peers[peer].recv_into(view)
-            if not num_read:
-                raise RingLostError("it ended in the middle of a message")
-            view = view[num_read:]
-        return mx.array(cast(Any, data))
-
-
-def _end(reason: str) -> None:
-    """Ends this process, for a reason that it logs."""
-    _logger.error("%s", reason)
-    os._exit(LostRankError.exit_code)
+from serve.tune.transport import Links, Notes, Payload, TcpLinks, local_links
 
 
 class Subset:
@@ -123,13 +33,7 @@ class Subset:
         self._name = name
         self._ranks = ranks
 
-    def send(
-        self,
-        to: int,
-        tag: str,
-        notes: tuple[AnyNote, ...],
-        arrays: Sequence[mx.array],
-    ) -> None:
+    def send(self, to: int, tag: str, notes: Notes, arrays: Sequence[mx.array]) -> None:
         self._links.send(self._ranks[to], f"{self._name} {tag}", notes, arrays)
 
     def receive(self, tag: str) -> Payload:
@@ -201,23 +105,21 @@ def join(
         return groups_of(layout, local_links(1)[0])
     nonce = zlib.crc32(cluster.secret.encode()) >> 1
     addresses = tuple(parse_address(first, "MLX_HOSTFILE") for first, *_ in cluster.addresses)
-    if layout.pipeline_size == cluster.num_ranks:
-        row = Grid(cluster.rank, cluster.num_ranks, addresses, nonce, timeout_seconds)
-        await_row(row)
-        ring = Ring(cluster.rank, cluster.hosts, nonce, TRAINING_JOIN_SECONDS)
-        with _forming(cluster, row):
-            return groups_of(layout, RingLinks(ring, stall_seconds))
     grid = Grid(cluster.rank, layout.num_shards, addresses, nonce, timeout_seconds)
-    connections = meet_all(grid)
+    connections = meet_all(grid, layout.peers(cluster.rank))
     group = None
     if layout.num_shards > 1:
         with _forming(cluster, grid):
             group = form_group(grid.shard, grid.num_shards)
             exchange(grid.nonce, 0, group, mx.default_stream(mx.cpu))
-    peers = {rank: connection.tcp_socket for rank, connection in connections.items()}
-    links = MeshLinks(cluster.rank, peers, stall_seconds)
-    if group is not None:
-        links.watch()
+    sockets = {rank: connection.tcp_socket for rank, connection in connections.items()}
+    links = TcpLinks(
+        cluster.rank,
+        cluster.num_ranks,
+        sockets,
+        stall_seconds,
+        has_sums=group is not None,
+    )
     return groups_of(layout, links, group)
 
 

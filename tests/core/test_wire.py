@@ -149,7 +149,7 @@ def test_every_type_of_message_survives(kind: type, data: st.DataObject) -> None
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_every_note_of_training_survives(kind: type, data: st.DataObject) -> None:
-    message = messages.TaggedTensors(1, "tag", (data.draw(st.builds(kind)),), ())
+    message = messages.TaggedTensors("tag", (data.draw(st.builds(kind)),), ())
     assert list(wire.FrameReader(AnyMessage).feed(wire.frame(message))) == [message]
 
 

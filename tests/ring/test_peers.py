@@ -39,7 +39,7 @@ def call(address: Address) -> socket.socket:
 def meeting(own: Grid) -> Iterator[None]:
     """Lets rank 0 meet rank 1 in a thread, and expects that it succeeds."""
     with ThreadPoolExecutor(1) as pool:
-        met = pool.submit(meet_all, own)
+        met = pool.submit(meet_all, own, {1})
         yield
         connections = met.result(timeout=60)
     assert connections.keys() == {1}
@@ -84,7 +84,7 @@ def test_meet_all_answers_a_neighbour_beside_foreign_connections() -> None:
 def test_meet_all_refuses_foreign_connections_until_its_deadline() -> None:
     own = grid(1.0)
     with ThreadPoolExecutor(1) as pool:
-        met = pool.submit(meet_all, own)
+        met = pool.submit(meet_all, own, {1})
         with call(own.addresses[0]) as foreign:
             foreign.sendall(frame(Greeting(NONCE, 1))[:5])
             with pytest.raises(ClusterError, match="waited in vain"):

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 
 from serve.core.errors import LostRankError
-from serve.tune import mesh
-from serve.tune.mesh import MeshLinks
+from serve.tune import transport
+from serve.tune.transport import TcpLinks
 
 STALL_SECONDS = 600.0
 
@@ -29,45 +29,45 @@ class Exits:
 @pytest.fixture
 def exits(monkeypatch: pytest.MonkeyPatch) -> Exits:
     exits = Exits()
-    monkeypatch.setattr("serve.tune.mesh.os._exit", exits.exit)
-    monkeypatch.setattr(mesh, "_TICK_SECONDS", 0.05)
+    monkeypatch.setattr("serve.tune.transport.os._exit", exits.exit)
+    monkeypatch.setattr(transport, "_TICK_SECONDS", 0.05)
     return exits
 
 
 @contextmanager
-def watched_links(
+def links_with_sums(
     stall_seconds: float = STALL_SECONDS,
-) -> Iterator[tuple[MeshLinks, socket.socket]]:
+) -> Iterator[tuple[TcpLinks, socket.socket]]:
     """The links of rank 0 to one other rank, and that rank's end of the connection. They are
     closed after the block."""
     own, other = socket.socketpair()
-    links = MeshLinks(0, {1: own}, stall_seconds)
-    links.watch()
-    (watching,) = [each for each in threading.enumerate() if each.name == "watch"]
+    links = TcpLinks(0, 2, {1: own}, stall_seconds, has_sums=True)
+    (receiving,) = [each for each in threading.enumerate() if each.name == "_receive_all 1"]
     with own, other:
         yield links, other
         other.close()
         links.close()
-        watching.join(30)  # Otherwise it would end this process after the test.
-        assert not watching.is_alive()
+        receiving.join(30)  # Otherwise it would end this process after the test.
+        assert not receiving.is_alive()
 
 
 def test_a_rank_that_stays_after_a_loss_ends(exits: Exits, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh, "_STUCK_SECONDS", 0.2)
-    with watched_links() as (_, other):
+    monkeypatch.setattr(transport, "_STUCK_SECONDS", 0.2)
+    with links_with_sums() as (_, other):
         other.close()
         assert exits.happened.wait(60)
     assert exits.codes[0] == LostRankError.exit_code
 
 
-def test_a_rank_with_a_silent_one_ends(exits: Exits) -> None:
-    with watched_links(stall_seconds=0.2):
+def test_a_rank_with_a_silent_one_ends(exits: Exits, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_STUCK_SECONDS", 0.2)
+    with links_with_sums(stall_seconds=0.2):
         assert exits.happened.wait(60)
     assert exits.codes[0] == LostRankError.exit_code
 
 
 def test_a_rank_that_closes_its_links_after_a_loss_ends_by_itself(exits: Exits) -> None:
-    with watched_links() as (links, other):
+    with links_with_sums() as (links, other):
         other.close()
         links.close()
     assert exits.codes == []
