@@ -4,10 +4,13 @@ be run, and how busy it keeps the ranks. Pure.
 A pipeline has S stages in the order of the layers, v on each rank: stage g is on position g mod P,
 and position 0 is the last rank, which holds the first layers. Each micro-batch has three ops in a
 stage: F runs it forward, B computes the gradient of its input, W those of its parameters. Stages
-below the first trained one only have F."""
+below the first trained one only have F.
+
+All schedules of training are 1F1B with two parameters for each position: how many F it runs before
+its first B, and how many B before its first W."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -89,6 +92,8 @@ class Schedule:
 
 # --- the schedules
 
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
+
 
 def make_schedule(kind: str, shape: Shape) -> Schedule:
     """Raises UsageError if there is no such schedule for these ranks and micro-batches."""
@@ -101,11 +106,13 @@ def make_schedule(kind: str, shape: Shape) -> Schedule:
         )
     if kind == "forward":
         shape = replace(shape, first_trained=shape.num_stages)
-    order = _ORDERS[kind]
     ops = []
     for position in range(shape.num_ranks):
-        own = tuple(op for op in order(shape, position) if _has_op(op, shape))
-        ops.append(own)
+        if kind == "forward":
+            order = _forward(shape, position)
+        else:
+            order = _one_forward_one_backward(kind, shape, position)
+        ops.append(tuple(op for op in order if _has_op(op, shape)))
     return Schedule(kind, shape, tuple(ops))
 
 
@@ -113,71 +120,51 @@ def _has_op(op: Op, shape: Shape) -> bool:
     return op.kind == "F" or op.stage >= shape.first_trained
 
 
-def _naive(shape: Shape, position: int) -> Iterator[Op]:
-    for i in range(shape.num_micro_batches):
-        for kind in "FBW":
-            yield Op(kind, i, position)
-
-
-def _gpipe(shape: Shape, position: int) -> Iterator[Op]:
-    for i in range(shape.num_micro_batches):
-        yield Op("F", i, position)
-    for i in range(shape.num_micro_batches):
-        yield Op("B", i, position)
-        yield Op("W", i, position)
-
-
-def _one_forward_one_backward(
-    shape: Shape,
-    position: int,
-    delay: int = 0,
-) -> Iterator[Op]:
-    """1F1B (PipeDream-flush, arXiv:2104.04473); W comes `delay` micro-batches after B."""
-    count = shape.num_micro_batches
-    num_ahead = min(shape.num_ranks - 1 - position, count)
-    for i in range(num_ahead):
-        yield Op("F", i, position)
-    for i in range(count):
-        if num_ahead + i < count:
-            yield Op("F", num_ahead + i, position)
-        yield Op("B", i, position)
-        if i >= delay:
-            yield Op("W", i - delay, position)
-    first = max(0, count - delay)
-    for i in range(first, count):
-        yield Op("W", i, position)
-
-
-def _zero_bubble(shape: Shape, position: int) -> Iterator[Op]:
-    """ZB-H1 (arXiv:2401.10241): while a later stage waits for forwards, it computes the W of
-    earlier micro-batches."""
-    return _one_forward_one_backward(shape, position, delay=position)
-
-
-def _interleaved(shape: Shape, position: int) -> Iterator[Op]:
-    """Megatron's interleaved 1F1B (arXiv:2104.04473, section 2.2): P micro-batches go
-    through a stage of the rank, then the same ones through its next."""
+def _num_ahead(kind: str, shape: Shape, position: int) -> int:
+    """Returns how many F a position runs before its first B, if there are so many."""
     ranks = shape.num_ranks
-    chunks = shape.num_chunks
-    total = shape.num_micro_batches * chunks
-    num_ahead = min((ranks - position - 1) * 2 + (chunks - 1) * ranks, total)
+    return {
+        "naive": 0,
+        "gpipe": shape.num_micro_batches,
+        # PipeDream-flush, arXiv:2104.04473
+        "1f1b": ranks - position - 1,
+        # section 2.2 of the same paper
+        "interleaved": 2 * (ranks - position - 1) + (shape.num_chunks - 1) * ranks,
+        # ZB-H1, arXiv:2401.10241
+        "zero-bubble": ranks - position - 1,
+    }[kind]
 
-    def unit(k: int, backward: bool) -> tuple[int, int]:
-        """Returns the micro-batch and the stage of the position's k-th F, or B and W."""
-        num_rounds, in_round = divmod(k, ranks * chunks)
-        chunk, in_group = divmod(in_round, ranks)
-        if backward:
-            chunk = chunks - 1 - chunk
-        micro_batch = num_rounds * ranks + in_group
-        return micro_batch, chunk * ranks + position
 
-    for k in range(num_ahead):
-        yield Op("F", *unit(k, False))
-    for k in range(total):
-        if num_ahead + k < total:
-            yield Op("F", *unit(num_ahead + k, False))
-        yield Op("B", *unit(k, True))
-        yield Op("W", *unit(k, True))
+def _num_delayed(kind: str, position: int) -> int:
+    """Returns how many B a position runs before its first W. In the zero-bubble schedule it runs
+    the W of earlier micro-batches while a later stage waits for F."""
+    return position if kind == "zero-bubble" else 0
+
+
+def _one_forward_one_backward(kind: str, shape: Shape, position: int) -> Iterator[Op]:
+    total = shape.num_micro_batches * shape.num_chunks
+    num_ahead = min(_num_ahead(kind, shape, position), total)
+    num_delayed = _num_delayed(kind, position)
+    for k in range(total + num_ahead + num_delayed):
+        backward = k - num_ahead
+        weights = backward - num_delayed
+        if k < total:
+            yield _op("F", k, shape, position)
+        if 0 <= backward < total:
+            yield _op("B", backward, shape, position)
+        if 0 <= weights < total:
+            yield _op("W", weights, shape, position)
+
+
+def _op(kind: str, k: int, shape: Shape, position: int) -> Op:
+    """Returns the position's k-th op of this kind. P micro-batches go through a stage of the rank,
+    then the same ones through its next."""
+    ranks = shape.num_ranks
+    num_rounds, in_round = divmod(k, ranks * shape.num_chunks)
+    chunk, in_group = divmod(in_round, ranks)
+    if kind != "F":
+        chunk = shape.num_chunks - 1 - chunk
+    return Op(kind, num_rounds * ranks + in_group, chunk * ranks + position)
 
 
 def _forward(shape: Shape, position: int) -> Iterator[Op]:
@@ -191,30 +178,12 @@ def _forward(shape: Shape, position: int) -> Iterator[Op]:
                 yield Op("F", i, stage)
 
 
-_ORDERS: dict[str, Callable[[Shape, int], Iterator[Op]]] = {
-    "naive": _naive,
-    "gpipe": _gpipe,
-    "1f1b": _one_forward_one_backward,
-    "interleaved": _interleaved,
-    "zero-bubble": _zero_bubble,
-    "forward": _forward,  # of validation
-}
-SCHEDULES = tuple(kind for kind in _ORDERS if kind != "forward")
-
-
 def max_in_flight(kind: str, shape: Shape, position: int) -> int:
     """Returns the promised maximum of Schedule.in_flight when all stages are trained."""
-    ranks = shape.num_ranks
-    count = shape.num_micro_batches
-    promised = {
-        "naive": 1,
-        "gpipe": count,
-        "1f1b": ranks - position,
-        "zero-bubble": ranks,
-        "interleaved": (ranks - position - 1) * 2 + (shape.num_chunks - 1) * ranks + 1,
-        "forward": 0,
-    }[kind]
-    return min(promised, count * shape.num_chunks)
+    if kind == "forward":
+        return 0
+    promised = _num_ahead(kind, shape, position) + 1 + _num_delayed(kind, position)
+    return min(promised, shape.num_micro_batches * shape.num_chunks)
 
 
 # --- the proof
