@@ -43,17 +43,11 @@ from serve.core.messages import (
 from serve.core.types import Step
 from serve.lora.table import Adapters
 from serve.rank.joining import join
-from serve.rank.loading import Engine, load
+from serve.rank.loading import Engine, load, why_it_cannot_stay
 from serve.rank.parent import Parent, fail, planned, wait_for_order
 from serve.rank.step_loop import StepLoop
-from serve.ring.regroup import objection
-from serve.ring.transport import (
-    LocalTransport,
-    RingLostError,
-    RingTransport,
-    Streams,
-    Transport,
-)
+from serve.ring.peers import RingLostError
+from serve.ring.transport import Streams, Transport
 
 _logger = logging.getLogger(__name__)
 
@@ -61,8 +55,6 @@ _STATUS_SECONDS = 0.25
 
 
 class Worker:
-    """Owns the threads of the process and the status that the parent gets."""
-
     def __init__(self, parent: Parent, order: Order) -> None:
         self.parent = parent
         self.order = order
@@ -155,10 +147,9 @@ class Worker:
             while True:
                 loop = self._start()
                 reason = self._run_steps(loop)
-                transport = loop.transport
-                if objection() or not isinstance(transport, RingTransport | LocalTransport):
+                if why_it_cannot_stay(self.order):
                     raise ClusterError(reason)
-                self._leave_ring(loop, transport, reason)
+                self._leave_ring(loop, reason)
                 del loop  # The next order may name other layers: then its stage has to go.
                 self.order = self._next_order()
                 self.status = Status("joining")
@@ -176,17 +167,12 @@ class Worker:
         right = order.ring[(order.rank + 1) % len(order.ring)]
         return f"{order.name}: its right neighbour is gone, rank {right}."
 
-    def _leave_ring(
-        self,
-        loop: StepLoop,
-        transport: RingTransport | LocalTransport,
-        reason: str,
-    ) -> None:
+    def _leave_ring(self, loop: StepLoop, reason: str) -> None:
         """Leaves a lost ring, and answers the parent when it sends Leave. If this blocks or fails,
         the parent ends this process."""
         if self._leaves.empty():
             self.parent.send(RingLost(reason))
-        transport.leave()
+        loop.transport.leave()
         leave = self._leaves.get()
         # No answer of an earlier life may come after Left.
         self.reader.submit(lambda: None).result()

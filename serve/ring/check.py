@@ -10,8 +10,9 @@ import mlx.core as mx
 from serve.core.config import Cluster, read_cluster
 from serve.core.errors import BrigadeError, ClusterError
 from serve.core.types import Step
+from serve.ring.peers import Grid, first_addresses, meet
 from serve.ring.regroup import objection
-from serve.ring.transport import Ring, RingTransport, Streams
+from serve.ring.transport import RingTransport, Streams
 
 _NUM_VALUES = 1 << 20
 _JOIN_SECONDS = 30.0
@@ -19,13 +20,12 @@ _JOIN_SECONDS = 30.0
 
 def go_round(cluster: Cluster, streams: Streams) -> str | None:
     """Runs this rank's part of the check, and leaves the ring. Returns the last rank's report, None
-    on the others.
-
-    Each rank adds its number plus one to every value, and rank 0 sends the sum to the last
-    rank, so that every hop is used. Raises ClusterError.
-    """
+    on the others. Each rank adds its number plus one, and rank 0 sends the sum to the last rank, so
+    that every hop is used. Raises ClusterError."""
     nonce = zlib.crc32(cluster.secret.encode()) >> 1
-    transport = RingTransport(Ring(cluster.rank, cluster.hosts, nonce, _JOIN_SECONDS), streams)
+    addresses = first_addresses(cluster.addresses)
+    grid = Grid(cluster.rank, cluster.num_ranks, addresses, nonce, _JOIN_SECONDS)
+    transport = RingTransport(grid, meet(grid), streams)
     is_last = cluster.rank == cluster.num_ranks - 1
     started = time.perf_counter()
     total = mx.zeros(_NUM_VALUES) if is_last else _receive(transport)

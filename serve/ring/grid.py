@@ -21,9 +21,8 @@ from serve.core.messages import Hop
 from serve.core.types import Step
 from serve.ring.peers import Grid, Neighbours, PeerConnection
 from serve.ring.transport import (
-    Hops,
     Received,
-    exchange,
+    Transport,
     form_group,
     pack,
     packed_bytes,
@@ -39,13 +38,9 @@ _MIN_GATHER_SECONDS = 1e-6
 _logger = logging.getLogger(__name__)
 
 
-class GridTransport(Hops):
-    """The transport of one rank of a grid. MLX's environment variables have to name the ranks of
-    its row.
-
-    A step goes from rank 0 along its row, from shard to shard, and each shard starts the step in
-    its own column. Raises ClusterError.
-    """
+class GridTransport(Transport):
+    """The transport of one rank of a grid. A step goes from rank 0 along its row, from shard to
+    shard, and each shard starts it in its own column. Raises ClusterError."""
 
     def __init__(self, grid: Grid, neighbours: Neighbours) -> None:
         super().__init__()
@@ -57,11 +52,7 @@ class GridTransport(Hops):
         self._neighbours = neighbours
         # In a grid of one stage, the inbox replaces the column.
         self._inbox: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
-        try:
-            self.group = form_group(grid.shard, grid.num_shards)
-            exchange(grid.nonce, 0, self.group, mx.default_stream(mx.cpu))
-        except RuntimeError as error:
-            raise ClusterError(f"The ring of the shards broke: {error}.") from error
+        self.group = form_group(grid, mx.default_stream(mx.cpu))
         self.link = self._measured_link()
         self.sums.install(grid.num_shards, self.evaluate)
         self._sender: _Sender | None = None

@@ -3,11 +3,11 @@
 import selectors
 import socket
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
-from serve.core.config import Address
+from serve.core.config import Address, parse_address
 from serve.core.connection import keep_alive
 from serve.core.errors import ClusterError
 from serve.core.messages import AroundRing, Greeting, Hop
@@ -20,14 +20,15 @@ _MAX_SILENT = 64  # connections that have not greeted yet
 _READ_BYTES = 1 << 16
 
 
+class RingLostError(ClusterError):
+    """A neighbour or a link is gone. Everything that this process holds is still intact."""
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
     """The place of this rank in a grid. Each row is a stage, and each column has the same shard of
-    all stages.
-
-    addresses has one address of each rank, row after row. nonce distinguishes this start of the
-    grid from others.
-    """
+    all stages. A ring without shards is a single row. addresses has one address of each rank, row
+    after row. nonce distinguishes this start of the grid from others."""
 
     rank: int
     num_shards: int
@@ -49,13 +50,11 @@ class Grid:
 
     @property
     def row(self) -> list[int]:
-        """The ranks of this stage."""
         first = self.stage * self.num_shards
         return list(range(first, first + self.num_shards))
 
     @property
     def column(self) -> list[int]:
-        """The ranks with this shard of all stages."""
         return list(range(self.shard, len(self.addresses), self.num_shards))
 
     def left_in(self, ranks: Sequence[int]) -> int:
@@ -84,7 +83,7 @@ class PeerConnection:
             if announced is not None:
                 self.tcp_socket.sendall(announced)
         except OSError as error:
-            raise ClusterError(f"The link to a neighbour broke: {error}.") from error
+            raise RingLostError(f"The link to a neighbour broke: {error}.") from error
 
     def receive(self) -> AroundRing | None:
         """Waits for the next message; returns None when the neighbour is gone. Raises
@@ -102,7 +101,7 @@ class PeerConnection:
         try:
             data = self.tcp_socket.recv(min(self._reader.num_missing, _READ_BYTES))
         except OSError as error:
-            raise ClusterError(f"The link to a neighbour broke: {error}.") from error
+            raise RingLostError(f"The link to a neighbour broke: {error}.") from error
         if not data:
             raise ClusterError("A neighbour is gone.")
         for message in self._reader.feed(data):
@@ -128,23 +127,26 @@ class PeerConnection:
                     return None
                 view = view[num_read:]
         except OSError as error:
-            raise ClusterError(f"The link to a neighbour broke: {error}.") from error
+            raise RingLostError(f"The link to a neighbour broke: {error}.") from error
         return data
 
     def set_timeout(self, seconds: float | None) -> None:
         self.tcp_socket.settimeout(seconds)
 
     def close(self) -> None:
-        """Closes the connection, and wakes up a thread that reads from it."""
         with suppress(OSError):  # The neighbour may have closed it already.
             self.tcp_socket.shutdown(socket.SHUT_RDWR)
         self.tcp_socket.close()
 
 
+def first_addresses(addresses: Iterable[Sequence[str]]) -> tuple[Address, ...]:
+    """Returns the first address of each rank, from a hostfile. Raises UsageError."""
+    return tuple(parse_address(first, "MLX_HOSTFILE") for first, *_ in addresses)
+
+
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """The connections between a rank and its neighbours: to the left and from the right, in its row
-    and in its column. A grid of one stage has no columns."""
+    """The connections to the left and from the right, in a rank's row and, if any, its column."""
 
     row_left: PeerConnection
     row_right: PeerConnection
@@ -158,11 +160,10 @@ class Neighbours:
 
 
 def meet(grid: Grid) -> Neighbours:
-    """Connects this rank to its neighbours, at the ports of the hostfile.
-
-    When it returns, no rank of the row listens on its port any more, so that MLX can use the ports
-    for the ring of the row. Raises ClusterError.
-    """
+    """Connects this rank to its neighbours, at the ports of the hostfile. When it returns, all
+    ranks of the row are ready, and none listens on its port any more, so that MLX can use it. MLX
+    itself would wait for a late rank with the interpreter's lock, look for it only after 1, 3, 7
+    and 15 seconds, and leave a descriptor open each time. Raises ClusterError."""
     deadline = time.monotonic() + grid.timeout_seconds
     row_left, row_right = grid.left_in(grid.row), grid.right_in(grid.row)
     column_left, column_right = grid.left_in(grid.column), grid.right_in(grid.column)
@@ -170,19 +171,7 @@ def meet(grid: Grid) -> Neighbours:
     called = {row_left, column_left} if has_column else {row_left}
     callers = {row_right, column_right} if has_column else {row_right}
     with ExitStack() as on_failure:
-        with (
-            _listening(grid) as listening,
-            Reception(listening, grid.rank, grid.nonce) as reception,
-        ):
-            left: dict[int, PeerConnection] = {}
-            for rank in sorted(called):
-                left[rank] = _call(grid, rank, deadline)
-                on_failure.callback(left[rank].close)
-            right: dict[int, PeerConnection] = {}
-            while missing := callers - right.keys():
-                rank, connection = reception.answer(missing, deadline)
-                right[rank] = connection
-                on_failure.callback(connection.close)
+        left, right = _connect(grid, called, callers, deadline, on_failure)
         neighbours = Neighbours(
             left[row_left],
             right[row_right],
@@ -191,40 +180,18 @@ def meet(grid: Grid) -> Neighbours:
         )
         _wait_for_row(grid, neighbours, deadline)
         on_failure.pop_all()
+    if grid.shard == grid.num_shards - 1:
+        time.sleep(_LISTEN_SECONDS)  # The last rank connects first, and rank 0 has to listen.
     return neighbours
 
 
-def await_row(grid: Grid) -> None:
-    """Waits until all ranks of the row are ready to form MLX's ring, and closes the connections.
-
-    MLX itself would wait for a late rank with the interpreter's lock, look for it only after 1, 3,
-    7 and 15 seconds, and leave a descriptor open each time. Raises ClusterError.
-    """
-    meet(grid).close()
-    if grid.shard == grid.num_shards - 1:
-        time.sleep(_LISTEN_SECONDS)  # The last rank connects first, and rank 0 has to listen.
-
-
 def meet_all(grid: Grid, peers: Set[int]) -> dict[int, PeerConnection]:
-    """Connects this rank to these other ranks, at the ports of the hostfile.
-
-    When it returns, none of them listens on its port any more, as after `meet`. Raises
-    ClusterError.
-    """
+    """Connects this rank to these other ranks, otherwise as `meet`. Raises ClusterError."""
     deadline = time.monotonic() + grid.timeout_seconds
-    connections: dict[int, PeerConnection] = {}
+    below = {peer for peer in peers if peer < grid.rank}
     with ExitStack() as on_failure:
-        with (
-            _listening(grid) as listening,
-            Reception(listening, grid.rank, grid.nonce) as reception,
-        ):
-            for rank in sorted(peer for peer in peers if peer < grid.rank):
-                connections[rank] = _call(grid, rank, deadline)
-                on_failure.callback(connections[rank].close)
-            while missing := peers - connections.keys():
-                rank, connection = reception.answer(missing, deadline)
-                connections[rank] = connection
-                on_failure.callback(connection.close)
+        left, right = _connect(grid, below, peers - below, deadline, on_failure)
+        connections = left | right
         for connection in connections.values():
             connection.send(Greeting(grid.nonce, grid.rank))
         for rank, connection in connections.items():
@@ -236,14 +203,32 @@ def meet_all(grid: Grid, peers: Set[int]) -> dict[int, PeerConnection]:
     return connections
 
 
-class Reception:
-    """Answers the neighbours that connect to the rank that listens. One that is slow to greet,
-    because its host is busy, may do so until the deadline; meanwhile others are answered."""
+def _connect(
+    grid: Grid,
+    called: Set[int],
+    callers: Set[int],
+    deadline: float,
+    on_failure: ExitStack,
+) -> tuple[dict[int, PeerConnection], dict[int, PeerConnection]]:
+    left: dict[int, PeerConnection] = {}
+    right: dict[int, PeerConnection] = {}
+    with Reception(grid) as reception:
+        for rank in sorted(called):
+            left[rank] = _call(grid, rank, deadline)
+            on_failure.callback(left[rank].close)
+        while missing := callers - right.keys():
+            rank, connection = reception.answer(missing, deadline)
+            right[rank] = connection
+            on_failure.callback(connection.close)
+    return left, right
 
-    def __init__(self, listening: socket.socket, rank: int, nonce: int) -> None:
-        self._listening = listening
-        self._rank = rank
-        self._nonce = nonce
+
+class Reception:
+    """Answers the ranks that connect to this one. A slow one may greet until the deadline."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._listening = _listening(grid)
         self._listening.setblocking(False)
         self._silent: dict[socket.socket, PeerConnection] = {}
         self._selector = selectors.DefaultSelector()
@@ -256,6 +241,7 @@ class Reception:
         for connection in self._silent.values():
             connection.close()
         self._selector.close()
+        self._listening.close()
 
     def answer(self, expected: Set[int], deadline: float) -> tuple[int, PeerConnection]:
         """Returns the first caller that is one of the expected ranks and knows the nonce, and
@@ -273,7 +259,7 @@ class Reception:
                 self._forget(connection)
                 if (
                     isinstance(greeting, Greeting)
-                    and greeting.nonce == self._nonce
+                    and greeting.nonce == self._grid.nonce
                     and greeting.rank in expected
                 ):
                     connection.set_timeout(None)
@@ -285,7 +271,7 @@ class Reception:
         ready = self._selector.select(_seconds_until(deadline))
         if not ready or time.monotonic() > deadline:
             raise ClusterError(
-                f"Rank {self._rank} waited in vain for its neighbours {sorted(expected)}: "
+                f"Rank {self._grid.rank} waited in vain for its neighbours {sorted(expected)}: "
                 "timed out."
             )
         for key, _ in ready:

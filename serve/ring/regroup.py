@@ -28,9 +28,8 @@ def forget_groups() -> None:
 
 
 def objection() -> str | None:
-    """Returns the reason why this process should not form another group, or None. This MLX may lack
-    the function, or too many descriptors may be open. `brigade doctor` tests whether the function
-    works."""
+    """Returns the reason why this process should not form another group, or None. `brigade doctor`
+    tests whether MLX's function works."""
     num_open = len(os.listdir("/dev/fd"))
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and num_open > _MAX_SHARE_OF_DESCRIPTORS * limit:
@@ -44,9 +43,8 @@ def objection() -> str | None:
 
 @contextmanager
 def closing_failed_connections() -> Iterator[None]:
-    """Closes the sockets that MLX leaves open when it forms a group in this context. It opens
-    another socket for each attempt to connect to a neighbour that does not listen yet, and closes
-    none of those that have failed."""
+    """Closes the sockets that MLX leaves open when it forms a group in this context: one for each
+    attempt to connect to a neighbour that does not listen yet."""
     before = _open_descriptors()
     try:
         yield

@@ -18,13 +18,9 @@ Evaluate = Callable[[Sequence[mx.array]], None]
 
 
 class Sums:
-    """Counts and measures the sums of one shard while it computes steps, once it is installed.
-
-    Sums are parts of lazy graphs, so their time can be measured only if each is evaluated by
-    itself. All shards do this in the same steps, because they match their sums by the order of
-    evaluation. counts is None for a stage of one shard. latest_seconds is the time of the sums in
-    the latest step, None if it was not measured.
-    """
+    """Counts and measures the sums of one shard while it computes steps, once it is installed. Sums
+    are parts of lazy graphs, so all shards evaluate each by itself in the measured steps. counts is
+    None for a stage of one shard, latest_seconds if the latest step was not measured."""
 
     def __init__(self) -> None:
         self.counts: SumCounts | None = None
@@ -49,7 +45,6 @@ class Sums:
 
     @contextmanager
     def of_step(self, step: Step) -> Iterator[None]:
-        """Counts the sums inside a with block, and measures them in some of the steps."""
         self.latest_seconds = None
         before = self.counts
         if before is None or step.number >= FIRST_WARM_UP_STEP:

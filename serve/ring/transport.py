@@ -9,67 +9,33 @@ import json
 import math
 import os
 import queue
-import socket
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import mlx.core as mx
 
-from serve.core.connection import keep_alive
 from serve.core.errors import ClusterError
-from serve.core.messages import Greeting, Hop, TensorSpec
+from serve.core.messages import Hop, TensorSpec
 from serve.core.types import FIRST_WARM_UP_STEP, Step
-from serve.core.wire import FrameReader, frame
-from serve.ring.peers import Reception
+from serve.ring.peers import Grid, Neighbours, RingLostError
 from serve.ring.regroup import closing_failed_connections, forget_groups
 from serve.ring.sums import Sums
-
-
-class RingLostError(ClusterError):
-    """A neighbour or a link is gone. Everything that this process holds is still intact."""
-
 
 Received = tuple[Step, list[mx.array]]
 """A step, and the tensors that came with it."""
 
 
-class Transport(Protocol):
-    """The connection of one rank to its neighbours.
-
-    This rank has the shard with number shard, of the num_shards shards of its stage.
-    waits_on is the hop (from rank, to rank) that this rank waits for: its tensor has been
-    announced, or has still to be taken. It is None while nothing is on the way. num_hops counts
-    received messages with tensors, hop_seconds is the time from their headers to their tensors.
-    sums counts the sums between the shards of this stage.
-    """
-
-    shard: int
-    num_shards: int
-    waits_on: tuple[int, int] | None
-    num_hops: int
-    hop_seconds: float
-    sums: Sums
-
-    def evaluate(self, arrays: Sequence[mx.array]) -> None:
-        """Evaluates arrays that the shards of a stage compute together. All shards evaluate the
-        same arrays in the same order."""
-
-    def send(self, step: Step, arrays: Sequence[mx.array]) -> None: ...
-
-    def receive(self) -> Received | None:
-        """Returns the next step and its tensors; None when the transport was closed."""
-
-    def close(self) -> None: ...
-
-
-class Hops:
-    """The base of all transports. It counts hops, and notes which one this rank waits for. Stages
-    have one shard each, except in GridTransport."""
+class Transport(ABC):
+    """The connection of one rank to its neighbours. It has the shard with number shard, of the
+    num_shards shards of its stage: one, except in GridTransport. waits_on is the hop (from rank, to
+    rank) whose tensor has been announced, or has still to be taken; None while nothing is on the
+    way. num_hops counts received messages with tensors, hop_seconds is the time from their headers
+    to their tensors."""
 
     def __init__(self) -> None:
         self.shard = 0
@@ -79,7 +45,23 @@ class Hops:
         self.hop_seconds = 0.0
         self.sums = Sums()
 
+    @abstractmethod
+    def send(self, step: Step, arrays: Sequence[mx.array]) -> None: ...
+
+    @abstractmethod
+    def receive(self) -> Received | None:
+        """Returns the next step and its tensors; None when the transport was closed."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def leave(self) -> None:
+        """Closes the transport, so that this process can join other ranks."""
+        self.close()
+
     def evaluate(self, arrays: Sequence[mx.array]) -> None:
+        """Evaluates arrays that the shards of a stage compute together. All shards evaluate the
+        same arrays in the same order."""
         mx.eval(*arrays)
 
     def count(self, step: Step, started: float) -> None:
@@ -105,7 +87,7 @@ class Hops:
 # --- inside one process
 
 
-class LocalTransport(Hops):
+class LocalTransport(Transport):
     """Passes messages to another transport in the same process, or to itself."""
 
     def __init__(self) -> None:
@@ -123,13 +105,9 @@ class LocalTransport(Hops):
     def close(self) -> None:
         self._inbox.put(None)
 
-    def leave(self) -> None:
-        """Does nothing, because no other process knows of this transport."""
-
 
 def local_ring(num_ranks: int) -> list[LocalTransport]:
-    """Makes the transports of a ring inside one process. A cluster of one rank has a ring of one
-    transport; tests run whole pipelines with more."""
+    """Makes a ring inside one process: for a cluster of one rank, and for tests."""
     ring = [LocalTransport() for _ in range(num_ranks)]
     for rank, transport in enumerate(ring):
         transport._left = ring[rank - 1]
@@ -137,17 +115,6 @@ def local_ring(num_ranks: int) -> list[LocalTransport]:
 
 
 # --- between processes
-
-
-@dataclass(frozen=True, slots=True)
-class Ring:
-    """The place of this rank in a ring. nonce tells one start of the ring from another: MLX
-    itself lets two rings on the same ports join each other."""
-
-    rank: int
-    hosts: tuple[str, ...]
-    nonce: int
-    timeout_seconds: float
 
 
 class Streams:
@@ -160,26 +127,26 @@ class Streams:
         self.receives = mx.new_stream(mx.cpu)
 
 
-class RingTransport(Hops):
-    """A transport between processes, for stages of one rank each.
+class RingTransport(Transport):
+    """A transport between processes, for stages of one rank each. It raises RingLostError at the
+    first sign that a neighbour is gone, and ClusterError if what comes is wrong. streams are those
+    of an earlier ring of this process, if there was one."""
 
-    It raises RingLostError at the first sign that a neighbour is gone, and ClusterError if what
-    comes is wrong. streams are those of an earlier ring of this process, if there was one.
-    """
-
-    def __init__(self, ring: Ring, streams: Streams | None = None) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        neighbours: Neighbours,
+        streams: Streams | None = None,
+    ) -> None:
         super().__init__()
-        num_ranks = len(ring.hosts)
-        self._rank = ring.rank
-        self._left_rank = (ring.rank - 1) % num_ranks
-        self._right_rank = (ring.rank + 1) % num_ranks
+        self._rank = grid.rank
+        self._left_rank = grid.left_in(grid.row)
+        self._right_rank = grid.right_in(grid.row)
+        self._neighbours = neighbours
         streams = streams or Streams()
         self._sends, self._receives = streams.sends, streams.receives
-        self._reader: FrameReader[Hop] = FrameReader(Hop)
-        self._hops: list[Hop] = []
         self._sending: mx.array | None = None
-        self._group: mx.distributed.Group | None
-        self._group, self._left, self._right = form_ring(ring, self._receives)
+        self._group: mx.distributed.Group | None = form_group(grid, self._receives)
 
     def send(self, step: Step, arrays: Sequence[mx.array]) -> None:
         """Starts to send evaluated arrays, and returns. It first waits until the neighbour has
@@ -188,7 +155,7 @@ class RingTransport(Hops):
         if self._sending is not None:
             with self.waiting_on((self._rank, self._left_rank)):
                 mx.eval(self._sending)
-        self._write(frame(Hop(step, specs)))
+        self._neighbours.row_left.send(Hop(step, specs))
         if specs:
             # The thread that sends also packs, and does so while the neighbour wakes up.
             with mx.stream(self._sends):
@@ -199,7 +166,7 @@ class RingTransport(Hops):
                 mx.async_eval(self._sending)
 
     def receive(self) -> Received | None:
-        hop = self._next_hop()
+        hop = self._neighbours.row_right.hop()
         if hop is None:
             return None
         step, specs = hop.step, hop.tensors
@@ -215,11 +182,7 @@ class RingTransport(Hops):
         return step, arrays
 
     def close(self) -> None:
-        """Closes the connections, and wakes up a thread that waits for a header."""
-        for connection in (self._left, self._right):
-            with suppress(OSError):  # The neighbour may have closed it already.
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
+        self._neighbours.close()
 
     def leave(self) -> None:
         """Closes the ring, so that this process can form another one. It must be called in the
@@ -233,23 +196,6 @@ class RingTransport(Hops):
         self._group = None
         forget_groups()
 
-    def _next_hop(self) -> Hop | None:
-        while not self._hops:
-            try:
-                data = self._right.recv(1 << 16)
-            except OSError as error:
-                raise RingLostError(f"The link to the right neighbour broke: {error}.") from error
-            if not data:
-                return None
-            self._hops += self._reader.feed(data)
-        return self._hops.pop(0)
-
-    def _write(self, data: bytes) -> None:
-        try:
-            self._left.sendall(data)
-        except OSError as error:
-            raise RingLostError(f"The link to the left neighbour broke: {error}.") from error
-
 
 @contextmanager
 def among(
@@ -258,11 +204,7 @@ def among(
     folder: Path,
 ) -> Iterator[None]:
     """Sets the environment variables from which MLX forms a ring, here of some of the launch's
-    ranks.
-
-    MLX_RANK is the rank within the launch, before and after. The caller removes the folder of the
-    host file, because this process may be killed.
-    """
+    ranks. The caller removes the folder of the host file, because this process may be killed."""
     # The folder may be gone, because some systems clean up temporary folders after days.
     folder.mkdir(0o700, parents=True, exist_ok=True)
     own_place = os.environ["MLX_RANK"]
@@ -278,92 +220,32 @@ def among(
             os.environ["MLX_RANK"] = own_place  # It is read again for the next ring.
 
 
-def form_ring(
-    ring: Ring,
-    stream: mx.Stream,
-) -> tuple[mx.distributed.Group, socket.socket, socket.socket]:
-    """Forms MLX's group, and connects to the left and from the right neighbour.
-
-    Raises ClusterError.
-    """
-    with socket.create_server((ring.hosts[ring.rank], 0), backlog=2) as listening:
-        try:
-            group = form_group(ring.rank, len(ring.hosts))
-            port = listening.getsockname()[1]
-            ports = exchange(ring.nonce, port, group, stream)
-        except RuntimeError as error:
-            raise ClusterError(f"The ring broke: {error}.") from error
-        left, right = _connect_neighbours(ring, listening, ports)
-        return group, left, right
-
-
-def form_group(rank: int, num_ranks: int) -> mx.distributed.Group:
-    """Forms MLX's group of the ranks that the environment names. Raises ClusterError, or
-    RuntimeError if a neighbour is gone."""
-    with closing_failed_connections():
-        group = mx.distributed.init(strict=True, backend="ring")
-    if group.rank() != rank or group.size() != num_ranks:
-        raise ClusterError("MLX formed a ring of another size than the hostfile has.")
-    return group
-
-
-def exchange(
-    nonce: int,
-    port: int,
-    group: mx.distributed.Group,
-    stream: mx.Stream,
-) -> list[int]:
-    """Runs the first collective, in which ranks of the same nonce learn each other's ports.
-
-    Raises ClusterError if a rank has another nonce.
-    """
-    mine = mx.array([[nonce, port]], dtype=mx.int32)
-    gathered = mx.distributed.all_gather(mine, group=group, stream=stream)
-    rows = cast(list[list[int]], gathered.tolist())
-    ports: list[int] = []
-    for each_nonce, each_port in rows:
-        if each_nonce != nonce:
-            raise ClusterError(
-                "Ranks of two launches met on the same ports: "
-                "stop the other cluster or start this one on other ports."
-            )
-        ports.append(each_port)
-    return ports
-
-
-def _connect_neighbours(
-    ring: Ring,
-    listening: socket.socket,
-    ports: list[int],
-) -> tuple[socket.socket, socket.socket]:
-    """Returns the connections to the left and from the right neighbour."""
-    left_rank = (ring.rank - 1) % len(ring.hosts)
-    address = (ring.hosts[left_rank], ports[left_rank])
-    greeting = frame(Greeting(ring.nonce, ring.rank))
+def form_group(grid: Grid, stream: mx.Stream) -> mx.distributed.Group:
+    """Forms MLX's group of the ranks of a row, which the environment names. Raises ClusterError,
+    also if one of them has another nonce: MLX itself lets two rings on the same ports join each
+    other."""
     try:
-        left = socket.create_connection(address, ring.timeout_seconds)
-        left.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        left.sendall(greeting)
-        left.settimeout(None)
-        keep_alive(left)
-    except OSError as error:
-        raise ClusterError(f"Rank {ring.rank} cannot reach its neighbours: {error}.") from error
-    right_rank = (ring.rank + 1) % len(ring.hosts)
-    deadline = time.monotonic() + ring.timeout_seconds
-    with Reception(listening, ring.rank, ring.nonce) as reception:
-        _, right = reception.answer({right_rank}, deadline)
-    return left, right.tcp_socket
+        with closing_failed_connections():
+            group = mx.distributed.init(strict=True, backend="ring")
+        if group.rank() != grid.shard or group.size() != grid.num_shards:
+            raise ClusterError("MLX formed a ring of another size than the hostfile has.")
+        mine = mx.array([grid.nonce], dtype=mx.int32)
+        nonces = mx.distributed.all_gather(mine, group=group, stream=stream).tolist()
+    except RuntimeError as error:
+        raise ClusterError(f"The ring broke: {error}.") from error
+    if any(nonce != grid.nonce for nonce in cast(list[int], nonces)):
+        raise ClusterError(
+            "Ranks of two launches met on the same ports: "
+            "stop the other cluster or start this one on other ports."
+        )
+    return group
 
 
 # --- several tensors in one message, followed by the step's number
 
 
 def tensor_specs(arrays: Sequence[mx.array]) -> tuple[TensorSpec, ...]:
-    specs: list[TensorSpec] = []
-    for array in arrays:
-        dtype = _dtype_name(array.dtype)
-        specs.append(TensorSpec(dtype, tuple(array.shape)))
-    return tuple(specs)
+    return tuple(TensorSpec(_dtype_name(array.dtype), tuple(array.shape)) for array in arrays)
 
 
 def pack(number: int, arrays: Sequence[mx.array]) -> mx.array:
@@ -385,8 +267,7 @@ def unpack(
     specs: Sequence[TensorSpec],
     packed: mx.array,
 ) -> list[mx.array]:
-    """Evaluates a packed message and returns its arrays. Raises ClusterError if it belongs to
-    another step than number."""
+    """Evaluates a packed message and returns its arrays. Raises ClusterError for another step's."""
     arrays: list[mx.array] = []
     start = 0
     for spec in specs:

@@ -14,10 +14,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from serve.core.config import TRAINING_JOIN_SECONDS, Cluster, parse_address
+from serve.core.config import TRAINING_JOIN_SECONDS, Cluster
 from serve.core.errors import ClusterError
-from serve.ring.peers import Grid, meet_all
-from serve.ring.transport import among, exchange, form_group
+from serve.ring.peers import Grid, first_addresses, meet_all
+from serve.ring.transport import among, form_group
 from serve.tune.layout import Layout
 from serve.tune.transport import Links, Notes, Payload, TcpLinks, local_links
 
@@ -104,14 +104,13 @@ def join(
     if cluster.num_ranks == 1:
         return groups_of(layout, local_links(1)[0])
     nonce = zlib.crc32(cluster.secret.encode()) >> 1
-    addresses = tuple(parse_address(first, "MLX_HOSTFILE") for first, *_ in cluster.addresses)
+    addresses = first_addresses(cluster.addresses)
     grid = Grid(cluster.rank, layout.num_shards, addresses, nonce, timeout_seconds)
     connections = meet_all(grid, layout.peers(cluster.rank))
     group = None
     if layout.num_shards > 1:
         with _forming(cluster, grid):
-            group = form_group(grid.shard, grid.num_shards)
-            exchange(grid.nonce, 0, group, mx.default_stream(mx.cpu))
+            group = form_group(grid, mx.default_stream(mx.cpu))
     sockets = {rank: connection.tcp_socket for rank, connection in connections.items()}
     links = TcpLinks(
         cluster.rank,

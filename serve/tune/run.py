@@ -9,7 +9,7 @@ import mlx.core as mx
 from serve.core.config import TRAINING_JOIN_SECONDS, Cluster
 from serve.core.errors import EngineError, LostRankError
 from serve.core.messages import NumTrained, OpTimes, Probe, Reached
-from serve.ring.transport import RingLostError
+from serve.ring.peers import RingLostError
 from serve.tune import saving
 from serve.tune.config import FineTuneConfig
 from serve.tune.data import examples, packing

@@ -30,7 +30,8 @@ from serve.core.messages import (
     TensorSpec,
 )
 from serve.core.wire import FrameReader, frame
-from serve.ring.transport import DTYPES, RingLostError, tensor_specs
+from serve.ring.peers import RingLostError
+from serve.ring.transport import DTYPES, tensor_specs
 
 Notes = tuple[AnyNote, ...]
 Payload = tuple[Notes, list[mx.array]]

@@ -223,6 +223,6 @@ def test_worker_of_a_lone_rank_leaves_and_takes_other_layers(order: Order) -> No
         assert worker.transport
         worker.transport.close()
         reason = worker._run_steps(loop)
-        worker._leave_ring(loop, worker.transport, reason)  # type: ignore[arg-type]
+        worker._leave_ring(loop, reason)
         (left,) = FrameReader(Left).feed(ours.recv(1 << 16))
         assert left == Left(4, {})

@@ -60,7 +60,7 @@ def test_engine_that_is_to_leave_reports_the_step_that_it_still_computes() -> No
         (status,) = FrameReader(Status).feed(ours.recv(1 << 16))
         assert status.activity
         assert (status.activity.step, status.activity.waits_on) == (7, None)
-        worker._leave_ring(loop, transport, "its right neighbour is gone")
+        worker._leave_ring(loop, "its right neighbour is gone")
         worker._report()
         left, status = FrameReader(FromEngine).feed(ours.recv(1 << 16))
         assert isinstance(left, Left)

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,7 +15,8 @@ from serve.core.errors import ClusterError
 from serve.core.messages import Order
 from serve.core.types import Row, Step
 from serve.rank.joining import join as meet_and_join
-from serve.ring.transport import Received, Ring, RingLostError, RingTransport, Streams
+from serve.ring.peers import Grid, RingLostError, first_addresses, meet
+from serve.ring.transport import Received, RingTransport, Streams
 
 RANK = int(os.environ["MLX_RANK"])
 NUM_RANKS = int(os.environ["NUM_RANKS"])
@@ -22,8 +24,13 @@ HOSTFILE = Path(os.environ["MLX_HOSTFILE"])
 ADDRESSES = json.loads(HOSTFILE.read_text())
 
 
-def join(nonce: int = 1, streams: Streams | None = None) -> RingTransport:
-    return RingTransport(Ring(RANK, ("127.0.0.1",) * NUM_RANKS, nonce, 10.0), streams)
+def join(nonce: int = 1, streams: Streams | None = None, late_seconds: float = 0) -> RingTransport:
+    """Joins a ring. Rank 0 begins to listen late_seconds after the ranks have met."""
+    grid = Grid(RANK, NUM_RANKS, first_addresses(ADDRESSES), 1, 10.0)
+    neighbours = meet(grid)
+    if RANK == 0:
+        time.sleep(late_seconds)
+    return RingTransport(replace(grid, nonce=nonce), neighbours, streams)
 
 
 def rejoin(nonce: int, streams: Streams) -> RingTransport:
@@ -201,9 +208,7 @@ def late() -> None:
     streams = Streams()
     counts: list[int] = []
     for number in range(1, 4):
-        if RANK == 0 and number > 1:
-            time.sleep(0.5)
-        join(number, streams).leave()
+        join(number, streams, late_seconds=0.5 if number > 1 else 0).leave()
         counts.append(len(os.listdir("/proc/self/fd")))
     print(*counts, flush=True)
     os._exit(0)

@@ -12,13 +12,13 @@ import mlx.core as mx
 import psutil
 import pytest
 
-from serve.core.config import parse_address
+from serve.core.config import Address, parse_address
 from serve.core.errors import ClusterError
 from serve.core.messages import Order
 from serve.core.wire import frame
 from serve.ring import regroup
 from serve.ring.peers import Grid, meet
-from serve.ring.transport import Ring, _connect_neighbours, form_ring
+from serve.ring.transport import form_group
 
 
 def free_ports(count: int) -> list[int]:
@@ -179,19 +179,19 @@ def test_an_engine_whose_parent_was_killed_ends_also_in_the_middle_of_joining(
         _, said = engine.communicate(timeout=30)
     finally:
         engine.kill()
-    assert b"in form_ring" in said, "it had not begun, or was through"
+    assert b"in form_group" in said, "it had not begun, or was through"
 
 
 def test_the_system_finds_out_whether_a_neighbour_is_there() -> None:
     """A ring of one rank, which is its own neighbour on both sides."""
-    ring = Ring(0, ("127.0.0.1",), 5, 5.0)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        connections = _connect_neighbours(ring, listening, [listening.getsockname()[1]])
-    for connection in connections:
+    (port,) = free_ports(1)
+    neighbours = meet(Grid(0, 1, (Address("127.0.0.1", port),), 5, 5.0))
+    for neighbour in (neighbours.row_left, neighbours.row_right):
+        connection = neighbour.tcp_socket
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
-        connection.close()
+    neighbours.close()
 
 
 def test_a_ring_that_cannot_be_formed_is_one_line(
@@ -201,4 +201,4 @@ def test_a_ring_that_cannot_be_formed_is_one_line(
     monkeypatch.setenv("MLX_RANK", "0")
     monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts.json"))
     with pytest.raises(ClusterError, match="The ring broke: "):
-        form_ring(Ring(0, ("127.0.0.1",) * 2, 5, 5.0), mx.new_stream(mx.cpu))
+        form_group(Grid(0, 2, (), 5, 5.0), mx.new_stream(mx.cpu))
