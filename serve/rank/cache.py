@@ -4,30 +4,27 @@ Rank 0 decides. This module does what a step says. A row that its group no longe
 until a later step asks for it.
 """
 
-import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models.cache import (
-    KVCache,
-    QuantizedKVCache,
-    can_trim_prompt_cache,
-    trim_prompt_cache,
-)
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from serve.core.errors import EngineError
 from serve.core.types import NO_CHECKPOINT, Step, Write
-from serve.rank import checkpoints, placement
+from serve.rank import checkpoints
 from serve.rank.checkpoints import Checkpoint
-from serve.rank.placement import Batch, Joining, Layout, Rules
+from serve.rank.merged import MergedBatch
 from serve.rank.prefixes import contents
 from serve.rank.prefixes.contents import FileContent
 from serve.rank.slots import SlotBatch
 
+Batch = MergedBatch | SlotBatch
+
 _PLAIN_CACHES = (KVCache, QuantizedKVCache)
+_MANY_GROUPS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +77,11 @@ class Part:
 
 
 class GroupCaches:
-    """The caches of all sequences of a stage. It performs the moves of `rank.placement`.
-
-    make_cache returns the plain caches of one new row. can_batch says whether several rows can
-    share a batch; otherwise each row runs in a part of its own. numbers has the numbers of these
-    caches in files of the prefix cache, which are those of the whole model.
-    """
+    """The caches of all sequences of a stage. It decides which rows of a step share a batch, and
+    which rows have to move for that. make_cache returns the plain caches of one new row. can_batch
+    says whether several rows can share a batch; otherwise each row runs in a part of its own.
+    numbers has the numbers of these caches in files of the prefix cache, which are those of the
+    whole model."""
 
     def __init__(
         self,
@@ -98,24 +94,39 @@ class GroupCaches:
         self._numbers = range(len(caches)) if numbers is None else numbers
         is_plain = all(type(cache) in _PLAIN_CACHES for cache in caches)
         self._can_cut = all(checkpoints.can_cut(cache) for cache in caches)
-        self._rules = Rules(can_batch, in_slots=can_batch and is_plain)
+        self._can_batch = can_batch
+        self._in_slots = can_batch and is_plain
+        self._batches: dict[int, Batch] = {}  # by their keys
+        self._next_key = 0
+        self._key_of: dict[int, int] = {}  # the key of each sequence's batch
+        self._keys_of_group: dict[int, list[int]] = {}
+        self._positions: dict[int, int] = {}  # the tokens that are held of each sequence
+        # The same before the last step, for sequences that it fed drafts: they can go back so far.
+        self._floors: dict[int, int] = {}
         self._checkpoints: dict[int, Checkpoint] = {}
-        self._layout = Layout()
-        self._lifted: list[Any] = []
         self._moved: set[int] = set()  # keys of batches whose rows were copied
 
     def apply(self, step: Step) -> list[Part]:
         """Arranges the caches as a step says, and returns the parts in which its rows run. Raises
         EngineError if the step does not fit what this stage holds."""
-        parts = []
-        for move in placement.moves(step, self._layout, self._rules):
-            if isinstance(move, placement.Run):
-                parts.append(self._arranged(step, move))
-            else:
-                self._perform(move)
+        for take in step.take:
+            held = self._positions.get(take.source, 0)
+            if held < take.num_tokens:
+                raise EngineError(
+                    f"Step {step.number} takes {take.num_tokens} tokens of sequence {take.source}, "
+                    f"this stage holds {held} tokens of it: the ranks are out of step."
+                )
+            self._set_apart(take.sequence, take.source, take.num_tokens, take.checkpoint)
+        for sequence in step.drop:
+            self._drop(sequence)
+        self._check(step)
+        for row in step.rows:
+            if self._positions.get(row.sequence, 0) > row.position:
+                self.rewind(row.sequence, row.position)
+        parts = [self._arranged(step, *assigned) for assigned in self._assigned(step).items()]
         for checkpoint in step.forget:
             self._checkpoints.pop(checkpoint, None)
-        self._layout.note_fed(step)
+        self._note_fed(step)
         return parts
 
     @property
@@ -127,7 +138,7 @@ class GroupCaches:
     @property
     def can_rewind(self) -> bool:
         """Whether every row can forget its last tokens, wherever it is."""
-        return self._can_cut and (self._rules.in_slots or not self._rules.can_batch)
+        return self._can_cut and (self._in_slots or not self._can_batch)
 
     def save(self, step: Step) -> list[mx.array]:
         """Makes the checkpoints of a step whose rows have run. Returns their arrays, which have to
@@ -135,25 +146,27 @@ class GroupCaches:
         saved: list[mx.array] = []
         for save in step.save:
             sequence = save.sequence
-            if sequence not in self._layout.key_of:
+            if sequence not in self._key_of:
                 raise EngineError(f"Step {step.number} saves sequence {sequence}, not held here.")
-            states = self._layout.batch_of(sequence).states(sequence)
-            num_tokens = self._layout.positions[sequence]
+            states = self._batch_of(sequence).states(sequence)
             arrays = checkpoints.arrays(states)
             num_bytes = sum(array.nbytes for array in arrays)
-            self._checkpoints[save.checkpoint] = Checkpoint(num_tokens, states, num_bytes)
+            checkpoint = Checkpoint(self._positions[sequence], states, num_bytes)
+            self._checkpoints[save.checkpoint] = checkpoint
             saved += arrays
         return saved
 
     def begin(self, sequence: int, caches: list[Any], num_tokens: int) -> None:
         """Begins a sequence with plain caches that hold its first num_tokens tokens."""
-        self._place(sequence, caches, num_tokens)
-        self._layout.positions[sequence] = num_tokens
+        batch = self._new_batch()
+        batch.add([(sequence, caches, num_tokens)])
+        self._key_of[sequence] = self._add_batch(batch)
+        self._positions[sequence] = num_tokens
 
     @property
     def positions(self) -> dict[int, int]:
         """The number of tokens that are held of each sequence."""
-        return dict(self._layout.positions)
+        return dict(self._positions)
 
     def keep_only(self, positions: Mapping[int, int]) -> None:
         """Keeps the first tokens of these sequences, as many as positions says, and nothing else.
@@ -163,32 +176,32 @@ class GroupCaches:
         others have not, so their batches may differ. But in later steps each part needs the same
         rows in the same order on all ranks.
         """
-        layout = self._layout
-        for sequence in layout.positions.keys() - positions.keys():
-            self._perform(placement.Drop(sequence))
+        for sequence in self._positions.keys() - positions.keys():
+            self._drop(sequence)
         for sequence, num_tokens in sorted(positions.items()):
-            held = layout.positions.get(sequence, 0)
+            held = self._positions.get(sequence, 0)
             if held < num_tokens:
                 raise EngineError(
                     f"Sequence {sequence} is to go on at {num_tokens} tokens, and {held} are held."
                 )
             self._set_apart(sequence, sequence, num_tokens)
-            layout.positions[sequence] = num_tokens
-        layout.floors.clear()
-        layout.keys_of_group.clear()
+        self._floors.clear()
+        self._keys_of_group.clear()
         self._checkpoints.clear()
 
     def rewind(self, sequence: int, num_tokens: int) -> None:
         """Makes a sequence forget all but its first num_tokens tokens. Steps do this through their
         positions; a draft model, which nothing has to keep in step, calls it."""
-        self._perform(placement.Rewind(sequence, num_tokens))
+        surplus = self._positions[sequence] - num_tokens
+        self._batch_of(sequence).rewind(sequence, surplus)
+        self._positions[sequence] = num_tokens
 
     def content(self, write: Write) -> FileContent:
         """Returns the content of a file of the prefix cache. Its arrays have to be evaluated.
         Raises EngineError if its tokens or its checkpoint are not held here."""
         sequence = write.sequence
         has_checkpoint = write.checkpoint != NO_CHECKPOINT
-        num_held = self._layout.positions.get(sequence, 0)
+        num_held = self._positions.get(sequence, 0)
         # The state of a sequence itself is that behind all its tokens.
         is_behind = write.is_state and not has_checkpoint and num_held > write.end
         if num_held < write.end or is_behind:
@@ -199,7 +212,7 @@ class GroupCaches:
         if write.is_state and has_checkpoint:
             states = self._states(write.checkpoint, write.end, 0)
             return contents.state(states, self._numbers, write.end)
-        batch = self._layout.batch_of(sequence)
+        batch = self._batch_of(sequence)
         if write.is_state:
             return contents.state(batch.states(sequence), self._numbers, write.end)
         # A row that runs stays in its batch: to take it out and back in would copy all rows.
@@ -211,98 +224,190 @@ class GroupCaches:
         evaluated before the forward: while a copy is lazy, MLX cannot write to the buffers in
         place. If one layer is evaluated after the other, only one of them has its old and its new
         arrays at a time."""
-        keys = sorted(self._moved & self._layout.batches.keys())
+        keys = sorted(self._moved & self._batches.keys())
         self._moved.clear()
-        batches = [self._layout.batches[key].caches for key in keys]
+        batches = [self._batches[key].caches for key in keys]
         return [_arrays([list(layer)]) for layer in zip(*batches, strict=True)]
 
     def states(self, step: Step) -> list[mx.array]:
         """Returns the arrays that have to be evaluated after a step. Offsets are among them: the
         graph of an offset that is never evaluated would grow with each token."""
-        keys = {self._layout.key_of[row.sequence] for row in step.rows}
-        caches = [self._layout.batches[key].caches for key in sorted(keys)]
+        keys = {self._key_of[row.sequence] for row in step.rows}
+        caches = [self._batches[key].caches for key in sorted(keys)]
         return _arrays(caches)
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all keys, values and checkpoints. It is safe to read from any thread."""
         num_bytes = sum(checkpoint.num_bytes for checkpoint in list(self._checkpoints.values()))
-        for batch in list(self._layout.batches.values()):
+        for batch in list(self._batches.values()):
             for cache in list(batch.caches):
                 if not cache.empty():
                     num_bytes += cache.nbytes
         return num_bytes
 
-    # --- moves
+    # --- decisions
 
-    def _perform(self, move: placement.CacheMove) -> None:
-        layout = self._layout
-        match move:
-            case placement.Copy(sequence, source, num_tokens, checkpoint):
-                self._set_apart(sequence, source, num_tokens, checkpoint)
-                layout.positions[sequence] = num_tokens
-            case placement.Drop(sequence):
-                self._leave(sequence)
-                layout.positions.pop(sequence, None)
-                layout.floors.pop(sequence, None)
-            case placement.Rewind(sequence, num_tokens):
-                surplus = layout.positions[sequence] - num_tokens
-                layout.batch_of(sequence).rewind(sequence, surplus)
-                layout.positions[sequence] = num_tokens
-            case placement.Begin(key, lengths):
-                self._begin(key, lengths)
-            case placement.Keep(key, sequences):
-                layout.batches[key].keep(sequences)
-            case placement.Park(sequence):
-                self._set_apart(sequence, sequence, layout.positions[sequence])
-            case placement.Lift(sequence):
-                length = layout.positions[sequence]
-                self._lifted = layout.batch_of(sequence).extract(sequence, length)
-                self._leave(sequence)
-            case placement.Join(sequence, key):
-                if key not in layout.batches:
-                    self._add_batch(key, self._new_batch())
-                row = sequence, self._lifted, layout.positions[sequence]
-                layout.batches[key].add([row])
-                layout.key_of[sequence] = key
-                self._lifted = []
-                self._moved.add(key)
-            case placement.Own(group, keys):
-                layout.keys_of_group[group] = keys
-            case placement.ForgetGroups():
-                layout.forget_groups()
+    def _check(self, step: Step) -> None:
+        """Raises EngineError if the rows of a step do not fit what this stage holds."""
+        lengths = {row.num_tokens for row in step.rows}
+        continues_any = any(row.position for row in step.rows)
+        # Drafts differ in number. Rows in slots can, and so can rows that run one by one.
+        can_differ = step.sample and (self._in_slots or not self._can_batch)
+        if len(lengths) > 1 and continues_any and not can_differ:
+            raise EngineError(
+                f"Step {step.number} has rows of different lengths {sorted(lengths)}."
+            )
+        for row in step.rows:
+            held = self._positions.get(row.sequence, 0)
+            floor = self._floors.get(row.sequence, held)
+            if not floor <= row.position <= held:
+                raise EngineError(
+                    f"Step {step.number} feeds sequence {row.sequence} at position {row.position}, "
+                    f"this stage holds {held} tokens of it: the ranks are out of step."
+                )
 
-    def _arranged(self, step: Step, run: placement.Run) -> Part:
-        """Arranges a batch for its rows of a step."""
-        batch = self._layout.batches[run.key]
-        index_of = {step.rows[n].sequence: n for n in run.rows}
-        feeds = {step.rows[n].sequence: step.rows[n].num_tokens for n in run.rows}
+    def _assigned(self, step: Step) -> dict[int, list[int]]:
+        """Divides the rows of a step among batches. Returns their indices by the batch's key.
+
+        New rows do not share a batch with old ones: to some models an empty state is not the same
+        as the zeros that it would become in a batch.
+        """
+        if not step.rows:
+            return {}
+        new: list[int] = []
+        old: list[int] = []
+        for n, row in enumerate(step.rows):
+            if row.sequence in self._key_of:
+                old.append(n)
+            else:
+                new.append(n)
+        rows_of: dict[int, list[int]] = {}
+        for rows in self._divided(step, new):
+            begun = [step.rows[n] for n in rows]
+            lengths = {row.sequence: row.num_tokens for row in begun}
+            rows_of[self._begun(lengths)] = rows
+        if not old:
+            self._forget_groups()
+            self._keys_of_group[step.group] = list(rows_of)[:1]
+        elif self._can_batch:
+            self._gather(step, old, rows_of)
+        else:
+            for n in old:
+                key = self._key_of[step.rows[n].sequence]
+                rows_of[key] = [n]
+        return rows_of
+
+    def _divided(self, step: Step, new: list[int]) -> list[list[int]]:
+        lengths = {step.rows[n].num_tokens for n in new}
+        can_begin_together = self._in_slots or (self._can_batch and len(lengths) == 1)
+        if new and can_begin_together:
+            return [new]
+        return [[n] for n in new]
+
+    def _forget_groups(self) -> None:
+        """Forgets groups without a batch when there are many. Each prompt has a group of its own
+        until its rows join another group, so their number would grow without a limit."""
+        if len(self._keys_of_group) <= _MANY_GROUPS:
+            return
+        for group, keys in list(self._keys_of_group.items()):
+            live = [key for key in keys if key in self._batches]
+            if live:
+                self._keys_of_group[group] = live
+            else:
+                del self._keys_of_group[group]
+
+    def _gather(self, step: Step, rows: list[int], rows_of: dict[int, list[int]]) -> None:
+        """Gathers the rows of a group. Rows of the group's last step stay in their batches, others
+        join them where there is room."""
+        known_keys = self._keys_of_group.get(step.group, [])
+        keys = [key for key in known_keys if key in self._batches]
+        index_of = {step.rows[n].sequence: n for n in rows}
+        for key in list(keys):
+            batch = self._batches[key]
+            staying = batch.staying(index_of)
+            batch.keep(staying)
+            if key != keys[0]:
+                # A row that was too long to share the first batch may fit into it by now.
+                first = self._batches[keys[0]]
+                staying = [s for s in staying if not first.has_room(self._positions[s])]
+            if staying:
+                rows_of[key] = [index_of.pop(sequence) for sequence in staying]
+                continue
+            for sequence in list(batch.sequences):
+                self._park(sequence)
+            keys.remove(key)
+        for sequence, n in index_of.items():
+            key = self._join(sequence, keys)
+            rows_of.setdefault(key, []).append(n)
+        self._keys_of_group[step.group] = keys
+
+    def _join(self, sequence: int, keys: list[int]) -> int:
+        """Moves a sequence to the first of these batches that has room, or to a new one, whose key
+        is added to them. Returns the key of its batch."""
+        length = self._positions[sequence]
+        caches = self._batch_of(sequence).extract(sequence, length)
+        self._leave(sequence)
+        with_room = [key for key in keys if self._batches[key].has_room(length)]
+        if with_room:
+            key = with_room[0]
+            for idle in self._batches[key].in_the_way():
+                self._park(idle)
+        else:
+            key = self._add_batch(self._new_batch())
+            keys.append(key)
+        self._batches[key].add([(sequence, caches, length)])
+        self._key_of[sequence] = key
+        self._moved.add(key)
+        return key
+
+    def _arranged(self, step: Step, key: int, rows: list[int]) -> Part:
+        batch = self._batches[key]
+        index_of = {step.rows[n].sequence: n for n in rows}
+        feeds = {step.rows[n].sequence: step.rows[n].num_tokens for n in rows}
+        for idle in batch.to_park(list(feeds), max(feeds.values())):
+            self._park(idle)
         order = batch.arrange(feeds)
         if batch.has_grown:
-            self._moved.add(run.key)
+            self._moved.add(key)
         indices = [None if sequence is None else index_of[sequence] for sequence in order]
         return Part(tuple(indices), batch.caches)
 
-    def _begin(self, key: int, lengths: Mapping[int, int]) -> None:
-        """Makes a batch of new rows. lengths has the number of tokens that each is about to be
-        fed."""
-        if self._rules.in_slots and len(lengths) > 1:
-            batch: Batch = SlotBatch.of_new(dict(lengths), self._make_cache())
+    def _note_fed(self, step: Step) -> None:
+        for row in step.rows:
+            self._positions[row.sequence] = row.position + row.num_tokens
+            if step.sample and row.num_tokens > 1:
+                self._floors[row.sequence] = row.position
+            else:
+                self._floors.pop(row.sequence, None)
+
+    # --- moves
+
+    def _begun(self, lengths: dict[int, int]) -> int:
+        """Makes a batch of new rows, and returns its key. lengths has the number of tokens that
+        each is about to be fed."""
+        if self._in_slots and len(lengths) > 1:
+            batch: Batch = SlotBatch.of_new(lengths, self._make_cache())
         else:
             batch = self._new_batch()
             batch.add([(sequence, self._make_cache(), 0) for sequence in lengths])
-        self._add_batch(key, batch)
+        key = self._add_batch(batch)
         for sequence in lengths:
-            self._layout.key_of[sequence] = key
+            self._key_of[sequence] = key
+        return key
+
+    def _park(self, sequence: int) -> None:
+        """Moves a sequence to a batch of its own."""
+        self._set_apart(sequence, sequence, self._positions[sequence])
 
     def _set_apart(
         self, sequence: int, source: int, length: int, checkpoint: int = NO_CHECKPOINT
     ) -> None:
-        """Gives a sequence a batch of its own, with a copy of the first tokens of source."""
-        layout = self._layout
-        caches = layout.batch_of(source).extract(source, length)
-        num_surplus = layout.positions[source] - length
-        if self._rules.in_slots:
+        """Gives a sequence a batch of its own, with a copy of the first tokens of source, and with
+        the state of a checkpoint, if there is one."""
+        caches = self._batch_of(source).extract(source, length)
+        num_surplus = self._positions[source] - length
+        if self._in_slots:
             for cache in caches:
                 cache.keys = tree_map(mx.contiguous, cache.keys)
                 cache.values = tree_map(mx.contiguous, cache.values)
@@ -311,16 +416,8 @@ class GroupCaches:
             pairs = zip(caches, states, strict=True)
             caches = [checkpoints.restored(cache, state, num_surplus) for cache, state in pairs]
         self._leave(sequence)
-        self._place(sequence, caches, length)
-        self._moved.add(layout.key_of[sequence])
-
-    def _place(self, sequence: int, caches: list[Any], length: int) -> None:
-        """Puts a sequence with plain caches into a new batch."""
-        layout = self._layout
-        batch = self._new_batch()
-        batch.add([(sequence, caches, length)])
-        layout.key_of[sequence] = layout.next_key
-        self._add_batch(layout.next_key, batch)
+        self.begin(sequence, caches, length)
+        self._moved.add(self._key_of[sequence])
 
     def _states(self, checkpoint: int, length: int, num_caches: int) -> list[Any]:
         """Returns the states of a checkpoint. Without a checkpoint, all caches have to be ones that
@@ -334,116 +431,32 @@ class GroupCaches:
             )
         return found.states
 
+    def _drop(self, sequence: int) -> None:
+        self._leave(sequence)
+        self._positions.pop(sequence, None)
+        self._floors.pop(sequence, None)
+
     def _leave(self, sequence: int) -> None:
         """Removes a sequence from its batch, and the batch if it is then empty."""
-        key = self._layout.key_of.pop(sequence, None)
+        key = self._key_of.pop(sequence, None)
         if key is None:
             return
-        batch = self._layout.batches[key]
+        batch = self._batches[key]
         batch.remove(sequence)
         if not batch.sequences:
-            del self._layout.batches[key]
+            del self._batches[key]
 
-    def _add_batch(self, key: int, batch: Batch) -> None:
-        self._layout.batches[key] = batch
-        self._layout.next_key = max(self._layout.next_key, key + 1)
+    def _batch_of(self, sequence: int) -> Batch:
+        return self._batches[self._key_of[sequence]]
+
+    def _add_batch(self, batch: Batch) -> int:
+        key = self._next_key
+        self._batches[key] = batch
+        self._next_key += 1
+        return key
 
     def _new_batch(self) -> Batch:
-        if self._rules.in_slots:
-            return SlotBatch()
-        return MergedBatch()
-
-
-class MergedBatch:
-    """A Batch that works with all of mlx-lm's caches. A lone row has plain caches, several rows
-    have batch caches. When a row joins or leaves, the whole batch is copied, so a row always has
-    room, and never waits in the batch.
-    """
-
-    def __init__(self) -> None:
-        self.sequences: list[int] = []
-        self.caches: list[Any] = []
-        self.has_grown = False  # Buffers grow when rows join, not for a forward.
-        self._batched = False
-
-    def staying(self, sequences: Collection[int]) -> list[int]:
-        return [sequence for sequence in self.sequences if sequence in sequences]
-
-    def keep(self, sequences: list[int]) -> None:
-        """Does nothing: rows that are not fed leave, as `to_park` says."""
-
-    def has_room(self, _: int) -> bool:
-        return True
-
-    def in_the_way(self) -> list[int]:
-        return []
-
-    def to_park(self, sequences: list[int], _: int) -> list[int]:
-        return [sequence for sequence in self.sequences if sequence not in sequences]
-
-    def add(self, rows: list[Joining]) -> None:
-        joining = [caches for _, caches, _ in rows]
-        if not self.sequences and len(joining) == 1:
-            self.caches = joining[0]
-        elif self._batched:
-            for cache, added in zip(self.caches, _merge(joining), strict=True):
-                cache.extend(added)
-        else:
-            parts = joining
-            if self.sequences:
-                parts = [self.caches, *joining]
-            self.caches = _merge(parts)
-            self._batched = True
-        added_sequences = [sequence for sequence, _, _ in rows]
-        self.sequences = self.sequences + added_sequences
-
-    def remove(self, sequence: int) -> None:
-        self._select([other for other in self.sequences if other != sequence])
-
-    def rewind(self, sequence: int, num_tokens: int) -> None:
-        if self._batched:
-            raise EngineError(f"Sequence {sequence} cannot go back in a batch with such caches.")
-        _trim(self.caches, num_tokens)
-
-    def extract(self, sequence: int, _: int) -> list[Any]:
-        """Returns plain caches with all tokens of a row: not every cache can be cut shorter."""
-        if not self._batched:
-            return [copy.deepcopy(cache) for cache in self.caches]
-        index = self.sequences.index(sequence)
-        return [cache.extract(index) for cache in self.caches]
-
-    def states(self, sequence: int) -> list[Any]:
-        row = self.sequences.index(sequence) if self._batched else None
-        return [checkpoints.state_of(cache, row) for cache in self.caches]
-
-    def arrange(self, feeds: Mapping[int, int]) -> list[int | None]:
-        sequences = list(feeds)
-        self._select(sequences)
-        return list(sequences)
-
-    def _select(self, sequences: list[int]) -> None:
-        """Keeps only the rows of these sequences, in this order."""
-        if sequences != self.sequences:
-            if self._batched and sequences:
-                keep = mx.array([self.sequences.index(sequence) for sequence in sequences])
-                for cache in self.caches:
-                    cache.filter(keep)
-            self.sequences = sequences
-
-
-def _trim(caches: list[Any], num_tokens: int) -> None:
-    if not can_trim_prompt_cache(caches):
-        raise EngineError("A sequence with such caches cannot go back.")
-    trim_prompt_cache(caches, num_tokens)
-
-
-def _merge(parts: list[list[Any]]) -> list[Any]:
-    """Merges the plain caches of several rows, layer by layer."""
-    merged: list[Any] = []
-    for caches in zip(*parts, strict=True):
-        cache_class = type(caches[0])
-        merged.append(cache_class.merge(caches))
-    return merged
+        return SlotBatch() if self._in_slots else MergedBatch()
 
 
 def _arrays(caches_of_batches: list[list[Any]]) -> list[mx.array]:

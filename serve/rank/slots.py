@@ -25,8 +25,6 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
-from serve.rank.placement import Joining
-
 _ROUND_TOKENS = 256
 _GROWTH = 1.25
 _SMALL_TOKENS = 512
@@ -34,6 +32,9 @@ _MAX_WASTE = 1.5
 _STEPS_UNTIL_ALIGNED = 8
 _CLASSES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 _ALL = slice(None)
+
+Joining = tuple[int, list[Any], int]
+"""A row that joins a batch: its sequence, its plain caches, and how many tokens these hold."""
 
 # Keys, or values: (B, heads, columns, D), or the three such arrays of quantised ones.
 Buffer = Any
@@ -66,7 +67,6 @@ def _put_at(held: Buffer, columns: mx.array, new: Buffer) -> None:
 
 
 def _with_zeros(array: mx.array, num_columns: int) -> mx.array:
-    """Appends columns of zeros to an array (B, heads, L, D)."""
     if not num_columns:
         return array
     return mx.pad(array, [(0, 0), (0, 0), (0, num_columns), (0, 0)])
@@ -87,8 +87,8 @@ def _size(held: Buffer) -> tuple[int, int]:
 
 
 def num_slots(num_rows: int) -> int:
-    """Returns the number of slots for this many rows. It grows in steps, so that few joins make a
-    buffer grow."""
+    """Returns the number of slots for this many rows, in steps, so that few joins need larger
+    buffers."""
     for size in _CLASSES:
         if size >= num_rows:
             return size
@@ -96,8 +96,7 @@ def num_slots(num_rows: int) -> int:
 
 
 def _num_rows(sequences: list[int], num_tokens: int) -> int:
-    """Returns the number of rows of a forward. It is rounded up where padding costs less than an
-    odd number of rows."""
+    """Returns the number of rows of a forward, padded where that costs less than an odd number."""
     num_rows = len(sequences)
     if num_rows <= 2 or num_tokens > 1:
         return num_rows
@@ -105,11 +104,8 @@ def _num_rows(sequences: list[int], num_tokens: int) -> int:
 
 
 class SlotCache(BatchKVCache):
-    """One layer's buffers, (slots, heads, columns, D). The batch is the first rows of it.
-
-    The rows are in the same places in all layers, so SlotBatch keeps the places, and sets offset
-    and left_padding, each (B,), before a forward.
-    """
+    """One layer's buffers, (slots, heads, columns, D). The batch is the first rows of it. SlotBatch
+    keeps the places of the rows, and sets offset and left_padding, each (B,), before a forward."""
 
     keys: Buffer  # None before there are any
     values: Buffer
@@ -182,7 +178,6 @@ class SlotCache(BatchKVCache):
         return mask
 
     def lone(self) -> Any:
-        """Returns a new cache of one row."""
         return KVCache()
 
     def _kept(self, new: mx.array) -> Buffer:
@@ -256,7 +251,6 @@ class SlotCache(BatchKVCache):
             self.clear_behind(slot, columns.stop)
 
     def clear_behind(self, slot: int, end: int) -> None:
-        """Clears all columns of a row from this one on."""
         if end < self.num_columns:
             rows = slice(slot, slot + 1)
             _clear(self.keys, rows, slice(end, None))
@@ -308,7 +302,6 @@ class QuantizedSlotCache(SlotCache):
 
 
 def _first(plain: Any, length: int) -> tuple[Buffer, Buffer]:
-    """Returns the keys and values of the first tokens of a plain cache."""
     columns = slice(length)
     return _cut(plain.keys, _ALL, columns), _cut(plain.values, _ALL, columns)
 
@@ -354,13 +347,10 @@ class SlotBatch:
         """Makes all other rows idle: they keep their slots, but are not fed."""
         self._fed = list(sequences)
 
-    def idle(self) -> list[int]:
-        return [s for s in self._starts if s not in self._fed]
-
     def in_the_way(self) -> list[int]:
         """Returns idle rows that should get caches of their own before another row joins, because
         no slot is free, or because there are more idle rows than others."""
-        idle = self.idle()
+        idle = [s for s in self._starts if s not in self._fed]
         count = len(self._slots)
         is_full = None not in self._slots and count == num_slots(count)
         num_too_many = len(idle) - len(self._fed)

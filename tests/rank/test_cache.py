@@ -2,6 +2,8 @@
 
 import copy
 import random
+from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -116,8 +118,8 @@ def test_ragged_rows_join_one_after_another_and_leave(rig: Rig) -> None:
     rig.step(0, {3: [24]}, drop=(0, 2))
     rig.step(0, {3: [25], 4: [26]})
     rig.step(0, {}, drop=(3, 4))
-    assert not rig.caches._layout.batches
-    assert not rig.caches._layout.positions
+    assert not rig.caches._batches
+    assert not rig.caches._positions
 
 
 def test_a_parked_row_moves_to_another_group(rig: Rig) -> None:
@@ -141,7 +143,7 @@ def test_a_parked_row_can_be_dropped(rig: Rig) -> None:
     rig.step(0, {0: [3]})
     rig.step(0, {0: [4]}, drop=(1,))
     rig.step(0, {}, drop=(0,))
-    assert not rig.caches._layout.batches
+    assert not rig.caches._batches
 
 
 def test_sequence_may_begin_again_after_it_was_dropped(rig: Rig) -> None:
@@ -195,7 +197,7 @@ def test_rows_end_in_one_column_again_when_no_drafts_come() -> None:
     own_ends = []
     for n in range(12):
         rig.step(0, {0: [15 + n], 1: [16 + n]})
-        (batch,) = rig.caches._layout.batches.values()
+        (batch,) = rig.caches._batches.values()
         own_ends.append(batch.caches[0].ends is not None)
     assert own_ends == [True] * 8 + [False] * 4
 
@@ -310,8 +312,8 @@ def test_caches_have_no_content_for_tokens_that_are_not_held(rig: Rig) -> None:
 def test_caches_that_cannot_go_back_refuse_to() -> None:
     caches = GroupCaches(lambda: [RotatingKVCache(4)])
     caches.apply(Step(1, 0, (Row(0, 0, 1),), (1,), True))
-    caches._layout.batches[0].caches[0].update_and_fetch(*[mx.zeros((1, 1, 8, 4))] * 2)
-    caches._layout.positions[0], caches._layout.floors[0] = 8, 4
+    caches._batches[0].caches[0].update_and_fetch(*[mx.zeros((1, 1, 8, 4))] * 2)
+    caches._positions[0], caches._floors[0] = 8, 4
     with pytest.raises(EngineError, match="cannot go back"):
         caches.apply(Step(2, 0, (Row(0, 6, 1),), (1,), True))
 
@@ -332,7 +334,7 @@ def test_a_sequence_begins_as_a_copy_of_another(rig: Rig) -> None:
 
 def test_a_row_that_joins_sees_nothing_of_who_had_its_slot(rig: Rig) -> None:
     """Not even numbers that are none: a masked one times zero is still none."""
-    rig = Rig(rig.caches._rules.can_batch, rig.kv_bits, OVERFLOWS)
+    rig = Rig(rig.caches._can_batch, rig.kv_bits, OVERFLOWS)
     rig.step(0, {0: [1, 2, 3, 4, 5, 6]})
     rig.step(0, {0: [7], 1: [OVERFLOWS]})
     rig.step(0, {0: [8], 1: [9]})
@@ -343,7 +345,7 @@ def test_a_row_that_joins_sees_nothing_of_who_had_its_slot(rig: Rig) -> None:
 
 
 def test_a_row_that_moves_to_another_slot_sees_nothing_of_who_had_it(rig: Rig) -> None:
-    rig = Rig(rig.caches._rules.can_batch, rig.kv_bits, OVERFLOWS)
+    rig = Rig(rig.caches._can_batch, rig.kv_bits, OVERFLOWS)
     rig.step(0, {0: [1, 2, 3, 4, 5, 6]})
     for sequence in range(1, 5):
         rig.step(sequence, {sequence: [OVERFLOWS, 7, 8] if sequence < 4 else [9]})
@@ -550,3 +552,29 @@ def test_new_rows_beside_old_ones_are_a_part_of_their_own(can_batch: bool) -> No
     parts = rig.caches.apply(Step(2, 0, rows, (5, 6, 7, 8), True))
     expected = [(0, 2), (1, 3)] if can_batch else [(0,), (1,), (2,), (3,)]
     assert sorted(part.rows for part in parts) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("cache", "can_batch", "lengths", "expected"),
+    [
+        (KVCache, True, (2, 3), [(0, 1)]),
+        (lambda: RotatingKVCache(8), True, (2, 2), [(0, 1)]),
+        (lambda: RotatingKVCache(8), True, (2, 3), [(0,), (1,)]),
+        (KVCache, False, (2, 2), [(0,), (1,)]),
+    ],
+)
+def test_new_rows_begin_together_only_where_their_caches_allow_it(
+    cache: Callable[[], Any], can_batch: bool, lengths: tuple[int, int], expected: list[Any]
+) -> None:
+    rows = tuple(Row(n, 0, length) for n, length in enumerate(lengths))
+    step = Step(1, 0, rows, (1,) * sum(lengths), sample=False)
+    parts = GroupCaches(lambda: [cache()], can_batch).apply(step)
+    assert [part.rows for part in parts] == expected
+
+
+def test_groups_without_rows_are_forgotten() -> None:
+    caches = GroupCaches(lambda: [KVCache()])
+    for number in range(600):
+        caches.apply(Step(number, number, (Row(number, 0, 1),), (1,), sample=False))
+        caches.apply(Step(number, number, (), (), sample=False, drop=(number,)))
+    assert len(caches._keys_of_group) < 300
