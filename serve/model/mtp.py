@@ -19,7 +19,7 @@ from serve.core.checkpoint import Checkpoint, read_checkpoint, read_json
 from serve.core.errors import ModelError
 from serve.core.plan import Demand, with_slack
 from serve.hub.partial import PartialModel
-from serve.model import trace, trial
+from serve.model import trace
 from serve.model.costs import measure
 from serve.model.stage import Stage
 from serve.model.trial import named_arrays
@@ -31,14 +31,11 @@ _MAX_NAMED = 3  # missing tensors in an error
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The names of the tensors of a family's head, and how the head joins its inputs.
-
-    All of its tensors begin with prefix, in which {layer} is the number of the model's layers. The
-    projection maps the two normalised inputs, one behind the other, to a hidden state. If
-    before_norm is set, the head takes the hidden state before the model's last norm; otherwise it
-    takes the one after it. config has the settings with which a model of one layer has a layer like
-    that of the head.
-    """
+    """The names of the tensors of a family's head, and how the head joins its inputs. All tensors
+    begin with prefix, in which {layer} is the number of the model's layers. The projection maps the
+    two normalised inputs, joined, to a hidden state. The head takes the model's hidden state before
+    or after its last norm. With the settings in config a model of one layer has a layer like the
+    head's."""
 
     prefix: str
     embedding_norm: str
@@ -91,7 +88,6 @@ class PredictionHead:
         return dict(named_arrays(self._whole))
 
     def make_cache(self) -> list[Any]:
-        """Returns the new mlx-lm cache of one row."""
         caches: list[Any] = make_prompt_cache(self._whole)
         return caches
 
@@ -147,11 +143,7 @@ class HeadInputs:
         trace.open_seam(model.model.norm, self._note)
         self.vocabulary_size = stage.logits().shape[-1]
         (states,) = self.take(1)
-        self._example = trial.blank(states[0, -1:])
-
-    def example(self) -> mx.array:
-        """Returns a hidden state (1, D) of zeros."""
-        return mx.zeros_like(self._example)
+        self.example = mx.zeros((1, states.shape[-1]), states.dtype)
 
     def take(self, num_calls: int) -> list[mx.array]:
         """Returns the hidden states (B, L, D) of the stage's last calls, not evaluated. Their graph
@@ -205,8 +197,8 @@ def load_head(
     progress: Progress,
     prepare: Callable[[nn.Module], None],
 ) -> PredictionHead:
-    """Loads the prediction head of a model. prepare may look at the lazy model whose one layer it
-    is. progress is as for load_stage. Raises ModelError."""
+    """Loads the prediction head of a model. prepare may look at the lazy model around it. Raises
+    ModelError."""
     folder = model if isinstance(model, Path) else model.folder
     checkpoint = read_checkpoint(folder)
     family = family_of(checkpoint)
@@ -224,7 +216,6 @@ def _prefix(family: Family, checkpoint: Checkpoint) -> str:
 
 
 def _variant(family: Family, checkpoint: Checkpoint) -> Variant:
-    """Returns the model with the prediction head as its only layer."""
     prefix = _prefix(family, checkpoint)
 
     def changed(model_class: Any) -> Any:

@@ -39,9 +39,9 @@ def can_batch(model: nn.Module) -> bool:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Whether tokens that are fed together give the same logits as one after the other. Only then
-    can guesses of tokens be verified together. It cannot be tried without weights; the tests try
-    every architecture of mlx-lm."""
+    """Whether tokens that are fed together give the same logits as one after the other, so that
+    guesses can be verified together. It cannot be tried without weights; tests try every
+    architecture."""
     return type(model).__module__.rpartition(".")[2] not in _NOT_CAUSAL
 
 
@@ -70,8 +70,8 @@ def _trial_step(number: int, feeds: dict[int, int], positions: dict[int, int]) -
 
 
 def _runs(model: nn.Module, step: Step, part: Part) -> bool:
-    """Whether the model gives an output for each token of a part of a step. Raises one of
-    trial.FAILURES if its code cannot run the part."""
+    """Whether the model gives an output for each token of a part of a step. It may raise
+    FAILURES."""
     tokens = part.tokens(step)
     rows = [step.rows[n] for n in part.rows if n is not None]
     is_ragged = len({row.position for row in rows}) > 1
@@ -82,11 +82,8 @@ def _runs(model: nn.Module, step: Step, part: Part) -> bool:
 
 @contextmanager
 def _common_position_refused() -> Iterator[None]:
-    """Makes rope raise ValueError for a position that is one number for all rows.
-
-    When rows are at different positions, such a number is wrong: the model has taken it from the
-    shape of padded keys and not from the cache.
-    """
+    """Makes rope raise ValueError for one position for all rows. Rows at different positions need
+    their own; a single number comes from the shape of padded keys, not from the cache."""
     rope = mx.fast.rope
 
     def checked(*args: Any, **kwargs: Any) -> mx.array:

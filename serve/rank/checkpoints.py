@@ -17,11 +17,9 @@ _CUTTABLE = (KVCache, QuantizedKVCache, BatchKVCache)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The states of all caches of a stage after a sequence's first num_tokens tokens.
-
-    A state is None for a cache that can be cut, a list for a cache that consists of several, and
-    else a copy of the cache.
-    """
+    """The states of all caches of a stage after a sequence's first num_tokens tokens. A state is
+    None for a cache that can be cut, a list for a cache that consists of several, and else a copy
+    of the cache."""
 
     num_tokens: int
     states: list[Any]
@@ -49,12 +47,8 @@ def state_of(cache: Any, row: int | None) -> Any:
 
 
 def restored(cache: Any, state: Any, num_surplus: int) -> Any:
-    """Returns a plain cache that continues from a state, which is None if all of the cache can be
-    cut.
-
-    What can be cut comes from cache, a copy that the caller gives away, without its last
-    num_surplus tokens.
-    """
+    """Returns a plain cache that continues from a state. What can be cut comes from cache, a copy
+    that the caller gives away, without its last num_surplus tokens."""
     parts = getattr(cache, "caches", None)
     if parts is not None:
         pairs = zip(parts, state or [None] * len(parts), strict=True)
@@ -67,7 +61,6 @@ def restored(cache: Any, state: Any, num_surplus: int) -> Any:
 
 
 def arrays(states: list[Any]) -> list[mx.array]:
-    """Lists the arrays of all these states."""
     found: list[mx.array] = []
     for state in states:
         if isinstance(state, list):

@@ -93,7 +93,6 @@ class Chooser:
             self._num_begun.clear()
 
     def sampler(self, sequence: int) -> Sampler:
-        """Returns the sampler of a sequence that has been admitted."""
         with self._lock:
             return self._samplers[sequence]
 

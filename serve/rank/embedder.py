@@ -16,8 +16,7 @@ from serve.rank.cache import Part
 
 @dataclass(slots=True)
 class _Pool:
-    """The pooling of one prompt of num_tokens tokens. The state (D,) covers its first num_done
-    tokens."""
+    """The pooling of a prompt of num_tokens tokens. state (D,) covers its first num_done."""
 
     pooling: Pooling
     num_tokens: int
@@ -70,7 +69,6 @@ class Embedder:
             self._num_begun[sequence] += 1
 
     def forget(self, sequences: tuple[int, ...]) -> None:
-        """Counts these sequences as ended."""
         with self._lock:
             for sequence in sequences:
                 if sequence not in self._pools:

@@ -64,11 +64,8 @@ class Grammars:
 
 def unforced(grammar: str) -> str:
     """Returns the grammar with an option that stops llguidance from tokenizing text that has to
-    come.
-
-    llguidance tokenizes such text like a prompt, so the text of a special token becomes that token.
-    The grammar then refuses it, because ordinary tokens have to spell it.
-    """
+    come. It tokenizes such text like a prompt, so the text of a special token becomes that token,
+    which the grammar then refuses, because ordinary tokens have to spell it."""
     if not grammar.startswith("{"):
         return _NO_FORCING + grammar
     parts = json.loads(grammar)["grammars"]

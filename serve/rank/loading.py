@@ -21,8 +21,7 @@ from serve.model.trace import Arrays
 from serve.model.weights import LoadedStage, Progress, load_stage, open_model
 from serve.rank.batching import can_batch, is_causal
 from serve.rank.chooser import scoring_bytes
-from serve.rank.drafts.draft_model import LoadedDraft
-from serve.rank.drafts.mtp import LoadedHead, load_drafter
+from serve.rank.drafts.loading import LoadedDraft, load_drafter
 from serve.rank.memory import free_bytes
 from serve.rank.prefixes.contents import StageCaches
 from serve.rank.prefixes.store import PrefixStore, open_store
@@ -37,11 +36,8 @@ Report = Callable[[FromPrefixCache], None]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The facts about a model that do not depend on which of its layers an engine loads.
-
-    batchable says whether rows of different lengths can share a forward, and causal whether tokens
-    that are fed together give the same logits as tokens that are fed one by one.
-    """
+    """Facts about a model that hold for all of its layers: whether rows of different lengths can
+    share a forward, and whether tokens fed together give the same logits as one by one."""
 
     batchable: bool
     causal: bool
@@ -55,7 +51,7 @@ class Leftovers:
     model: Model
     weights: Arrays
     adapters: HeldAdapters
-    draft: LoadedDraft | LoadedHead | None
+    draft: LoadedDraft | None
     files: str
 
 
@@ -68,7 +64,7 @@ class Engine:
     model: Model
     loop: StepLoop
     loaded: Loaded
-    draft: LoadedDraft | LoadedHead | None
+    draft: LoadedDraft | None
 
     def take_apart(self, order: Order) -> Leftovers:
         """Returns what can be kept for another order, and ends the rest. Keys and values belong to
@@ -145,8 +141,7 @@ def load(
 
 
 def _shared_head(stage: Stage, transport: Transport) -> SharedHead | None:
-    """Makes the shards of the last stage share its head, if there are shards and they can. Rank 0
-    finds out in which steps that pays."""
+    """Lets shards of the last stage share its head if they can. Rank 0 finds out when that pays."""
     if not isinstance(transport, GridTransport) or not stage.is_last:
         return None
     head = share_head(stage, transport.shard, transport.num_shards, transport.gather)
@@ -191,7 +186,6 @@ def _open_store(
     report: Report,
     caches: StageCaches,
 ) -> PrefixStore | None:
-    """Opens the prefix cache on disk, if there is a folder for it."""
     config = (folder / "config.json").read_text("utf-8")
     return open_store(order, config, loaded.stage.weights(), caches, report)
 

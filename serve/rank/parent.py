@@ -25,8 +25,6 @@ from serve.rank.memory import memory_speed
 
 
 class Parent:
-    """The socket to the parent."""
-
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._reader: FrameReader[ToEngine] = FrameReader(ToEngine)
@@ -49,8 +47,7 @@ class Parent:
 
 
 def wait_for_order(parent: Parent) -> Order | None:
-    """Waits for the order to load a model, and returns None if the parent ends first. Rank 0's
-    engine makes plans before that."""
+    """Waits for the order, while rank 0's engine makes plans. Returns None if the parent ends."""
     while message := parent.receive():
         match message:
             case Order():

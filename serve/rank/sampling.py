@@ -26,12 +26,9 @@ _MIN_TOP_P = 1e-30  # 0 in float32 would leave no token
 
 
 class Sampler:
-    """Chooses the tokens of one sequence.
-
-    tokens are those of its prompt and of its answer so far, to which each chosen token is added.
-    They may be empty if the sampling does not read them; then none is added. grammars is needed if
-    the sampling has a grammar.
-    """
+    """Chooses the tokens of one sequence. tokens are those of its prompt and of its answer so far,
+    to which each chosen token is added. They may be empty if the sampling does not read them; then
+    none is added. grammars is needed if the sampling has a grammar."""
 
     def __init__(
         self,
@@ -173,11 +170,9 @@ def sample(
     positions: Sequence[int],
 ) -> mx.array:
     """Returns the next token ids (B,), lazily, from the logits (B, vocabulary) of the rows' last
-    tokens. positions are those of the next tokens.
-
-    A row gets OVERFLOWED_TOKEN if a logit is NaN or the largest is infinite. Logits of -inf are
-    fine: some models give them to tokens that do not exist.
-    """
+    tokens. positions are those of the next tokens. A row gets OVERFLOWED_TOKEN if a logit is NaN or
+    the largest is infinite. Logits of -inf are fine: some models give them to tokens that do not
+    exist."""
     tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
     largest = _largest(logits, tokens)
     is_finite = mx.isfinite(largest)
@@ -199,11 +194,8 @@ def _largest(logits: mx.array, likeliest: mx.array) -> mx.array:
 
 
 def _draw(logits: mx.array, sampling: Sampling, position: int) -> mx.array:
-    """Draws a token, after vLLM's filters in vLLM's order: temperature, min_p, top_k, top_p.
-
-    mlx_lm's apply_min_p and apply_top_k are not used, because they would be compiled again for
-    each value.
-    """
+    """Draws a token after vLLM's filters in vLLM's order: temperature, min_p, top_k, top_p.
+    mlx_lm's apply_min_p and apply_top_k would be compiled again for each value."""
     full = logits.astype(mx.float32)
     scaled = full / sampling.temperature
     if sampling.min_p > 0:
@@ -235,9 +227,7 @@ def _key(seed: int, position: int) -> mx.array:
 def score(logits: mx.array, tokens: mx.array, num_top: int) -> list[mx.array]:
     """Returns the log-probabilities (n,) of tokens (n,), lazily, from logits (n, vocabulary), and
     the ids and log-probabilities (n, num_top) of the likeliest tokens, best first.
-
-    Log-probabilities are NaN where the logits are not finite; logits of -inf are fine.
-    """
+    Log-probabilities are NaN where the logits are not finite; logits of -inf are fine."""
     logits = logits.astype(mx.float32)
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
     is_finite = mx.isfinite(total)

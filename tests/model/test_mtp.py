@@ -74,7 +74,7 @@ def test_head_inputs_give_logits_without_adapters(tmp_path: Path, is_tied: bool)
     model = build_model(folder)
     stage = Stage(model, 0, len(model.layers))
     inputs = HeadInputs(stage, before_norm=True)
-    size = inputs.example().shape[-1]
+    size = inputs.example.shape[-1]
     hidden = mx.ones((1, 6, size))
     expected = inputs.logits(hidden)
     rows = Rows(used={1}, alone=None, index=mx.array([0, 1, 1, 0, 1]))

@@ -28,8 +28,7 @@ from serve.model.caches import quantized
 from serve.model.stage import Stage
 from serve.rank.batching import can_batch
 from serve.rank.chooser import Chooser
-from serve.rank.drafts.draft_model import LoadedDraft
-from serve.rank.drafts.mtp import LoadedHead
+from serve.rank.drafts.loading import LoadedDraft
 from serve.rank.embedder import Embedder
 from serve.rank.outbox import Outbox
 from serve.rank.prefixes.contents import StageCaches
@@ -43,7 +42,7 @@ from tests.models import build
 PROMPTS = [[1 + i, 2, 3, *range(i)] for i in range(16)] + [[5]]
 GREEDY = Sampling(temperature=0)
 Make = Callable[[], nn.Module]
-MakeDraft = Callable[[], LoadedDraft | LoadedHead]
+MakeDraft = Callable[[], LoadedDraft]
 FromStore = tuple[int, PrefixRead | PrefixFileWritten]
 LLAMA = partial(build, "llama")
 BUILDING = threading.Lock()

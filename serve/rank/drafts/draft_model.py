@@ -9,21 +9,16 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 import msgspec
 
-from serve.core.checkpoint import read_checkpoint
 from serve.core.errors import PlanError
 from serve.core.messages import Loaded, Result, Span
-from serve.core.plan import MAX_DRAFT_ROWS, MAX_DRAFT_TOKENS, DraftSource
+from serve.core.plan import MAX_DRAFT_ROWS, MAX_DRAFT_TOKENS
 from serve.core.types import FIRST_WARM_UP_STEP, NUM_SEQUENCE_IDS, Row, Sampling, Step
 from serve.model.stage import Stage
-from serve.model.weights import Progress, load_stage, open_model
-from serve.rank.batching import can_batch
 from serve.rank.cache import GroupCaches, Part
 from serve.rank.chooser import Chooser
 from serve.rank.sampling import Sampler, sample
@@ -38,41 +33,12 @@ _NUM_TRIED = 4  # guesses in a trial
 
 
 class GuessRequest(NamedTuple):
-    """A request to guess num_guesses tokens for a row. text has all tokens of the sequence so
-    far."""
+    """A request to guess num_guesses tokens behind text, all tokens of a sequence so far."""
 
     sequence: int
     text: list[int]
     sampling: Sampling
     num_guesses: int
-
-
-class Run(NamedTuple):
-    """A run of the draft model: its rows, the tokens that it was fed, the guesses for each row, and
-    its times in seconds of the host's monotonic clock."""
-
-    num_rows: int
-    num_tokens: int
-    num_guesses: int
-    start: float
-    end: float
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
-
-    def span(self, step: Step) -> Span:
-        """Returns the span of this run, which came after a step."""
-        return Span(
-            step.number,
-            step.group,
-            self.num_rows,
-            self.num_tokens,
-            self.start,
-            self.end,
-            self.num_guesses,
-            is_draft=True,
-        )
 
 
 @dataclass(slots=True)
@@ -87,11 +53,9 @@ class _Row:
 
 class Drafter(ABC):
     """Guesses tokens, each with the key that the model itself will use at that position. Equal
-    random numbers make both choose the same token more often.
-
-    make_cache returns plain caches for one row. Logits are cut or padded to vocabulary_size, the
-    number of the model's logits. refusal is the error for caches that cannot forget tokens.
-    """
+    random numbers make both choose the same token more often. make_cache returns plain caches for
+    one row. Logits are cut or padded to vocabulary_size, the number of the model's logits. refusal
+    is the error for caches that cannot forget tokens."""
 
     refusal: ClassVar[str]
 
@@ -108,7 +72,7 @@ class Drafter(ABC):
         self._vocabulary_size = vocabulary_size
         self._rows: OrderedDict[int, _Row] = OrderedDict()  # the latest used one last
         self._gone: list[int] = []
-        self._runs: list[Run] = []
+        self._runs: list[Span] = []
 
     def noted(self, loaded: Loaded, planned_bytes: int) -> Loaded:
         """Returns what a stage has loaded with what this model takes beside it, now and later, when
@@ -131,8 +95,8 @@ class Drafter(ABC):
         for _ in range(_NUM_TRIALS):
             self.guess(0, [request])
             *_, run = self.take_runs()
-            num_guesses = max(1, run.num_guesses)
-            seconds.append(run.seconds / num_guesses)
+            num_guesses = max(1, run.num_drafts)
+            seconds.append((run.end - run.start) / num_guesses)
         self.forget([NUM_SEQUENCE_IDS])
         return min(seconds)
 
@@ -152,8 +116,8 @@ class Drafter(ABC):
         arrays that have to be evaluated with the step."""
         return []
 
-    def take_runs(self) -> list[Run]:
-        """Returns the runs since the last call."""
+    def take_runs(self) -> list[Span]:
+        """Returns the runs since the last call, which belong to no step yet."""
         runs, self._runs = self._runs, []
         return runs
 
@@ -177,7 +141,7 @@ class Drafter(ABC):
         runs = self.take_runs()
         if step.number >= FIRST_WARM_UP_STEP:
             return result, []
-        return result, [run.span(step) for run in runs]
+        return result, [msgspec.structs.replace(run, step=step.number) for run in runs]
 
     def guess(self, group: int, requests: list[GuessRequest]) -> list[tuple[int, ...]]:
         """Returns guesses of the tokens that follow each text: up to num_guesses, and none for rows
@@ -210,10 +174,8 @@ class Drafter(ABC):
         while unfinished:
             num_tokens += self._guess_next(group, unfinished, guesses)
             unfinished = [each for each in unfinished if _continues(guesses[each.sequence], each)]
-        ended = time.monotonic()
         longest = max(map(len, guesses.values()))
-        run = Run(len(requests), num_tokens, longest, started, ended)
-        self._runs.append(run)
+        self._note_run(group, len(requests), num_tokens, longest, started)
         return guesses
 
     @abstractmethod
@@ -225,7 +187,6 @@ class Drafter(ABC):
         """Returns the logits (B, L, vocabulary) of a part of its own step, lazily."""
 
     def _can_guess(self, request: GuessRequest) -> bool:
-        """Whether it can guess behind a text."""
         return bool(request.text)
 
     def _first_position(self, request: GuessRequest) -> int:
@@ -233,7 +194,6 @@ class Drafter(ABC):
         return max(0, len(request.text) - NUM_TOKENS_READ)
 
     def _free(self, sequence: int) -> None:
-        """Frees the keys and values of a sequence, if there are any."""
         if self._rows.pop(sequence, None):
             self._gone.append(sequence)
 
@@ -279,8 +239,13 @@ class Drafter(ABC):
         step, _ = self._fed(group, feeds)
         states = self._caches.states(step)
         mx.eval(states)  # without the logits, which nobody needs
+        self._note_run(group, len(feeds), len(step.tokens), 0, started)
+
+    def _note_run(
+        self, group: int, num_rows: int, num_tokens: int, num_guesses: int, started: float
+    ) -> None:
         ended = time.monotonic()
-        run = Run(len(feeds), len(step.tokens), 0, started, ended)
+        run = Span(0, group, num_rows, num_tokens, started, ended, num_guesses, is_draft=True)
         self._runs.append(run)
 
     def _not_held(self, request: GuessRequest) -> list[int]:
@@ -352,23 +317,15 @@ class Drafter(ABC):
 
 
 class DraftModel(Drafter):
-    """A small model that guesses tokens. Its stage has all layers, and make_cache returns plain
-    caches for one row of it."""
+    """A small model that guesses tokens. Its stage has all layers."""
 
     refusal = (
         "--draft-model: this model cannot forget wrong guesses, because its layers keep windows or "
         "states: choose one with plain attention."
     )
 
-    def __init__(
-        self,
-        stage: Stage,
-        make_cache: Callable[[], list[Any]],
-        vocabulary_size: int,
-        *,
-        batchable: bool,
-    ) -> None:
-        super().__init__(make_cache, vocabulary_size, batchable=batchable)
+    def __init__(self, stage: Stage, vocabulary_size: int, *, batchable: bool) -> None:
+        super().__init__(stage.make_cache, vocabulary_size, batchable=batchable)
         self._stage = stage
 
     def _weights(self) -> Iterable[mx.array]:
@@ -377,41 +334,6 @@ class DraftModel(Drafter):
     def _logits(self, step: Step, part: Part) -> mx.array:
         (logits,) = self._stage(part.tokens(step), part.caches, [])
         return logits
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedDraft:
-    """A draft model whose weights are loaded, before it is known which model it guesses for."""
-
-    stage: Stage
-    is_batchable: bool
-
-    def for_logits_of(self, stage: Stage) -> DraftModel:
-        """Makes it guess for the model of this last stage. Raises PlanError if it cannot forget
-        wrong guesses."""
-        vocabulary_size = stage.logits().shape[-1]
-        return DraftModel(
-            self.stage,
-            self.stage.make_cache,
-            vocabulary_size,
-            batchable=self.is_batchable,
-        )
-
-
-def load_draft(source: DraftSource, progress: Progress) -> LoadedDraft:
-    """Loads all layers of a draft model. progress is as for load_stage. Raises ModelError or
-    PlanError."""
-    model = open_model(source.model, source.commit, source.cache_dir)
-    folder = model if isinstance(model, Path) else model.folder
-    num_layers = read_checkpoint(folder).num_layers
-    is_batchable = True
-
-    def try_rows(whole: nn.Module) -> None:
-        nonlocal is_batchable
-        is_batchable = can_batch(whole)
-
-    loaded = load_stage(model, 0, num_layers, progress, try_rows)
-    return LoadedDraft(loaded.stage, is_batchable)
 
 
 def _continues(guesses: list[int], request: GuessRequest) -> bool:

@@ -6,27 +6,16 @@ computed here, and keeps the last hidden states of each sequence for that.
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
 import mlx.core as mx
-import mlx.nn as nn
 import msgspec
 
-from serve.core.plan import MAX_DRAFT_ROWS, DraftSource
+from serve.core.plan import MAX_DRAFT_ROWS
 from serve.core.types import NUM_SEQUENCE_IDS, Step
-from serve.model.mtp import HeadInputs, PredictionHead, load_head
-from serve.model.stage import Stage
-from serve.model.weights import Progress, open_model
-from serve.rank.batching import can_batch
+from serve.model.mtp import HeadInputs, PredictionHead
 from serve.rank.cache import Part
 from serve.rank.chooser import Chooser
-from serve.rank.drafts.draft_model import (
-    NUM_TOKENS_READ,
-    Drafter,
-    GuessRequest,
-    LoadedDraft,
-    load_draft,
-)
+from serve.rank.drafts.draft_model import NUM_TOKENS_READ, Drafter, GuessRequest
 
 
 class HiddenStates:
@@ -66,12 +55,9 @@ class HiddenStates:
 
 
 class HeadDrafter(Drafter):
-    """Guesses tokens with a prediction head.
-
-    The keys and values of a row depend on its tokens and on the hidden state before each of them.
-    Before a guess, that state is the head's own, so the keys and values of guesses are always
-    computed again.
-    """
+    """Guesses tokens with a prediction head. The keys and values of a row depend on its tokens and
+    on the hidden state before each of them. Before a guess, that state is the head's own, so the
+    keys and values of guesses are always computed again."""
 
     refusal = (
         "--mtp: this model's prediction head cannot forget wrong guesses, because it keeps windows "
@@ -94,7 +80,7 @@ class HeadDrafter(Drafter):
         self._fed_hidden: mx.array | None = None  # (num_tokens, D) of a step of the head
 
     def try_out(self) -> float:
-        self._add(NUM_SEQUENCE_IDS, 0, self._inputs.example())
+        self._add(NUM_SEQUENCE_IDS, 0, self._inputs.example)
         return super().try_out()
 
     def keep(self, step: Step, parts: list[Part], chooser: Chooser) -> list[mx.array]:
@@ -176,7 +162,6 @@ class HeadDrafter(Drafter):
         return super()._fed(group, feeds)
 
     def _hidden_before(self, sequence: int, num_tokens: int) -> mx.array:
-        """Returns the hidden states (num_tokens, D) before the next tokens of a row."""
         row = self._rows[sequence]
         position = row.start + len(row.held)
         if position >= self._lengths[sequence]:
@@ -193,33 +178,3 @@ class HeadDrafter(Drafter):
         for n, states in part.outputs_of_rows(step, output).items():
             self._outputs[step.rows[n].sequence] = states[-1:]
         return self._inputs.logits(normed)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedHead:
-    """A prediction head whose weights are loaded, before the last stage of its model is."""
-
-    head: PredictionHead
-    is_batchable: bool
-
-    def for_logits_of(self, stage: Stage) -> HeadDrafter:
-        """Makes it read the hidden states of this last stage, and use its head. Raises PlanError if
-        it cannot forget wrong guesses."""
-        inputs = HeadInputs(stage, self.head.before_norm)
-        return HeadDrafter(self.head, inputs, batchable=self.is_batchable)
-
-
-def load_drafter(source: DraftSource, progress: Progress) -> LoadedDraft | LoadedHead:
-    """Loads a draft model or a prediction head. progress is as for load_stage. Raises ModelError or
-    PlanError."""
-    if not source.is_head:
-        return load_draft(source, progress)
-    model = open_model(source.model, source.commit, source.cache_dir)
-    is_batchable = True
-
-    def try_rows(whole: nn.Module) -> None:
-        nonlocal is_batchable
-        is_batchable = can_batch(whole)
-
-    head = load_head(model, progress, try_rows)
-    return LoadedHead(head, is_batchable)

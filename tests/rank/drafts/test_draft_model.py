@@ -11,7 +11,8 @@ from serve.core.plan import MAX_DRAFT_ROWS, MAX_DRAFT_TOKENS
 from serve.core.types import Sampling, Sequence
 from serve.model.stage import Stage
 from serve.rank.batching import can_batch
-from serve.rank.drafts.draft_model import NUM_TOKENS_READ, DraftModel, GuessRequest, LoadedDraft
+from serve.rank.drafts.draft_model import NUM_TOKENS_READ, DraftModel, GuessRequest
+from serve.rank.drafts.loading import LoadedDraft
 from tests import architectures
 from tests.models import build
 from tests.rank.drafts.guessed_answers import check_that_guesses_change_no_answer
@@ -26,7 +27,7 @@ def make_draft_model(
 ) -> DraftModel:
     whole = model or LLAMA()
     stage = Stage(whole, 0, len(whole.layers))
-    return DraftModel(stage, stage.make_cache, vocabulary_size, batchable=True)
+    return DraftModel(stage, vocabulary_size, batchable=True)
 
 
 def said(text: list[int], num_tokens: int) -> tuple[int, ...]:
@@ -48,7 +49,7 @@ def test_guess_gives_the_models_own_tokens_after_right_and_wrong_guesses() -> No
             assert own == said(each.text, each.num_guesses)[: each.num_guesses]
             num_accepted = chance.randint(0, len(own))
             texts[each.sequence] += [*own[:num_accepted], chance.randrange(VOCABULARY)]
-    assert {run.num_guesses > 0 for run in draft_model.take_runs()} == {False, True}
+    assert {run.num_drafts > 0 for run in draft_model.take_runs()} == {False, True}
     assert not draft_model.take_runs()
 
 
@@ -80,7 +81,7 @@ def test_guess_holds_a_limited_number_of_tokens_and_rows() -> None:
     draft_model.forget(range(MAX_DRAFT_ROWS))
     assert not draft_model._rows
     assert draft_model.guess(0, requests[:1]) == [said([0, 1, 2], 1)]
-    assert len(draft_model._caches._layout.batches) == 1
+    assert len(draft_model._caches._batches) == 1
 
 
 @pytest.mark.parametrize("size", [90, 96, 120])

@@ -13,11 +13,12 @@ from mlx_lm.models.cache import RotatingKVCache
 from serve.core.errors import ModelError, PlanError
 from serve.core.plan import MAX_DRAFT_ROWS, DraftSource
 from serve.core.types import Row, Sampling, Step, Take
-from serve.model.mtp import FAMILIES
+from serve.model.mtp import FAMILIES, PredictionHead
 from serve.model.stage import Stage
 from serve.model.weights import build_model
 from serve.rank.drafts.draft_model import NUM_TOKENS_READ
-from serve.rank.drafts.mtp import HeadDrafter, HiddenStates, LoadedHead, load_drafter
+from serve.rank.drafts.loading import load_drafter
+from serve.rank.drafts.mtp import HeadDrafter, HiddenStates
 from serve.rank.step_loop import StepLoop
 from serve.ring.transport import LocalTransport
 from tests import heads
@@ -282,8 +283,8 @@ def test_a_head_that_cannot_forget_tokens_is_refused_by_its_flag(tmp_path: Path)
     model = build_model(folder)
     source = DraftSource(str(folder), None, None, is_head=True)
     loaded = load_drafter(source, no_progress)
-    assert isinstance(loaded, LoadedHead)
-    loaded.head.make_cache = lambda: [RotatingKVCache(8)]  # type: ignore[method-assign]
+    assert isinstance(loaded.model, PredictionHead)
+    loaded.model.make_cache = lambda: [RotatingKVCache(8)]  # type: ignore[method-assign]
     with pytest.raises(PlanError, match="^--mtp: "):
         loaded.for_logits_of(Stage(model, 0, len(model.layers)))
 
