@@ -25,13 +25,10 @@ MAX_DRAFT_TOKENS = 1024  # tokens that it holds of each of them
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """The cost of one layer.
-
-    fetch_bytes is the size of its tensors in the checkpoint, weight_bytes their size in memory. Of
-    weight_bytes, expert_bytes belong to experts, and a token uses expert_share of them. The caches
-    of a sequence of n tokens take cache_bytes + n * cache_bytes_per_token; only the last
-    max_cached_tokens count, if that is set.
-    """
+    """The cost of one layer: the bytes of its tensors in the checkpoint (fetch_bytes) and in memory
+    (weight_bytes). expert_bytes of them belong to experts, and a token uses expert_share of these.
+    The caches of a sequence of n tokens take cache_bytes + n * cache_bytes_per_token; only the last
+    max_cached_tokens count, if that is set."""
 
     weight_bytes: int
     fetch_bytes: int
@@ -64,14 +61,11 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """The cost of a model: its layers, and the weights outside of them.
-
-    The rank with layer 0 also holds first (the embedding), rank 0 holds last (norm and head), and
-    every rank holds shared. tied is part of both first and last; a rank that holds both holds it
-    once. hop_bytes_per_token is what one token sends across a cut. head_bytes is the size of a head
-    that shards can share, and logits_bytes that of the logits of one token; both are 0 if they
-    cannot.
-    """
+    """The cost of a model: its layers, and the weights outside of them. The rank with layer 0 also
+    holds first (the embedding), rank 0 holds last (norm and head), and every rank holds shared.
+    tied is part of both first and last, and held once. hop_bytes_per_token is what one token sends
+    across a cut. head_bytes is the size of a head that shards can share, and logits_bytes that of
+    the logits of one token; else both are 0."""
 
     layers: tuple[LayerCost, ...]
     first: LayerCost
@@ -85,11 +79,8 @@ class ModelCost:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A demand for room: concurrency sequences at the same time, each of up to context tokens.
-
-    num_tokens is the total number of tokens that must fit. Without it, every sequence must fit
-    with its whole context, which is a promise to clients.
-    """
+    """A demand for room: concurrency sequences at the same time, each of up to context tokens. With
+    num_tokens that many must fit in all, otherwise every sequence with its whole context."""
 
     context: int
     concurrency: int
@@ -126,13 +117,11 @@ class DraftSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """The settings of a plan, which `brigade plan` and `serve` take as flags.
-
-    split is auto, even, or the number of layers of each stage. memory, kv_memory and adapter_memory
-    are one amount for all ranks, or one for each. There must be room for context * concurrency
-    tokens, or for min_tokens if that is set. num_shards ranks share the layers of each stage. Rank
-    0 also holds the draft model, if there is one.
-    """
+    """The settings of a plan, which `brigade plan` and `serve` take as flags. split is auto, even,
+    or the number of layers of each stage. memory, kv_memory and adapter_memory are one amount for
+    all ranks, or one for each. There must be room for context * concurrency tokens, or for
+    min_tokens if that is set. num_shards ranks share the layers of each stage. Rank 0 also holds
+    the draft model, if there is one."""
 
     num_ranks: int
     context: int | None = None
@@ -193,18 +182,15 @@ class StagePlan:
         return self.weight_bytes + with_slack(self.cache_bytes) + self.draft_bytes
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "total_bytes": self.total_bytes}
 
 
 # --- splits
 
 
 def even_split(num_layers: int, num_ranks: int) -> list[LayerRange]:
-    """Returns the layers [start, end) of each rank, rank 0 first.
-
-    Sizes differ by at most one. Ranks with lower numbers get the smaller shares, because rank 0
-    also has the head and samples.
-    """
+    """Returns the layers [start, end) of each rank, rank 0 first. Sizes differ by at most one.
+    Lower ranks get the smaller shares, because rank 0 also has the head and samples."""
     check_num_ranks(num_layers, num_ranks)
     base, rest = divmod(num_layers, num_ranks)
     sizes = [base] * (num_ranks - rest) + [base + 1] * rest
@@ -249,8 +235,7 @@ def check_num_ranks(num_layers: int, num_ranks: int) -> None:
 
 
 def count_stages(num_ranks: int, num_shards: int) -> int:
-    """Returns the number of stages of num_shards ranks each. Raises UsageError if it is not
-    whole."""
+    """Returns the number of stages of num_shards ranks each. Raises UsageError."""
     if num_ranks % num_shards:
         raise UsageError(
             f"--tensor-parallel {num_shards} does not divide the number of ranks: start "
@@ -267,10 +252,8 @@ def balanced_split(
     forbidden: frozenset[int] = frozenset(),
 ) -> list[LayerRange]:
     """Returns the split whose slowest stage is fastest, within the ranks' memory and without a cut
-    before a forbidden layer. Among equal ones, the split with the smallest sum of squares wins.
-
-    Raises PlanError with the numbers if no split fits.
-    """
+    before a forbidden layer. Among equal ones, that with the smallest sum of squares wins. Raises
+    PlanError if none fits."""
     num_layers = len(cost.layers)
     check_num_ranks(num_layers, num_ranks)
     sums = _Sums(cost, demand, num_ranks)
@@ -300,8 +283,6 @@ def balanced_split(
 
 
 class _Split(NamedTuple):
-    """A split of some layers, with the time of its slowest stage and the sum of squared times."""
-
     slowest: float
     squares: float
     ranges: list[LayerRange]
@@ -346,9 +327,7 @@ class _Sums:
     def time(self, start: int, end: int) -> float:
         """Returns the bytes that a decode step of these layers reads. The embedding costs no time,
         because a lookup reads only some of its rows."""
-        head = 0
-        if end == self._num_layers:
-            head = self._head_time
+        head = self._head_time if end == self._num_layers else 0
         return self._time[end] - self._time[start] + head
 
 
@@ -409,8 +388,7 @@ def stage_plan(
 
 @dataclass(frozen=True, slots=True)
 class _Outside:
-    """The weights that a stage holds outside of its layers. twice is contained in two of the parts,
-    but held once."""
+    """The weights of a stage outside of its layers. twice is in two of the parts, but held once."""
 
     parts: tuple[LayerCost, ...]
     twice: LayerCost
@@ -432,7 +410,6 @@ def _outside_layers(cost: ModelCost, layers: LayerRange) -> _Outside:
 
 
 def with_slack(cache_bytes: int) -> int:
-    """Returns the memory to reserve for caches of cache_bytes bytes."""
     return -(-cache_bytes * _SLACK[0] // _SLACK[1])
 
 

@@ -12,10 +12,7 @@ _GROUP_SIZE = 32
 
 def quantized(caches: list[Any], bits: int | None) -> list[Any]:
     """Returns new caches that store keys and values in this many bits; None returns the given
-    caches.
-
-    Raises PlanError if a layer has any other cache than one of plain keys and values.
-    """
+    caches. Raises PlanError unless all layers have caches of plain keys and values."""
     if bits is None:
         return caches
     if not all(type(cache) is KVCache for cache in caches):

@@ -6,8 +6,7 @@ holds, and which layers need the weights outside of layers. serve.core.plan uses
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -46,15 +45,13 @@ def measure(
     divisions: Divisions | None = None,
 ) -> ModelCost:
     """Measures a model that was built on the lazy arrays of checkpoint. The model cannot be used
-    afterwards. divisions has the modules that are divided among shards; the costs are then those
-    of one shard.
-
-    Raises PlanError, also if its attention does not support caches of kv_bits bits per value.
-    """
+    afterwards. divisions has the modules that are divided among shards; the costs are then those of
+    one shard. Raises PlanError, also if its attention does not support caches of kv_bits bits per
+    value."""
     stand_in_for_weights(model)  # Graphs then show who uses a weight, not how it is made.
     layers = list(model.layers)
     outside = _outside_bytes(model, layers)
-    held = _fetch_bytes(checkpoint, len(layers), outside, divisions or {})
+    of_layers, of_others = _fetch_bytes(checkpoint, len(layers), outside, divisions or {})
     try:
         caches = quantized(make_prompt_cache(model), kv_bits)
         run = _run(model, layers, caches)
@@ -67,7 +64,7 @@ def measure(
     for i, layer in enumerate(layers):
         cost = LayerCost(
             weight_bytes=_weight_bytes(layer),
-            fetch_bytes=held.layers[i],
+            fetch_bytes=of_layers[i],
             **_cache_cost(run.caches[i]),
             **_expert_cost(layer, arguments),
         )
@@ -77,7 +74,7 @@ def measure(
     def cost_outside(names: set[str]) -> LayerCost:
         return LayerCost(
             weight_bytes=sum(outside[name] for name in names),
-            fetch_bytes=sum(held.outside[name] for name in names),
+            fetch_bytes=sum(of_others[name] for name in names),
         )
 
     hop_bytes = _num_bytes(run.outputs[0])
@@ -94,44 +91,33 @@ def measure(
     )
 
 
-class _Held:
-    """The bytes that each layer, and each tensor outside of layers, takes in the checkpoint."""
-
-    def __init__(self, num_layers: int) -> None:
-        self.layers = [0] * num_layers
-        self.outside: dict[str, int] = defaultdict(int)
-
-
 def _fetch_bytes(
     checkpoint: Checkpoint,
     num_layers: int,
-    outside: Iterable[str],
+    outside: Collection[str],
     divisions: Divisions,
-) -> _Held:
-    held = _Held(num_layers)
-    names = set(outside)
+) -> tuple[list[int], dict[str, int]]:
+    """Returns the bytes of each layer, and of each tensor outside of layers, in the checkpoint."""
+    of_layers = [0] * num_layers
+    of_others: dict[str, int] = defaultdict(int)
     for name, tensor in checkpoint.tensors.items():
         match = _LAYER_NAME.search(name)
         layer = int(match[1]) if match else num_layers
         if layer < num_layers:
-            share = _read_share(name, divisions)
-            held.layers[layer] += round(tensor.num_bytes * share)
-        elif name in names:
-            held.outside[name] += tensor.num_bytes
-    return held
+            of_layers[layer] += round(tensor.num_bytes * _read_share(name, divisions))
+        elif name in outside:
+            of_others[name] += tensor.num_bytes
+    return of_layers, of_others
 
 
 def _read_share(name: str, divisions: Divisions) -> float:
-    """Returns the share of a tensor that a shard reads. It is 1 if the model has no weight of that
-    name, and for a bias that every shard adds."""
+    """Returns the share of a tensor that a shard reads: 1 for a bias that every shard adds."""
     module, _, part = name.rpartition(".")
     division = divisions.get(module)
     if division is None:
         return 1.0
     is_added_by_all = part == "bias" and division.axis == -1
-    if is_added_by_all:
-        return 1.0
-    return division.share
+    return 1.0 if is_added_by_all else division.share
 
 
 def _num_bytes(arrays: Iterable[mx.array]) -> int:
@@ -143,7 +129,6 @@ def _weight_bytes(module: nn.Module) -> int:
 
 
 def _outside_bytes(model: nn.Module, layers: Layers) -> dict[str, int]:
-    """Returns the bytes of each array outside of the layers, by the array's name."""
     in_layers: set[int] = set()
     for layer in layers:
         for _, array in named_arrays(layer):
@@ -171,19 +156,16 @@ class _Run:
 def _run(model: nn.Module, layers: Layers, caches: list[Any]) -> _Run:
     run = _Run()
 
-    def seam(i: int) -> trace.Seam:
-        def record(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            arguments = (*args, *kwargs.values())
-            argument_ids = {id(argument) for argument in arguments}
-            run.caches[i] = [cache for cache in caches if id(cache) in argument_ids]
-            value = call(*args, **kwargs)
-            run.values[i] = value
-            run.outputs[i] = trace.arrays_in(value)
-            return value
+    def record(i: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
+        arguments = (*args, *kwargs.values())
+        argument_ids = {id(argument) for argument in arguments}
+        run.caches[i] = [cache for cache in caches if id(cache) in argument_ids]
+        value = call(*args, **kwargs)
+        run.values[i] = value
+        run.outputs[i] = trace.arrays_in(value)
+        return value
 
-        return record
-
-    with trace.seams(layers, seam):
+    with trace.seams(layers, record):
         output = _forward(model, list(caches))
     run.result = trace.arrays_in(output)
     if len(run.values) != len(layers):
@@ -224,16 +206,15 @@ def _needs_outside(
     used = trace.depends_on(run.result, arrays)
     first = trace.depends_on(run.outputs[0], arrays)
 
-    def seam(i: int) -> trace.Seam:
-        """Replaces a layer by its output in the run, as a constant."""
+    def give(i: int, _call: trace.Call, _args: Any, _kwargs: Any) -> Any:
+        """Gives a layer's output in the run, as a constant."""
         value = run.values[i]
         blanks: trace.Arrays = {}
         for place, array in trace.places_in(value).items():
             blanks[place] = mx.zeros(array.shape, array.dtype)
-        value = trace.with_arrays(value, blanks)
-        return lambda _call, _args, _kwargs: value
+        return trace.with_arrays(value, blanks)
 
-    with trace.seams(layers, seam):
+    with trace.seams(layers, give):
         output = _forward(model, make_prompt_cache(model))
     last = trace.depends_on(trace.arrays_in(output), arrays)
     return _Needs(first, last, used - first - last)
@@ -253,32 +234,26 @@ def growing_values(model: nn.Module, layers: Layers) -> set[Crossing]:
 
 
 def _shapes_given(model: nn.Module, layers: Layers, caches: list[Any]) -> _Shapes:
-    """Runs one step, and returns the shapes of all arrays that layers give to others."""
     shapes: _Shapes = {}
-    with trace.seams(layers, partial(_shape_seam, caches, shapes)):
-        _forward(model, list(caches))
-    return shapes
 
-
-def _shape_seam(caches: list[Any], shapes: _Shapes, i: int) -> trace.Seam:
-    def record(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def record(i: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
         output = call(*args, **kwargs)
         given = (output, writable(args, kwargs, caches))
         for place, array in trace.places_in(given).items():
             shapes[i, place] = tuple(array.shape)
         return output
 
-    return record
+    with trace.seams(layers, record):
+        _forward(model, list(caches))
+    return shapes
 
 
 # --- caches and experts
 
 
 def _cache_cost(caches: list[Any]) -> dict[str, Any]:
-    """Returns the fields of LayerCost for these caches, which a lazy run has filled.
-
-    Caches of keys and values grow with each token, up to their maximum; others have one size.
-    """
+    """Returns the fields of LayerCost for these caches, which a lazy run has filled. Caches of keys
+    and values grow with each token, up to their maximum; others have one size."""
     parts = [part for cache in caches for part in _parts(cache)]
     growing = [part for part in parts if getattr(part, "keys", None) is not None]
     fixed = [part for part in parts if part not in growing]
@@ -292,26 +267,15 @@ def _cache_cost(caches: list[Any]) -> dict[str, Any]:
     return {
         "cache_bytes_per_token": bytes_per_token,
         "cache_bytes": fixed_bytes,
-        "max_cached_tokens": _largest_limit(limits),
+        "max_cached_tokens": max(limits) if limits and all(limits) else None,
     }
-
-
-def _largest_limit(limits: Sequence[int | None]) -> int | None:
-    """Returns the largest limit, or None if there is none or some cache has no limit."""
-    found = [int(limit) for limit in limits if limit]
-    if found and len(found) == len(limits):
-        return max(found)
-    return None
 
 
 def _parts(cache: Any) -> list[Any]:
     inner = getattr(cache, "caches", None)
     if inner is None:
         return [cache]
-    parts: list[Any] = []
-    for each in inner:
-        parts += _parts(each)
-    return parts
+    return [part for each in inner for part in _parts(each)]
 
 
 def _expert_cost(layer: nn.Module, arguments: Any) -> dict[str, Any]:

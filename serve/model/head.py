@@ -44,22 +44,18 @@ class HeadCall:
 
     @property
     def vocabulary_size(self) -> int:
-        """The number of the logits of one token."""
         return self.logits.shape[-1]
 
     @property
     def logits_bytes(self) -> int:
-        """The size of the logits of one token."""
         return self.vocabulary_size * self.logits.dtype.size
 
 
 class SharedHead:
     """The head of a last stage. Inside of `shared` this shard computes its part of the logits;
-    otherwise it computes all of them, as without shards.
-
-    All shards evaluate what `take` returns, in the same order as their sums. max_tokens is the
-    largest number of tokens of a step for which sharing pays; only rank 0 needs it.
-    """
+    otherwise it computes all of them, as without shards. All shards evaluate what `take` returns,
+    in the same order as their sums. max_tokens is the largest number of tokens of a step for which
+    sharing pays; only rank 0 needs it."""
 
     def __init__(
         self,
@@ -153,8 +149,7 @@ def find_head(
     layers: Layers,
     run: Callable[[], mx.array],
 ) -> HeadCall | None:
-    """Returns the call in which a model computes its logits, or None if no call of a module does
-    so. run runs the model lazily and returns its logits."""
+    """Returns the call in which a lazy run computes its logits, or None if no module does."""
     candidates = [module for module in modules_outside(model, layers) if type(module) in _METHODS]
     with _recorded(candidates) as calls:
         logits = run()
@@ -171,7 +166,6 @@ def find_head(
 
 @contextmanager
 def _recorded(modules: Sequence[nn.Module]) -> Iterator[list[HeadCall]]:
-    """Lists the calls of modules inside a with block."""
     calls: list[HeadCall] = []
 
     def record(module: nn.Module, compute: Compute, hidden: mx.array) -> mx.array:
@@ -214,8 +208,8 @@ def _intercept(module: nn.Module, function: Callable[[Compute, mx.array], mx.arr
 
 @functools.cache
 def _intercepted(original: type[nn.Module]) -> type[nn.Module]:
-    """Makes the subclass that calls the function. It keeps the name of the original, for code that
-    looks at class names."""
+    """Makes the subclass that calls the function, with the name of the original: some code reads
+    it."""
     method = _METHODS[original]
 
     def call(self: Any, hidden: mx.array) -> mx.array:

@@ -32,7 +32,6 @@ class Comparison:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the fastest layout."""
         return self.plans[self.fastest.layout]
 
     @property
@@ -59,8 +58,8 @@ class Comparison:
 
 
 def compare(folder: Path, request: PlanRequest, speeds: Speeds) -> Comparison:
-    """Plans and forecasts every layout of the ranks of the request. Raises PlanError if no layout
-    is possible."""
+    """Plans and forecasts every layout of the request's ranks. Raises PlanError if there is
+    none."""
     found = Comparison({}, {}, {}, {}, speeds)
     for num_shards in range(1, request.num_ranks + 1):
         num_stages, rest = divmod(request.num_ranks, num_shards)
@@ -87,10 +86,10 @@ def plan_with_fewer_shards(
     request: PlanRequest,
     shard_counts: Sequence[int],
 ) -> tuple[Plan, str]:
-    """Plans with the first of these numbers of shards that is possible. The request has the number
-    that the user has chosen; a smaller one must also divide most of the weights. Returns the plan
-    and, with shards, a sentence that says why it has this layout. Raises PlanError with all reasons
-    if no number is possible."""
+    """Plans with the first of these numbers of shards that is possible. One that is smaller than
+    the request's must also divide most of the weights. Returns the plan and, with shards, a
+    sentence that says why it has this layout. Raises PlanError with all reasons if no number is
+    possible."""
     wanted = request.num_shards
     num_ranks = request.num_ranks
     if wanted == 1:

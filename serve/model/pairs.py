@@ -11,7 +11,6 @@ find the same pairs if their processors round alike.
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ from serve.core.errors import PlanError
 from serve.model import trace
 from serve.model.probe import (
     EXPERTS,
+    FAILURES,
     LINEAR,
     TOLERANCE,
     MismatchError,
@@ -33,13 +33,12 @@ from serve.model.probe import (
     relative_difference,
 )
 from serve.model.slices import Slices, cut_units, slices_of
-from serve.model.trial import FAILURES, named_arrays
+from serve.model.trial import named_arrays
 
 _MAX_CHANGED_NUMBERS = 6
 _MAX_TRIALS = 200
 _ALIGNED = 64  # numbers
 _MIN_ALIGNED_UNITS = 16  # of each shard
-_FAILURES = (*FAILURES, MismatchError)
 
 _Options = list[tuple[tuple[str, str], tuple[int, ...]]]
 """The possible new values of one attribute, each with the attribute's module and name."""
@@ -47,20 +46,17 @@ _Options = list[tuple[tuple[str, str], tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """How the layers of a model are divided among shards, by the names of modules.
-
-    summed has the modules whose outputs the shards add up. The outputs of row-parallel matrices
-    outside of these are added up where they are computed, and there are none with in_blocks.
-    """
+    """How the layers of a model are divided among shards, by the names of modules. The shards add
+    up the outputs of the modules in summed, and those of row-parallel matrices outside of them, of
+    which there are none with in_blocks."""
 
     roles: Roles
     summed: tuple[str, ...]
 
 
 def find_pairs(model: nn.Module, num_shards: int, *, in_blocks: bool = False) -> Pairs:
-    """Finds how the layers of a lazy model can be divided. Where nothing can be, it is empty. With
-    in_blocks, every pair has to be inside of a module in `summed`. Raises PlanError if one is
-    not."""
+    """Finds how the layers of a lazy model can be divided; the result may be empty. With in_blocks,
+    every pair has to be inside of a module in `summed`, else PlanError is raised."""
     with Probe(model) as probe:
         try:
             probe.record()
@@ -88,8 +84,7 @@ class _Search:
             for roles in known[signature]:
                 (matrix,) = roles.row_parallel
                 same = found.setdefault(matrix, [])
-                with_prefix = partial(_joined, prefix)
-                same.append(roles.renamed(with_prefix))
+                same.append(roles.renamed(partial(_joined, prefix)))
         if not found:
             return Pairs(Roles(), ())
         kinds = [_union(each) for each in found.values()]
@@ -100,20 +95,12 @@ class _Search:
     def _proved(self, kinds: list[Roles]) -> list[Roles]:
         """Finds those pairs with which the whole model computes the same. Another layer may, for
         example, use the keys and values of a pair."""
-        if self._is_equal(_union(kinds)):
+        if self.probe.is_equal(_union(kinds), self.num_shards):
             return kinds
-        alone = [roles for roles in kinds if self._is_equal(roles)]
-        if self._is_equal(_union(alone)):
+        alone = [roles for roles in kinds if self.probe.is_equal(roles, self.num_shards)]
+        if self.probe.is_equal(_union(alone), self.num_shards):
             return alone
         return []
-
-    def _is_equal(self, roles: Roles) -> bool:
-        try:
-            for shard in range(self.num_shards):
-                self.probe.check_model(roles, shard)
-        except _FAILURES:
-            return False
-        return True
 
     def _summed(self, roles: Roles) -> tuple[str, ...]:
         """Returns the outermost modules whose outputs can be added up: those that call experts, or
@@ -147,7 +134,7 @@ class _Search:
             try:
                 if _is_additive(self.probe, i, module, inner):
                     return module
-            except _FAILURES:
+            except FAILURES:
                 continue
         if self.in_blocks:
             raise PlanError(
@@ -172,7 +159,7 @@ class _Layer:
                 self.names.append(name)
 
     def pairs(self) -> Iterator[Roles]:
-        if not self._is_equal(Roles()):
+        if not self.probe.is_equal(Roles(), self.num_shards, self.i):
             return  # A large array that stays NaN, for example, makes all runs fail.
         taken: set[str] = set()
         for name in self.names:
@@ -184,8 +171,7 @@ class _Layer:
             if not self._can_be_summed(name):
                 continue
             taken.update(roles.column_parallel, roles.row_parallel)
-            without_prefix = partial(_cut_off, self.prefix)
-            yield roles.renamed(without_prefix)
+            yield roles.renamed(partial(_cut_off, self.prefix))
 
     def _possible_parts(self, name: str) -> Iterator[Slices]:
         """Yields the ways to divide the inputs of a matrix among the shards: equal parts first,
@@ -233,7 +219,7 @@ class _Layer:
         is_inside = f"{caller}.".startswith(self.prefix) and caller != self.prefix[:-1]
         try:
             return is_inside and _is_additive(self.probe, self.i, caller, [matrix])
-        except _FAILURES:
+        except FAILURES:
             return False
 
     def _pair(self, matrix: str) -> Roles | None:
@@ -242,7 +228,7 @@ class _Layer:
         for parts in self._possible_parts(matrix):
             try:
                 roles = self._pair_of_parts(matrix, parts)
-            except _FAILURES:
+            except FAILURES:
                 continue
             if roles:
                 return roles
@@ -270,7 +256,7 @@ class _Layer:
         scope = _common_module([matrix, *column_parallel])
         for numbers in self._possible_numbers(scope, parts):
             candidate = Roles(column_parallel, {matrix: parts}, divided, numbers)
-            if self._is_equal(candidate):
+            if self.probe.is_equal(candidate, self.num_shards, self.i):
                 return candidate
         return None
 
@@ -296,7 +282,7 @@ class _Layer:
             given = dict(by_name)
             own_arrays = {name: given[name] for name in arrays}
             matrices = probe.matrices_return(given, self.prefix)
-            with self._arrays_are(own_arrays), matrices as calls:
+            with probe.arrays_are(own_arrays), matrices as calls:
                 self._call()
             for call in calls:
                 if call.name == matrix:
@@ -331,21 +317,6 @@ class _Layer:
             if is_outside and is_float and array.ndim:
                 found[path] = array
         return found
-
-    @contextmanager
-    def _arrays_are(self, arrays: Mapping[str, mx.array]) -> Iterator[None]:
-        modules = self.probe.modules
-        before: list[tuple[nn.Module, str, mx.array]] = []
-        try:
-            for path, array in arrays.items():
-                name, _, key = path.rpartition(".")
-                module = modules[name]
-                before.append((module, key, module[key]))
-                module[key] = array
-            yield
-        finally:
-            for module, key, array in before:
-                module[key] = array
 
     def _is_worth_a_sum(self, matrix: str, column_parallel: Iterable[str]) -> bool:
         """Whether the weights are many beside the numbers that a sum sends. Those of pairs of low
@@ -396,14 +367,6 @@ class _Layer:
             found += [(name, attribute) for attribute in in_order]
         return found
 
-    def _is_equal(self, roles: Roles) -> bool:
-        try:
-            for shard in range(self.num_shards):
-                self.probe.check_layer(self.i, roles, shard)
-        except _FAILURES:
-            return False
-        return True
-
 
 def _is_additive(probe: Probe, i: int, module_name: str, matrices: Sequence[str]) -> bool:
     """Whether the outputs of a module in layer i for parts of the outputs of these matrices add up
@@ -411,7 +374,7 @@ def _is_additive(probe: Probe, i: int, module_name: str, matrices: Sequence[str]
     module = probe.modules[module_name]
     outputs: list[Any] = []
 
-    def keep(call: trace.Call, args: Any, kwargs: Any) -> Any:
+    def keep(_: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
         output = call(*args, **kwargs)
         outputs.append(output)
         return output
@@ -427,7 +390,7 @@ def _is_additive(probe: Probe, i: int, module_name: str, matrices: Sequence[str]
         both[name] = first[name] + second[name]
     layer_call = probe.layer_calls[i][0]
     prefix = probe.prefix(i)
-    with trace.seams([module], lambda _: keep):
+    with trace.seams([module], keep):
         for given in (first, second, both):
             caches = make_prompt_cache(probe.model)
             with probe.matrices_return(given, prefix):
@@ -441,14 +404,11 @@ def _is_additive(probe: Probe, i: int, module_name: str, matrices: Sequence[str]
 
 
 def _joined(prefix: str, name: str) -> str:
-    whole = prefix + name
-    return whole.rstrip(".")
+    return (prefix + name).rstrip(".")
 
 
 def _cut_off(prefix: str, name: str) -> str:
-    whole = f"{name}."
-    rest = whole.removeprefix(prefix)
-    return rest.rstrip(".")
+    return f"{name}.".removeprefix(prefix).rstrip(".")
 
 
 def _is_not_of_heads(option: _Options) -> bool:
@@ -458,9 +418,9 @@ def _is_not_of_heads(option: _Options) -> bool:
 
 
 def _num_aligned_units(size: int, max_units: int, num_shards: int) -> int:
-    """Returns into how many equal units an axis should be cut. The units have a power of two of the
-    smallest units, because matrices of odd sizes are multiplied more slowly. There are enough units
-    for parts of nearly the same size."""
+    """Returns into how many equal units an axis should be cut: units of a power of two, because
+    matrices of odd sizes are multiplied more slowly, and enough for parts of nearly the same
+    size."""
     num_units = max_units
     while size // num_units < _ALIGNED and num_units % 2 == 0:
         if num_units // 2 < _MIN_ALIGNED_UNITS * num_shards:
@@ -477,7 +437,6 @@ def _combinations(options: Sequence[_Options]) -> Iterator[Numbers]:
 
 
 def _common_module(names: Sequence[str]) -> str:
-    """Returns the innermost module that contains all of these modules."""
     paths = [name.split(".")[:-1] for name in names]
     common: list[str] = []
     for words in zip(*paths, strict=False):

@@ -83,14 +83,9 @@ class Plan:
 
     @property
     def kv_tokens(self) -> int | None:
-        if self.room:
-            return self.room.num_tokens
-        return None
+        return self.room.num_tokens if self.room else None
 
     def to_json(self) -> dict[str, Any]:
-        stages: list[dict[str, Any]] = []
-        for stage in self.stages:
-            stages.append({**stage.to_json(), "total_bytes": stage.total_bytes})
         return {
             "model_type": self.model_type,
             "num_layers": self.num_layers,
@@ -100,7 +95,7 @@ class Plan:
             "kv_tokens": self.kv_tokens,
             "kv_sequences": self.room.num_sequences if self.room else None,
             "divided_share": round(self.divided_share, 3),
-            "stages": stages,
+            "stages": [stage.to_json() for stage in self.stages],
         }
 
 
@@ -134,13 +129,11 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
 
 
 def _layer_bytes(model: nn.Module) -> int:
-    """Returns the bytes of the weights of all layers."""
     return sum(array.nbytes for array in _layer_arrays(model))
 
 
 def _mean_layer_bytes(model: nn.Module, sharding: Sharding, num_shards: int) -> float:
-    """Returns the bytes of the weights that a shard has of all layers, as the mean over the shards.
-    The model is one shard's part."""
+    """Returns the mean bytes of all layers that a shard has. The model is one shard's part."""
     num_bytes = 0.0
     for array in _layer_arrays(model):
         made = sharding.made.get(id(array))
@@ -174,7 +167,6 @@ def _draft_bytes(source: DraftSource) -> int:
 
 
 def _with_draft(plan: Plan, draft_bytes: int) -> Plan:
-    """Returns the same plan, with the draft model on rank 0."""
     first, *others = plan.stages
     memory_bytes = first.memory_bytes
     if memory_bytes is not None:

@@ -6,7 +6,6 @@ shard's part of them.
 """
 
 import copy
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -38,6 +37,10 @@ class MismatchError(Exception):
     """A run of a shard computes something else than the run of the whole model."""
 
 
+FAILURES = (*trial.FAILURES, MismatchError)
+"""Errors of a run as a shard that does not compute what the whole model does."""
+
+
 Numbers = dict[tuple[str, str], tuple[int, ...]]
 """The value of each attribute on each shard, by the name of the module and that of the
 attribute."""
@@ -45,12 +48,10 @@ attribute."""
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Describes what a shard does differently from the whole model, by the names of modules.
-
-    column_parallel has matrices with only some of their outputs, row_parallel those with only some
-    of their inputs. The outputs of the latter are whole, because all shards add them up. arrays are
-    divided along an axis. numbers has new values of attributes.
-    """
+    """What a shard does differently from the whole model, by the names of modules. column_parallel
+    has matrices with some of their outputs, row_parallel those with some of their inputs, whose
+    outputs all shards add up. arrays are divided along an axis. numbers has new values of
+    attributes."""
 
     column_parallel: dict[str, Slices] = field(default_factory=dict)
     row_parallel: dict[str, Slices] = field(default_factory=dict)
@@ -59,17 +60,12 @@ class Roles:
 
     def renamed(self, rename: Callable[[str], str]) -> "Roles":
         """Makes the same roles for modules with other names."""
-        renamed = Roles()
-        for name, slices in self.column_parallel.items():
-            renamed.column_parallel[rename(name)] = slices
-        for name, slices in self.row_parallel.items():
-            renamed.row_parallel[rename(name)] = slices
-        for name, divided in self.arrays.items():
-            renamed.arrays[rename(name)] = divided
-        for (name, attribute), value in self.numbers.items():
-            new_name = rename(name)
-            renamed.numbers[new_name, attribute] = value
-        return renamed
+        return Roles(
+            column_parallel={rename(name): own for name, own in self.column_parallel.items()},
+            row_parallel={rename(name): own for name, own in self.row_parallel.items()},
+            arrays={rename(name): own for name, own in self.arrays.items()},
+            numbers={(rename(name), key): own for (name, key), own in self.numbers.items()},
+        )
 
     def add(self, other: "Roles") -> None:
         """Adds the roles of other modules."""
@@ -103,8 +99,7 @@ class MatrixCall:
 
 
 class Probe:
-    """The run of a whole lazy model. Its weights are blank, and smaller arrays random, while it is
-    used as a context manager."""
+    """A run of a whole lazy model. In a with block weights are blank, and smaller arrays random."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -171,11 +166,22 @@ class Probe:
             return output
 
         self._caches = make_prompt_cache(self.model)
-        with self._seams(draw), self._layer_seams(note):
+        with self._seams(draw), trace.seams(self.layers, note):
             self._run_model(self._caches)
 
-    def check_layer(self, i: int, roles: Roles, shard: int) -> None:
-        """Runs layer i as this shard would. Raises MismatchError, or one of FAILURES."""
+    def is_equal(self, roles: Roles, num_shards: int, layer: int | None = None) -> bool:
+        """Whether all shards compute the same as the whole model, or as one layer of it."""
+        try:
+            for shard in range(num_shards):
+                if layer is None:
+                    self._check_model(roles, shard)
+                else:
+                    self._check_layer(layer, roles, shard)
+        except FAILURES:
+            return False
+        return True
+
+    def _check_layer(self, i: int, roles: Roles, shard: int) -> None:
         caches = make_prompt_cache(self.model)
         with self._as_shard(roles, shard, self.prefix(i)) as checks:
             for call in self.layer_calls[i]:
@@ -183,8 +189,7 @@ class Probe:
                 checks.compare(output, call.output)
                 checks.finish()
 
-    def check_model(self, roles: Roles, shard: int) -> None:
-        """Runs the whole model as this shard would. Raises MismatchError, or one of FAILURES."""
+    def _check_model(self, roles: Roles, shard: int) -> None:
         caches = make_prompt_cache(self.model)
         numbers: dict[int, int] = defaultdict(int)
 
@@ -196,7 +201,7 @@ class Probe:
             checks.compare(output, recorded.output)
             return output
 
-        with self._as_shard(roles, shard) as checks, self._layer_seams(compare):
+        with self._as_shard(roles, shard) as checks, trace.seams(self.layers, compare):
             self._run_model(caches)
             checks.finish()
 
@@ -205,14 +210,6 @@ class Probe:
             shape = (_NUM_ROWS, num_tokens)
             tokens = mx.ones(shape, dtype=mx.int32)
             self.model(tokens, cache=list(caches))
-
-    def _layer_seams(self, seam: Callable[..., Any]) -> AbstractContextManager[None]:
-        """Opens a seam at each layer, which also gets the number of the layer."""
-
-        def make(i: int) -> trace.Seam:
-            return functools.partial(seam, i)
-
-        return trace.seams(self.layers, make)
 
     def call_layer(self, i: int, call: LayerCall, caches: Sequence[Any]) -> Any:
         """Calls layer i with the arguments of a recorded call, and with these caches."""
@@ -272,28 +269,24 @@ class Probe:
         with self._changed(roles, shard), self._seams(replay, prefix):
             yield checks
 
-    @contextmanager
-    def _changed(self, roles: Roles, shard: int) -> Iterator[None]:
+    def _changed(self, roles: Roles, shard: int) -> AbstractContextManager[None]:
         """Gives modules the numbers and arrays of a shard inside a with block."""
-        modules = self.modules
-        before: list[tuple[dict[str, Any], str, Any]] = []
+        changes: list[tuple[dict[str, Any], str, Any]] = []
+        for (name, attribute), values in roles.numbers.items():
+            changes.append((vars(self.modules[name]), attribute, values[shard]))
+        for path, (axis, slices) in roles.arrays.items():
+            name, _, key = path.rpartition(".")
+            module = self.modules[name]
+            changes.append((module, key, slices.take(module[key], shard, axis)))
+        return _replaced(changes)
 
-        def change(holder: dict[str, Any], key: str, value: Any) -> None:
-            before.append((holder, key, holder[key]))
-            holder[key] = value
-
-        try:
-            for (name, attribute), values in roles.numbers.items():
-                change(vars(modules[name]), attribute, values[shard])
-            for path, (axis, slices) in roles.arrays.items():
-                name, _, key = path.rpartition(".")
-                module = modules[name]
-                part = slices.take(module[key], shard, axis)
-                change(module, key, part)
-            yield
-        finally:
-            for holder, key, value in before:
-                holder[key] = value
+    def arrays_are(self, arrays: Mapping[str, mx.array]) -> AbstractContextManager[None]:
+        """Replaces arrays of the model, by their names, inside a with block."""
+        changes: list[tuple[dict[str, Any], str, Any]] = []
+        for path, array in arrays.items():
+            name, _, key = path.rpartition(".")
+            changes.append((self.modules[name], key, array))
+        return _replaced(changes)
 
     def _recorded(self, name: str, numbers: dict[str, int]) -> MatrixCall:
         calls = self.calls[name]
@@ -303,16 +296,14 @@ class Probe:
             raise MismatchError(f"{name} is called more often")
         return calls[number]
 
-    @contextmanager
-    def _seams(self, seam: Any, prefix: str = "") -> Iterator[None]:
+    def _seams(self, seam: Any, prefix: str = "") -> AbstractContextManager[None]:
         names = [name for name in self.matrices if name.startswith(prefix)]
         modules = [self.matrices[name] for name in names]
 
-        def make(number: int) -> trace.Seam:
-            return functools.partial(seam, names[number])
+        def named(number: int, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
+            return seam(names[number], call, args, kwargs)
 
-        with trace.seams(modules, make):
-            yield
+        return trace.seams(modules, named)
 
     def _without_caches(self, value: Any) -> Any:
         """Returns the same tuples and dicts of arguments, with numbers in the place of caches."""
@@ -343,9 +334,22 @@ class Probe:
                     module[key] = self.positive(value.shape)
 
 
+@contextmanager
+def _replaced(changes: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Puts values under keys of dictionaries inside a with block."""
+    before = [(holder, key, holder[key]) for holder, key, _ in changes]
+    try:
+        for holder, key, value in changes:
+            holder[key] = value
+        yield
+    finally:
+        for holder, key, value in before:
+            holder[key] = value
+
+
 def _copies(value: Value) -> Value:
-    """Returns the same value with other objects for its arrays. Code such as `x *= 2` changes the
-    object that it gets, which must stay as it was recorded."""
+    """Returns the same value with new objects for its arrays, because code such as `x *= 2` changes
+    them."""
     arrays = trace.places_in(value)
     copies: trace.Arrays = {}
     for place, array in arrays.items():
@@ -384,7 +388,6 @@ class _Checks:
                 self._differences.append(difference)
 
     def finish(self) -> None:
-        """Raises MismatchError if some arrays differed."""
         if not self._differences:
             return
         largest = float(mx.stack(self._differences).max())

@@ -19,7 +19,7 @@ from serve.core.errors import PlanError
 from serve.model import trace
 from serve.model.pairs import Pairs, find_pairs
 from serve.model.probe import LINEAR
-from serve.model.slices import Ranges, Segments, Slices, own_ranges, scaled
+from serve.model.slices import Ranges, Segments, Slices, own_ranges, scaled, size_of, taken
 from serve.model.trial import FAILURES, modules_outside
 
 SUMMING = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)
@@ -58,13 +58,10 @@ class StandIn:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The part of a module's weight (..., outputs, inputs) that this shard has.
-
-    axis is -2 if the outputs are divided and -1 if the inputs are. num_whole is the size of that
-    axis in the whole weight, and ranges has the shard's ranges of it. Quantized weights pack
-    several inputs into one number, so their ranges count packed numbers. is_partition says that no
-    other shard has a copy of the part, and that the parts of all shards are the whole weight.
-    """
+    """The part of a module's weight (..., outputs, inputs) that this shard has: ranges of the axis
+    -2 (outputs) or -1 (inputs), whose whole size is num_whole. Quantized weights pack several
+    inputs into one number, so their ranges count packed numbers. is_partition says that no other
+    shard has a copy of the part, and that the parts of all shards are the whole weight."""
 
     axis: int
     num_whole: int
@@ -78,11 +75,7 @@ class Division:
         It is contiguous like every array that an update makes, because MLX multiplies a view in
         another way, which may round differently. A view would also keep the whole array in memory.
         """
-        parts: list[mx.array] = []
-        for start, end in self.ranges_of(array.shape[axis]):
-            part = _slice(array, axis, start, end)
-            parts.append(part)
-        return mx.contiguous(mx.concatenate(parts, axis=axis))
+        return mx.contiguous(taken(array, axis, self.ranges_of(array.shape[axis])))
 
     def ranges_of(self, size: int) -> Ranges:
         """Returns the shard's ranges of an axis of this size, which is divided in the same
@@ -91,11 +84,7 @@ class Division:
 
     @property
     def share(self) -> float:
-        """This shard's share of the whole weight."""
-        num_own = 0
-        for start, end in self.ranges:
-            num_own += end - start
-        return num_own / self.num_whole
+        return size_of(self.ranges) / self.num_whole
 
     def before_repetition(self, num_whole: int) -> "Division":
         """Returns the same part of a weight of num_whole rows, of which this one is a repetition.
@@ -132,15 +121,11 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """The result of `shard`: how modules were divided, and all arrays that were made, by their id.
-    Clear made before the model is evaluated: it refers to whole weights, which would stay in
-    memory.
-
-    digest covers what is divided, and the modules that compute sums. It is the same on all shards,
-    unless one of them has found other pairs, because its processor rounds differently. blocks are
-    the names of modules of which each shard computes a summand: they add up their outputs, and the
-    gradients of their inputs.
-    """
+    """How modules were divided, and all arrays that were made, by their id. Clear made before the
+    model is evaluated: whole weights would stay in memory. digest covers what is divided and
+    summed. Shards differ in it if one has found other pairs, because its processor rounds
+    differently. blocks are the modules of which each shard computes a summand: they add up their
+    outputs, and the gradients of their inputs."""
 
     divisions: Divisions
     made: dict[int, Made]
@@ -148,7 +133,6 @@ class Sharding:
     blocks: tuple[str, ...] = ()
 
     def is_in_block(self, name: str) -> bool:
-        """Whether a module is a block or a part of one."""
         return name in self.blocks or _is_below(name, self.blocks)
 
 
@@ -166,16 +150,12 @@ def shard(model: nn.Module, group: Any) -> Sharding:
 
 
 def shard_to_train(model: nn.Module, group: Any, trained: Set[str]) -> Sharding:
-    """Divides a model so that its shards can compute gradients, too. trained has the names of the
-    trained arrays.
-
-    MLX's own modules add up the gradients of their inputs. A matrix beside them that stays whole,
-    such as a router's, would get only a part of its gradient, and pass on only a part. Of a trained
-    array beside them that stays whole, such as the weight of a norm, it is not known whether its
-    gradient is a part. In a model with either of them every pair becomes a part of a block, in
-    which all gradients are parts. Raises PlanError if the outputs of a pair do not belong to a
-    block.
-    """
+    """Divides a model so that its shards can compute gradients. trained has the names of the
+    trained arrays. MLX's own modules add up the gradients of their inputs. A matrix beside them
+    that stays whole, such as a router's, would get and pass on only a part of its gradient; of a
+    trained array, such as a norm's, that is not known. With either of them every pair becomes a
+    part of a block, in which all gradients are parts. Raises PlanError if the outputs of a pair do
+    not belong to a block."""
     before = [_State(module) for module in model.modules()]
     sharding = shard(model, group)
     matrices = matrices_of_layers(model).values()
@@ -267,7 +247,6 @@ def _shard_as_mlx_lm(model: Any, group: Any) -> Sharding:
 
 
 def _shard_pairs(model: nn.Module, pairs: Pairs, group: Any) -> Sharding:
-    """Divides matrices, arrays and numbers of a model as they were found."""
     shapes = _weight_shapes(model)
     divider = _Divider()
     _divide_matrices(model, pairs, divider, group)
@@ -293,7 +272,7 @@ def _divide_matrices(model: nn.Module, pairs: Pairs, divider: "_Divider", group:
     for name, slices in roles.column_parallel.items():
         module = modules[name]
         where = functools.partial(_divided_outputs, slices)
-        own = divider.own_parameters(module, where, group)
+        own = divider.divide(module.parameters(), where, group)
         if _is_below(name, pairs.summed) or not isinstance(module, LINEAR):
             module.update(own)
         else:
@@ -302,7 +281,7 @@ def _divide_matrices(model: nn.Module, pairs: Pairs, divider: "_Divider", group:
     for name, slices in roles.row_parallel.items():
         module = modules[name]
         where = functools.partial(_divided_inputs, slices)
-        own = divider.own_parameters(module, where, group)
+        own = divider.divide(module.parameters(), where, group)
         if not _is_below(name, pairs.summed):
             part = _linear_part(module, own, group, has_all_inputs=False)
             _replace(model, name, part)
@@ -326,8 +305,7 @@ def _sharding(
     group: Any,
     shapes: _Shapes,
 ) -> Sharding:
-    """Returns the result for a divided model. pairs is None if mlx-lm has divided it. shapes are
-    those of the weights of the whole model, by module."""
+    """Returns the result for a divided model. pairs is None if mlx-lm has divided it."""
     divisions = divider.divisions(model, shapes)
     digest = hashlib.sha256(repr(pairs).encode())
     for name, module in model.named_modules():
@@ -351,8 +329,7 @@ def _linear_part(
     *,
     has_all_inputs: bool,
 ) -> nn.Module:
-    """Makes MLX's module for this shard's part of a linear module, from the parameters of the part.
-    MLX's own `shard_linear` makes only equal parts."""
+    """Makes MLX's module for a part of a linear one: its `shard_linear` makes only equal parts."""
     is_quantized = "scales" in module
     settings: dict[str, Any] = {}
     num_outputs, num_inputs = parameters["weight"].shape
@@ -388,7 +365,6 @@ def _is_below(name: str, modules: Sequence[str]) -> bool:
 
 
 def _replace(model: Any, name: str, module: nn.Module) -> None:
-    """Puts a module in the place of the one of this name."""
     *path, last = name.split(".")
     parent = model
     for word in path:
@@ -400,15 +376,13 @@ def _replace(model: Any, name: str, module: nn.Module) -> None:
 
 
 def _sum_outputs(module: nn.Module, group: Any) -> None:
-    """Makes a module return the sum of what it returns on all shards."""
     module.__class__ = _summing(type(module))
     object.__setattr__(module, "_brigade_group", group)
 
 
 @functools.cache
 def _summing(original: type[nn.Module]) -> type[nn.Module]:
-    """Makes the subclass that adds up the outputs of all shards. It keeps the name of the original,
-    for code that looks at class names."""
+    """Makes the subclass that adds up the outputs of all shards, with the name of the original."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> mx.array:
         group = self._brigade_group
@@ -448,9 +422,8 @@ class _Divider:
 
     @contextmanager
     def in_place_of_mlx(self) -> Iterator[None]:
-        """Makes MLX call this divider inside a with block."""
         original = distributed._shard
-        vars(distributed)["_shard"] = self._divide
+        vars(distributed)["_shard"] = self.divide
         try:
             yield
         finally:
@@ -469,23 +442,8 @@ class _Divider:
             found[name] = division
         return found
 
-    def own_parameters(
-        self,
-        module: nn.Module,
-        where: _Where,
-        group: Any,
-    ) -> dict[str, Any]:
-        """Returns this shard's parameters of a module."""
-        parameters: dict[str, Any] = self._divide(module.parameters(), where, group)
-        return parameters
-
-    def _divide(
-        self,
-        parameters: dict[str, Any],
-        where: _Where,
-        group: Any,
-    ) -> Any:
-        """Returns the parameters of this shard, for MLX or for `own_parameters`."""
+    def divide(self, parameters: dict[str, Any], where: _Where, group: Any) -> Any:
+        """Returns this shard's part of a module's parameters. MLX calls it, too."""
 
         def own(path: str, weight: Any) -> Any:
             if not isinstance(weight, mx.array):
@@ -502,12 +460,7 @@ class _Divider:
         """Returns this shard's part of a weight, as a lazy array."""
         size = weight.shape[axis]
         ranges = own_ranges(size, segments, group.rank(), group.size())
-        pieces: list[mx.array] = []
-        for start, end in ranges:
-            piece = _slice(weight, axis, start, end)
-            pieces.append(piece)
-        joined = mx.concatenate(pieces, axis=axis)
-        made = mx.contiguous(joined)
+        made = mx.contiguous(taken(weight, axis, ranges))
         from_end = axis % weight.ndim - weight.ndim
         is_partition = not isinstance(segments, Slices) or segments.is_partition
         division = Division(from_end, size, ranges, is_partition)
@@ -515,16 +468,11 @@ class _Divider:
         return made
 
 
-def _slice(array: mx.array, axis: int, start: int, end: int) -> mx.array:
-    before = [slice(None)] * (axis % array.ndim)
-    return array[(*before, slice(start, end))]
-
-
 @contextmanager
 def without_sums() -> Iterator[None]:
-    """Lets a model that was sharded with a StandIn run inside a with block. Its results have the
-    right shapes, but nothing is exchanged. Nothing is compiled either, because a function that is
-    compiled here would not exchange anything later."""
+    """Lets a model that was sharded with a StandIn run inside a with block: shapes are right, but
+    nothing is exchanged, nor compiled, because compiled functions would not exchange anything
+    later."""
 
     def all_sum(x: mx.array, **_: Any) -> mx.array:
         return x
@@ -568,8 +516,7 @@ def _restore(
     attributes: dict[str, Any],
     group: Any,
 ) -> None:
-    """Makes a module outside of the layers whole again. Only rank 0 computes the head, so it must
-    not wait for other shards there."""
+    """Makes a module outside of the layers whole again: rank 0 computes the head alone."""
     for name, child in children.items():
         if isinstance(child, nn.Module) and module.get(name) is not child:
             module[name] = child

@@ -10,6 +10,10 @@ import mlx.core as mx
 Ranges = tuple[tuple[int, int], ...]
 
 
+def size_of(ranges: Ranges) -> int:
+    return sum(end - start for start, end in ranges)
+
+
 @dataclass(frozen=True, slots=True)
 class Slices:
     """The ranges of an axis of size num_whole that each shard has."""
@@ -19,16 +23,10 @@ class Slices:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The size of each shard's part."""
-        sizes: list[int] = []
-        for own in self.ranges:
-            size = sum(end - start for start, end in own)
-            sizes.append(size)
-        return tuple(sizes)
+        return tuple(map(size_of, self.ranges))
 
     @property
     def are_equal(self) -> bool:
-        """Whether the parts of all shards have the same size."""
         return len(set(self.sizes)) == 1
 
     @property
@@ -43,13 +41,7 @@ class Slices:
 
     def take(self, array: mx.array, shard: int, axis: int = -1) -> mx.array:
         """Returns the shard's part of an array, whose axis has the size num_whole."""
-        moved = array.swapaxes(axis, 0)
-        parts = []
-        for start, end in self.ranges[shard]:
-            part = moved[start:end]
-            parts.append(part)
-        joined = mx.concatenate(parts)
-        return joined.swapaxes(axis, 0)
+        return taken(array, axis, self.ranges[shard])
 
     def possible_numbers(self, whole: int) -> list[tuple[int, ...]]:
         """Returns the values that an attribute with the value `whole` may have on the shards, if
@@ -87,8 +79,7 @@ equal part of each segment. Or the parts of all shards, which MLX does not know.
 
 
 def cut_units(size: int, num_units: int, num_shards: int) -> Slices:
-    """Cuts an axis between units of equal size, of which some shards have one more than the others.
-    These are the first ones, so that no shard has more than shard 0."""
+    """Cuts an axis between equal units. The first shards may have one more than the others."""
     size_of_unit = size // num_units
     num_each, num_larger = divmod(num_units, num_shards)
     ranges: list[Ranges] = []
@@ -122,8 +113,8 @@ def own_ranges(size: int, segments: Segments, shard: int, num_shards: int) -> Ra
 
 
 def scaled(ranges: Ranges, size: int, num_whole: int) -> Ranges:
-    """Returns the same ranges of an axis that has another size, as in packed weights. Raises
-    ValueError if it cannot be cut there."""
+    """Returns the same ranges of an axis of another size. Raises ValueError if it cannot be cut
+    there."""
     found: list[tuple[int, int]] = []
     for start, end in ranges:
         first, rest_of_first = divmod(start * size, num_whole)
@@ -132,6 +123,13 @@ def scaled(ranges: Ranges, size: int, num_whole: int) -> Ranges:
             raise ValueError(f"{num_whole} numbers in {size} do not divide at {start} and {end}")
         found.append((first, last))
     return tuple(found)
+
+
+def taken(array: mx.array, axis: int, ranges: Ranges) -> mx.array:
+    """Returns these ranges of an axis of an array, joined, lazily."""
+    before = [slice(None)] * (axis % array.ndim)
+    parts = [array[(*before, slice(start, end))] for start, end in ranges]
+    return mx.concatenate(parts, axis=axis)
 
 
 def _segment_ends(size: int, segments: int | Sequence[int | float]) -> list[int]:
@@ -184,7 +182,6 @@ def _are_proportional(sizes: Sequence[int], others: Sequence[int]) -> bool:
 
 
 def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Yields the ranges in which the flags are true."""
     start = 0
     for flag, group in itertools.groupby(flags):
         length = len(list(group))

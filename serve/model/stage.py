@@ -23,10 +23,8 @@ _NOTHING = (0,)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The arrays that a stage receives from the previous one and sends to the next.
-
-    given is what earlier layers gave in the trial: received arrays are put into copies of it.
-    """
+    """The arrays that a stage receives from the previous one and sends to the next. Received arrays
+    are put into copies of given, which earlier layers gave in the trial."""
 
     tokens: mx.array
     given: dict[int, Any]
@@ -47,10 +45,8 @@ class _LeftStage(Exception):
 
 
 class Stage:
-    """Layers [start, end) of a model. The model object becomes this stage for good.
-
-    Raises PlanError if the model cannot be cut there. Names of weights keep their original index.
-    """
+    """Layers [start, end) of a model. The model object becomes this stage for good. Raises
+    PlanError if the model cannot be cut there. Names of weights keep their original index."""
 
     def __init__(self, model: nn.Module, start: int, end: int) -> None:
         self.model = model
@@ -185,10 +181,7 @@ class Stage:
         to_send: list[mx.array] = []
         for i, place in sends:
             arrays = trace.places_in(self._given[i])
-            array = arrays.get(place)
-            if array is None:
-                array = mx.zeros(_NOTHING)
-            to_send.append(array)
+            to_send.append(arrays.get(place, mx.zeros(_NOTHING)))
         return to_send
 
     # --- seams
@@ -234,15 +227,12 @@ def shows_hidden_states(model: nn.Module) -> bool:
         return False
     is_called = False
 
-    def seam(_: int) -> trace.Seam:
-        def note(call: trace.Call, args: Any, kwargs: Any) -> Any:
-            nonlocal is_called
-            is_called = True
-            return call(*args, **kwargs)
+    def note(_: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
+        nonlocal is_called
+        is_called = True
+        return call(*args, **kwargs)
 
-        return note
-
-    with trial.without_weights(model), trace.seams([backbone], seam):
+    with trial.without_weights(model), trace.seams([backbone], note):
         Trial(model, layers, cached=False)
     return is_called
 
@@ -263,12 +253,9 @@ def _backbone(model: nn.Module, layers: Layers) -> nn.Module | None:
 
 
 class _Caching:
-    """Decides which of the model's caches a stage keeps.
-
-    It keeps the caches of its own layers, those that no layer but the forward itself reads, and
-    one ghost for each kind of cache that only other layers have. A ghost counts positions and
-    holds no keys or values. j numbers the model's caches.
-    """
+    """Decides which of the model's caches a stage keeps: those of its own layers, those that only
+    the forward itself reads, and one ghost for each kind that only other layers have. A ghost
+    counts positions and holds no keys or values. j numbers the model's caches."""
 
     def __init__(self, whole: Trial, start: int, end: int) -> None:
         kinds = [_kind(cache) for cache in whole.caches]
@@ -289,15 +276,9 @@ class _Caching:
         index = {j: n for n, j in enumerate(self._kept)}
         self._slots: list[int] = []
         for j, kind in enumerate(kinds):
-            if j in index:
-                kept = j
-            else:
-                kept = representative[kind]
+            kept = j if j in index else representative[kind]
             self._slots.append(index[kept])
-        self._ghosts = []
-        for n, j in enumerate(self._kept):
-            if j not in own:
-                self._ghosts.append(n)
+        self._ghosts = [n for n, j in enumerate(self._kept) if j not in own]
 
     def own_part(self, caches: list[Any]) -> list[Any]:
         return [caches[j] for j in self._kept]
@@ -350,11 +331,9 @@ def _advance(cache: Any, num_rows: int, num_tokens: int) -> None:
 
 
 def _keep_own_weights(stage: Stage, used: set[str]) -> None:
-    """Takes every array that the stage does not need out of the module tree.
-
-    The stage's layers are kept whole; of other layers only arrays that the outputs depend on.
-    A module outside of layers is kept whole if the outputs depend on one of its arrays.
-    """
+    """Takes every array that the stage does not need out of the module tree. The stage's layers,
+    and modules outside of layers that the outputs depend on, are kept whole; of other layers only
+    arrays that the outputs depend on."""
     owners = _owners(stage)
     keep = used & owners.keys()  # A forward may have made arrays that are gone by now.
     kept_outside = [name for name in keep if owners[name] is None]

@@ -47,11 +47,11 @@ def close_seam(module: nn.Module) -> None:
 
 
 @contextmanager
-def seams(modules: Sequence[nn.Module], make: Callable[[int], Seam]) -> Iterator[None]:
-    """Opens seams inside a with block: make(i) returns the seam of the i-th module."""
+def seams(modules: Sequence[nn.Module], seam: Callable[..., Any]) -> Iterator[None]:
+    """Opens a seam at each module inside a with block. It also gets the module's index, first."""
     try:
         for i, module in enumerate(modules):
-            open_seam(module, make(i))
+            open_seam(module, functools.partial(seam, i))
         yield
     finally:
         for module in modules:
@@ -60,10 +60,7 @@ def seams(modules: Sequence[nn.Module], make: Callable[[int], Seam]) -> Iterator
 
 @functools.cache
 def _seamed(original: type[nn.Module]) -> type[nn.Module]:
-    """Makes the subclass that calls the seam: Python looks __call__ up in the class.
-
-    It keeps the name of the original, for code that looks at class names.
-    """
+    """Makes the subclass that calls the seam, with the name of the original: some code reads it."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         inner = functools.partial(original.__call__, self)
@@ -182,10 +179,8 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 class Graph(Generic[Key]):
-    """The lazy graph between sources and outputs: it finds the sources that outputs use.
-
-    Raises PlanError if there are more arrays than MLX can name in one graph.
-    """
+    """The lazy graph between sources and outputs: it finds the sources that outputs use. Raises
+    PlanError if MLX cannot name so many arrays."""
 
     def __init__(self, outputs: Sequence[mx.array], sources: Mapping[Key, mx.array]) -> None:
         by_array: dict[int, list[Key]] = defaultdict(list)

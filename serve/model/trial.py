@@ -38,12 +38,9 @@ _NUM_TOKENS_OF_MANY_BLOCKS = 256
 
 
 class Trial:
-    """A run of the whole model, with caches or without.
-
-    given has the values that each layer gives to others: its output, and the arguments that it
-    writes to. users has the layers that get each cache. Raises PlanError if the model cannot be
-    split.
-    """
+    """A run of the whole model, with caches or without. given has the values that each layer gives
+    to others: its output, and the arguments that it writes to. users has the layers that get each
+    cache. Raises PlanError if the model cannot be split."""
 
     def __init__(
         self,
@@ -101,11 +98,8 @@ class Trial:
         self.caches = self.new_caches() or []
         caches = list(self.caches) if self.cached else None
 
-        def seam(i: int) -> trace.Seam:
-            return functools.partial(self._record, i)
-
         try:
-            with trace.uncompiled(), trace.seams(self.layers, seam):
+            with trace.uncompiled(), trace.seams(self.layers, self._record):
                 output = self.model(self.tokens, cache=caches)
         except FAILURES as error:
             raise PlanError(
@@ -155,11 +149,8 @@ class Trial:
             trace.write_back(targets, written)
             return output
 
-        def seam(i: int) -> trace.Seam:
-            return functools.partial(replay, i)
-
         try:
-            with trace.seams(self.layers, seam):
+            with trace.seams(self.layers, replay):
                 self.model(self.tokens, cache=caches)
         except FAILURES as error:
             raise PlanError(
@@ -169,10 +160,7 @@ class Trial:
 
 def crossings(trials: Sequence[Trial], cut: int) -> dict[bool, tuple[Crossing, ...]]:
     """Returns the arrays that cross a cut before layer `cut`, with caches (True) and without
-    (False).
-
-    Raises PlanError, which names the nearest possible cuts.
-    """
+    (False). Raises PlanError, which names the nearest possible cuts."""
     try:
         return {trial.cached: trial.crossing(cut) for trial in trials}
     except PlanError as error:
@@ -188,7 +176,6 @@ def crossings(trials: Sequence[Trial], cut: int) -> dict[bool, tuple[Crossing, .
 
 
 def _first_cut(trials: Sequence[Trial], candidates: Iterable[int]) -> int | None:
-    """Returns the first of the candidates where the model can be cut."""
     for cut in candidates:
         try:
             for trial in trials:
@@ -229,18 +216,15 @@ def refill(i: int, value: Any, arrays: dict[Crossing, Any]) -> Any:
 
 
 def blank(array: mx.array) -> mx.array:
-    """Returns an array of this shape and dtype that takes no memory. No result may depend on it, so
-    it is NaN."""
+    """Returns an array of this shape and dtype that takes no memory: NaN, so no result may use
+    it."""
     nan = mx.array(float("nan")).astype(array.dtype)
     return mx.broadcast_to(nan, array.shape)
 
 
 def stand_in_for_weights(model: nn.Module) -> trace.Arrays:
-    """Replaces all arrays of a model by blanks, and returns the arrays by name.
-
-    A trial then sees where a weight is used, but not how it is made, which may take 50,000 nodes.
-    It reads no weight even if the forward evaluates.
-    """
+    """Replaces all arrays of a model by blanks, and returns the arrays by name. A trial then sees
+    where a weight is used, but not how it is made, which may take 50,000 nodes."""
     arrays = dict(named_arrays(model))
     # By identity, so that tied weights stay tied.
     blanks: dict[int, mx.array] = {}
@@ -255,8 +239,7 @@ def stand_in_for_weights(model: nn.Module) -> trace.Arrays:
 
 @contextmanager
 def without_weights(model: nn.Module) -> Iterator[None]:
-    """Replaces all weights by blanks inside a with block. At its end, arrays that modules computed
-    from the blanks and kept are removed too."""
+    """Blanks all weights inside a with block, then removes what modules have computed from them."""
     before: list[tuple[nn.Module, set[str], dict[str, Any]]] = []
     for module in model.modules():
         keys = set(module)
@@ -275,8 +258,7 @@ def without_weights(model: nn.Module) -> Iterator[None]:
 
 
 def modules_outside(model: nn.Module, layers: Layers) -> list[nn.Module]:
-    """Returns the modules of a model that do not belong to its layers. Each is there once, even if
-    the model has several names for it."""
+    """Returns the modules of a model outside of its layers, each of them once."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     outside: dict[int, nn.Module] = {}
     for module in model.modules():
@@ -303,8 +285,7 @@ def entries(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def set_arrays(tree: Any, arrays: trace.Arrays, path: str = "") -> None:
-    """Replaces the arrays below a module that have one of these dotted names. Arrays in tuples stay
-    as they are."""
+    """Replaces the arrays below a module that have one of these dotted names, except in tuples."""
     for key, value in entries(tree):
         if isinstance(value, mx.array):
             if not isinstance(tree, tuple):

@@ -51,12 +51,9 @@ class Variant:
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
     """A stage with its weights, how its modules are divided among shards, and how many bytes it
-    took. sharding_digest is the one of Sharding; "" without shards.
-
-    bytes_read is what the process really read from files; it is None where the system does not
-    count that (Linux does). bytes_fetched came from the hub. bytes_kept of bytes_owned were in
-    memory before.
-    """
+    took. sharding_digest is the one of Sharding; "" without shards. bytes_read is what the process
+    really read from files; it is None where the system does not count that (Linux does).
+    bytes_fetched came from the hub. bytes_kept of bytes_owned were in memory before."""
 
     stage: Stage
     divisions: Divisions
@@ -72,8 +69,8 @@ def open_model(
     commit: str | None,
     cache_dir: str | None,
 ) -> Path | PartialModel:
-    """Returns the folder of a model, or with a commit the partial folder of a model on the hub.
-    Raises ModelError."""
+    """Returns the folder of a model, with a commit the partial one of a hub model. Raises
+    ModelError."""
     if commit is None:
         return Path(model)
     cache = Path(cache_dir) if cache_dir else None
@@ -88,13 +85,10 @@ def load_stage(
     prepare: Prepare = lambda _: None,
     held: Arrays | None = None,
 ) -> LoadedStage:
-    """Builds layers [start, end) and reads their weights. Raises ModelError or PlanError.
-
-    prepare may change the whole lazy model before it is cut. held has the evaluated weights of an
-    earlier stage of the same files, without shards, by their names. Those that the new stage needs
-    are not read again. held is emptied, so that the others can leave the memory before anything is
-    read.
-    """
+    """Builds layers [start, end) and reads their weights. Raises ModelError or PlanError. prepare
+    may change the whole lazy model before it is cut. held has the evaluated weights of an earlier
+    stage of the same files, without shards, by their names: those that are needed are not read
+    again, and the others can leave the memory, because held is emptied."""
 
     def cut(whole: nn.Module) -> _Cut:
         sharding = prepare(whole)
@@ -102,15 +96,13 @@ def load_stage(
         return _Cut(stage, sharding, stage.put(held or {}))
 
     before = _bytes_read()
-    bytes_fetched = 0
     raw: Arrays = {}
+    own, bytes_fetched = _build(model, progress, cut, _Cut.missing, raw, own_parts=_Cut.parts)
     if isinstance(model, PartialModel):
         folder = model.folder
         tensors = model.tensors
-        own, bytes_fetched = _build_partial(model, progress, cut, _Cut.missing, _Cut.parts, raw)
     else:
         folder = model
-        own = cut(build_model(folder, raw))
         tensors = read_checkpoint(folder).tensors if own.sharding else {}
     weights = list(own.weights())
     missing = list(own.missing())
@@ -146,19 +138,14 @@ def load_variant(
     weights: Callable[[Made], Iterable[mx.array]],
 ) -> Made:
     """Builds another model on the same files, applies make to it, and reads the weights that are
-    left. progress is as for load_stage. Raises ModelError."""
-    if isinstance(model, PartialModel):
-        folder = model.folder
-        made, _ = _build_partial(model, progress, make, weights, lambda *_: {}, {}, variant)
-    else:
-        folder = model
-        made = make(build_model(folder, variant=variant))
+    left. Raises ModelError."""
+    made, _ = _build(model, progress, make, weights, {}, variant)
+    folder = model if isinstance(model, Path) else model.folder
     _read(list(weights(made)), {}, folder, progress)
     return made
 
 
 def _read(weights: list[mx.array], parts: Parts, folder: Path, progress: Progress) -> None:
-    """Reads weights from their files. Raises ModelError."""
     bytes_owned = _num_bytes(weights)
     bytes_done = 0
     for group in _groups(weights):
@@ -176,8 +163,7 @@ def _read(weights: list[mx.array], parts: Parts, folder: Path, progress: Progres
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A lazy stage, and how its model was divided among shards (None: it was not). kept has the ids
-    of the weights that were in memory before."""
+    """A lazy stage, its sharding or None, and the ids of the weights that were in memory before."""
 
     stage: Stage
     sharding: Sharding | None
@@ -187,7 +173,6 @@ class _Cut:
         return self.stage.weights().values()
 
     def missing(self) -> Iterator[mx.array]:
-        """Yields the weights that have to be read."""
         for array in self.weights():
             if id(array) not in self.kept:
                 yield array
@@ -214,7 +199,6 @@ class _Cut:
 
 
 def _read_part(array: mx.array, part: Part) -> None:
-    """Replaces the content of a lazy array by the part, which is read from the file."""
     data: Any = part.read()
     numbers = mx.array(data)
     flat = numbers.view(array.dtype)
@@ -233,9 +217,7 @@ def load_changed(model: Path | PartialModel, changed: Mapping[str, mx.array]) ->
     def weights(whole: nn.Module) -> Iterable[mx.array]:
         return dict(named_arrays(whole)).values()
 
-    if not isinstance(model, PartialModel):
-        return change(build_model(model))
-    whole, _ = _build_partial(model, lambda *_: None, change, weights, lambda *_: {}, {})
+    whole, _ = _build(model, lambda *_: None, change, weights, {})
     return whole
 
 
@@ -259,11 +241,8 @@ def build_model(
     raw: Arrays | None = None,
     variant: Variant | None = None,
 ) -> nn.Module:
-    """Builds the whole lazy model, or a variant of it. Raises ModelError.
-
-    raw is filled with the arrays of the files, as they are before the model's `sanitize`
-    renames, stacks or splits them.
-    """
+    """Builds the whole lazy model, or a variant of it. raw is filled with the arrays of the files
+    as they are before the model's `sanitize`. Raises ModelError."""
 
     def classes(config: dict[str, Any]) -> Any:
         model_class, args_class = utils._get_classes(config=config)
@@ -305,36 +284,35 @@ def _recording(model: nn.Module, raw: Arrays) -> nn.Module:
     return model
 
 
-# --- partial folders
-
-
-def _build_partial(
-    partial: PartialModel,
+def _build(
+    model: Path | PartialModel,
     progress: Progress,
     make: Callable[[nn.Module], Made],
     weights: Callable[[Made], Iterable[mx.array]],
-    own_parts: Callable[[Made, Arrays, Mapping[str, TensorRange]], Parts],
     raw: Arrays,
     variant: Variant | None = None,
+    own_parts: Callable[[Made, Arrays, Mapping[str, TensorRange]], Parts] = lambda *_: {},
 ) -> tuple[Made, int]:
-    """Builds the lazy model, applies make to it, and fetches what its weights are made of. raw is
-    filled with the arrays of the files. own_parts returns the weights that are parts of one tensor;
-    only the part is fetched, if it is in few pieces.
+    """Builds the lazy model and applies make to it. In a partial folder it also fetches what the
+    weights are made of. raw is filled with the arrays of the files. own_parts returns the weights
+    that are parts of one tensor; only the part is fetched, if it is in few pieces.
 
     Returns the result of make, not evaluated, and how many bytes were fetched. A model whose
     code evaluates while it is built has read bytes that were not there yet: then these are
     fetched too, and the model is built again.
     """
+    if isinstance(model, Path):
+        return make(build_model(model, raw, variant)), 0
     wanted: set[str] = set()
     bytes_fetched = 0
     while True:
         raw.clear()
-        made = make(build_model(partial.folder, raw, variant))
+        made = make(build_model(model.folder, raw, variant))
         early = _evaluated(raw) - wanted
         wanted |= early
         parts: list[Part] = []
         whole: list[mx.array] = []
-        found = own_parts(made, raw, partial.tensors)
+        found = own_parts(made, raw, model.tensors)
         for array in weights(made):
             part = found.get(id(array))
             if part and part.is_in_few_pieces:
@@ -343,14 +321,13 @@ def _build_partial(
                 whole.append(array)
         wanted |= _computed_from(whole, raw)
         report = functools.partial(progress, "fetching")
-        bytes_fetched += partial.fetch(wanted, report, parts)
+        bytes_fetched += model.fetch(wanted, report, parts)
         if not early:
             return made, bytes_fetched
 
 
 def _computed_from(weights: Sequence[mx.array], raw: Mapping[str, mx.array]) -> set[str]:
-    """Returns the names of the raw arrays that the weights are computed from. Most raw arrays are
-    weights themselves."""
+    """Returns the names of the raw arrays from which the weights are computed; most are weights."""
     names = {id(array): name for name, array in raw.items()}
     found: set[str] = set()
     computed: list[mx.array] = []
