@@ -1,5 +1,6 @@
 """One adapter: its source, the versions that the ranks hold, and their reports about its files."""
 
+import time
 from dataclasses import dataclass, field
 
 from serve.core.errors import AdapterError
@@ -30,7 +31,6 @@ class LoadedVersion:
 
     @property
     def num_bytes(self) -> list[int]:
-        """The bytes that each rank holds, by rank."""
         return [answer.num_bytes for _, answer in sorted(self.answers.items())]
 
     @property
@@ -52,28 +52,19 @@ def _checksums(answers: dict[int, AdapterRead]) -> dict[int, str]:
 
 @dataclass(slots=True)
 class Adapter:
-    """An adapter by its name. version is 0 while no stage holds it. num_bytes has the bytes that
-    each rank holds."""
+    """An adapter by its name, and what ranks have read of it. version is 0 while no stage holds
+    it."""
 
     name: str
-    source: Source
-    version: int = 0
-    rank: int = 0
-    scale: float | None = None
-    targets: list[str] = field(default_factory=list)
-    num_bytes: list[int] = field(default_factory=list)
-    loaded_at: float = 0.0
-    used_at: float = 0.0
+    version: int
+    loaded: LoadedVersion
+    loaded_at: float = field(default_factory=time.time)
+    used_at: float = field(default_factory=time.monotonic)
     is_pinned: bool = False
 
-    def take(self, version: int, loaded: LoadedVersion) -> None:
-        """Notes that the ranks hold the adapter as this version."""
-        first = loaded.answers[0]
-        self.version = version
-        self.num_bytes = loaded.num_bytes
-        self.rank = first.lora_rank
-        self.scale = first.scale
-        self.targets = first.kinds
+    @property
+    def source(self) -> Source:
+        return self.loaded.source
 
 
 def checked(answers: dict[int, AdapterRead | AdapterRefused]) -> dict[int, AdapterRead]:

@@ -109,20 +109,20 @@ class AdapterLoader:
                 return adapter
             async with self._lock:
                 if adapter is self.registry.by_name.get(name) and not adapter.version:
-                    await self._load(adapter)
+                    adapter.version, adapter.loaded = await self._load(name, adapter.source)
+                    adapter.loaded_at = time.time()
+                    adapter.used_at = time.monotonic()
 
     # --- for administrators
 
     async def load_at_start(self) -> None:
-        """Loads the adapters of --lora. Raises UsageError."""
         for word in self._config.lora:
             name, _, path = word.partition("=")
             if name in self.registry.by_name:
                 continue  # It was loaded in an earlier life.
             try:
                 commit = await self._commit(path, Path())
-                source = Source(path, commit=commit)
-                await self._add(Adapter(name, source), in_place=False)
+                await self._add(name, Source(path, commit=commit), in_place=False)
             except AdapterError as error:
                 raise UsageError(f"--lora {name}: {error}") from error
 
@@ -138,7 +138,7 @@ class AdapterLoader:
                 403,
             )
         source = Source(path, None if commit else str(root), commit)
-        return await self._add(Adapter(name, source), in_place)
+        return await self._add(name, source, in_place)
 
     async def _commit(self, path: str, root: Path | None) -> str | None:
         """Returns the commit of `org/name` on the hub, so that all ranks get the same files now and
@@ -159,12 +159,12 @@ class AdapterLoader:
             raise AdapterError(str(error), status) from error
         return pinned.snapshot.commit
 
-    async def _add(self, adapter: Adapter, in_place: bool) -> bool:
+    async def _add(self, name: str, source: Source, in_place: bool) -> bool:
         """Returns whether the adapter replaced one of its name."""
         async with self._lock:
-            old = self.registry.check_new(adapter.name, in_place)
-            await self._load(adapter, old)
-            self.registry.put(adapter)
+            old = self.registry.check_new(name, in_place)
+            version, loaded = await self._load(name, source, old)
+            self.registry.put(Adapter(name, version, loaded))
             if old:
                 self.registry.statistics.num_swapped += 1
                 self._retire(old)
@@ -205,15 +205,21 @@ class AdapterLoader:
 
     # --- loading
 
-    async def _load(self, adapter: Adapter, instead_of: Adapter | None = None) -> None:
-        """Has all ranks read the adapter as a new version. Raises AdapterError."""
+    async def _load(
+        self, name: str, source: Source, instead_of: Adapter | None = None
+    ) -> tuple[int, LoadedVersion]:
+        """Has all ranks read the files as a new version of an adapter. Raises AdapterError."""
         started = time.monotonic()
         self._last_version += 1
         version = self._last_version
         try:
-            answers = await self._ask_until_answered(version, adapter)
-            loaded = LoadedVersion(adapter.source, answers)
-            self._make_room(loaded.num_bytes, instead_of)
+            answers = await self._ask_until_answered(version, source)
+            loaded = LoadedVersion(source, answers)
+            if not self._evict(loaded.num_bytes, instead_of):
+                raise OverloadedError(
+                    "All adapters in --adapter-memory are pinned or in use: try later, or unpin "
+                    "or unload one."
+                )
         except BaseException as error:
             if isinstance(error, _RefusedByAll):
                 # No rank has read anything under this number.
@@ -226,22 +232,20 @@ class AdapterLoader:
             _logger.warning("event=adapter_refused version=%d error=%s", version, kind)
             raise
         seconds = time.monotonic() - started
-        adapter.take(version, loaded)
-        adapter.loaded_at = time.time()
-        adapter.used_at = time.monotonic()
         self.registry.hold(version, loaded)
         self.registry.statistics.num_loaded += 1
         self.registry.statistics.load_seconds += seconds
         _logger.info(
             "event=adapter_loaded name=%s version=%d bytes=%d seconds=%.3f",
-            *(adapter.name, version, sum(loaded.num_bytes), seconds),
+            *(name, version, sum(loaded.num_bytes), seconds),
         )
+        return version, loaded
 
-    async def _ask_until_answered(self, version: int, adapter: Adapter) -> dict[int, AdapterRead]:
+    async def _ask_until_answered(self, version: int, source: Source) -> dict[int, AdapterRead]:
         for _ in range(_MAX_TRIES):
             await self._ranks.loaded()
             try:
-                return await self._ask(version, adapter.source)
+                return await self._ask(version, source)
             except _Interrupted:
                 continue
         raise AdapterError(
@@ -346,15 +350,6 @@ class AdapterLoader:
         version = self.registry.release(adapter)
         if version:
             self._ranks.retire(version)
-
-    def _make_room(self, num_bytes: list[int], old: Adapter | None) -> None:
-        """Evicts idle adapters until there is room for a new one in the place of the old one.
-        Raises OverloadedError if no eviction can make room."""
-        if not self._evict(num_bytes, old):
-            raise OverloadedError(
-                "All adapters in --adapter-memory are pinned or in use: try later, or unpin or "
-                "unload one."
-            )
 
     def _evict(self, num_bytes: list[int], old: Adapter | None) -> bool:
         """Evicts idle adapters until each rank has room for these bytes. Returns False if evicting

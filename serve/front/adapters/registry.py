@@ -17,8 +17,6 @@ from serve.front.adapters.adapter import Adapter, LoadedVersion
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """The adapters to evict for a new one, and whether that makes enough room for it."""
-
     adapters: list[Adapter]
     is_enough: bool
 
@@ -43,11 +41,8 @@ class AdapterStatistics:
 
 
 class AdapterRegistry:
-    """The adapters that clients can ask for, by name, and the versions that ranks may hold.
-
-    versions includes replaced ones that are still in use. num_sequences counts the sequences that
-    run or wait with a version.
-    """
+    """The adapters that clients can ask for, by name, and the versions that ranks may hold, also
+    replaced ones in use. num_sequences counts the sequences that run or wait with a version."""
 
     def __init__(self, config: ServeConfig, num_sequences: Callable[[int], int]) -> None:
         self._model_name = config.model_name
@@ -105,7 +100,6 @@ class AdapterRegistry:
         self.by_name[adapter.name] = adapter
 
     def remove(self, name: str) -> Adapter:
-        """Removes the name. Raises NotFoundError."""
         adapter = self.by_name.pop(name, None)
         if adapter is None:
             raise NotFoundError(f"The lora adapter '{name}' cannot be found.", param="lora_name")
@@ -136,17 +130,17 @@ class AdapterRegistry:
         return loaded.contents if loaded else None
 
     def described(self) -> list[dict[str, Any]]:
-        """Returns the adapters as the HTTP API lists them."""
         return [self._described(adapter) for adapter in self.by_name.values()]
 
     def _described(self, adapter: Adapter) -> dict[str, Any]:
+        first = adapter.loaded.answers[0]
         return {
             "name": adapter.name,
             "version": adapter.version or None,
-            "rank": adapter.rank,
-            "scale": adapter.scale,
-            "targets": adapter.targets,
-            "bytes": adapter.num_bytes,
+            "rank": first.lora_rank,
+            "scale": first.scale,
+            "targets": first.kinds,
+            "bytes": adapter.loaded.num_bytes,
             "num_running": self._num_running(adapter),
             "loaded_at": adapter.loaded_at,
             "source": str(adapter.source),
@@ -160,14 +154,13 @@ class AdapterRegistry:
         self.versions[version] = loaded
         for adapter in self.by_name.values():
             if adapter.version == version:
-                adapter.num_bytes = loaded.num_bytes
+                adapter.loaded = loaded
 
     def is_wanted(self, version: int) -> bool:
         """Whether a name refers to this version, or a sequence has it."""
         return version in self.loaded_versions() or self._num_sequences(version) > 0
 
     def loaded_versions(self) -> list[int]:
-        """Returns the versions that names refer to."""
         return [adapter.version for adapter in self.by_name.values() if adapter.version]
 
     def release(self, adapter: Adapter) -> int:
@@ -219,7 +212,6 @@ class AdapterRegistry:
             evicted.append(idle[len(evicted)])
 
     def _sizes(self, staying: list[Adapter]) -> list[list[int]]:
-        """Returns the bytes of these adapters' versions, and of versions that are still in use."""
         staying_versions = {adapter.version for adapter in staying}
         sizes = []
         for version, loaded in self.versions.items():
@@ -237,8 +229,7 @@ class AdapterRegistry:
 
 
 def _fits(sizes: list[list[int]], limits: list[int]) -> bool:
-    """Whether the bytes on each rank are within its limit. sizes has a list with the bytes on each
-    rank for each version."""
+    """Whether the bytes on each rank are within its limit. sizes has them by version, then rank."""
     by_rank = zip(*sizes, strict=True)
     totals = [sum(held) for held in by_rank]
     pairs = zip(totals, limits, strict=True)

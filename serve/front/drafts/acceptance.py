@@ -1,5 +1,6 @@
 """Estimates how likely the next guess is right, from how many earlier guesses were right."""
 
+from bisect import bisect_left
 from collections.abc import Iterable
 
 # Guesses are counted by the length of the match that they come from: up to each of these lengths,
@@ -24,14 +25,14 @@ class Acceptance:
         self._num_all = [0.0] * len(_PRIOR_SHARES)
 
     def note(self, match_length: int, is_right: bool) -> None:
-        kind = _kind(match_length)
+        kind = bisect_left(_LENGTHS, match_length)
         self._num_right[kind] = _KEPT * self._num_right[kind] + is_right
         self._num_all[kind] = _KEPT * self._num_all[kind] + 1
         if self._prior:
             self._prior.note(match_length, is_right)
 
     def share(self, match_length: int) -> float:
-        kind = _kind(match_length)
+        kind = bisect_left(_LENGTHS, match_length)
         prior = self._prior.share(match_length) if self._prior else _PRIOR_SHARES[kind]
         num_right = self._num_right[kind] + _PRIOR_WEIGHT * prior
         return num_right / (self._num_all[kind] + _PRIOR_WEIGHT)
@@ -76,10 +77,3 @@ def net_gain(gains: Iterable[float], token_cost: float) -> float:
     are worth it. gains has the chance of each draft to be accepted; token_cost is the cost of a
     draft, in tokens."""
     return sum(max(0.0, chance - token_cost) for chance in gains)
-
-
-def _kind(match_length: int) -> int:
-    for kind, length in enumerate(_LENGTHS):
-        if match_length <= length:
-            return kind
-    return len(_LENGTHS)

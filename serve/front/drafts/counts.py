@@ -19,7 +19,6 @@ class DraftCounts:
         self.accepted[drafter] += num_accepted
 
     def to_json(self) -> dict[str, dict[str, int]]:
-        """Returns both numbers of each drafter."""
         return {
             name: {"drafted": self.drafted[name], "accepted": self.accepted[name]}
             for name in self.drafted

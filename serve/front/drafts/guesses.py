@@ -103,7 +103,6 @@ class Guesses:
         self._guess = tokens[0] if tokens else None
 
     def _compare(self, token: int) -> None:
-        """Counts whether the guess of this token was right."""
         is_hit = token == self._guess
         self._hit_shares.note(self._had_match, self._guess is not None, is_hit)
         self._had_match = self._match is not None

@@ -29,8 +29,8 @@ class ModelCosts(NamedTuple):
 
 
 class ModelShare:
-    """The share of right guesses of the draft model. prior is the share over all sequences, from
-    which this one begins."""
+    """The share of right guesses of the draft model. It begins at prior, the share of all
+    sequences."""
 
     def __init__(self, prior: "ModelShare | None" = None) -> None:
         self._prior = prior
@@ -48,8 +48,6 @@ class ModelShare:
 
 
 class ModelGuesses:
-    """The draft model's guesses of one sequence."""
-
     def __init__(self, sequence: Sequence, share_of_all: ModelShare) -> None:
         self._share = ModelShare(share_of_all)
         self._num_known = len(sequence.output)
@@ -89,11 +87,12 @@ class ModelGuesses:
 def best_number(
     gains: ReadableList[ReadableList[float]],
     token_cost: float,
-    guess_cost: float,
+    guess_cost: float = 0.0,
+    min_gain: float = _MIN_GAIN,
 ) -> tuple[int, float]:
-    """Returns for how many tokens the draft model should run to give the most tokens per time, and
-    how many tokens a row then gets in the time of a step without guesses. Returns 0 and 1 if that
-    does not clearly help.
+    """Returns the number of guesses for each row at which a step gives the most tokens per time,
+    and how many tokens a row then gets in the time of a step without guesses. Rows with fewer
+    guesses get all of theirs. Returns 0 and 1 if a row would not get more than min_gain tokens.
 
     gains has the chance of each guess of each row to be accepted. As shares of a step without
     guesses, token_cost is the time to verify a guess, and guess_cost that of the draft model for
@@ -110,6 +109,6 @@ def best_number(
                 tokens += chances[number - 1]
                 seconds += token_cost
         rate = tokens / seconds / num_rows
-        if rate > max(_MIN_GAIN, best[1]):
+        if rate > max(min_gain, best[1]):
             best = number, rate
     return best

@@ -15,7 +15,6 @@ def give(
     sequences: ReadableList[Sequence],
     fits: Callable[[int], bool],
 ) -> None:
-    """Gives drafts to rows, if the stages have room for the tokens of all of them."""
     proposed = drafting.propose(sequences)
     num_tokens = len(sequences) + sum(len(draft.tokens) for draft in proposed)
     if not fits(num_tokens):
@@ -31,8 +30,7 @@ def ask(
     step: Step,
     groups: ReadableList[Group],
 ) -> Step:
-    """Returns the step of these rows with the number of tokens that the draft model guesses after
-    it. groups are all groups that there are."""
+    """Returns the step with the number of tokens that the draft model guesses for each row."""
     num_busy_groups = sum(bool(group.sequences) for group in groups)
     asked = drafting.ask(sequences, num_busy_groups)
     if not any(asked):
@@ -46,8 +44,7 @@ def take_guesses(
     sequences: ReadableList[Sequence],
     guesses: ReadableList[tuple[int, ...]],
 ) -> None:
-    """Takes what the draft model has guessed after a step, for each of its rows. Only the latest
-    step of a row can have asked for guesses."""
+    """Takes the draft model's guesses. Only the latest step of a row can have asked for some."""
     for n, sequence in enumerate(sequences):
         if sequence.num_pending:
             continue

@@ -26,12 +26,9 @@ _MIN_TOKEN_COST = 0.01  # Because of noise, it can be measured as nothing.
 
 
 class Speculation:
-    """Makes the drafts for the scheduler's steps.
-
-    is_possible says whether the stages can forget wrong drafts. token_cost is the time that one
-    more token takes, as a share of a step with one token. model_costs is None without a draft
-    model. The caller sets all three.
-    """
+    """Makes the drafts for the scheduler's steps. The caller sets is_possible (whether the stages
+    can forget wrong drafts), token_cost (the time of one more token, as a share of a step with one
+    token) and model_costs (None without a draft model)."""
 
     def __init__(self) -> None:
         self.is_possible = False
@@ -49,7 +46,7 @@ class Speculation:
         token_cost = self._relative_cost(len(sequences))
         drafts = [self._best(sequence, token_cost) for sequence in sequences]
         gains = [self._gains(*pair) for pair in zip(sequences, drafts, strict=True)]
-        num_drafts = best_length(gains, token_cost)
+        num_drafts, _ = best_number(gains, token_cost, min_gain=_MIN_GAIN)
         return [draft._replace(tokens=draft.tokens[:num_drafts]) for draft in drafts]
 
     def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
@@ -92,7 +89,6 @@ class Speculation:
         return max(_MIN_TOKEN_COST, self.token_cost) / self._step_cost(num_rows)
 
     def _step_cost(self, num_rows: int) -> float:
-        """Returns the time of a step of num_rows rows, in steps of one row."""
         return 1 + (num_rows - 1) * max(_MIN_TOKEN_COST, self.token_cost)
 
     def _guesses_of(self, sequence: Sequence) -> Guesses:
@@ -116,7 +112,6 @@ class Speculation:
         return max(drafts, key=lambda draft: net_gain(self._gains(sequence, draft), token_cost))
 
     def _gains(self, sequence: Sequence, draft: Draft) -> list[float]:
-        """Returns the chance of each token of a draft to be accepted."""
         num_tokens = len(draft.tokens)
         if not num_tokens:
             return []
@@ -149,26 +144,3 @@ class Speculation:
             guesses = ModelGuesses(sequence, self._model_share)
             self._model_guesses[sequence.id] = guesses
         return guesses
-
-
-def best_length(gains: ReadableList[ReadableList[float]], token_cost: float) -> int:
-    """Returns the number of drafts for each row (rows with fewer drafts get all of theirs) at which
-    a step gives the most tokens per time. Returns 0 if drafts do not clearly help.
-
-    gains has the chance of each draft of each row to be accepted. token_cost is the time that one
-    more token takes, as a share of a step without drafts.
-    """
-    num_rows = len(gains)
-    tokens = float(num_rows)
-    cost = 1.0
-    best = 0
-    best_rate = _MIN_GAIN * num_rows
-    for length in range(1, max(map(len, gains), default=0) + 1):
-        for chances in gains:
-            if length <= len(chances):
-                tokens += chances[length - 1]
-                cost += token_cost
-        if tokens / cost > best_rate:
-            best = length
-            best_rate = tokens / cost
-    return best

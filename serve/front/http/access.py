@@ -49,9 +49,8 @@ CLIENT = Policy(Access.CLIENT)
 
 class Route(routing.Route):
     """A route with the policy of its endpoint. It also matches paths without /v1, and paths with
-    one more, because clients leave it out, or append it to a base URL that ends with it.
-
-    Raises TypeError for an endpoint without a policy."""
+    one more, because clients leave it out, or append it to a base URL that ends with it. Raises
+    TypeError for an endpoint without a policy."""
 
     def __init__(self, path: str, endpoint: Endpoint, methods: Sequence[str] = ("GET",)) -> None:
         super().__init__(path, endpoint, methods=methods)

@@ -27,8 +27,6 @@ _logger = logging.getLogger(__name__)
 
 
 class Keys:
-    """The API keys of the server, by which it distinguishes clients."""
-
     def __init__(self, config: ServeConfig) -> None:
         self._api_keys = [_digest(key.encode()) for key in config.api_key]
 
@@ -80,7 +78,6 @@ class AccessCheck:
             self._end_drain_if_empty()
 
     def drain(self) -> None:
-        """Refuses every new request from here on."""
         self._draining = True
         self._end_drain_if_empty()
 
@@ -89,7 +86,6 @@ class AccessCheck:
         self._drained.set()
 
     async def drained(self) -> None:
-        """Returns when all requests from before `drain` are answered, or after `give_up`."""
         await self._drained.wait()
 
     def _end_drain_if_empty(self) -> None:
@@ -150,13 +146,9 @@ class NoRoute:
         self._policies = policies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = (each for folder, each in self._policies.items() if _is_below(scope, folder))
+        path: str = scope["path"]
+        found = (each for folder, each in self._policies.items() if path.startswith(folder))
         await self._check.run(next(found, CLIENT), _refuse, scope, receive, send)
-
-
-def _is_below(scope: Scope, folder: str) -> bool:
-    path: str = scope["path"]
-    return path.startswith(folder)
 
 
 async def _refuse(*_: object) -> None:
@@ -180,7 +172,6 @@ def log_access(config: ServeConfig) -> None:
 
 
 def _check_tokens(scope: Scope, keys: Collection[bytes], kind: str) -> None:
-    """Raises StatusError 401 unless the request carries one of the keys."""
     # A list, so that all keys are compared and the time reveals nothing.
     if any([_is_one_of(token, keys) for token in _tokens(scope)]):
         return
@@ -218,8 +209,7 @@ def _check_path(scope: Scope) -> None:
 
 
 def _digest(key: bytes) -> bytes:
-    """Returns the hash of a key. All hashes have the same length, so comparing them does not even
-    reveal the length of a key."""
+    """Returns the hash of a key: of one length, so that comparing reveals nothing of the key's."""
     return hashlib.sha256(key).digest()
 
 
@@ -230,8 +220,7 @@ def _is_one_of(token: bytes, keys: Collection[bytes]) -> bool:
 
 
 def _tokens(scope: Scope) -> list[bytes]:
-    """Returns the bearer token and the value of X-Api-Key, empty if missing. A header that is given
-    twice does not count."""
+    """Returns the bearer token and X-Api-Key, each empty if it is missing or given twice."""
     given = [
         [value for name, value in scope["headers"] if name == wanted]
         for wanted in (b"authorization", b"x-api-key")

@@ -15,8 +15,6 @@ MAX_FIELDS = 4096
 
 
 class Body(BaseModel):
-    """The base of everything that a request's body may contain."""
-
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
@@ -28,8 +26,7 @@ class Tolerant(Body):
 
 
 def refuse(message: str, param: str | None = None) -> NoReturn:
-    """Makes a validator fail with this message. param names the wrong field where pydantic cannot
-    know it."""
+    """Makes a validator fail. param names the wrong field where pydantic cannot know it."""
     raise PydanticCustomError("refused", "{message}", {"message": message, "param": param})
 
 

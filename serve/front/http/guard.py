@@ -97,7 +97,6 @@ class RequestLog:
 
 
 def dialect_of(scope: Scope) -> Dialect:
-    """Returns the API whose forms the client of a request expects."""
     policy: Policy = scope[POLICY]
     if policy.dialect is not Dialect.BOTH:
         return policy.dialect
@@ -106,7 +105,6 @@ def dialect_of(scope: Scope) -> Dialect:
 
 
 def error_reply(scope: Scope, error: BrigadeError) -> Mapping[str, Any]:
-    """Returns the error object of the call's dialect."""
     record: Record = scope[RECORD]
     record.fail(error)
     dialect = dialect_of(scope)
@@ -118,20 +116,17 @@ def error_reply(scope: Scope, error: BrigadeError) -> Mapping[str, Any]:
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
-    """Returns the body, joined: for calls whose bodies are parsed in the event loop, and so must be
-    small. Raises what `read_parts` raises."""
+    """Returns the body, joined: for small ones, parsed in the event loop. Raises as
+    `read_parts`."""
     limits: Constants = scope[LIMITS]
     max_bytes = min(MAX_JOINED_BYTES, limits.max_body_bytes)
     return b"".join(await _receive(scope, receive, max_bytes))
 
 
 async def read_parts(scope: Scope, receive: Receive) -> Parts:
-    """Returns the body in the parts that arrived, because joining megabytes would block the event
-    loop.
-
+    """Returns the body in the parts that arrived: joining megabytes would block the event loop.
     Raises StatusError: before reading, 415 for another type than JSON and 413 for an announced size
-    over the limit; later 408 for a slow body.
-    """
+    over the limit; later 408 for a slow body."""
     limits: Constants = scope[LIMITS]
     return await _receive(scope, receive, limits.max_body_bytes)
 
@@ -192,8 +187,8 @@ def _too_large(max_bytes: int) -> StatusError:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
-    """Returns the result of work. If the client leaves first, work is cancelled and StatusError
-    raised."""
+    """Returns the result of work, or cancels it and raises StatusError if the client leaves
+    first."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_gone(receive))
     try:

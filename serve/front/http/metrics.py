@@ -1,6 +1,6 @@
 """The metrics for Prometheus. It owns its registry, so several servers fit in one process."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from prometheus_client.registry import Collector
 _FIRST_TOKEN_SECONDS = (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 _TOKEN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
 _REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480)
-_BUSY = ("brigade_stage_busy_seconds", "Seconds that a stage computed")
 _SUMS = (
     "brigade_all_reduce_seconds",
     "Time of a step in sums between shards, measured in every 32nd step",
@@ -108,48 +107,38 @@ class Metrics:
 
 
 class _Pipeline(Collector):
-    """Collects the pipeline's state at the moment of a scrape."""
-
     def __init__(self, pipeline: Callable[[], dict[str, Any]]) -> None:
         self._pipeline = pipeline
 
     def collect(self) -> Iterator[Metric]:
         state = self._pipeline()
         # These count answers: a request may ask for several.
-        yield GaugeMetricFamily(
-            "brigade_num_requests_running", "Answers being generated", value=state["num_running"]
-        )
-        yield GaugeMetricFamily(
-            "brigade_num_requests_waiting", "Answers in the queue", value=state["num_waiting"]
-        )
+        yield _gauge("num_requests_running", "Answers being generated", state["num_running"])
+        yield _gauge("num_requests_waiting", "Answers in the queue", state["num_waiting"])
         yield from _stage_families(state["stages"])
         yield from _adapter_families(state["adapters"])
         yield from _draft_families(state["drafts"])
         yield from _prefix_families(state["prefix_cache"])
-        yield CounterMetricFamily(
-            "brigade_restarts", "Restarts of the engines after faults", value=state["num_restarts"]
-        )
-        yield CounterMetricFamily(
-            "brigade_recovery_seconds",
-            "Time from faults until the engines worked again",
-            value=state["recovery_seconds"],
-        )
+        yield from _disk_families(state["prefix_cache"]["disk"])
+        yield _counter("restarts", "Restarts of the engines after faults", state["num_restarts"])
+        recovery = "Time from faults until the engines worked again"
+        yield _counter("recovery_seconds", recovery, state["recovery_seconds"])
 
 
 def _stage_families(stages: list[dict[str, Any]]) -> Iterator[Metric]:
     """Yields the metrics of each stage; a value that is not known is left out."""
-    for key, family in (
-        ("bytes_owned", _gauge("owned_bytes", "Bytes of weights that a stage has")),
-        ("bytes_read", _gauge("read_bytes", "Bytes that a stage has read from files")),
-        ("bytes_fetched", _gauge("fetched_bytes", "Bytes of weights that a stage has fetched")),
-        ("kv_bytes", _gauge("kv_bytes", "Bytes of keys and values that a stage holds")),
-        ("adapter_bytes", _gauge("adapter_bytes", "Bytes of LoRA adapters of a stage")),
-        ("busy_seconds", CounterMetricFamily(*_BUSY, labels=["stage"])),
+    for key, name, meaning in (
+        ("bytes_owned", "owned_bytes", "Bytes of weights that a stage has"),
+        ("bytes_read", "read_bytes", "Bytes that a stage has read from files"),
+        ("bytes_fetched", "fetched_bytes", "Bytes of weights that a stage has fetched"),
+        ("kv_bytes", "kv_bytes", "Bytes of keys and values that a stage holds"),
+        ("adapter_bytes", "adapter_bytes", "Bytes of LoRA adapters of a stage"),
     ):
-        for stage in stages:
-            if stage.get(key) is not None:
-                family.add_metric([str(stage["rank"])], stage[key])
-        yield family
+        values = {str(stage["rank"]): stage.get(key) for stage in stages}
+        yield _labelled(GaugeMetricFamily, f"stage_{name}", meaning, "stage", values)
+    meaning = "Seconds that a stage computed"
+    busy = {str(stage["rank"]): stage.get("busy_seconds") for stage in stages}
+    yield _labelled(CounterMetricFamily, "stage_busy_seconds", meaning, "stage", busy)
     hops = SummaryMetricFamily(*_HOPS, labels=["stage"])
     for stage in stages:
         hops.add_metric([str(stage["rank"])], stage["num_hops"], stage["hop_seconds"])
@@ -172,15 +161,10 @@ def _sum_families(stages: list[dict[str, Any]]) -> Iterator[Metric]:
 
 
 def _adapter_families(counted: dict[str, Any]) -> Iterator[Metric]:
-    requests = CounterMetricFamily(
-        "brigade_adapter_requests", "Requests for a LoRA adapter", labels=["adapter"]
-    )
-    for name, number in counted["num_requests"].items():
-        requests.add_metric([name], number)
-    yield requests
-    yield CounterMetricFamily(
-        "brigade_adapter_swaps", "Adapters replaced in place", value=counted["num_swapped"]
-    )
+    meaning = "Requests for a LoRA adapter"
+    requests = counted["num_requests"]
+    yield _labelled(CounterMetricFamily, "adapter_requests", meaning, "adapter", requests)
+    yield _counter("adapter_swaps", "Adapters replaced in place", counted["num_swapped"])
     yield SummaryMetricFamily(
         "brigade_adapter_load_seconds",
         "Time from a request to load an adapter until all ranks have it",
@@ -194,74 +178,61 @@ def _draft_families(drafts: dict[str, dict[str, int]]) -> Iterator[Metric]:
         ("drafted", "draft_tokens", "Guesses of tokens that were verified"),
         ("accepted", "accepted_draft_tokens", "Guesses of tokens that were right"),
     ):
-        family = CounterMetricFamily(f"brigade_{name}", meaning, labels=["drafter"])
-        for drafter, counts in drafts.items():
-            family.add_metric([drafter], counts[key])
-        yield family
+        values = {drafter: counts[key] for drafter, counts in drafts.items()}
+        yield _labelled(CounterMetricFamily, name, meaning, "drafter", values)
 
 
 def _prefix_families(cache: dict[str, Any]) -> Iterator[Metric]:
-    yield CounterMetricFamily(
-        "brigade_prefix_cache_reuses",
-        "Sequences that began with a cached prefix",
-        value=cache["num_reuses"],
-    )
-    yield CounterMetricFamily(
-        "brigade_prefix_cache_saved_tokens",
-        "Tokens that were not computed because they were cached, also after preemption",
-        value=cache["num_reused_tokens"],
-    )
-    evictions = CounterMetricFamily(
-        "brigade_prefix_cache_evictions",
-        "Cached sequences and checkpoints that were dropped to make room",
-        labels=["kind"],
-    )
-    kept = GaugeMetricFamily(
-        "brigade_prefix_cache_entries", "Cached sequences and checkpoints", labels=["kind"]
-    )
-    for kind in ("sequences", "checkpoints"):
-        evictions.add_metric([kind], cache[f"num_evicted_{kind}"])
-        kept.add_metric([kind], cache[f"num_{kind}"])
-    yield evictions
-    yield kept
-    yield GaugeMetricFamily(
-        "brigade_prefix_cache_bytes",
-        "Bytes of cached prefixes on all stages",
-        value=cache["num_bytes"],
-    )
-    yield from _disk_families(cache["disk"])
+    reuses = "Sequences that began with a cached prefix"
+    yield _counter("prefix_cache_reuses", reuses, cache["num_reuses"])
+    saved = "Tokens that were not computed because they were cached, also after preemption"
+    yield _counter("prefix_cache_saved_tokens", saved, cache["num_reused_tokens"])
+    meaning = "Cached sequences and checkpoints that were dropped to make room"
+    kinds = ("sequences", "checkpoints")
+    evicted = {kind: cache[f"num_evicted_{kind}"] for kind in kinds}
+    yield _labelled(CounterMetricFamily, "prefix_cache_evictions", meaning, "kind", evicted)
+    meaning = "Cached sequences and checkpoints"
+    kept = {kind: cache[f"num_{kind}"] for kind in kinds}
+    yield _labelled(GaugeMetricFamily, "prefix_cache_entries", meaning, "kind", kept)
+    num_bytes = cache["num_bytes"]
+    yield _gauge("prefix_cache_bytes", "Bytes of cached prefixes on all stages", num_bytes)
 
 
 def _disk_families(disk: dict[str, Any]) -> Iterator[Metric]:
-    yield CounterMetricFamily(
-        "brigade_prefix_cache_disk_reads",
-        "Prefixes that all ranks read from their disks",
-        value=disk["num_reads"],
-    )
-    yield CounterMetricFamily(
-        "brigade_prefix_cache_disk_read_tokens",
-        "Tokens of prefixes that were read from disk",
-        value=disk["num_read_tokens"],
-    )
-    files = CounterMetricFamily(
-        "brigade_prefix_cache_disk_files",
-        "Files of prefixes that were written, evicted, found damaged, or could not be written",
-        labels=["event"],
-    )
-    for event, name in (
-        ("written", "num_written_files"),
-        ("evicted", "num_evicted_files"),
-        ("damaged", "num_damaged_files"),
-        ("failed", "num_failed_writes"),
-    ):
-        files.add_metric([event], disk[name])
-    yield files
-    yield GaugeMetricFamily(
-        "brigade_prefix_cache_disk_bytes",
-        "Bytes of prefixes on the disks of all ranks",
-        value=disk["num_bytes"],
-    )
+    reads = "Prefixes that all ranks read from their disks"
+    yield _counter("prefix_cache_disk_reads", reads, disk["num_reads"])
+    tokens = "Tokens of prefixes that were read from disk"
+    yield _counter("prefix_cache_disk_read_tokens", tokens, disk["num_read_tokens"])
+    meaning = "Files of prefixes that were written, evicted, found damaged, or could not be written"
+    files = {
+        "written": disk["num_written_files"],
+        "evicted": disk["num_evicted_files"],
+        "damaged": disk["num_damaged_files"],
+        "failed": disk["num_failed_writes"],
+    }
+    yield _labelled(CounterMetricFamily, "prefix_cache_disk_files", meaning, "event", files)
+    held = "Bytes of prefixes on the disks of all ranks"
+    yield _gauge("prefix_cache_disk_bytes", held, disk["num_bytes"])
 
 
-def _gauge(name: str, meaning: str) -> Any:
-    return GaugeMetricFamily(f"brigade_stage_{name}", meaning, labels=["stage"])
+def _gauge(name: str, meaning: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"brigade_{name}", meaning, value=value)
+
+
+def _counter(name: str, meaning: str, value: float) -> Metric:
+    return CounterMetricFamily(f"brigade_{name}", meaning, value=value)
+
+
+def _labelled(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    meaning: str,
+    label: str,
+    values: Mapping[str, float | None],
+) -> Metric:
+    """Makes a metric with a value for each value of a label, except those that are None."""
+    family = kind(f"brigade_{name}", meaning, labels=[label])
+    for each, value in values.items():
+        if value is not None:
+            family.add_metric([each], value)
+    return family

@@ -30,11 +30,9 @@ _FORWARDING = re.compile(
 
 
 class Hosts:
-    """The values of Host under which this server may be called without a key.
-
-    DNS rebinding needs a name, so a server that listens beyond loopback accepts every IP
-    address. One on loopback accepts loopback addresses and localhost only.
-    """
+    """The values of Host under which this server may be called without a key. DNS rebinding needs a
+    name, so a server that listens beyond loopback accepts every IP address. One on loopback accepts
+    loopback addresses and localhost only."""
 
     def __init__(self, bound: str, allowed: Iterable[str]) -> None:
         names = [host_of(name) or name.lower() for name in (bound, *allowed)]
@@ -88,8 +86,7 @@ def check_local(scope: Scope) -> None:
 
 
 def host_of(authority: str) -> str | None:
-    """Returns the host in `localhost:8080`, in lower case and without a last dot; None if it is
-    malformed. IPv6 addresses lose their brackets."""
+    """Returns the host in `localhost:8080`, plain and in lower case; None if it is malformed."""
     match = _AUTHORITY.fullmatch(authority.lower())
     return match["host"].strip("[]").removesuffix(".") if match else None
 

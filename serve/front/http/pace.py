@@ -8,8 +8,7 @@ MAX_FREE_BYTES = 64 << 10  # of each body
 
 
 class Pace:
-    """Lets large bodies take turns, in one event loop. A body waits for its turn only after a part
-    of it has arrived, so a slow client delays nobody."""
+    """Lets large bodies take turns after each part that arrives, so slow clients delay nobody."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()

@@ -39,8 +39,6 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """A file of the page, in the two forms in which it is sent."""
-
     data: bytes
     compressed: bytes
     content_type: str
@@ -56,8 +54,7 @@ def names() -> frozenset[str]:
 
 @cache
 def page_file(name: str) -> PageFile | None:
-    """Returns the file with this name, or None if there is none. A client cannot name other
-    files."""
+    """Returns the file with this name, or None: a client cannot name other files."""
     if name not in names():
         return None
     data = (ROOT / name).read_bytes()
@@ -70,7 +67,6 @@ def page_file(name: str) -> PageFile | None:
 
 
 def is_for_browser(method: str, path: str, headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a browser asks for the page at `/`. Programs that ask for it do not name text/html,
-    and get JSON."""
+    """Whether a browser asks for the page at `/`. Programs do not name text/html, and get JSON."""
     is_read = method in ("GET", "HEAD")
     return path == "/" and is_read and b"text/html" in headers.get(b"accept", b"")

@@ -61,7 +61,6 @@ class Record:
         return ".".join(name if name in self.field_names else _UNKNOWN_FIELD for name in names)
 
     def failure(self) -> str:
-        """Returns why the request failed, as key=value."""
         pairs = {"status": self.status, "code": self.code, "param": self.param}
         return _line({**pairs, "reason": self.reason})
 

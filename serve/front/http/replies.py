@@ -144,7 +144,6 @@ _MAX_NAME_CHARACTERS = 64
 
 
 def ignored_fields(names: Sequence[str]) -> dict[str, str]:
-    """Returns the header that lists the ignored fields."""
     return listed("x-ignored-fields", names)
 
 

@@ -51,8 +51,6 @@ _logger = logging.getLogger(__name__)
 
 
 class Config(uvicorn.Config):
-    """uvicorn's configuration, with Brigade's limits."""
-
     def __init__(self, app: Application, limits: Constants) -> None:
         super().__init__(
             app,
@@ -96,7 +94,6 @@ class Connection(h11.Connection):
         return event
 
     def _check_headers(self, received: bytes) -> None:
-        """Checks the number of headers before h11 parses them."""
         if received.partition(b"\r\n\r\n")[0].count(b"\n") > MAX_HEADERS:
             raise RefusedError(
                 f"The request has more than {MAX_HEADERS} headers.", error_status_hint=431
@@ -181,11 +178,9 @@ class Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._clear()
-        self._stop_sending()
-        self._stop_probing()
-        if self._pausing is not None:
-            self._pausing.cancel()
+        for timer in (self._deadline, self._sending, self._probing, self._pausing):
+            if timer is not None:
+                timer.cancel()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Whether the connection stays open, for the answer to a request that is complete."""
@@ -217,10 +212,6 @@ class Protocol(H11Protocol):
         interim = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
         self.transport.write(self.conn.send(interim) or b"")
         self._probing = self.loop.call_later(next(intervals), self._probe, intervals)
-
-    def _stop_probing(self) -> None:
-        if self._probing is not None:
-            self._probing.cancel()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -329,8 +320,7 @@ class Protocol(H11Protocol):
 
 
 def probe_intervals() -> Iterator[float]:
-    """Seconds between writes to a client that may have left. If it has left, the second write
-    fails; the later ones find clients that leave later."""
+    """Seconds between writes to a client. If it has left, the second write fails."""
     seconds = _PROBE_SECONDS
     while True:
         yield seconds
@@ -338,8 +328,6 @@ def probe_intervals() -> Iterator[float]:
 
 
 class QuietServer(uvicorn.Server):
-    """uvicorn's server without signal handlers."""
-
     def __init__(self, app: Application, limits: Constants) -> None:
         super().__init__(Config(app, limits))
 

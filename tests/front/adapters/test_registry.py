@@ -25,7 +25,6 @@ class Registry:
 
     def add(self, name: str) -> Adapter:
         self.num_added += 1
-        adapter = Adapter(name, Source(name))
         read = AdapterRead(
             version=self.num_added,
             digest="d",
@@ -37,9 +36,8 @@ class Registry:
             scale=2.0,
             num_bytes=1000,
         )
-        loaded = LoadedVersion(adapter.source, {0: read})
-        adapter.take(read.version, loaded)
-        adapter.used_at = float(read.version)
+        loaded = LoadedVersion(Source(name), {0: read})
+        adapter = Adapter(name, read.version, loaded, used_at=float(read.version))
         self.registry.hold(read.version, loaded)
         self.registry.put(adapter)
         return adapter

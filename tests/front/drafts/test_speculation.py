@@ -8,8 +8,8 @@ from serve.core.types import Sampling, Sequence
 from serve.front.drafts.acceptance import Acceptance, HitShares
 from serve.front.drafts.counts import DraftCounts
 from serve.front.drafts.guesses import Guesses
-from serve.front.drafts.model_guesses import ModelCosts
-from serve.front.drafts.speculation import MAX_DRAFTS, Speculation, best_length
+from serve.front.drafts.model_guesses import ModelCosts, best_number
+from serve.front.drafts.speculation import MAX_DRAFTS, Speculation
 from serve.front.drafts.step_cost import StepCost
 
 LOOP = [11, 12, 13, 14, 15, 16, 17, 18]
@@ -126,8 +126,9 @@ def test_forget_leaves_nothing() -> None:
         ([[0.9, 0.8], [], [], [], [], [], [], []], 0.3, 0),
     ],
 )
-def test_best_length(gains: list[list[float]], token_cost: float, expected: int) -> None:
-    assert best_length(gains, token_cost) == expected
+def test_best_number(gains: list[list[float]], token_cost: float, expected: int) -> None:
+    number, _ = best_number(gains, token_cost, min_gain=1.05)
+    assert number == expected
 
 
 def test_a_long_prompt_is_learned_in_parts() -> None:
