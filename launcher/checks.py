@@ -12,7 +12,6 @@ import msgspec
 
 from serve.core.agent_messages import HopSpeed, HostFacts
 from serve.core.amounts import format_bytes
-from serve.core.errors import DisagreementError
 from serve.core.facts import MISSING, compare
 
 MLX_FLOOR = (0, 32, 1)
@@ -251,9 +250,7 @@ def check_same(
     values: Sequence[Mapping[str, str]],
     fix: str,
 ) -> Finding:
-    try:
-        compare(dict(enumerate(values)))
-    except DisagreementError as error:
+    if error := compare(dict(enumerate(values))):
         rows = error.rows.items()
         who = [f"{name} of {hosts[n]} is {row[n]}" for name, row in rows for n in row]
         return Finding("fail", "all hosts", "they differ: " + ", ".join(who), fix)

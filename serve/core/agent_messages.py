@@ -1,7 +1,6 @@
 """The messages between a launcher and its agents.
 
 They are lines of JSON, because the output of a shell profile may appear between them.
-serve.core.messages lists their directions with those of all other messages.
 """
 
 from typing import TypeAlias
@@ -10,10 +9,8 @@ import msgspec
 
 
 class AgentMessage(msgspec.Struct, frozen=True, tag=True):
-    """The base of the messages between a launcher and an agent.
-
-    The receiver ignores unknown fields, so that an agent of another version can report its version.
-    """
+    """The base of the messages between a launcher and an agent. The receiver ignores unknown
+    fields, so that an agent of another version can report its version."""
 
 
 class EnterFolder(AgentMessage, frozen=True):
@@ -41,15 +38,13 @@ class ReservePorts(AgentMessage, frozen=True):
 
 
 class StartEcho(AgentMessage, frozen=True):
-    """A launcher asks an agent to let another agent measure the hop to this address. The answer is
-    EchoStarted."""
+    """A launcher asks an agent for an echo at this address. The answer is EchoStarted."""
 
     ip: str
 
 
 class MeasureHop(AgentMessage, frozen=True):
-    """A launcher asks an agent to measure the hop to another agent's echo. The answer is
-    HopSpeed."""
+    """A launcher asks an agent to measure the hop to another's echo. The answer is HopSpeed."""
 
     ip: str
     port: int
@@ -63,12 +58,9 @@ class FindHolder(AgentMessage, frozen=True):
 
 class RunRank(AgentMessage, frozen=True):
     """A launcher asks an agent to start and supervise a rank. The answers are RankStarted and, at
-    the end, RankEnded.
-
-    addresses are those of all ranks, control is where rank 0's parent listens, and secret
-    distinguishes this launch from others. A rank that is asked to end is killed after
-    drain_seconds. num_returns is how often the rank was started before.
-    """
+    the end, RankEnded. addresses are those of all ranks, control is where rank 0's parent listens,
+    and secret distinguishes this launch from others. A rank that is asked to end is killed after
+    drain_seconds. num_returns is how often the rank was started before."""
 
     rank: int
     num_ranks: int
@@ -82,8 +74,7 @@ class RunRank(AgentMessage, frozen=True):
 
 
 class SendSignal(AgentMessage, frozen=True):
-    """A launcher asks an agent to send its rank this signal. SIGKILL goes to the whole process
-    group."""
+    """A launcher asks an agent to signal its rank, or for SIGKILL its whole process group."""
 
     number: int
 
@@ -122,14 +113,11 @@ class PrefixFolder(msgspec.Struct, frozen=True):
 
 
 class HostFacts(AgentMessage, frozen=True):
-    """An agent reports the facts of its host.
-
-    max_files is negative if there is no limit. blas is the library that replaces MLX's own.
-    interfaces has the network interface of each requested address, and unusable the reason why an
-    address cannot be used. model has the digests of the model's files; model_error says why there
-    are none. hub_model is the model's id if it is on the hub, where there are no files to compare
-    yet. time is in seconds since the epoch.
-    """
+    """An agent reports the facts of its host. max_files is negative if there is no limit. blas
+    replaces MLX's own library. interfaces has the network interface of each requested address, and
+    unusable the reason why an address cannot be used. model has the digests of the model's files;
+    model_error says why there are none. hub_model is the id of a model on the hub. time is in
+    seconds since the epoch."""
 
     host: str
     system: str

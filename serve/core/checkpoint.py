@@ -52,8 +52,8 @@ class TensorRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The description of a model folder. Two hosts have the same digest if their configs and
-    the places of their tensors are equal."""
+    """The description of a model folder. The digest covers the config and the places of its
+    tensors."""
 
     folder: Path
     model_type: str
@@ -131,7 +131,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_from(stream: BinaryIO, path: Path) -> dict[str, Any]:
-    """Reads the JSON object of an open file, which messages call path. Raises ModelError and
+    """Reads a JSON object from an open file, called path in errors. Raises ModelError and
     OSError."""
     text = stream.read(MAX_JSON_BYTES + 1)
     if len(text) > MAX_JSON_BYTES:
@@ -148,8 +148,7 @@ def read_json_from(stream: BinaryIO, path: Path) -> dict[str, Any]:
 
 
 def read_header(file: Path) -> dict[str, TensorRange]:
-    """Reads the places of the tensors in a safetensors file. Raises ModelError if the file is
-    incomplete."""
+    """Reads the places of the tensors in a safetensors file. Raises ModelError."""
     text, file_bytes = _read_header(file)
     return parse_header(text, file, file_bytes)
 
@@ -161,7 +160,6 @@ def read_header_from(stream: BinaryIO, file: Path) -> dict[str, TensorRange]:
 
 
 def _read_header(file: Path) -> tuple[bytes, int]:
-    """Returns the text of a file's header, and the length of the file."""
     try:
         with file.open("rb") as stream:
             return _header_of(stream, file)
@@ -263,8 +261,8 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def refuse_pickles(place: str, names: Iterable[str]) -> None:
-    """Raises ModelError if any of these files is a pickle. It is called for a place (a folder or a
-    repository) without safetensors."""
+    """Raises ModelError if any file in a place (folder or repository) without safetensors is a
+    pickle."""
     for name in sorted(names):
         if Path(name).suffix in _PICKLE_SUFFIXES:
             raise ModelError(

@@ -70,8 +70,7 @@ class AdapterError(RequestError):
 
 
 class RequestCancelledError(RequestError):
-    """An operator ended this request. Clients do not repeat a request after this status, as they
-    do after others such as 409 and 503."""
+    """An operator ended this request. Clients do not repeat a request after this status."""
 
     http_status = 410
 
@@ -83,8 +82,7 @@ class RequestCancelledError(RequestError):
 
 
 class OverflowedError(RequestError):
-    """The logits of a sequence were not finite numbers. The status is not 4xx, because the model
-    or the adapter is to blame, not the request."""
+    """The logits of a sequence were not finite: no 4xx, as the model or adapter is to blame."""
 
     http_status = 500
     type = "server_error"
@@ -126,8 +124,7 @@ class ClusterError(BrigadeError):
 
 
 class DisagreementError(ClusterError):
-    """Ranks have different files or versions. rows has, for each fact that differs, the value on
-    each rank."""
+    """Ranks have different files or versions. rows has each rank's value of each such fact."""
 
     def __init__(self, rows: dict[str, dict[int, str]]) -> None:
         self.rows = rows
@@ -143,8 +140,7 @@ class DisagreementError(ClusterError):
 
 
 class LostRankError(ClusterError):
-    """A training run cannot go on without a rank that was lost. A launcher starts all ranks
-    again."""
+    """A training run has lost a rank, and ends. A launcher starts all ranks again."""
 
     exit_code = 75
 
@@ -159,8 +155,8 @@ class EngineError(BrigadeError):
 
 
 class GivenUpError(BrigadeError):
-    """A request that ended the engines too often. Its status is 500 instead of 503, because clients
-    should not send it again. The message is for the client."""
+    """A request that ended the engines too often: 500, not 503, so that clients do not repeat
+    it."""
 
     code = "request_given_up"
 

@@ -32,8 +32,7 @@ def files(folder: Path, weights_digest: str) -> dict[str, str]:
 
 
 def stamp(folder: Path) -> str:
-    """Returns a digest of the names, sizes and times of a model folder's weights and config. It
-    changes when any of these files is written or replaced."""
+    """Returns a digest of the names, sizes and times of a model folder's weights and config."""
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):
         try:
@@ -44,9 +43,8 @@ def stamp(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def compare(facts: Mapping[int, Mapping[str, str]]) -> None:
-    """Compares the facts of all ranks. Raises DisagreementError, which has every rank's value for
-    each fact that differs."""
+def compare(facts: Mapping[int, Mapping[str, str]]) -> DisagreementError | None:
+    """Compares the facts of all ranks. Returns the error that names those that differ, or None."""
     names: dict[str, None] = {}  # A dict keeps the order, which a set does not.
     for own in facts.values():
         names.update(dict.fromkeys(own))
@@ -55,8 +53,7 @@ def compare(facts: Mapping[int, Mapping[str, str]]) -> None:
         row = {rank: own.get(name, MISSING) for rank, own in facts.items()}
         if len(set(row.values())) > 1:
             different[name] = row
-    if different:
-        raise DisagreementError(different)
+    return DisagreementError(different) if different else None
 
 
 def _version(package: str) -> str:

@@ -17,12 +17,9 @@ _UNLOCKED_SECONDS = 60.0  # far more than it takes to lock a folder that was jus
 
 
 class OwnFolder:
-    """A folder that is locked as long as this process lives: the system releases the lock.
-
-    The folder gets its final name after the lock, so an unlocked folder of that name has no owner.
-    systemd-tmpfiles does not remove locked folders. macOS does, so the folder must not hold
-    anything that is needed for days.
-    """
+    """A folder that is locked as long as this process lives: the system releases the lock. It gets
+    its final name after the lock, so an unlocked folder of that name has no owner. systemd-tmpfiles
+    does not remove locked folders. macOS does, so it must not hold what is needed for days."""
 
     def __init__(self) -> None:
         unlocked = tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX)
@@ -51,8 +48,7 @@ def own_folder() -> OwnFolder:
 
 
 def sync(path: Path) -> None:
-    """Waits until the contents of a file or the entries of a folder are on the disk. Raises
-    OSError."""
+    """Waits until a file's contents or a folder's entries are on the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
 """The messages between the server and its helper processes, which do slow work for it.
 
 They travel as JSON, because they hold JSON of clients, whose integers may be too large for
-MessagePack. serve.core.messages lists their directions with those of all other messages.
+MessagePack.
 """
 
 from typing import Generic, Literal, TypeAlias, TypeVar

@@ -118,8 +118,7 @@ def _sum_seconds(num_bytes: int, num_shards: int, link: Link) -> float:
 
 
 def _gather_seconds(num_bytes: float, num_shards: int, link: Link) -> float:
-    """Returns the time after which every shard has the equal parts of all shards, num_bytes in all.
-    The parts go around a ring."""
+    """Returns the time of passing equal parts around a ring until every shard has all num_bytes."""
     return (num_shards - 1) * link.seconds(num_bytes / num_shards)
 
 
@@ -139,14 +138,12 @@ def max_tokens_of_shared_head(
 
 
 def best(forecasts: Sequence[Forecast]) -> Forecast:
-    """Returns the fastest layout. If two are equally fast, it is the one with fewer shards, because
-    fewer shards send less."""
+    """Returns the fastest layout; among equal ones that with fewer shards, which sends less."""
     return max(forecasts, key=lambda each: (each.tokens_per_second, -each.num_shards))
 
 
 def parse_num_shards(text: str) -> int | None:
-    """Reads the value of --tensor-parallel: a number of shards, or None for auto. Raises
-    UsageError."""
+    """Reads --tensor-parallel: a number of shards, or None for auto. Raises UsageError."""
     if text == "auto":
         return None
     if not text.isdecimal() or not int(text):
@@ -173,8 +170,7 @@ def check_layout(num_shards: int | None, split: str) -> None:
 
 
 def parse_link(text: str) -> Link:
-    """Reads a link from "0.2,1100": its round trip in milliseconds and its MB/s. Raises
-    UsageError."""
+    """Reads a round trip in milliseconds and MB/s from "0.2,1100". Raises UsageError."""
     try:
         milliseconds, megabytes = map(float, text.split(","))
     except ValueError:

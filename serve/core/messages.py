@@ -1,30 +1,9 @@
 """Every message that crosses a process or host boundary, with its direction.
 
 They travel as MessagePack arrays that begin with the name of their type. Both ends match on the
-types; a body of a type that is not expected there is an error.
-
-    parent  -> engine             MakePlan, Order, Admit, Embed, LoadAdapter, ReadPrefix,
-                                  ForgetPrefixFiles, Step, Leave
-    engine  -> parent             Planned, Status, Fault, AdapterRead, AdapterRefused, PrefixFiles,
-                                  PrefixRead, PrefixFileWritten, Result, RingLost, Left
-    rank 0's parent -> parent     Challenge, Welcome, Refused, Renew, Start, PrepareSpare, Ping,
-                                  Stop, LoadAdapter, ReadPrefix, ForgetPrefixFiles
-    parent -> rank 0's parent     Hello, Pong, Report
-    engine  -> next engine        Greeting, Hop
-    trainer -> other trainer      TaggedTensors, Alive, Parting; in TaggedTensors the notes Reached,
-                                  SameFacts, PinnedCommit, TensorNames, TrainedNames, WeightTypes,
-                                  NumTrained, RunStart, ResumePoint, Probe, UpdateNote, LossSum,
-                                  NotFinite, OpTimes, WeightDigest
-    launcher -> agent             EnterFolder, DescribeHost, ReservePorts, StartEcho, MeasureHop,
-                                  FindHolder, RunRank, SendSignal
-    agent -> launcher             AgentReady, FolderEntered, HostFacts, PortsReserved, EchoStarted,
-                                  HopSpeed, PortHolder, RankStarted, RankEnded, AgentError
-    server -> helper process      ReadBody, ParseCall, CheckGrammar, CheckClaims
-    helper process -> server      HelperReady, BodyRead, BodyRefused, BodyNotRead, CallsParsed,
-                                  CallUnreadable, GrammarChecked, ClaimsChecked
-
-The messages of the last four lists are defined in serve.core.agent_messages and
-serve.core.helper_messages. They are JSON, not MessagePack.
+types; a body of a type that is not expected there is an error. The unions at the end of this file
+have the messages of each direction. Those of agents and helper processes are JSON, and defined in
+serve.core.agent_messages and serve.core.helper_messages.
 """
 
 import math
@@ -52,10 +31,7 @@ class Challenge(Message, frozen=True):
 
 class Hello(Message, frozen=True):
     """A caller asks rank 0's parent to join. proof answers the challenge, nonce is a challenge in
-    return.
-
-    facts are those of serve.core.facts, which must be the same on all ranks.
-    """
+    return. facts (serve.core.facts) must be the same on all ranks."""
 
     rank: int
     num_ranks: int
@@ -151,8 +127,7 @@ class Start(Message, frozen=True):
 
 
 class PrepareSpare(Message, frozen=True):
-    """Rank 0's parent tells another parent that the engines work, so that it may start its spare
-    engine. It is sent once in each life."""
+    """Rank 0's parent tells another, once in each life, that it may start its spare engine."""
 
 
 class Ping(Message, frozen=True):
@@ -186,18 +161,15 @@ class MakePlan(Message, frozen=True):
 
 class Leave(Message, frozen=True):
     """A parent asks its engine to leave its ring, to keep everything else, and to wait for another
-    order. life is the number of the next life. The answer is Left; an engine that cannot leave
-    ends."""
+    order. life is the number of the next life. The answer is Left."""
 
     life: int
 
 
 class Admit(Message, frozen=True):
     """Rank 0's parent tells its engine how to sample a sequence, before the sequence's first step.
-
     tokens are prompt and answer so far, of which num_prompt are the prompt; they are empty if
-    sampling does not depend on them and there is no draft model.
-    """
+    nothing reads them."""
 
     sequence: int
     sampling: Sampling
@@ -215,12 +187,10 @@ class Embed(Message, frozen=True):
 
 
 class LoadAdapter(Message, frozen=True):
-    """A parent asks its engine to read and check an adapter while the engine computes steps.
-
-    path must lie below root, if there is one. With a commit, path is `org/name` on the hub. held
-    are the versions that earlier engines of this rank may have read. The answer is AdapterRead or
-    AdapterRefused.
-    """
+    """A parent asks its engine to read and check an adapter while the engine computes steps. path
+    must lie below root, if there is one; with a commit it is `org/name` on the hub. held are the
+    versions that earlier engines of this rank may have read. The answer is AdapterRead or
+    AdapterRefused."""
 
     version: int
     path: str
@@ -231,10 +201,9 @@ class LoadAdapter(Message, frozen=True):
 
 
 class ReadPrefix(Message, frozen=True):
-    """A parent asks its engine to read a prefix of num_tokens tokens from its disk, while steps go
-    on. names are the files with its segments, in order; state is the file with the caches that
-    cannot be cut (None: there are none). A later step begins the sequence with this prefix. The
-    answer is PrefixRead."""
+    """A parent asks its engine to read a prefix of num_tokens tokens from its disk, for a later
+    step. names are the files with its segments, in order; state is the file with the caches that
+    cannot be cut (None: there are none). The answer is PrefixRead."""
 
     sequence: int
     num_tokens: int
@@ -336,12 +305,10 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Activity(msgspec.Struct, frozen=True, array_like=True):
-    """The work of a stage since its start, and its spans since the last report.
-
-    waits_on is the hop of a tensor that is on its way, as (from, to) in places of the ring; step
-    is the one being computed; kv_bytes is None if it has not changed; sent_at is the time of the
-    report on the clock of the spans. sums is None if the stage has one shard.
-    """
+    """The work of a stage since its start, and its spans since the last report. waits_on is the hop
+    of a tensor that is on its way, as (from, to) in places of the ring; step is the one being
+    computed; kv_bytes is None if it has not changed; sent_at is the time of the report on the clock
+    of the spans. sums is None if the stage has one shard."""
 
     busy_seconds: float
     num_steps: int
@@ -375,8 +342,7 @@ class Fault(Message, frozen=True):
 
 
 class RingLost(Message, frozen=True):
-    """An engine reports that a neighbour or a link is gone. It keeps everything else, and waits for
-    Leave."""
+    """An engine reports that a neighbour or a link is gone. It waits for Leave."""
 
     reason: str
 
@@ -390,12 +356,10 @@ class Left(Message, frozen=True):
 
 
 class AdapterRead(Message, frozen=True):
-    """An engine has read its part of an adapter.
-
-    digest identifies the adapter's files, checksum also the tensors that this stage read. targets
-    are all modules that the adapter changes, own those of this stage, kinds the last parts of
-    their names. scale is None if targets differ in it.
-    """
+    """An engine has read its part of an adapter. digest identifies the adapter's files, checksum
+    also the tensors that this stage read. targets are all modules that the adapter changes, own
+    those of this stage, kinds the last parts of their names. scale is None if targets differ in
+    it."""
 
     version: int
     digest: str
@@ -417,8 +381,7 @@ class AdapterRefused(Message, frozen=True):
 
 
 class PrefixFile(msgspec.Struct, frozen=True, array_like=True):
-    """A file of the prefix cache that a stage has on its disk. The names and positions are those of
-    serve.core.types.Write."""
+    """A file of the prefix cache on a stage's disk, named as in serve.core.types.Write."""
 
     name: str
     parent: str
@@ -472,15 +435,12 @@ class Scores(msgspec.Struct, frozen=True, array_like=True):
 
 class Result(Message, frozen=True):
     """Rank 0's engine returns the tokens and scores of a step, and the embeddings of prompts that
-    are complete with it.
-
-    tokens has one token for each row (or one of serve.core.types.FAILURES), and is empty if the
-    step did not sample. If the step fed drafts, num_drafts has their number for each row, and
-    num_accepted how many of them were right. Then each row has that many tokens more, one row after
-    the other. A row with -1 has no token: its drafts may have made its numbers overflow, and it has
-    to be computed again without drafts. guesses are the draft model's for each row, if the step
-    asked for some.
-    """
+    are complete with it. tokens has one token for each row (or one of FAILURES), and is empty if
+    the step did not sample. If the step fed drafts, num_drafts has their number for each row, and
+    num_accepted how many of them were right: each row has that many tokens more, one row after the
+    other. A row with -1 has no token: its drafts may have made its numbers overflow, and it has to
+    be computed again without drafts. guesses are the draft model's for each row, if the step asked
+    for some."""
 
     number: int
     tokens: tuple[int, ...]
@@ -533,8 +493,7 @@ class Note(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Reached(Note, frozen=True):
-    """Every rank of a training run reports that it has reached this point. A rank continues when it
-    has this note from all ranks."""
+    """Every rank of a training run reports this point, and continues when all have reached it."""
 
     point: str
 
@@ -583,12 +542,10 @@ class RunStart(Note, frozen=True):
 
 
 class ResumePoint(Note, frozen=True):
-    """Rank 0 of a training run tells all ranks where a resumed run continues.
-
-    iteration counts batches and step the updates of the optimizer. losses are (batches done,
-    validation loss). A batch is divided into num_parts micro-batches. loss_scale is the factor of
-    the loss, and how many updates in a row were finite with it.
-    """
+    """Rank 0 of a training run tells all ranks where a resumed run continues. iteration counts
+    batches and step the updates of the optimizer. losses are (batches done, validation loss). A
+    batch is divided into num_parts micro-batches. loss_scale is the factor of the loss, and how
+    many updates in a row were finite with it."""
 
     iteration: int
     step: int
@@ -598,13 +555,11 @@ class ResumePoint(Note, frozen=True):
 
 
 class Probe(Note, frozen=True):
-    """Every rank of a training run sends the bytes and times of its largest micro-batch.
-
-    base is held without any micro-batch: weights, float32 master weights and the optimizer's
-    state. gradients are the sums of all micro-batches. A micro-batch holds `held` from F to W;
-    extra is what each kind of op, and an update, need beside what there is before it. means has
-    the stage, the kind and the seconds of each op.
-    """
+    """Every rank of a training run sends the bytes and times of its largest micro-batch. base is
+    held without any micro-batch: weights, float32 master weights and the optimizer's state.
+    gradients are the sums of all micro-batches. A micro-batch holds `held` from F to W; extra is
+    what each kind of op, and an update, need beside what there is before it. means has the stage,
+    the kind and the seconds of each op."""
 
     base: int
     gradients: int

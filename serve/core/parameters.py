@@ -40,7 +40,6 @@ class Parameter:
         return f"a whole number {self.range}" if self.kind is int else str(self.range)
 
     def allows(self, value: object) -> bool:
-        """Whether a value of a JSON file is one of this parameter."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         if isinstance(value, float) and self.kind is int:

@@ -22,7 +22,6 @@ class ReasoningTracker:
             self.note(token)
 
     def note(self, token: int) -> None:
-        """Notes the next token of the answer."""
         mark = self._reasoning.end if self._is_open else self._reasoning.start
         self._last = (*self._last, token)[-len(mark) :]
         self.num_tokens += self._is_open

@@ -16,7 +16,6 @@ class RestartWindow:
         return len(self._times)
 
     def add(self, now: float) -> None:
-        """Counts a restart that happens at this time, in seconds."""
         self._expire(now)
         self._times.append(now)
 

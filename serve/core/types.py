@@ -189,7 +189,6 @@ class Sequence:
 
     @property
     def num_prompt_done(self) -> int:
-        """The number of prompt tokens whose keys and values the stages hold already."""
         if self.output:
             return len(self.prompt)
         num_cached = self.num_cached if self.is_held else 0
@@ -203,7 +202,6 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """The number of tokens that may still be sampled."""
         return self.max_tokens - len(self.output) - self.num_pending
 
     def fit(self, max_length: int) -> bool:
@@ -236,7 +234,6 @@ class Sequence:
         self.num_asked = 0
 
     def record(self, token: int) -> None:
-        """Notes a token that was sampled after the client had left."""
         if token in FAILURES:
             self.may_keep = False
         else:
@@ -303,10 +300,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 class Write(msgspec.Struct, frozen=True, array_like=True):
     """After a step, the stages write a file of the prefix cache: the keys and values of the tokens
     [start, end) of a sequence. If start is end, the file has the caches that cannot be cut at that
-    position, from a checkpoint if the sequence has more tokens.
-
-    name identifies the first end tokens of the sequence, and parent the first start tokens.
-    """
+    position, from a checkpoint if the sequence has more tokens. name identifies the first end
+    tokens of the sequence, and parent the first start tokens."""
 
     sequence: int
     name: str
@@ -361,14 +356,12 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     @property
     def tokens_fed(self) -> list[tuple[int, ...]]:
-        """The tokens that each row feeds."""
         ends = itertools.accumulate(row.num_tokens for row in self.rows)
         pairs = zip(self.rows, ends, strict=True)
         return [self.tokens[end - row.num_tokens : end] for row, end in pairs]
 
     @property
     def num_drafts(self) -> int:
-        """The number of tokens that it feeds as guesses."""
         return len(self.tokens) - len(self.rows) if self.sample else 0
 
     @property
@@ -395,8 +388,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 def tokens_of_rows(tokens: tuple[int, ...], num_accepted: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Divides the tokens that a step has sampled among its rows. The arguments are fields of a
-    Result."""
+    """Divides the tokens of a step among its rows, from fields of a Result."""
     if not num_accepted:
         return [(token,) for token in tokens]
     rows: list[tuple[int, ...]] = []
@@ -438,7 +430,6 @@ class SumCounts(msgspec.Struct, frozen=True, array_like=True):
     step_seconds: float = 0.0
 
     def with_sum(self, num_bytes: int, seconds: float) -> "SumCounts":
-        """Returns the counts with one more sum. seconds is 0 in steps that are not measured."""
         return msgspec.structs.replace(
             self,
             num_sums=self.num_sums + 1,
@@ -447,7 +438,6 @@ class SumCounts(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def with_step(self, seconds: float) -> "SumCounts":
-        """Returns the counts with one more measured step, which took these seconds."""
         return msgspec.structs.replace(
             self,
             num_measured=self.num_measured + 1,

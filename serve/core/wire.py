@@ -36,11 +36,8 @@ def frame(message: AnyMessage) -> bytes:
 
 
 class FrameReader(Generic[Received]):
-    """Turns a stream of bytes, which may arrive in any pieces, into messages of the expected types.
-
-    expected is a type or a union of serve.core.messages. A longer body than max_body_bytes is
-    refused by its header, before it is received.
-    """
+    """Turns a stream of bytes, in any pieces, into messages of the expected types, a union of
+    serve.core.messages. A longer body than max_body_bytes is refused by its header."""
 
     def __init__(self, expected: Any, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self._decoder: msgspec.msgpack.Decoder[Received] = msgspec.msgpack.Decoder(expected)

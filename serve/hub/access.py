@@ -62,10 +62,8 @@ _logger = logging.getLogger(__name__)
 
 
 class Patience:
-    """The number of tries that one transfer has left, and the waits between them.
-
-    Progress renews the tries.
-    """
+    """The number of tries that one transfer has left, and the waits between them. Progress renews
+    it."""
 
     def __init__(
         self,
@@ -93,7 +91,6 @@ class Patience:
         self._sleep(seconds)
 
     def _seconds_before_retry(self, error: Exception) -> float:
-        """Returns the wait that the server asked for, or else exponential backoff with jitter."""
         requested = _requested_wait(error)
         if requested is not None:
             return min(requested, _MAX_REQUESTED_WAIT_SECONDS)
@@ -149,7 +146,6 @@ def explain(error: Exception, repo: str) -> ModelError:
 
 
 def _reason_by_type(error: Exception, repo: str) -> str | None:
-    """Returns the message for errors of huggingface_hub whose type says what is wrong."""
     page = f"{constants.ENDPOINT}/{repo}"
     if isinstance(error, GatedRepoError):
         return f"{repo} is gated: accept its licence at {page} and set HF_TOKEN."
@@ -187,7 +183,6 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _requested_wait(error: Exception) -> float | None:
-    """Returns the seconds that the server asked for with this error, if it did."""
     if isinstance(error, Retry):
         return error.wait_seconds
     response = getattr(error, "response", None)

@@ -131,10 +131,7 @@ class Shard:
             raise ModelError(f"{self.path} cannot be written: {error.strerror}.") from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    shard: Shard
-    requested: Range
+_Job = tuple[Shard, Range]
 
 
 class _Stopped(Exception):
@@ -161,8 +158,8 @@ class Fetch:
             self._total += total(ranges)
             self.num_missing += total(subtract(ranges, shard.present()))
             for requested in self._requests(shard, ranges):
-                self._jobs.append(_Job(shard, requested))
-        self._shards = {job.shard for job in self._jobs}
+                self._jobs.append((shard, requested))
+        self._shards = {shard for shard, _ in self._jobs}
         self._done = self._total - self.num_missing
 
     def _requests(self, shard: Shard, wanted: list[Range]) -> list[Range]:
@@ -206,9 +203,10 @@ class Fetch:
     def _work(self) -> None:
         try:
             while job := self._next():
-                with job.shard.claim(job.requested) as is_mine:
+                shard, requested = job
+                with shard.claim(requested) as is_mine:
                     if is_mine:
-                        self._get(job)
+                        self._get(shard, requested)
                 if not is_mine:
                     # Another process has claimed it, but may end before it has fetched it.
                     self._jobs.append(job)
@@ -222,13 +220,13 @@ class Fetch:
         except IndexError:
             return None
 
-    def _get(self, job: _Job) -> None:
+    def _get(self, shard: Shard, requested: Range) -> None:
         """Fetches the missing part of a job: another process may have fetched some of it."""
-        missing = subtract([job.requested], job.shard.present())
-        self._advance(total([job.requested]) - total(missing))
+        missing = subtract([requested], shard.present())
+        self._advance(total([requested]) - total(missing))
         for part in missing:
-            pieces = job.shard.remote.read(*part, sleep=self._sleep)
-            job.shard.fill(part, pieces, self._sizes.commit_bytes, self._advance)
+            pieces = shard.remote.read(*part, sleep=self._sleep)
+            shard.fill(part, pieces, self._sizes.commit_bytes, self._advance)
 
     def _sleep(self, seconds: float) -> None:
         if self._stop.wait(seconds):

@@ -41,7 +41,6 @@ class Journal:
         return self._present
 
     def add(self, start: int, end: int) -> None:
-        """Records that bytes [start, end) are on the disk."""
         # The first newline separates this line from one that a crash has cut off.
         record = b"\n" + self._line(start, end) + b"\n"
         handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -18,10 +18,7 @@ _FIELDS = ("model_type", "model_name", "tokenizer_class")
 
 def config_for_tokenizer(folder: Path) -> Any:
     """Returns a config for AutoTokenizer.from_pretrained, of the class that transformers has for
-    the model, and with defaults for every field that no tokenizer depends on.
-
-    Raises ModelError if config.json is not a JSON object.
-    """
+    the model, with defaults for all fields that no tokenizer depends on. Raises ModelError."""
     file = folder / "config.json"
     fields = read_json(file) if file.exists() else {}
     config = _with_defaults(fields.get("model_type"))
@@ -55,7 +52,6 @@ class SamplingDefaults:
     max_new_tokens: int | None = None
 
     def numbers(self) -> dict[str, Any]:
-        """Returns the values by the names of Sampling's fields, without max_new_tokens."""
         values = asdict(self)
         del values["max_new_tokens"]
         return values

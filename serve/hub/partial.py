@@ -128,11 +128,8 @@ def open_partial(
     sizes: Sizes = STANDARD,
     kind: Kind = MODEL,
 ) -> PartialModel:
-    """Opens the folder of this commit in the cache (None: under HF_HOME), and makes it if there
-    is none. Raises ModelError.
-
-    A caller that has just resolved the revision passes its snapshot, which saves a request.
-    """
+    """Opens the folder of this commit in the cache (None: under HF_HOME), or makes it. A snapshot
+    that was just resolved saves a request. Raises ModelError."""
     cache = cache or default_cache()
     folder = cache / folder_name(repo) / commit
     state = folder / STATE_FOLDER
@@ -155,11 +152,8 @@ def open_partial(
 
 
 def _make(folder: Path, snapshot: Snapshot, kind: Kind) -> list[RemoteFile]:
-    """Makes the small files and the sparse weight files; returns the remote weight files.
-
-    The object that reads a header also fetches the rest of its file, so it notices if the file
-    has changed in between.
-    """
+    """Makes the small files and the sparse weight files; returns the remote weight files, which
+    notice if the rest of a file is not of the same version as its header."""
     if kind.config not in snapshot.files:
         raise ModelError(f"{snapshot.repo} has no {kind.config}: is this {kind.what}?")
     index = folder / INDEX if kind is MODEL and INDEX in snapshot.files else None
@@ -181,7 +175,6 @@ def _make(folder: Path, snapshot: Snapshot, kind: Kind) -> list[RemoteFile]:
 
 
 def _make_weight_file(folder: Path, snapshot: Snapshot, remote: RemoteFile) -> None:
-    """Makes a link to the whole file, or a sparse file with its header."""
     name = remote.file.name
     size = remote.file.size
     path = folder / name
@@ -205,7 +198,6 @@ def _make_weight_file(folder: Path, snapshot: Snapshot, remote: RemoteFile) -> N
 
 
 def _read_header(remote: RemoteFile, path: Path) -> bytes:
-    """Reads the first bytes of a safetensors file, up to its tensors."""
     size = remote.file.size
     prefix_bytes = min(8, size)
     prefix = b"".join(remote.read(0, prefix_bytes))

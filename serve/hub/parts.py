@@ -48,7 +48,6 @@ class Part:
         return self.tensor.num_bytes * own // self.tensor.shape[self.axis]
 
     def read(self) -> bytearray:
-        """Reads the bytes of the part. Raises ModelError."""
         data = bytearray(self.num_bytes)
         view = memoryview(data)
         path = self.tensor.file

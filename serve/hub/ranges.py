@@ -28,7 +28,6 @@ def union(ranges: Iterable[Range]) -> list[Range]:
 
 
 def subtract(wanted: Iterable[Range], present: Iterable[Range]) -> list[Range]:
-    """Returns the part of wanted that is not in present."""
     left: list[Range] = []
     cuts = union(present)
     first = 0
@@ -54,11 +53,9 @@ def requests(
     spare_bytes: int,
     max_bytes: int,
 ) -> list[Range]:
-    """Returns the ranges to request, in order, each of at most max_bytes.
-
-    Gaps of at most gap_bytes are fetched too, the smallest first, up to spare_bytes in all. A gap
-    is never fetched if some of its bytes are present.
-    """
+    """Returns the ranges to request, in order, each of at most max_bytes. Gaps of at most gap_bytes
+    are fetched too, the smallest first, up to spare_bytes in all, unless some of their bytes are
+    present."""
     present = union(present)
     missing = subtract(wanted, present)
     bridged = _bridges(missing, present, gap_bytes, spare_bytes)
@@ -76,21 +73,15 @@ def _bridges(
     gap_bytes: int,
     spare_bytes: int,
 ) -> list[Range]:
-    """Returns the gaps between missing ranges that are fetched too."""
     gaps: list[Range] = []
     for left, right in zip(missing, missing[1:], strict=False):
         gaps.append((left[1], right[0]))
     absent = set(subtract(gaps, present)).intersection(gaps)
     chosen: list[Range] = []
-    for start, end in sorted(absent, key=_length_first):
+    for start, end in sorted(absent, key=lambda gap: (gap[1] - gap[0], gap)):
         length = end - start
         spare_bytes -= length
         if length > gap_bytes or spare_bytes < 0:
             break
         chosen.append((start, end))
     return chosen
-
-
-def _length_first(gap: Range) -> tuple[int, Range]:
-    start, end = gap
-    return end - start, gap

@@ -27,8 +27,7 @@ class NoRanges(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The address of a file's bytes. at_hub says that the hub itself serves them, so the token may
-    be sent."""
+    """The address of a file's bytes. The token may be sent only if the hub itself serves them."""
 
     url: str
     headers: dict[str, str]
@@ -155,16 +154,12 @@ class RemoteFile:
         headers["Accept-Encoding"] = "identity"
         at_hub = _origin(metadata.location) == _origin(url)
         if not at_hub:
-            headers = _without_token(headers)
+            headers = {k: v for k, v in headers.items() if k.lower() != "authorization"}
         return _Place(metadata.location, headers, at_hub)
 
     def _count(self, num_bytes: int) -> None:
         with self._lock:
             self.num_bytes += num_bytes
-
-
-def _without_token(headers: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in headers.items() if name.lower() != "authorization"}
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:

@@ -4,14 +4,14 @@ huggingface_hub handles names, sizes, etags, tokens and the hub's own cache. Sma
 whole. Code (.py) and pickles are never fetched.
 """
 
-import json
 import logging
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+import msgspec
 from huggingface_hub import (
     HfApi,
     constants,
@@ -51,8 +51,7 @@ MODEL = Kind("a language model", "config.json", r"model.*\.safetensors")
 ADAPTER = Kind("an adapter", "adapter_config.json", r"(adapters|adapter_model)\.safetensors")
 
 
-@dataclass(frozen=True, slots=True)
-class RepoFile:
+class RepoFile(msgspec.Struct, frozen=True):
     """One file of a commit. etag is the sha256 of a large file and the git hash of a small one.
     It cannot be checked from a part of the file, but it shows that a file has changed."""
 
@@ -61,8 +60,7 @@ class RepoFile:
     etag: str
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True):
     """The files of one commit. complete is False if they come only from the hub's own cache: then
     the commit may have more files."""
 
@@ -75,20 +73,12 @@ class Snapshot:
     def load(cls, path: Path) -> "Snapshot | None":
         """Reads a snapshot that save has written; None if it is missing or unreadable."""
         try:
-            fields = json.loads(path.read_text())
-            files = {file["name"]: RepoFile(**file) for file in fields["files"]}
-            return cls(fields["repo"], fields["commit"], files)
-        except (OSError, ValueError, LookupError, TypeError):
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, ValueError, msgspec.DecodeError):
             return None
 
     def save(self, path: Path) -> None:
-        files = [asdict(file) for file in self.files.values()]
-        fields = {
-            "repo": self.repo,
-            "commit": self.commit,
-            "files": files,
-        }
-        write_whole(path, json.dumps(fields, indent=1).encode())
+        write_whole(path, msgspec.json.encode(self))
 
     def small_files(self, kind: Kind) -> list[str]:
         """Returns the names of the files to fetch whole. For an adapter this is only its config,
@@ -98,11 +88,12 @@ class Snapshot:
         return [name for name in self.files if Path(name).suffix in _SMALL]
 
     def weight_files(self, kind: Kind, index: Path | None) -> list[str]:
-        """Returns the safetensors files; index is the local path of a model's index.
-
-        Raises ModelError if there are none, or if the index names one that does not exist.
-        """
-        names = self._names_by_pattern(kind) if index is None else self._names_in(index)
+        """Returns the safetensors files; index is the local path of a model's index. Raises
+        ModelError if there are none, or if one is missing."""
+        if index is None:
+            names = sorted(name for name in self.files if re.fullmatch(kind.weights, name))
+        else:
+            names = self._names_in(index)
         for name in names:
             if name not in self.files:
                 raise ModelError(f"{self.repo} has no {name}{self._where}; its {INDEX} names it.")
@@ -119,9 +110,6 @@ class Snapshot:
         if constants.HF_HUB_OFFLINE:
             return " in the cache, and HF_HUB_OFFLINE is set"
         return " in the cache, and the hub cannot be reached"
-
-    def _names_by_pattern(self, kind: Kind) -> list[str]:
-        return sorted(name for name in self.files if re.fullmatch(kind.weights, name))
 
     def _names_in(self, index: Path) -> list[str]:
         shards = read_json(index).get("weight_map")
@@ -140,11 +128,9 @@ def resolve(
     cache: Path,
     kind: Kind = MODEL,
 ) -> Snapshot:
-    """Returns the files of the commit to which a branch, tag or commit (None: main) points.
-
-    If the hub cannot be reached, its last answer is used. A host that cannot even resolve the hub's
-    name is taken to be offline, without further tries. Raises ModelError.
-    """
+    """Returns the files of the commit to which a branch, tag or commit (None: main) points. If the
+    hub cannot be reached, its last answer is used. A host that cannot even resolve the hub's name
+    is taken to be offline, without further tries. Raises ModelError."""
     refs = cache / folder_name(repo) / "refs"
     ref = refs / quote(revision or "main", safe="")
     failure: ModelError | None = None
@@ -212,7 +198,6 @@ def _is_needed(name: str) -> bool:
 
 
 def _describe(repo: str, commit: str, name: str) -> RepoFile:
-    """Asks the hub for the size and etag of one file, if its listing lacks them."""
     metadata = get_hf_file_metadata(hf_hub_url(repo, name, revision=commit))
     if metadata.size is None or metadata.etag is None:
         raise ModelError(f"{constants.ENDPOINT} does not give size and etag of {repo}/{name}.")
@@ -225,8 +210,7 @@ def _remembered(
     cache: Path,
     ref: Path,
 ) -> Snapshot | None:
-    """Returns the snapshot in Brigade's cache for a revision. The file ref holds its last known
-    commit."""
+    """Returns the snapshot in Brigade's cache for a revision, whose last known commit is in ref."""
     commit = revision or ""
     if not _COMMIT.fullmatch(commit):
         commit = ref.read_text() if ref.is_file() else ""
@@ -237,7 +221,6 @@ def _remembered(
 
 
 def saved_snapshot(folder: Path) -> Path:
-    """Returns the path of the snapshot that is kept in a partial model's folder."""
     return folder / STATE_FOLDER / "snapshot.json"
 
 

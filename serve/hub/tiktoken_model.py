@@ -38,8 +38,7 @@ PATTERN = "|".join(
 
 
 def tokenizer_source(folder: Path) -> str:
-    """Returns the path of the folder's tokenizer.json, or the JSON text of one where there is none.
-    Raises ModelError."""
+    """Returns the path or the text of the folder's tokenizer.json. Raises ModelError."""
     if is_tiktoken(folder):
         return tokenizer_json(folder)
     return str(folder / "tokenizer.json")
@@ -79,7 +78,6 @@ def _pre_tokenizer() -> dict[str, Any]:
 
 
 def _byte_pairs(ranks: dict[bytes, int]) -> dict[str, Any]:
-    """Returns the vocabulary and the merges as tokenizer.json has them."""
     written: dict[bytes, str] = {}
     for token in ranks:
         characters = [character_of[byte] for byte in token]
@@ -129,11 +127,6 @@ def _read_ranks(file: Path) -> dict[bytes, int]:
 
 def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
     """Yields all pairs of tokens that make a token, in the order in which tiktoken merges."""
-
-    def order(pair: tuple[bytes, bytes]) -> tuple[int, int]:
-        left, right = pair
-        return ranks[left], ranks[right]
-
     for token in sorted(ranks, key=ranks.__getitem__):
         pairs: list[tuple[bytes, bytes]] = []
         for size in range(1, len(token)):
@@ -141,7 +134,7 @@ def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
             right = token[size:]
             if left in ranks and right in ranks:
                 pairs.append((left, right))
-        yield from sorted(pairs, key=order)
+        yield from sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
 
 
 def _added_tokens(folder: Path, num_ranks: int) -> Iterator[dict[str, Any]]:

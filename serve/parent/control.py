@@ -3,11 +3,6 @@
 The connections exist before any engine starts, and stay when engines restart. Rank 0 waits for all
 other ranks, has them start engines, receives the engines' reports, and stops them.
 
-    rank 0 -> other   Challenge, then Welcome or Refused
-    other -> rank 0   Hello, then Report and Pong
-    rank 0 -> other   Renew (a new engine), Start, PrepareSpare, Stop, Ping, and messages for its
-                      engine
-
 Both ends prove that they know the launch's secret, which itself is never sent. A report carries
 the life of its engine: the number of restarts of all engines before it.
 """
@@ -62,8 +57,6 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A rank that had joined is lost."""
-
     reason: str
 
 
@@ -121,7 +114,6 @@ class ControlServer:
 
     @property
     def joined(self) -> set[int]:
-        """The other ranks that are connected."""
         return set(self._links)
 
     def send(self, rank: int, message: ToRank) -> None:
@@ -260,10 +252,9 @@ async def join(
     timeout_seconds: float,
     refused_seconds: float | None = None,
 ) -> Link[ToRank]:
-    """Connects another rank to rank 0. Rank 0 may start later than this rank, but must accept
-    connections within refused_seconds (default: timeout_seconds) of the first attempt. A host that
-    refuses connections is there, so timeout_seconds count from its last refusal. Raises
-    ClusterError if rank 0 does not start, refuses this rank, or is another program."""
+    """Connects another rank to rank 0, which may start later. It must accept connections within
+    refused_seconds (default: timeout_seconds) of the first attempt. A host that refuses connections
+    is there, so timeout_seconds count from its last refusal. Raises ClusterError."""
     started = silent_since = time.monotonic()
     if refused_seconds is None:
         refused_seconds = timeout_seconds

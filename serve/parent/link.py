@@ -9,8 +9,6 @@ from serve.core.wire import MAX_BODY_BYTES, FrameReader, Received, frame
 
 
 class Link(Generic[Received]):
-    """One end of a connection to a peer that sends messages of the expected types."""
-
     def __init__(
         self,
         reader: asyncio.StreamReader,
@@ -31,7 +29,6 @@ class Link(Generic[Received]):
         keep_alive(self._writer.get_extra_info("socket"))
 
     def allow_large_messages(self) -> None:
-        """Accepts messages up to MAX_BODY_BYTES from here on."""
         self._frames.max_body_bytes = MAX_BODY_BYTES
 
     def send(self, message: AnyMessage) -> None:

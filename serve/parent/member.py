@@ -50,13 +50,10 @@ async def run_member(
     cluster: Cluster,
     facts: dict[str, str],
 ) -> None:
-    """Runs this rank until rank 0 sends Stop or a signal arrives. Raises ClusterError if rank 0
-    does not start, refuses this rank, or is gone.
-
-    A launcher signals all ranks at once, and rank 0 may have streams to finish. So after a signal,
-    a rank that has joined waits for rank 0's Stop. If none comes, only this rank was signalled, and
-    it ends by that signal: the launcher then sees that the rank was lost.
-    """
+    """Runs this rank until rank 0 sends Stop or a signal arrives. Raises ClusterError. A launcher
+    signals all ranks at once, and rank 0 may have streams to finish. So after a signal, a rank that
+    has joined waits for rank 0's Stop. If none comes, it ends by that signal: the launcher then
+    sees that the rank was lost."""
     if cluster.control is None:
         raise ClusterError("A rank above 0 needs the control address of rank 0.")
     loop = asyncio.get_running_loop()
@@ -120,9 +117,9 @@ async def _until(
 
 
 class _Member:
-    """Does what rank 0 says. When its engine ends or loses its ring, it reports that to rank 0 and
-    waits, because all engines form the next ring together. If the connection to rank 0 breaks, its
-    engine waits for the next one."""
+    """Does what rank 0 says. When its engine ends or loses its ring, it reports that and waits,
+    because all engines form the next ring together. Its engine outlives the connection to rank
+    0."""
 
     def __init__(self, config: ServeConfig, cluster: Cluster, copies: str) -> None:
         self._config, self._rank = config, cluster.rank

@@ -23,8 +23,8 @@ _MIN_SECONDS = 1e-6
 
 
 class Pings:
-    """Sends Pings over a link, and takes the time until they are answered. Whoever reads from the
-    link reports each Pong, and its end."""
+    """Sends Pings over a link, and measures their answers. Who reads the link reports each Pong and
+    the end."""
 
     def __init__(self, link: Link[Any]) -> None:
         self._link = link
@@ -56,7 +56,6 @@ class Pings:
         return [await self._seconds(num_bytes) for _ in range(count)]
 
     async def _seconds(self, num_bytes: int) -> float:
-        """Returns the seconds that a rank takes to answer a Ping of num_bytes bytes."""
         if not self._is_lost:
             self._answered.clear()
         started = time.perf_counter()

@@ -28,11 +28,9 @@ class Judgement:
 
 
 class Restarts:
-    """The restarts so far, of which max_restarts are allowed within a window, and also in a row
-    if the engines never become ready in between.
-
-    The first restart is immediate. Further ones wait if the engines did not become ready.
-    """
+    """The restarts so far, of which max_restarts are allowed within a window, and also in a row if
+    the engines never become ready in between. The first restart is immediate. Further ones wait if
+    the engines did not become ready."""
 
     def __init__(self, max_restarts: int, window_seconds: float) -> None:
         self._window = RestartWindow(max_restarts, window_seconds)
@@ -82,13 +80,12 @@ class Restarts:
         self._ready_since = now
 
     def num_left(self, now: float) -> int:
-        """Returns the number of restarts that are still allowed in the current window."""
         return self._window.num_left(now)
 
 
 def better_reason(known: BrigadeError | None, new: BrigadeError) -> BrigadeError:
-    """Returns the fault that explains more. This is the first one, unless it only says that a
-    neighbour is gone, or the new one is a fault that no restart can fix."""
+    """Returns the fault that explains more: the first one, unless it only says that a neighbour is
+    gone, or no restart can fix the new one."""
     if known is None or not may_pass(new):
         return new
     only_says_gone = type(known) is ClusterError and type(new) is not ClusterError
@@ -104,8 +101,7 @@ def reason_seconds(reason: BrigadeError | None, has_clients: bool) -> float:
 
 
 def may_pass(fault: BrigadeError) -> bool:
-    """Whether new engines may succeed. They cannot fix a broken model, a split that does not
-    fit, or a wrong flag."""
+    """Whether new engines may succeed: not with a broken model, a bad split or a wrong flag."""
     is_of_engines = isinstance(fault, (ClusterError, EngineError))
     return is_of_engines and not isinstance(fault, DisagreementError)
 

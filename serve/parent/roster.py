@@ -19,19 +19,13 @@ class Roster:
 
     @property
     def fit(self) -> set[int]:
-        """The other ranks that may take part."""
         same = {rank for rank, hello in self.joined.items() if hello.facts == self.facts}
         return same - self.unfit
 
     def missing(self, ring: Sequence[int]) -> list[int]:
-        """Returns the ranks of a ring that have not joined."""
         return [rank for rank in ring if rank and rank not in self.joined]
 
     def disagreement(self) -> DisagreementError | None:
         """Returns the error that names the ranks whose facts differ from rank 0's, or None."""
         others = {rank: self.joined[rank].facts for rank in sorted(self.joined)}
-        try:
-            compare({0: self.facts, **others})
-        except DisagreementError as error:
-            return error
-        return None
+        return compare({0: self.facts, **others})

@@ -43,13 +43,11 @@ class Spare:
         return await EngineProcess.start()
 
     async def close(self) -> None:
-        """Ends the spare process. Raises EngineError if it does not end."""
         if process := await self._taken():
             await process.stop()
 
     @property
     def _is_there(self) -> bool:
-        """Whether a process is being started, or waits."""
         if self._starting is None or not self._starting.done():
             return self._starting is not None
         process = self._starting.result()
@@ -77,8 +75,7 @@ class Spare:
 
 
 async def _started(earlier: EngineProcess | None) -> EngineProcess | None:
-    """Starts a process in place of an earlier one that has ended. Returns None if that fails: the
-    next engine then starts as usual."""
+    """Starts a process in place of one that has ended. Returns None if that fails."""
     try:
         if earlier:
             await earlier.stop()
