@@ -317,11 +317,11 @@ class _Sums:
 
     def memory(self, start: int, end: int) -> int:
         """Returns the total_bytes of the stage_plan of these layers, in constant time."""
-        outside = _outside_layers(self._cost, (start, end))
-        weights = self._weights[end] - self._weights[start] - outside.twice.weight_bytes
-        weights += sum(part.weight_bytes for part in outside.parts)
+        parts, twice = _outside_layers(self._cost, (start, end))
+        weights = self._weights[end] - self._weights[start] - twice.weight_bytes
+        weights += sum(part.weight_bytes for part in parts)
         caches = self._caches[end] - self._caches[start]
-        caches += sum(part.caches(self._demand) for part in outside.parts)
+        caches += sum(part.caches(self._demand) for part in parts)
         return weights + with_slack(caches)
 
     def time(self, start: int, end: int) -> float:
@@ -364,9 +364,9 @@ def stage_plan(
     memory: Sequence[int] | None,
     step_share: float = 0.0,
 ) -> StagePlan:
-    outside = _outside_layers(cost, layers)
+    parts, twice = _outside_layers(cost, layers)
     start, end = layers
-    own = [*cost.layers[start:end], *outside.parts]
+    own = [*cost.layers[start:end], *parts]
     growing = [part for part in own if not part.max_cached_tokens]
     weight_bytes = sum(part.weight_bytes for part in own)
     fetch_bytes = sum(part.fetch_bytes for part in own)
@@ -374,11 +374,11 @@ def stage_plan(
     return StagePlan(
         rank=rank,
         layers=layers,
-        weight_bytes=weight_bytes - outside.twice.weight_bytes,
+        weight_bytes=weight_bytes - twice.weight_bytes,
         cache_bytes=sum(part.caches(demand) for part in own),
         cache_bytes_per_token=sum(part.cache_bytes_per_token for part in growing),
         cache_bytes_per_sequence=sum(part.fixed_caches(demand.context) for part in own),
-        fetch_bytes=fetch_bytes - outside.twice.fetch_bytes,
+        fetch_bytes=fetch_bytes - twice.fetch_bytes,
         step_share=step_share,
         memory_bytes=memory[rank] if memory else None,
         head_bytes=cost.head_bytes if is_last else 0,
@@ -386,18 +386,12 @@ def stage_plan(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Outside:
-    """The weights of a stage outside of its layers. twice is in two of the parts, but held once."""
-
-    parts: tuple[LayerCost, ...]
-    twice: LayerCost
-
-
 _NOTHING = LayerCost(0, 0)
 
 
-def _outside_layers(cost: ModelCost, layers: LayerRange) -> _Outside:
+def _outside_layers(cost: ModelCost, layers: LayerRange) -> tuple[list[LayerCost], LayerCost]:
+    """Returns the weights that a stage holds outside of its layers, and those that are contained in
+    two of these parts, but held once."""
     has_first = layers[0] == 0
     has_last = layers[1] == len(cost.layers)
     parts = [cost.shared]
@@ -405,8 +399,7 @@ def _outside_layers(cost: ModelCost, layers: LayerRange) -> _Outside:
         parts.append(cost.first)
     if has_last:
         parts.append(cost.last)
-    twice = cost.tied if has_first and has_last else _NOTHING
-    return _Outside(tuple(parts), twice)
+    return parts, cost.tied if has_first and has_last else _NOTHING
 
 
 def with_slack(cache_bytes: int) -> int:

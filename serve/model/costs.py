@@ -7,7 +7,7 @@ holds, and which layers need the weights outside of layers. serve.core.plan uses
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -69,7 +69,7 @@ def measure(
             **_expert_cost(layer, arguments),
         )
         costs.append(cost)
-    needs = _needs_outside(model, layers, outside, run)
+    first, last, shared = _needs_outside(model, layers, outside, run)
 
     def cost_outside(names: set[str]) -> LayerCost:
         return LayerCost(
@@ -81,10 +81,10 @@ def measure(
     head = find_head(model, layers, lambda: _logits(model))
     return ModelCost(
         layers=tuple(costs),
-        first=cost_outside(needs.first),
-        last=cost_outside(needs.last),
-        shared=cost_outside(needs.shared),
-        tied=cost_outside(needs.first & needs.last),
+        first=cost_outside(first),
+        last=cost_outside(last),
+        shared=cost_outside(shared),
+        tied=cost_outside(first & last),
         hop_bytes_per_token=hop_bytes // _NUM_TOKENS,
         head_bytes=_weight_bytes(head.module) if head else 0,
         logits_bytes=head.logits_bytes if head else 0,
@@ -184,21 +184,14 @@ def _logits(model: nn.Module) -> mx.array:
     return logits
 
 
-class _Needs(NamedTuple):
-    """Names of arrays outside of layers: what the first layer's input is computed from, what the
-    head uses, and what other layers use (shared)."""
-
-    first: set[str]
-    last: set[str]
-    shared: set[str]
-
-
 def _needs_outside(
     model: nn.Module,
     layers: Layers,
     outside: Collection[str],
     run: _Run,
-) -> _Needs:
+) -> tuple[set[str], set[str], set[str]]:
+    """Returns the names of arrays outside of layers that the first layer's input is computed from,
+    that the head uses, and that other layers use."""
     arrays: trace.Arrays = {}
     for name, array in named_arrays(model):
         if name in outside:
@@ -217,7 +210,7 @@ def _needs_outside(
     with trace.seams(layers, give):
         output = _forward(model, make_prompt_cache(model))
     last = trace.depends_on(trace.arrays_in(output), arrays)
-    return _Needs(first, last, used - first - last)
+    return first, last, used - first - last
 
 
 def growing_values(model: nn.Module, layers: Layers) -> set[Crossing]:
