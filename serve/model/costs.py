@@ -250,7 +250,7 @@ def _cache_cost(caches: list[Any]) -> dict[str, Any]:
     parts = [part for cache in caches for part in _parts(cache)]
     growing = [part for part in parts if getattr(part, "keys", None) is not None]
     fixed = [part for part in parts if part not in growing]
-    limits = [getattr(part, "max_size", None) for part in growing]
+    limits = [getattr(part, "max_size", 0) or 0 for part in growing]
     states = [part.state for part in fixed]
     fixed_bytes = _num_bytes(trace.arrays_in(states))
     bytes_per_token = 0

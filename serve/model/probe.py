@@ -48,10 +48,10 @@ attribute."""
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """What a shard does differently from the whole model, by the names of modules. column_parallel
-    has matrices with some of their outputs, row_parallel those with some of their inputs, whose
-    outputs all shards add up. arrays are divided along an axis. numbers has new values of
-    attributes."""
+    """Describes what a shard does differently from the whole model, by the names of modules.
+    column_parallel has matrices with some of their outputs, row_parallel those with some of their
+    inputs, whose outputs all shards add up. arrays are divided along an axis. numbers has new
+    values of attributes."""
 
     column_parallel: dict[str, Slices] = field(default_factory=dict)
     row_parallel: dict[str, Slices] = field(default_factory=dict)
@@ -300,7 +300,7 @@ class Probe:
         names = [name for name in self.matrices if name.startswith(prefix)]
         modules = [self.matrices[name] for name in names]
 
-        def named(number: int, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
+        def named(number: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
             return seam(names[number], call, args, kwargs)
 
         return trace.seams(modules, named)
