@@ -208,7 +208,7 @@ def test_a_route_needs_a_policy() -> None:
     with pytest.raises(TypeError, match="/v1/x has no policy"):
         Route("/v1/x", bare)
     with pytest.raises(TypeError, match="policy"):
-        endpoint(404)  # type: ignore[call-arg]
+        endpoint()  # type: ignore[call-arg]
     assert Route("/v1/x", declared).policy == CLIENT
 
 

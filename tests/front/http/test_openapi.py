@@ -94,7 +94,7 @@ def test_what_clients_may_write_is_documented_and_not_what_becomes_of_it(documen
         ("/v1/chat/completions", CHAT, ChatCompletion),
         ("/v1/chat/completions", {**CHAT, **SCORED, "logprobs": True, "n": 2}, ChatCompletion),
         ("/v1/completions", COMPLETION, Completion),
-        ("/v1/completions", {**COMPLETION, **SCORED, "logprobs": 1, "echo": True}, Completion),
+        ("/v1/completions", {**COMPLETION, **SCORED, "logprobs": 1}, Completion),
         ("/v1/embeddings", {"model": "tiny", "input": ["hi"]}, CreateEmbeddingResponse),
         ("/v1/responses", {"input": "hello"}, Response),
         ("/v1/responses/input_tokens", {"input": "hello"}, InputTokenCountResponse),

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from openai.types import Completion, CompletionChoice
+from openai.types.completion_choice import Logprobs
 
 from serve.core.types import Score
 from serve.front.output.deltas import (
@@ -22,10 +23,18 @@ from serve.front.output.deltas import (
 )
 
 
+class EchoedLogprobs(Logprobs):
+    """OpenAI's type leaves out that the first token of a prompt has no score."""
+
+    token_logprobs: Any
+    top_logprobs: Any
+
+
 class ChunkChoice(CompletionChoice):
     """OpenAI's type says that there is always a reason, but only the last chunk has one."""
 
-    finish_reason: Any  # type: ignore[assignment]
+    finish_reason: Any
+    logprobs: EchoedLogprobs | None
 
 
 class CompletionChunk(Completion):
