@@ -19,7 +19,8 @@ def prepare(body: CompletionBody, tokenizer: Tokenizer, max_context: int) -> Job
     """Encodes the prompts. This is slow: call it in a thread. Raises RequestError if a prompt does
     not fit into max_context tokens."""
     window = ContextWindow(max_context, "prompt", body.truncate_prompt_tokens)
-    samplings = body.samplings(tokenizer, body.logprobs, body.num_scored)
+    grammars = body.grammars()
+    samplings = body.samplings(tokenizer, grammars, body.logprobs, body.num_scored)
     end_ids = body.end_ids(tokenizer)
     default = min(_DEFAULT_MAX_TOKENS, max_context - 1)
     asked = asked_tokens(body.max_tokens, default)
@@ -37,7 +38,6 @@ def prepare(body: CompletionBody, tokenizer: Tokenizer, max_context: int) -> Job
             text = tokenizer.decode(ids, skip_special_tokens=False)
         prompt = Prompt(ids, max_tokens, samplings, end_ids, text)
         prompts.append(prompt)
-    grammar_param = next(iter(body.grammars()), None)
     return Job(
         model=body.model,
         prompts=prompts,
@@ -48,7 +48,7 @@ def prepare(body: CompletionBody, tokenizer: Tokenizer, max_context: int) -> Job
         is_stream=bool(body.stream),
         usage_in_stream=body.usage_in_stream,
         cache_salt=body.cache_salt,
-        grammar_param=grammar_param,
+        grammar_param=next(iter(grammars), None),
         format_schema=schema_of(samplings[0].grammar or ""),
         ignored_fields=body.ignored_fields,
     )

@@ -12,12 +12,6 @@ from pydantic_core import from_json
 from serve.front.http.body import Tolerant, refuse
 
 MAX_ROLE_CHARACTERS = 64
-INVALID_ARGUMENTS = "INVALID_JSON"  # the name under which templates get them
-
-
-class Echoed(Tolerant):
-    """A part of a history. Clients send back what they once got, with fields of their own, of
-    their libraries or of other servers. Such fields cannot change the answer and are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +96,17 @@ _AS_TEXT = BeforeValidator(_arguments_as_text, json_schema_input_type=ArgumentsI
 Arguments = Annotated[str, _AS_TEXT]
 
 
-class CalledFunction(Echoed):
+class CalledFunction(Tolerant):
     name: str
     arguments: Arguments = ""
 
 
-class CalledTool(Echoed):
+class CalledTool(Tolerant):
     name: str
     input: str
 
 
-class ToolCall(Echoed):
+class ToolCall(Tolerant):
     """A call of a function, or of a custom tool, whose input is text."""
 
     id: str | None = None
@@ -126,7 +120,7 @@ class ToolCall(Echoed):
         return self
 
 
-class Message(Echoed):
+class Message(Tolerant):
     """A message of any role. function_call and the role function are OpenAI's older names for a
     call and its result; reasoning is vLLM's name for reasoning_content."""
 
@@ -169,9 +163,6 @@ _FIELDS_OF_ASSISTANT = {
     "reasoning_content",
     "reasoning",
 }
-
-Empty = Annotated[list[Any], Field(max_length=0)]
-
 
 # --- the form that all APIs share
 
@@ -319,17 +310,23 @@ def template_message(
 
 def _template_call(call: CallPart) -> dict[str, Any]:
     function = call["function"]
-    arguments = _arguments(function["arguments"])
+    arguments = arguments_object(function["arguments"])
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _arguments(text: str) -> Any:
-    """Returns the arguments of a call as an object. Text that is not JSON is shown to the model as
-    it wrote it."""
+def arguments_object(text: str) -> dict[str, Any]:
+    """Returns the arguments of a call as an object."""
     if not text.strip():
         return {}
     try:
         arguments = from_json(text, allow_inf_nan=False)
+        json.dumps(arguments, allow_nan=False)  # from_json takes 1e999 for inf.
     except ValueError:
-        return {INVALID_ARGUMENTS: text}
-    return arguments if isinstance(arguments, dict) else {INVALID_ARGUMENTS: text}
+        return invalid_arguments(text)
+    return arguments if isinstance(arguments, dict) else invalid_arguments(text)
+
+
+def invalid_arguments(text: str) -> dict[str, Any]:
+    """Returns an object around text that is not a JSON object, as Anthropic advises. A call that
+    was cut off has one too: the part that could be read would look like all of it."""
+    return {"INVALID_JSON": text}

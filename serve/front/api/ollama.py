@@ -18,18 +18,6 @@ from serve.front.text.tokens import Tokenizer
 
 _Json = dict[str, Any]
 
-# Ollama's names of sampling parameters, by OpenAI's and vLLM's.
-_NAMES = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "seed": "seed",
-    "stop": "stop",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repetition_penalty": "repeat_penalty",
-}
 # Of the context, the part that a shortened prompt leaves to the answer at most.
 _ANSWER_PART = 4
 _NO_TIME = re.compile(r"0+(\.0*)?([nuµm]?s|m|h)?")
@@ -103,7 +91,8 @@ class _OllamaBody(Lenient):
     def shared_fields(self) -> _Json:
         """Returns the fields of OpenAI's bodies that do not depend on the prompt."""
         options = self.options or Options()
-        fields = {name: getattr(options, own) for name, own in _NAMES.items()}
+        fields = options.model_dump(exclude={"num_predict"})
+        fields["repetition_penalty"] = fields.pop("repeat_penalty")
         limit = options.num_predict
         if limit is None or limit < 0:
             limit = -1

@@ -332,13 +332,13 @@ class ChatBody(Templated, GenerationBody):
     def request(self, tokenizer: Tokenizer) -> ChatRequest:
         """Converts this body to the request of a chat. Raises RequestError."""
         listing = self._listing()
-        samplings = self.samplings(tokenizer, listing.logprobs, listing.prompt_logprobs)
+        grammars = self.grammars()
+        samplings = self.samplings(tokenizer, grammars, listing.logprobs, listing.prompt_logprobs)
         thinking = Thinking(
             self.reasoning_effort,
             self.thinking_token_budget,
             self.enable_thinking,
         )
-        grammar_param = next(iter(self.grammars()), None)
         return ChatRequest(
             model=self.model,
             prompt=self.prompt(),
@@ -348,7 +348,7 @@ class ChatBody(Templated, GenerationBody):
             tool_use=self.tool_use,
             thinking=thinking,
             listing=listing,
-            grammar_param=grammar_param,
+            grammar_param=next(iter(grammars), None),
             max_tokens=self.max_answer_tokens,
             keep=self.truncate_prompt_tokens,
             adds_special_tokens=bool(self.add_special_tokens),

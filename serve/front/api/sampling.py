@@ -152,11 +152,15 @@ class SamplingBody(NumbersBody):
         return frozenset() if self.ignore_eos else tokenizer.eos_ids
 
     def samplings(
-        self, tokenizer: Tokenizer, logprobs: int | None, prompt_logprobs: int | None = None
+        self,
+        tokenizer: Tokenizer,
+        grammars: Mapping[str, str],
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
     ) -> tuple[Sampling, ...]:
-        """Returns the Sampling of each choice, with a seed of its own. Raises RequestError for
-        values that do not fit the tokenizer. Whether a grammar can be followed is left to
-        Job.check_grammar."""
+        """Returns the Sampling of each choice, with a seed of its own. grammars are those of this
+        body. Raises RequestError for values that do not fit the tokenizer. Whether a grammar can be
+        followed is left to Job.check_grammar."""
         self._check_ids(tokenizer.vocab_size)
         basic = basic_sampling(tokenizer, {name: getattr(self, name) for name in PARAMETERS})
         allowed_ids = set(self.allowed_token_ids or ())
@@ -169,7 +173,7 @@ class SamplingBody(NumbersBody):
             bad_words=self._bad_words(tokenizer),
             min_tokens=self.min_tokens or 0,
             end_ids=first_banned_ids(tokenizer, self.stop_token_ids or ()),
-            grammar=only_grammar(self.grammars()),
+            grammar=only_grammar(grammars),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )

@@ -147,12 +147,7 @@ class Answering:
             case Job():
                 usage = UsageInStream.EACH if self._forces_usage else read.usage_in_stream
                 return structs.replace(read, model=meant(read.model), usage_in_stream=usage)
-            case ReadResponse():
-                job = structs.replace(read.job, model=meant(read.job.model))
-                repeated = {**read.plan.repeated, "model": job.model}
-                plan = replace(read.plan, repeated=repeated)
-                return structs.replace(read, job=job, plan=plan)
-            case ReadMessage():
+            case ReadResponse() | ReadMessage():
                 job = structs.replace(read.job, model=meant(read.job.model))
                 return structs.replace(read, job=job)
             case EmbeddingJob():

@@ -111,6 +111,7 @@ class _StoringWriter(ResponsesWriter):
 
     def __init__(self, read: ReadResponse, tokenizer: Tokenizer, store: Store) -> None:
         super().__init__(read.plan, tokenizer)
+        self.response["model"] = read.job.model
         self._read, self._store = read, store
 
     def finish(self) -> Iterator[Json]:

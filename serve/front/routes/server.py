@@ -201,7 +201,7 @@ class ServerCalls:
 
     @endpoint(policy=CLIENT)
     async def openapi(self, _: Request) -> Response:
-        """Describes every call, its parameters and its replies for programs."""
+        """Describes every call, its parameters and its body for programs."""
         return json_response(self._document)
 
 

@@ -236,7 +236,6 @@ AssistantBlock = Annotated[
     Field(discriminator="type"),
 ]
 SystemBlock = Annotated[TextBlock | ToolChangeBlock, Field(discriminator="type")]
-Block = UserBlock | AssistantBlock | SystemBlock
 
 
 class SystemTurn(Tolerant):

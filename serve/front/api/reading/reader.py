@@ -25,7 +25,6 @@ from serve.front.api.ollama_embeddings import (
 from serve.front.api.openai import ChatBody, CompletionBody, parse
 from serve.front.api.request import ChatRequest, check_num_answers
 from serve.front.api.responses.body import (
-    Conversation,
     InputTokensBody,
     ResponsePlan,
     ResponsesBody,
@@ -118,7 +117,7 @@ class Reader:
             messages = self._conversation(body, earlier)
             job = self._prepare(body.request(messages, self.tokenizer))
         return ReadResponse(
-            plan=ResponsePlan.for_body(body, job.held_inputs),
+            plan=body.plan(job.held_inputs),
             messages=replies.encode(messages),
             job=job,
         )
@@ -142,7 +141,7 @@ class Reader:
         reply: Json = {"object": "response.input_tokens", "input_tokens": num_tokens}
         return FinishedReply(body.model, replies.encode(reply))
 
-    def _conversation(self, body: Conversation, earlier: bytes | None) -> list[ChatMessage]:
+    def _conversation(self, body: InputTokensBody, earlier: bytes | None) -> list[ChatMessage]:
         """Returns the messages that a body continues, and its own."""
         return [*json.loads(earlier or b"[]"), *messages_of(body.input, body.offer)]
 

@@ -77,8 +77,9 @@ Metadata = Annotated[dict[Name, Value], Field(max_length=16)]  # as OpenAI has i
 _MODEL_TYPE = WithJsonSchema({"type": ["string", "null"], "default": DEFAULT_MODEL})
 
 
-class Conversation(SamplingBody):
-    """The fields from which a prompt is made, and vLLM's sampling parameters."""
+class InputTokensBody(SamplingBody):
+    """The fields from which a prompt is made, and vLLM's sampling parameters: the body of a
+    question how many tokens an input has. Unknown fields are refused."""
 
     model: Annotated[str, _MODEL_TYPE] = DEFAULT_MODEL
     input: Items
@@ -129,58 +130,50 @@ class Conversation(SamplingBody):
             return offer
         return self.tool_choice.narrowed(offer)
 
+    @property
+    def _choice(self) -> ToolChoice:
+        """The choice among the offered tools. Raises RequestError."""
+        if isinstance(self.tool_choice, NamedChoice):
+            return self.tool_choice.choice(self.offer)
+        return "required" if self.tool_choice == "any" else self.tool_choice or "auto"
+
+    @property
+    def _raw_name(self) -> str | None:
+        """The name of the custom tool whose input is the whole answer, because it is demanded."""
+        if not isinstance(self._choice, NamedTool):
+            return None
+        name = self._choice.function.name
+        return name if self.offer.tools[name].kind == "custom" else None
+
     @cached_property
     def tool_use(self) -> ToolUse:
         """The same tools in a chat. Raises RequestError."""
-        choice: ToolChoice = "auto"
-        if isinstance(self.tool_choice, NamedChoice):
-            choice = self.tool_choice.choice(self.offer)
-        elif self.tool_choice is not None:
-            choice = "required" if self.tool_choice == "any" else self.tool_choice
         functions = self.offer.functions.values()
         tools = [Tool(type="function", function=function) for function in functions]
-        is_raw = isinstance(choice, NamedTool) and self._is_custom(choice.function.name)
         inputs = {name: each.grammar for name, each in self.offer.tools.items() if each.grammar}
-        return ToolUse(tools, choice, self.parallel_tool_calls is not False, is_raw, inputs)
+        is_raw = self._raw_name is not None
+        return ToolUse(tools, self._choice, self.parallel_tool_calls is not False, is_raw, inputs)
 
     @property
     def offered(self) -> Mapping[str, OfferedTool]:
         """The offered tools by the model's names, for those who read its calls."""
         tools = self.offer.tools
-        raw_name = self._raw_name()
+        raw_name = self._raw_name
         if raw_name is None:
             return tools
         return {**tools, raw_name: replace(tools[raw_name], is_raw=True)}
 
-    def _raw_name(self) -> str | None:
-        """Returns the name of the custom tool whose input is the whole answer, because it is
-        demanded."""
-        choice = self.tool_use.choice
-        if not isinstance(choice, NamedTool):
-            return None
-        name = choice.function.name
-        if self._is_custom(name):
-            return name
-        return None
-
-    def _raw_tool(self) -> OfferedTool | None:
-        raw_name = self._raw_name()
-        if raw_name is None:
-            return None
-        return self.offer.tools[raw_name]
-
-    def _is_custom(self, name: str) -> bool:
-        return self.offer.tools[name].kind == "custom"
-
     def grammars(self) -> dict[str, str]:
-        raw = self._raw_tool()
-        if raw is not None and raw.grammar is None:
-            return {}  # The input of the tool is free text, whatever the format of a text is.
+        if self._raw_name is None:
+            call_grammar = self.tool_use.grammar()
+        else:
+            call_grammar = self.offer.tools[self._raw_name].grammar
+            if call_grammar is None:
+                return {}  # The input of the tool is free text, whatever the format of a text is.
         found = super().grammars()
         format_grammar = self._format_grammar()
         if format_grammar:
             found["response_format"] = format_grammar
-        call_grammar = raw.grammar if raw else self.tool_use.grammar()
         if call_grammar:
             found["tool_choice"] = call_grammar
         return found
@@ -193,11 +186,10 @@ class Conversation(SamplingBody):
     def warnings(self, held_inputs: Collection[str]) -> list[str]:
         """Returns the declared tools that are not offered, and grammars that are not enforced:
         those of tools that are not among held_inputs."""
-        raw = self._raw_tool()
         free_tools = [
             offered
             for name, offered in self.offer.tools.items()
-            if offered.is_lark and name not in held_inputs and offered is not raw
+            if offered.is_lark and name not in held_inputs and name != self._raw_name
         ]
         warnings = [*self.offer.warnings, *map(_unenforced, free_tools)]
         num_more = len(warnings) - _MAX_WARNINGS
@@ -259,17 +251,13 @@ _NOT_REPEATED = {
 }
 
 
-class InputTokensBody(Conversation):
-    """The body of a question how many tokens an input has. Unknown fields are refused."""
-
-
 def _in_foreground(background: Any) -> Any:
     if background is True:
         refuse("may not be true: keep the connection until the answer ends")
     return background
 
 
-class ResponsesBody(Conversation):
+class ResponsesBody(InputTokensBody):
     """The body of a request. Unknown fields are refused."""
 
     store: bool | None = None
@@ -296,8 +284,8 @@ class ResponsesBody(Conversation):
         """Converts this body to the request of a chat. messages are its own, after those that it
         continues. Raises RequestError, which names the fields of a chat."""
         listing = self._listing()
-        samplings = self.samplings(tokenizer, listing.logprobs)
-        grammar_param = next(iter(self.grammars()), None)
+        grammars = self.grammars()
+        samplings = self.samplings(tokenizer, grammars, listing.logprobs)
         return ChatRequest(
             model=self.model,
             prompt=self.prompt(messages),
@@ -307,7 +295,7 @@ class ResponsesBody(Conversation):
             stop=self.stop_rules(tokenizer),
             tool_use=self.tool_use,
             listing=listing,
-            grammar_param=grammar_param,
+            grammar_param=next(iter(grammars), None),
             max_tokens=self.max_output_tokens,
             drops_oldest=self.truncation == "auto",
             skips_special_tokens=self.skip_special_tokens is not False,
@@ -315,9 +303,13 @@ class ResponsesBody(Conversation):
             cache_salt=self.cache_salt,
         )
 
-    def repeated(self, held_inputs: Collection[str]) -> Json:
-        """Returns the fields that the response repeats, with their defaults. held_inputs are the
-        tools whose input a grammar holds."""
+    def plan(self, held_inputs: Collection[str] = ()) -> "ResponsePlan":
+        """Returns what the writer of the response needs. held_inputs are the tools whose input a
+        grammar holds."""
+        return ResponsePlan(self._repeated(held_inputs), self.offered, self.encrypts)
+
+    def _repeated(self, held_inputs: Collection[str]) -> Json:
+        """Returns the fields that the response repeats, with their defaults."""
         given = self.model_dump(
             mode="json", by_alias=True, exclude_none=True, exclude=_NOT_REPEATED
         )
@@ -357,11 +349,6 @@ class ResponsePlan:
     repeated: Json
     offered: Mapping[str, OfferedTool]
     encrypts: bool = False
-
-    @classmethod
-    def for_body(cls, body: ResponsesBody, held_inputs: Collection[str] = ()) -> "ResponsePlan":
-        """Makes the plan for a body. held_inputs are the tools whose input a grammar holds."""
-        return cls(body.repeated(held_inputs), body.offered, body.encrypts)
 
 
 # The fields of a response, by the names of a chat's.

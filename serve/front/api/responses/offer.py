@@ -7,7 +7,7 @@ with the parameters of its call's item.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
 
@@ -271,14 +271,7 @@ class NamedChoice(Tolerant):
         return NamedTool.model_validate({"type": "function", "function": {"name": name}})
 
 
-_KINDS: dict[str, Kind] = {
-    "function": "function",
-    "custom": "custom",
-    "local_shell": "local_shell",
-    "shell": "shell",
-    "apply_patch": "apply_patch",
-    "tool_search": "tool_search",
-}
+_KINDS: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
 
 
 def _allowed(given: Json, offer: Offer) -> str | None:

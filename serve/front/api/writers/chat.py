@@ -6,7 +6,7 @@ from io import StringIO
 
 from serve.front.api.writers.custom_input import CustomInput
 from serve.front.api.writers.logprobs import ScoreWriter
-from serve.front.api.writers.writer import ChunkWriter
+from serve.front.api.writers.writer import ChunkWriter, WholeWriter
 from serve.front.http.replies import Json
 from serve.front.output.answer import Job
 from serve.front.output.deltas import (
@@ -232,7 +232,7 @@ class _Whole:
         return message
 
 
-class WholeChat:
+class WholeChat(WholeWriter):
     """Adds the chunks of all choices up to one chat.completion. Each chunk takes constant time."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
@@ -248,9 +248,6 @@ class WholeChat:
             self._prompt_fields |= chunk
             whole = self._choices.setdefault(choice["index"], _Whole())
             whole.add(choice)
-        return iter(())
-
-    def finish(self) -> Iterator[Json]:
         return iter(())
 
     def whole(self) -> Json:

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from serve.core.types import Score
 from serve.front.api.writers.logprobs import ScoreWriter, with_top
-from serve.front.api.writers.writer import ChunkWriter
+from serve.front.api.writers.writer import ChunkWriter, WholeWriter
 from serve.front.http.replies import Json
 from serve.front.output.answer import Job
 from serve.front.output.deltas import Begin, End, Text, Update
@@ -124,7 +124,7 @@ class _Whole:
         return {**self._choice, "text": self._text.getvalue(), "token_ids": self._token_ids}
 
 
-class WholeCompletion:
+class WholeCompletion(WholeWriter):
     """Adds the chunks of all choices up to one reply. Each chunk takes constant time."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
@@ -139,9 +139,6 @@ class WholeCompletion:
             number = choice["index"]
             whole = self._choices.setdefault(number, _Whole(number))
             whole.add(choice)
-        return iter(())
-
-    def finish(self) -> Iterator[Json]:
         return iter(())
 
     def whole(self) -> Json:

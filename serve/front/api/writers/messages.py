@@ -1,13 +1,12 @@
 """Writes an answer as Anthropic's message: its blocks, and the events of a stream. Pure."""
 
-import json
 import secrets
 from collections.abc import Iterator
 
-from pydantic_core import from_json
-
 from serve.core.errors import BrigadeError
 from serve.front.api.anthropic.signature import signature_of
+from serve.front.api.messages import arguments_object, invalid_arguments
+from serve.front.api.writers.writer import Writer
 from serve.front.http.replies import Json, anthropic_error
 from serve.front.output.deltas import (
     Begin,
@@ -26,9 +25,10 @@ from serve.front.output.deltas import (
 _REASONS = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"}
 
 
-class MessagesWriter:
+class MessagesWriter(Writer):
     """Writes the events of a stream. message is the part of the message that was sent so far.
-    omits_thoughts leaves thinking blocks empty, except for their signature."""
+    omits_thoughts leaves thinking blocks empty, except for their signature. The first event,
+    message_start, states how many tokens were cached, which is known with the first update."""
 
     def __init__(self, model: str, request_id: str, omits_thoughts: bool = False) -> None:
         self.message: Json = {
@@ -45,11 +45,6 @@ class MessagesWriter:
         self._thought = ""
         self._arguments = ""
         self._is_open = False
-
-    def begin(self) -> Iterator[Json]:
-        """Returns no events: message_start states how many tokens were cached, which is known with
-        the first update."""
-        return iter(())
 
     def feed(self, update: Update) -> Iterator[Json]:
         for delta in update.deltas:
@@ -68,13 +63,13 @@ class MessagesWriter:
             case CallBegin(id, name):
                 yield from self._begin({"type": "tool_use", "id": id, "name": name, "input": {}})
                 self._arguments = ""
-                self._block["input"] = _invalid("")
+                self._block["input"] = invalid_arguments("")
             case CallText(text):
                 self._arguments += text
-                self._block["input"] = _invalid(self._arguments)  # until the call is whole
+                self._block["input"] = invalid_arguments(self._arguments)  # until it is whole
                 yield self._delta("input_json_delta", "partial_json", text)
             case CallEnd():
-                self._block["input"] = _input(self._arguments)
+                self._block["input"] = arguments_object(self._arguments)
                 yield from self._close()
             case End():
                 self._end(delta)
@@ -151,22 +146,6 @@ class MessagesWriter:
     def _event(self, name: str, **fields: object) -> Json:
         index = len(self.message["content"]) - 1
         return {"type": f"content_block_{name}", "index": index, **fields}
-
-
-def _input(arguments: str) -> Json:
-    """Returns the arguments of a whole call as an object."""
-    try:
-        read = from_json(arguments or "{}", allow_inf_nan=False)
-        json.dumps(read, allow_nan=False)  # from_json takes 1e999 for inf.
-    except ValueError:
-        read = None
-    return read if isinstance(read, dict) else _invalid(arguments)
-
-
-def _invalid(arguments: str) -> Json:
-    """Returns an object around text that is not a JSON object, as Anthropic advises. A call that
-    was cut off has one too: the part that could be read would look like all of it."""
-    return {"INVALID_JSON": arguments}
 
 
 def _usage(tokens: TokenUsage) -> Json:

@@ -2,15 +2,14 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from io import StringIO
 
-from pydantic_core import from_json
-
 from serve.core.errors import BrigadeError
 from serve.core.types import Score
+from serve.front.api.messages import arguments_object
 from serve.front.api.writers.logprobs import ScoreWriter
+from serve.front.api.writers.writer import WholeWriter, Writer
 from serve.front.http.replies import Json, ollama_error
 from serve.front.output.deltas import (
     Begin,
@@ -27,15 +26,7 @@ from serve.front.output.deltas import (
 from serve.front.text.tokens import Tokenizer
 
 
-@dataclass(slots=True)
-class _Times:
-    """Seconds of a clock: when the request was read, and when its first token came."""
-
-    started: float = field(default_factory=time.monotonic)
-    first: float | None = None
-
-
-class OllamaWriter:
+class OllamaWriter(Writer):
     """Writes a line for each piece of text or thought and for each whole call, and at last a line
     with the reason, the counts and the durations in nanoseconds. The scores of tokens come with the
     line that their text comes with, or the next one."""
@@ -45,23 +36,18 @@ class OllamaWriter:
         self._is_chat = is_chat
         self._score_writer = ScoreWriter(tokenizer)
         self._scores: list[Score] = []  # of tokens whose line is still to come
-        self._times = _Times()
+        self._started = time.monotonic()
+        self._first: float | None = None  # when the first token came
         self._name = ""
         self._arguments = StringIO()
 
-    def begin(self) -> Iterator[Json]:
-        return iter(())
-
     def feed(self, update: Update) -> Iterator[Json]:
-        if self._times.first is None:
-            self._times.first = time.monotonic()
+        if self._first is None:
+            self._first = time.monotonic()
         self._scores += update.scores
         for delta in update.deltas:
             for line in self._lines(delta):
                 yield {**line, **self._logprobs()}
-
-    def finish(self) -> Iterator[Json]:
-        return iter(())
 
     def failed(self, error: BrigadeError) -> Json:
         return ollama_error(error)
@@ -90,7 +76,7 @@ class OllamaWriter:
             case CallText(text):
                 self._arguments.write(text)
             case CallEnd():
-                arguments = _object(self._arguments.getvalue())
+                arguments = arguments_object(self._arguments.getvalue())
                 function = {"name": self._name, "arguments": arguments}
                 yield self.line("", tool_calls=[{"function": function}])
             case End():
@@ -100,22 +86,21 @@ class OllamaWriter:
 
     def _last(self, end: End) -> Json:
         now = time.monotonic()
-        started = self._times.started
-        first = now if self._times.first is None else self._times.first
+        first = now if self._first is None else self._first
         return {
             "done": True,
             "done_reason": "length" if end.reason == "length" else "stop",
-            "total_duration": _nanoseconds(now - started),
+            "total_duration": _nanoseconds(now - self._started),
             "load_duration": 0,
             "prompt_eval_count": end.usage.prompt_tokens,
-            "prompt_eval_duration": _nanoseconds(first - started),
+            "prompt_eval_duration": _nanoseconds(first - self._started),
             "eval_count": end.usage.completion_tokens,
             "eval_duration": _nanoseconds(now - first),
             **({"warnings": end.warnings} if end.violations else {}),
         }
 
 
-class WholeOllama:
+class WholeOllama(WholeWriter):
     """Adds the lines up to one reply."""
 
     def __init__(self, model: str, is_chat: bool, tokenizer: Tokenizer) -> None:
@@ -136,9 +121,6 @@ class WholeOllama:
             self._calls += said.get("tool_calls", ())
             self._logprobs += line.pop("logprobs", ())
             self._last = line
-        return iter(())
-
-    def finish(self) -> Iterator[Json]:
         return iter(())
 
     def whole(self) -> Json:
@@ -167,14 +149,6 @@ def _line(model: str, is_chat: bool, text: str, **others: object) -> Json:
         message = {"role": "assistant", "content": text, **others}
         return {**head, "message": message, "done": False}
     return {**head, "response": text, **others, "done": False}
-
-
-def _object(arguments: str) -> Json:
-    try:
-        read = from_json(arguments) if arguments.strip() else {}
-    except ValueError:
-        read = None
-    return read if isinstance(read, dict) else {"INVALID_JSON": arguments}
 
 
 def _now() -> str:

@@ -21,11 +21,13 @@ class Writer(Protocol):
     before the first update and finish once after the last; failed takes the place of all events
     that are still to come."""
 
-    def begin(self) -> Iterable[Event]: ...
+    def begin(self) -> Iterable[Event]:
+        return ()
 
     def feed(self, update: Update) -> Iterable[Event]: ...
 
-    def finish(self) -> Iterable[Event]: ...
+    def finish(self) -> Iterable[Event]:
+        return ()
 
     def failed(self, error: BrigadeError) -> Event: ...
 
@@ -36,7 +38,8 @@ class WholeWriter(Protocol):
 
     def feed(self, update: Update) -> Iterable[Event]: ...
 
-    def finish(self) -> Iterable[Event]: ...
+    def finish(self) -> Iterable[Event]:
+        return ()
 
     def whole(self) -> Event: ...
 
@@ -53,33 +56,7 @@ def _head(prefix: str, kind: str, model: str) -> Json:
     }
 
 
-class UsageFields:
-    """The usage in the chunks of a stream, as far as the client wants any."""
-
-    def __init__(self, wanted: UsageInStream) -> None:
-        self._wanted = wanted
-        self._usage = TokenUsage(0, 0, 0)
-        self._num_tokens = 0
-
-    def feed(self, update: Update) -> Json:
-        """Returns the fields of an update's chunks. Counts its tokens: all answers' together."""
-        self._num_tokens += len(update.tokens)
-        for delta in update.deltas:
-            if isinstance(delta, Begin | End):
-                self._usage = delta.usage
-        if self._wanted is UsageInStream.NONE:
-            return {}
-        if self._wanted is UsageInStream.LAST:
-            return {"usage": None}
-        so_far = replace(self._usage, completion_tokens=self._num_tokens)
-        return {"usage": openai_usage(so_far)}
-
-    def last(self) -> Json | None:
-        """Returns the usage for the chunk after the last answer; None if there is no such chunk."""
-        return None if self._wanted is UsageInStream.NONE else openai_usage(self._usage)
-
-
-class ChunkWriter:
+class ChunkWriter(Writer):
     """The common part of the writers of OpenAI's chat and completions. Their streams are chunks
     with the same head, and at last the usage if it is wanted. usage is known when the answer has
     ended."""
@@ -87,20 +64,30 @@ class ChunkWriter:
     def __init__(self, prefix: str, kind: str, job: Job) -> None:
         self.head = _head(prefix, kind, job.model)
         self.usage: TokenUsage | None = None
-        self._usage_fields = UsageFields(job.usage_in_stream)
-
-    def begin(self) -> Iterator[Event]:
-        return iter(())
+        self._usage_in_stream = job.usage_in_stream
+        self._usage_so_far = TokenUsage(0, 0, 0)
+        self._num_tokens = 0  # of all answers
 
     def feed(self, update: Update) -> Iterator[Event]:
-        tail = self._usage_fields.feed(update)
+        self._num_tokens += len(update.tokens)
+        for delta in update.deltas:
+            if isinstance(delta, Begin | End):
+                self._usage_so_far = delta.usage
+        tail = self._usage_of_chunk()
         for chunk in self.chunks(update):
             yield {**self.head, **chunk, **tail}
 
+    def _usage_of_chunk(self) -> Json:
+        if self._usage_in_stream is UsageInStream.NONE:
+            return {}
+        if self._usage_in_stream is UsageInStream.LAST:
+            return {"usage": None}
+        so_far = replace(self._usage_so_far, completion_tokens=self._num_tokens)
+        return {"usage": openai_usage(so_far)}
+
     def finish(self) -> Iterator[Event]:
-        usage = self._usage_fields.last()
-        if usage is not None:
-            yield {**self.head, "choices": [], "usage": usage}
+        if self._usage_in_stream is not UsageInStream.NONE:
+            yield {**self.head, "choices": [], "usage": openai_usage(self._usage_so_far)}
 
     def failed(self, error: BrigadeError) -> Json:
         return error_object(error)

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from serve.core.errors import EngineError, RequestError
 from serve.front.api.openai import parse
-from serve.front.api.responses.body import ResponsePlan, ResponsesBody, output_messages
+from serve.front.api.responses.body import ResponsesBody, output_messages
 from serve.front.api.responses.offer import Offer
 from serve.front.api.writers.responses import ResponsesWriter
 from serve.front.http.replies import named_event
@@ -23,7 +23,7 @@ EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 def writer(tokenizer: Tokenizer | None = None, **fields: Any) -> ResponsesWriter:
     body = parse(ResponsesBody, {"model": "m", "input": "hi", **fields})
-    return ResponsesWriter(ResponsePlan.for_body(body), tokenizer)
+    return ResponsesWriter(body.plan(), tokenizer)
 
 
 def events_of(writer: ResponsesWriter, *updates: Update) -> Iterator[Any]:
