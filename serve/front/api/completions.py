@@ -6,7 +6,7 @@ from dataclasses import replace
 from serve.core.types import Sampling
 from serve.front.api.context import ContextWindow, asked_tokens
 from serve.front.api.openai import CompletionBody
-from serve.front.api.sampling import check_ids, check_min_tokens
+from serve.front.api.sampling import check_min_tokens
 from serve.front.output.answer import Job
 from serve.front.pipeline.interface import Prompt
 from serve.front.text.schemas import schema_of
@@ -24,9 +24,11 @@ def prepare(body: CompletionBody, tokenizer: Tokenizer, max_context: int) -> Job
     end_ids = body.end_ids(tokenizer)
     default = min(_DEFAULT_MAX_TOKENS, max_context - 1)
     asked = asked_tokens(body.max_tokens, default)
+    adds_special = body.add_special_tokens is not False
+    num_answer = 1 if asked is None else asked
     prompts = []
     for given in body.prompt:
-        ids = _encode(given, body, asked, window, tokenizer)
+        ids = window.tokens_of(given, tokenizer, adds_special, num_answer)
         max_tokens = window.max_tokens(ids, asked)
         check_min_tokens(body.min_tokens or 0, max_tokens)
         if body.seed is None:
@@ -56,20 +58,3 @@ def prepare(body: CompletionBody, tokenizer: Tokenizer, max_context: int) -> Job
 
 def _with_new_seed(sampling: Sampling) -> Sampling:
     return replace(sampling, seed=secrets.randbits(63))
-
-
-def _encode(
-    given: str | list[int],
-    body: CompletionBody,
-    asked: int | None,
-    window: ContextWindow,
-    tokenizer: Tokenizer,
-) -> list[int]:
-    if isinstance(given, str):
-        adds_special_tokens = body.add_special_tokens is not False
-        ids = window.encode(given, tokenizer, adds_special_tokens)
-    else:
-        ids = given
-        check_ids("prompt", ids, tokenizer.vocab_size)
-    num_answer = 1 if asked is None else asked
-    return window.cut(ids, num_answer)

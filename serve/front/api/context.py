@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from serve.core.errors import RequestError
+from serve.front.api.sampling import check_ids
 from serve.front.text.tokens import Tokenizer
 
 _WHOSE = {
@@ -39,6 +40,18 @@ class ContextWindow:
             raise self._too_long(f"{_WHOSE[self.param]} at least {min_tokens} tokens")
         return tokenizer.encode(text, add_special_tokens)
 
+    def tokens_of(
+        self, given: str | list[int], tokenizer: Tokenizer, adds_special: bool, num_answer: int
+    ) -> list[int]:
+        """Returns the tokens of a prompt, which may be token ids already, as far as they are kept
+        beside an answer. This is slow: call it in a thread. Raises RequestError."""
+        if isinstance(given, str):
+            ids = self.encode(given, tokenizer, adds_special)
+        else:
+            ids = given
+            check_ids(self.param, ids, tokenizer.vocab_size)
+        return self.cut(ids, num_answer)
+
     def cut(self, ids: list[int], asked: int) -> list[int]:
         """Returns the tokens that are kept. A keep of -1 keeps as many as fit beside the answer."""
         if self.keep is None:
@@ -55,16 +68,14 @@ class ContextWindow:
 
     def check(self, ids: list[int]) -> None:
         """Raises RequestError if a prompt that gets no answer is empty or does not fit."""
-        if not ids:
-            raise RequestError(f"{self.param}: makes an empty prompt.", param=self.param)
+        self._check_not_empty(ids)
         if len(ids) > self.max_context:
             raise self._too_long(f"{_WHOSE[self.param]} {len(ids)} tokens")
 
     def max_tokens(self, ids: list[int], asked: int | None) -> int:
         """Returns how many tokens the answer may have: as many as asked for (None: no limit), or as
         many as fit. Raises RequestError if the prompt is empty or does not fit."""
-        if not ids:
-            raise RequestError(f"{self.param}: makes an empty prompt.", param=self.param)
+        self._check_not_empty(ids)
         num_left = self.max_context - len(ids)
         num_needed = 1 if asked is None else min(asked, 1)
         if num_left < num_needed:
@@ -72,6 +83,10 @@ class ContextWindow:
                 f"{_WHOSE[self.param]} {len(ids)} tokens, and the answer needs at least one"
             )
         return num_left if asked is None else min(asked, num_left)
+
+    def _check_not_empty(self, ids: list[int]) -> None:
+        if not ids:
+            raise RequestError(f"{self.param}: makes an empty prompt.", param=self.param)
 
     def _too_long(self, what: str) -> RequestError:
         completion = " or the completion" if self.min_answer else ""

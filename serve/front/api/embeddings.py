@@ -11,7 +11,6 @@ from pydantic import BeforeValidator, Field
 from serve.front.api.context import ContextWindow
 from serve.front.api.openai import Lenient, OnePrompt, PromptsInput, list_prompts
 from serve.front.api.request import DEFAULT_MODEL
-from serve.front.api.sampling import check_ids
 from serve.front.http import replies
 from serve.front.pipeline.interface import Prompt
 from serve.front.text.tokens import Tokenizer
@@ -60,15 +59,10 @@ def prepare(body: EmbeddingBody, tokenizer: Tokenizer, max_context: int) -> Embe
     """Encodes the inputs. This is slow: call it in a thread. Raises RequestError if one does not
     fit into max_context tokens."""
     window = ContextWindow(max_context, "input", body.truncate_prompt_tokens, min_answer=0)
-    adds_special_tokens = body.add_special_tokens is not False
+    adds_special = body.add_special_tokens is not False
     prompts: list[Prompt] = []
     for given in body.input:
-        if isinstance(given, str):
-            ids = window.encode(given, tokenizer, adds_special_tokens)
-        else:
-            ids = given
-            check_ids("input", ids, tokenizer.vocab_size)
-        ids = window.cut(ids, 0)
+        ids = window.tokens_of(given, tokenizer, adds_special, num_answer=0)
         window.check(ids)
         prompts.append(to_embed(ids))
     is_base64 = body.encoding_format == "base64"
