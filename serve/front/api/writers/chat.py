@@ -1,12 +1,12 @@
 """Writes answers as OpenAI's chat: as chunks of a stream, or as one reply."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from io import StringIO
 
 from serve.front.api.writers.custom_input import CustomInput
 from serve.front.api.writers.logprobs import ScoreWriter
-from serve.front.api.writers.writer import ChunkWriter, WholeWriter
+from serve.front.api.writers.whole import WholeChoice, WholeChunks
+from serve.front.api.writers.writer import ChunkWriter
 from serve.front.http.replies import Json
 from serve.front.output.answer import Job
 from serve.front.output.deltas import (
@@ -159,64 +159,37 @@ class ChatWriter(ChunkWriter):
         return "function_call" if self._listing.function_call else reason
 
 
-@dataclass(slots=True)
-class _Whole:
-    """The sum of the chunks of one choice."""
-
-    content: StringIO = field(default_factory=StringIO)
-    thoughts: StringIO | None = None
-    calls: list[tuple[Json, StringIO]] = field(default_factory=list)
-    function_name: str | None = None
-    function_arguments: StringIO = field(default_factory=StringIO)
-    scores: list[Json] | None = None
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
+class _WholeMessage(WholeChoice):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self._thoughts: StringIO | None = None
+        self._calls: list[tuple[Json, StringIO]] = []
+        self._function_name: str | None = None
+        self._function_arguments = StringIO()
 
     def add(self, choice: Json) -> None:
+        super().add(choice)
         delta = choice["delta"]
-        self.content.write(delta.get("content") or "")
+        self.text.write(delta.get("content") or "")
         if thought := delta.get("reasoning_content"):
-            self.thoughts = self.thoughts or StringIO()
-            self.thoughts.write(thought)
+            self._thoughts = self._thoughts or StringIO()
+            self._thoughts.write(thought)
         if function := delta.get("function_call"):
-            self.function_name = function.get("name", self.function_name)
-            self.function_arguments.write(function["arguments"])
+            self._function_name = function.get("name", self._function_name)
+            self._function_arguments.write(function["arguments"])
         for call in delta.get("tool_calls", ()):
             if "id" in call:
-                self.calls.append((call, StringIO()))
-            first, text = self.calls[-1]
+                self._calls.append((call, StringIO()))
+            first, text = self._calls[-1]
             kind = first["type"]
             text.write(call[kind][_TEXT_OF_CALL[kind]])
-        if choice["logprobs"] is not None:
-            self.scores = [] if self.scores is None else self.scores
-            self.scores += choice["logprobs"]["content"]
-        if (token_ids := choice.get("token_ids")) is not None:
-            self.token_ids = [] if self.token_ids is None else self.token_ids
-            self.token_ids += token_ids
-        if choice["finish_reason"] is not None:
-            self.finish_reason = choice["finish_reason"]
-            self.stop_reason = choice.get("stop_reason")
 
-    def choice(self, number: int) -> Json:
-        logprobs: Json | None = None
-        if self.scores is not None:
-            logprobs = {"content": self.scores, "refusal": None}
-        return {
-            "index": number,
-            "message": self._message(),
-            "logprobs": logprobs,
-            "finish_reason": self.finish_reason,
-            "token_ids": self.token_ids,
-            "stop_reason": self.stop_reason,
-        }
-
-    def _message(self) -> Json:
-        content: str | None = self.content.getvalue()
-        has_calls = bool(self.calls or self.function_name)
+    def choice(self) -> Json:
+        content: str | None = self.text.getvalue()
+        has_calls = bool(self._calls or self._function_name)
         if has_calls and not content:
             content = None
-        thoughts = None if self.thoughts is None else self.thoughts.getvalue()
+        thoughts = None if self._thoughts is None else self._thoughts.getvalue()
         message: Json = {
             "role": "assistant",
             "content": content,
@@ -224,38 +197,20 @@ class _Whole:
             "reasoning_content": thoughts,
             "refusal": None,
         }
-        if self.function_name is not None:
-            arguments = self.function_arguments.getvalue()
-            message["function_call"] = {"name": self.function_name, "arguments": arguments}
-        if self.calls:
-            message["tool_calls"] = [_whole_call(*call) for call in self.calls]
-        return message
+        if self._function_name is not None:
+            arguments = self._function_arguments.getvalue()
+            message["function_call"] = {"name": self._function_name, "arguments": arguments}
+        if self._calls:
+            message["tool_calls"] = [_whole_call(*call) for call in self._calls]
+        return {**self.fields, "message": message}
 
 
-class WholeChat(WholeWriter):
-    """Adds the chunks of all choices up to one chat.completion. Each chunk takes constant time."""
+class WholeChat(WholeChunks):
+    """Adds the chunks of all choices up to one chat.completion."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
-        self._writer = ChatWriter(job, tokenizer)
-        self._prompt_fields: Json = {"prompt_logprobs": None, "prompt_token_ids": None}
-        self._warnings: list[str] = []
-        self._choices: dict[int, _Whole] = {}
-
-    def feed(self, update: Update) -> Iterator[Json]:
-        for chunk in self._writer.chunks(update):
-            (choice,) = chunk.pop("choices")
-            self._warnings += chunk.pop("warnings", ())
-            self._prompt_fields |= chunk
-            whole = self._choices.setdefault(choice["index"], _Whole())
-            whole.add(choice)
-        return iter(())
-
-    def whole(self) -> Json:
-        choices = [whole.choice(number) for number, whole in sorted(self._choices.items())]
-        reply = {**self._writer.whole("chat.completion", choices), **self._prompt_fields}
-        if self._warnings:
-            reply["warnings"] = self._warnings
-        return reply
+        fields = {"prompt_logprobs": None, "prompt_token_ids": None}
+        super().__init__(ChatWriter(job, tokenizer), "chat.completion", _WholeMessage, fields)
 
 
 def _whole_call(first: Json, text: StringIO) -> Json:

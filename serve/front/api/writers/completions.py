@@ -1,12 +1,12 @@
 """Writes answers as OpenAI's completions: as chunks of a stream, or as one reply."""
 
 from collections.abc import Iterator, Sequence
-from io import StringIO
 from itertools import accumulate
 
 from serve.core.types import Score
 from serve.front.api.writers.logprobs import ScoreWriter, with_top
-from serve.front.api.writers.writer import ChunkWriter, WholeWriter
+from serve.front.api.writers.whole import WholeChoice, WholeChunks
+from serve.front.api.writers.writer import ChunkWriter
 from serve.front.http.replies import Json
 from serve.front.output.answer import Job
 from serve.front.output.deltas import Begin, End, Text, Update
@@ -90,63 +90,27 @@ class CompletionWriter(ChunkWriter):
         return begins
 
 
-class _Whole:
-    """The sum of the chunks of one choice."""
-
+class _WholeText(WholeChoice):
     def __init__(self, number: int) -> None:
-        self._text = StringIO()
-        self._token_ids: list[int] | None = None
-        self._choice = _choice(number, "")
-        self._choice["prompt_token_ids"] = None
-        self._choice["prompt_logprobs"] = None
+        super().__init__(number)
+        self.fields |= {"prompt_token_ids": None, "prompt_logprobs": None}
 
     def add(self, choice: Json) -> None:
-        whole = self._choice
-        self._text.write(choice["text"])
-        if scores := choice["logprobs"]:
-            whole["logprobs"] = whole["logprobs"] or {name: [] for name in scores}
-            for name, column in scores.items():
-                whole["logprobs"][name] += column
-        token_ids = choice.get("token_ids")
-        if token_ids is not None:
-            self._token_ids = self._token_ids or []
-            self._token_ids += token_ids
-        # These come once, if at all.
-        if "prompt_token_ids" in choice:
-            whole["prompt_token_ids"] = choice["prompt_token_ids"]
-        if "prompt_logprobs" in choice:
-            whole["prompt_logprobs"] = choice["prompt_logprobs"]
-        if choice["finish_reason"] is not None:
-            whole["finish_reason"] = choice["finish_reason"]
-            whole["stop_reason"] = choice.get("stop_reason")
+        super().add(choice)
+        self.text.write(choice["text"])
+        for name in ("prompt_token_ids", "prompt_logprobs"):
+            if name in choice:  # They come once, if at all.
+                self.fields[name] = choice[name]
 
     def choice(self) -> Json:
-        return {**self._choice, "text": self._text.getvalue(), "token_ids": self._token_ids}
+        return {**self.fields, "text": self.text.getvalue()}
 
 
-class WholeCompletion(WholeWriter):
-    """Adds the chunks of all choices up to one reply. Each chunk takes constant time."""
+class WholeCompletion(WholeChunks):
+    """Adds the chunks of all choices up to one reply."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
-        self._writer = CompletionWriter(job, tokenizer)
-        self._choices: dict[int, _Whole] = {}
-        self._warnings: list[str] = []
-
-    def feed(self, update: Update) -> Iterator[Json]:
-        if update.end:
-            self._warnings += update.end.warnings
-        for choice in self._writer.choices(update):
-            number = choice["index"]
-            whole = self._choices.setdefault(number, _Whole(number))
-            whole.add(choice)
-        return iter(())
-
-    def whole(self) -> Json:
-        choices = [whole.choice() for _, whole in sorted(self._choices.items())]
-        reply = self._writer.whole("text_completion", choices)
-        if self._warnings:
-            reply["warnings"] = self._warnings
-        return reply
+        super().__init__(CompletionWriter(job, tokenizer), "text_completion", _WholeText, {})
 
 
 def _last(number: int, end: End) -> Json:

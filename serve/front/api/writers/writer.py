@@ -97,16 +97,6 @@ class ChunkWriter(Writer):
         choice."""
         raise NotImplementedError
 
-    def whole(self, kind: str, choices: list[Any]) -> Json:
-        """Returns the reply with these choices, after the answer has ended."""
-        assert self.usage is not None
-        return {
-            **self.head,
-            "object": kind,
-            "usage": openai_usage(self.usage),
-            "choices": choices,
-        }
-
 
 def openai_usage(tokens: TokenUsage) -> Json:
     """Returns the token counts, as OpenAI's chat and completions state them."""
