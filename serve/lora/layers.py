@@ -7,7 +7,7 @@ multiplied with those of its own slot. Slot 0 means no adapter, and stays zero.
 import functools
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -91,13 +91,6 @@ class Rows:
         return mx.gather_mm(x, table, rhs_indices=self.index)
 
 
-class Held(NamedTuple):
-    """The contents of a slot: matrices of this rank, and a gain or none."""
-
-    rank: int
-    has_gain: bool
-
-
 class Adapted:
     """One module, to whose output the adapters of the rows are added. If no row has an adapter for
     the module, only the plain module runs.
@@ -134,7 +127,7 @@ class Adapted:
     # --- tables
 
     def _empty(self) -> None:
-        self._held: dict[int, Held] = {}
+        self._held: set[int] = set()
         self._a: Any = None
         self._b: Any = None
         self._gain: Any = None
@@ -162,23 +155,11 @@ class Adapted:
                 shape_gain = (num_slots, *new.gain.shape)
                 self._gain = mx.zeros(shape_gain)
             self._gain[slot] = new.gain
-        self._held[slot] = Held(rank, has_gain=new.gain is not None)
-
-    def read(self, slot: int) -> Matrices | None:
-        """Returns a copy of what was written to a slot, not evaluated; None if that was nothing."""
-        held = self._held.get(slot)
-        if held is None:
-            return None
-        a = self._a[slot, ..., : held.rank]
-        b = self._b[slot, ..., : held.rank, :]
-        gain = None
-        if held.has_gain:
-            gain = mx.contiguous(self._gain[slot])
-        return Matrices(mx.contiguous(a), mx.contiguous(b), gain)
+        self._held.add(slot)
 
     def clear(self, slot: int) -> None:
         if slot in self._held:
-            del self._held[slot]
+            self._held.remove(slot)
             for table in self.arrays():
                 table[slot] = 0
         if not self._held:
@@ -187,7 +168,7 @@ class Adapted:
     def move(self, sources: list[int]) -> None:
         """Rearranges the slots: sources has the old slot of each new one, 0 for a free one."""
         held = self._held
-        self._held = {new: held[old] for new, old in enumerate(sources) if old in held}
+        self._held = {new for new, old in enumerate(sources) if old in held}
         index = mx.array(sources)
         if self._a is not None:
             self._a = self._a[index]
@@ -198,7 +179,7 @@ class Adapted:
     # --- seams, which are called in place of the module
 
     def _is_used(self) -> bool:
-        return not self._held.keys().isdisjoint(self._rows.used)
+        return not self._held.isdisjoint(self._rows.used)
 
     def _project(self, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
         y: mx.array = call(*args, **kwargs)
@@ -306,6 +287,21 @@ def times_own_weight(x: mx.array, module: Any) -> mx.array:
         scales=scales,
         biases=module.get("biases"),
         transpose=True,
+        group_size=module.group_size,
+        bits=module.bits,
+        mode=module.mode,
+    )
+
+
+def dequantized(module: Any) -> mx.array:
+    """Returns the weight (out, in) of a module."""
+    weight: mx.array = module["weight"]
+    if "scales" not in module:
+        return weight
+    return mx.dequantize(
+        weight,
+        module["scales"],
+        module.get("biases"),
         group_size=module.group_size,
         bits=module.bits,
         mode=module.mode,

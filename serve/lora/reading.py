@@ -1,7 +1,6 @@
 """Checks an adapter against the modules of a stage, and reads the matrices for them."""
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,21 +12,11 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from serve.core.errors import AdapterError, ModelError
 from serve.hub.partial import PartialModel
 from serve.lora.files import CONFIG_FILE, AdapterFiles, Target, file_stamp
-from serve.lora.layers import EMBEDDINGS, EXPERTS, Matrices, ModuleMatrices
+from serve.lora.layers import EMBEDDINGS, EXPERTS, Matrices, ModuleMatrices, dequantized
 from serve.model.sharding import DIVIDED, Division, Divisions
 from serve.model.stage import Stage
 
 _ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *DIVIDED, *EMBEDDINGS, *EXPERTS)
-_TINY = 1e-30
-_SAMPLED_ROWS = 64  # of a weight, to estimate its size
-
-
-@dataclass(frozen=True, slots=True)
-class ReadAdapter:
-    """The part of an adapter that a stage has read: the matrices for its own modules."""
-
-    files: AdapterFiles
-    matrices: ModuleMatrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +220,7 @@ def _matrices(
         magnitudes = parts["m"].astype(mx.float32)
         if division:
             magnitudes = division.own_part(magnitudes, 0)
-        adapted_weight = _weight(module) + (a @ b).T
+        adapted_weight = dequantized(module) + (a @ b).T
         norm = mx.linalg.norm(adapted_weight, axis=1)
         gain = (magnitudes / norm - 1)[None]
         made["m"] = gain
@@ -241,54 +230,3 @@ def _matrices(
         if not is_finite.item():
             raise AdapterError(f"{target.parts[part]} has values that are not finite numbers.")
     return Matrices(a, b, gain)
-
-
-def relative_size(matrices: Matrices, module: nn.Module) -> float:
-    """Returns the root mean square of the change of a module's weight, divided by that of the
-    weight. Both are estimates: they look at the first expert and some rows. With DoRA it is the
-    largest change of an output's magnitude."""
-    if matrices.gain is not None:
-        return _number(mx.abs(matrices.gain).max())
-    first_expert = (0,) * (matrices.a.ndim - 2)
-    a = matrices.a[first_expert]
-    b = matrices.b[first_expert]
-    largest_a = _number(mx.abs(a).max())
-    largest_b = _number(mx.abs(b).max())
-    if not largest_a or not largest_b:
-        return 0.0
-    # The squares of huge numbers would overflow.
-    a = a / largest_a
-    b = b / largest_b
-    sum_of_squares = _number(((a.T @ a) * (b @ b.T)).sum())  # of all elements of a @ b
-    num_elements = a.shape[0] * b.shape[1]
-    change = math.sqrt(max(0.0, sum_of_squares) / num_elements)
-    weight = _weight(module, _SAMPLED_ROWS).astype(mx.float32)
-    weight_size = math.sqrt(_number(mx.square(weight).mean()))
-    return change * largest_a * largest_b / max(weight_size, _TINY)
-
-
-def _number(array: mx.array) -> float:
-    return float(array.item())  # type: ignore[arg-type]
-
-
-def _weight(module: nn.Module, num_rows: int | None = None) -> mx.array:
-    """Returns the weight (out, in) of a module, dequantized; with num_rows only its first rows."""
-    arrays: dict[str, mx.array] = {}
-    for name in ("weight", "scales", "biases"):
-        if name not in module:
-            continue
-        array = module[name]
-        if num_rows is not None:
-            array = array.reshape(-1, array.shape[-1])[:num_rows]
-        arrays[name] = array
-    weight = arrays["weight"]
-    if "scales" not in arrays:
-        return weight
-    return mx.dequantize(
-        weight,
-        arrays["scales"],
-        arrays.get("biases"),
-        group_size=module.group_size,
-        bits=module.bits,
-        mode=module.mode,
-    )

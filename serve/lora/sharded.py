@@ -16,7 +16,7 @@ from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear, LoRASwitchLinear
 
 from serve.core.errors import PlanError
-from serve.lora.layers import times_own_weight
+from serve.lora.layers import dequantized, times_own_weight
 from serve.model.sharding import (
     DIVIDED,
     SUMMING,
@@ -140,7 +140,7 @@ class ShardedDoRALinear(ShardedLoRALinear):
         linear: Any = self.linear
         if not isinstance(linear, SUMMING):
             x = with_summed_gradient(x, linear.group)
-        weight = _dequantized(linear)
+        weight = dequantized(linear)
         y = x @ weight.T
         dropped = self.dropout(x)
         z = (dropped @ self.lora_a) @ self.lora_b
@@ -159,7 +159,7 @@ class ShardedDoRALinear(ShardedLoRALinear):
     def set_magnitudes(self) -> None:
         """Sets m to its initial value. Where that takes a sum over the shards, all of them have to
         call this."""
-        weight = _dequantized(self.linear)
+        weight = dequantized(self.linear)
         self.m = self._norms(weight.astype(mx.float32))
 
     def _norms(self, weight: mx.array) -> mx.array:
@@ -170,20 +170,6 @@ class ShardedDoRALinear(ShardedLoRALinear):
         if isinstance(linear, SUMMING):
             squares = sum_of_shards(squares, linear.group)
         return squares.sqrt()
-
-
-def _dequantized(linear: Any) -> mx.array:
-    weight: mx.array = linear.weight
-    if "scales" not in linear:
-        return weight
-    return mx.dequantize(
-        weight,
-        linear.scales,
-        linear.get("biases"),
-        group_size=linear.group_size,
-        bits=linear.bits,
-        mode=linear.mode,
-    )
 
 
 def set_magnitudes(model: nn.Module) -> None:

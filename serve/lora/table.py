@@ -6,14 +6,10 @@
 import functools
 import hashlib
 import itertools
-import json
-import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
-import msgspec
 
 from serve.core.errors import AdapterError, EngineError, ModelError
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
@@ -29,43 +25,23 @@ from serve.lora.files import (
 )
 from serve.lora.layers import (
     Adapted,
-    Matrices,
     ModuleMatrices,
     Rows,
     note_routing,
 )
 from serve.lora.reading import (
-    Place,
-    ReadAdapter,
     check_fit,
     checksum,
     fetch,
     num_bytes,
     places,
     read_matrices,
-    relative_size,
 )
 from serve.model import trace
 from serve.model.sharding import Divisions
 from serve.model.stage import Stage
 
 _MIN_SLOTS = 4
-_SUSPICIOUS = 100.0  # the size of an adapter's change ÷ the size of the module's weight
-
-_logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class HeldAdapter:
-    """The matrices of one version of an adapter for the modules of a stage, and the answer that
-    rank 0 got about them."""
-
-    matrices: ModuleMatrices
-    answer: AdapterRead
-
-
-HeldAdapters = dict[int, HeldAdapter]
-"""Adapters by their version."""
 
 
 class Adapters:
@@ -89,7 +65,6 @@ class Adapters:
         self._division = _digest(divisions or {})
         self._num_layers = len(stage.layers)
         self._read: dict[int, ModuleMatrices] = {}
-        self._earlier: HeldAdapters = {}  # what the engine's earlier stage held
         self._uncopied: tuple[int, ModuleMatrices, AdapterRead] | None = None
         self._answers: dict[int, AdapterRead] = {}  # to rank 0, about the versions held here
         self._slots: dict[int, int] = {}
@@ -100,9 +75,7 @@ class Adapters:
     @property
     def num_bytes(self) -> int:
         # Another thread may read an adapter meanwhile, which changes the dictionary.
-        all_held = list(self._earlier.values())
-        earlier = [held.matrices for held in all_held]
-        waiting = [*self._read.values(), *earlier]
+        waiting = list(self._read.values())
         waiting_bytes = sum(num_bytes(matrices) for matrices in waiting)
         installed_bytes = sum(array.nbytes for array in self._arrays())
         return waiting_bytes + installed_bytes
@@ -114,38 +87,27 @@ class Adapters:
         root: str | None,
         max_rank: int,
         commit: str | None = None,
-    ) -> ReadAdapter:
-        """Checks the whole adapter and reads the matrices for this stage. With a commit, path is
+    ) -> tuple[AdapterFiles, ModuleMatrices]:
+        """Checks the whole adapter and reads its matrices for this stage. With a commit, path is
         `org/name` on the hub. Raises AdapterError, and then nothing has changed."""
-        held = self._earlier.get(version)
-        earlier: ModuleMatrices = held.matrices if held else {}
         partial = self._open(path, commit) if commit else None
         folder = str(partial.folder) if partial else path
         files = read_adapter(folder, root, is_whole=partial is None)
         if files.rank > max_rank:
             raise AdapterError(f"The adapter has rank {files.rank}: --max-lora-rank is {max_rank}.")
         self._check_targets(files)
-        if held and held.answer.digest != files.digest:
-            raise AdapterError("The files have changed: load the adapter again.", 409)
-        unread: dict[str, Target] = {}
-        unread_places: dict[str, Place] = {}
-        matrices: ModuleMatrices = {}
+        targets: dict[str, Target] = {}
         for name, target in files.targets.items():
             place = self._places.get(name)
             if place is None:
                 continue  # The module belongs to another stage.
             check_fit(name, place, files, target)
-            if name in earlier:
-                matrices[name] = earlier[name]
-            else:
-                unread[name] = target
-                unread_places[name] = place
+            targets[name] = target
         if partial:
-            fetch(partial, unread)
-        matrices |= read_matrices(files, unread, unread_places)
-        self._warn_of_size(version, path, matrices)
+            fetch(partial, targets)
+        matrices = read_matrices(files, targets, self._places)
         self._read[version] = matrices
-        return ReadAdapter(files, matrices)
+        return files, matrices
 
     def _check_targets(self, files: AdapterFiles) -> None:
         """Raises AdapterError if the adapter is for a model with another number of layers, or has
@@ -168,26 +130,6 @@ class Adapters:
                 "incomplete, or was made for another model."
             )
 
-    def _warn_of_size(
-        self,
-        version: int,
-        path: str,
-        matrices: Mapping[str, Matrices],
-    ) -> None:
-        """Logs a warning for a huge adapter, most likely the result of a training run that
-        diverged. It can only harm its own requests, so it is not refused."""
-        large: dict[str, float] = {}
-        for name, own in matrices.items():
-            size = relative_size(own, self._places[name].module)
-            if not size < _SUSPICIOUS:  # A NaN is suspicious too.
-                large[name] = size
-        if large:
-            worst = max(large, key=lambda name: large[name])
-            _logger.warning(
-                "event=adapter_suspicious version=%d path=%s modules=%d worst=%s ratio=%.3g",
-                *(version, json.dumps(path), len(large), worst, large[worst]),
-            )
-
     def _open(self, repo: str, commit: str) -> PartialModel:
         try:
             return open_partial(repo, commit, self._cache_dir, kind=ADAPTER)
@@ -201,12 +143,6 @@ class Adapters:
         version = asked.version
         if version in self._answers:
             return self._answers[version]
-        answer = self._answer_from_earlier(version) or self._answer_from_files(asked)
-        self._earlier.pop(version, None)
-        return answer
-
-    def _answer_from_files(self, asked: LoadAdapter) -> AdapterRead | AdapterRefused:
-        version = asked.version
         copy = self._copy_of(version, asked.held) if self._copies else None
         if copy:
             matrices, answer = copy
@@ -216,51 +152,26 @@ class Adapters:
             self._answers[version] = answer
             return answer
         try:
-            read = self.read(
-                version,
-                asked.path,
-                asked.root,
-                asked.max_rank,
-                asked.commit,
+            files, matrices = self.read(
+                version, asked.path, asked.root, asked.max_rank, asked.commit
             )
         except AdapterError as error:
             return AdapterRefused(version, str(error), error.http_status)
-        targets = read.files.targets
+        targets = files.targets
         scales = {target.scale for target in targets.values()}
         kinds = {name.rpartition(".")[2] for name in targets}
         scale = scales.pop() if len(scales) == 1 else None
         answer = AdapterRead(
             version=version,
-            digest=read.files.digest,
-            checksum=checksum(read.files.digest, read.matrices),
+            digest=files.digest,
+            checksum=checksum(files.digest, matrices),
             targets=sorted(targets),
-            own=sorted(read.matrices),
+            own=sorted(matrices),
             kinds=sorted(kinds),
-            lora_rank=read.files.rank,
+            lora_rank=files.rank,
             scale=scale,
-            num_bytes=num_bytes(read.matrices),
-        )
-        self._uncopied = version, read.matrices, answer
-        self._answers[version] = answer
-        return answer
-
-    def _answer_from_earlier(self, version: int) -> AdapterRead | None:
-        """Takes over a version of which the earlier stage had all modules that this one has.
-        Returns None if there is no such version."""
-        held = self._earlier.get(version)
-        if held is None:
-            return None
-        own = self._places.keys() & held.answer.targets
-        if not own <= held.matrices.keys():
-            return None
-        matrices = {name: held.matrices[name] for name in sorted(own)}
-        answer = msgspec.structs.replace(
-            held.answer,
-            checksum=checksum(held.answer.digest, matrices),
-            own=sorted(own),
             num_bytes=num_bytes(matrices),
         )
-        self._read[version] = matrices
         self._uncopied = version, matrices, answer
         self._answers[version] = answer
         return answer
@@ -289,37 +200,6 @@ class Adapters:
             copies.write(self._copies, *self._uncopied, self._division)
         self._uncopied = None
 
-    # --- from one stage of an engine to the next
-
-    def held(self, versions: Collection[int]) -> HeldAdapters:
-        """Returns the adapters of these versions, as far as they are here. Their matrices are
-        evaluated copies, which do not refer to the modules."""
-        found: HeldAdapters = {}
-        for version in versions:
-            answer = self._answers.get(version)
-            matrices = self._read.get(version) or self._installed(version)
-            if answer and answer.own == sorted(matrices):
-                found[version] = HeldAdapter(matrices, answer)
-        return found
-
-    def _installed(self, version: int) -> ModuleMatrices:
-        """Copies of the matrices in the slot of a version; none if it has no slot."""
-        matrices: ModuleMatrices = {}
-        slot = self._slots.get(version)
-        if slot is None:
-            return matrices
-        for name, adapted in self._adapted.items():
-            own = adapted.read(slot)
-            if own:
-                mx.eval(own.a, own.b, own.gain)
-                matrices[name] = own
-        return matrices
-
-    def take_over(self, held: HeldAdapters) -> None:
-        """Takes what the earlier stage of this engine held. When rank 0 asks for one of these
-        versions, only the matrices of modules that the earlier stage did not have are read."""
-        self._earlier = dict(held)
-
     # --- in the step loop
 
     def apply(self, step: Step) -> list[mx.array]:
@@ -338,7 +218,7 @@ class Adapters:
 
     def keep_only(self, versions: Collection[int]) -> list[mx.array]:
         """Frees all other versions. Returns the arrays to evaluate, as apply does."""
-        held = self._answers.keys() | self._read.keys() | self._slots.keys() | self._earlier.keys()
+        held = self._answers.keys() | self._read.keys() | self._slots.keys()
         for version in sorted(held - set(versions)):
             self._unload(version)
         return self._arrays()
@@ -365,7 +245,6 @@ class Adapters:
     def _unload(self, version: int) -> None:
         self._answers.pop(version, None)
         self._read.pop(version, None)
-        self._earlier.pop(version, None)
         slot = self._slots.pop(version, None)
         if slot is None:
             return

@@ -13,7 +13,6 @@ from serve.core.errors import ClusterError, EngineError
 from serve.core.facts import stamp
 from serve.core.layouts import max_tokens_of_shared_head
 from serve.core.messages import FromPrefixCache, Loaded, Order
-from serve.lora.table import HeldAdapters
 from serve.model.head import SharedHead, share_head
 from serve.model.sharding import Sharding, shard
 from serve.model.stage import Stage
@@ -45,12 +44,11 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """The weights by their names, the adapters and the draft model of an engine that gets other
-    layers. files identifies the model's files as they were read."""
+    """The weights by their names and the draft model of an engine that gets other layers. files
+    identifies the model's files as they were read."""
 
     model: Model
     weights: Arrays
-    adapters: HeldAdapters
     draft: LoadedDraft | None
     files: str
 
@@ -80,7 +78,6 @@ class Engine:
         return Leftovers(
             self.model,
             self.loop.stage.weights(),
-            self.loop.adapters.held(order.adapters),
             self.draft,
             self.loaded.files,
         )
@@ -130,8 +127,6 @@ def load(
         draft_model=draft_model,
         shared_head=_shared_head(loaded.stage, transport),
     )
-    if leftovers:
-        loop.adapters.take_over(leftovers.adapters)
     what_is_loaded = _what_is_loaded(order, loaded, loop, model)
     if leftovers:
         _check_files(order, leftovers.files, what_is_loaded.files)

@@ -175,7 +175,6 @@ def test_a_huge_adapter_changes_no_other_answer(tmp_path: Path, num: int) -> Non
     with running(TINY_CHAT, "--adapter-root", str(tmp_path)) as server:
         loading = {"lora_name": "huge", "lora_path": "huge"}
         assert post(server, "/v1/load_lora_adapter", **loading).status_code == 200
-        server.wait_for_log(r"event=adapter_suspicious version=1 path=\S*huge")
         long = [100 + n for n in range(40)]
         assert changed(server, "tiny-chat", lambda: ask(server, "huge", long), num) == 0
         server.wait_for_log(r'event=numbers_overflowed sequence=\d+ adapter="huge" version=1')

@@ -77,10 +77,10 @@ def test_shards_keep_their_parts_of_an_adapter(tmp_path: Path) -> None:
     with without_sums():
         own = Shard(LLAMA, StandIn(2))
     (table,) = own.adapters
-    read = table.read(1, str(folder), None, 64)
+    _, read = table.read(1, str(folder), None, 64)
     for name, array in adapters.read(folder)[0].items():
         module, _, part = name.rpartition(".")
-        matrices = read.matrices[module]
+        matrices = read[module]
         mine = matrices.a if part == "lora_a" else matrices.b
         is_row_parallel = module.endswith(("o_proj", "down_proj"))
         is_divided = is_row_parallel == (part == "lora_a")
@@ -103,7 +103,7 @@ def test_shards_use_no_copies_of_other_shards_or_of_whole_layers(tmp_path: Path)
     asked = LoadAdapter(1, str(folder), None, None, 64, [1])
     for own in (0, 1, 2, 0, 2, 1):
         (table,) = made[own].adapters
-        expected = table.read(1, str(folder), None, 64).matrices
+        expected = table.read(1, str(folder), None, 64)[1]
         table.keep_only([])
         table._copies = tmp_path / "copies"
         table._copies.mkdir(exist_ok=True)
