@@ -397,12 +397,13 @@ class PrefixFile(msgspec.Struct, frozen=True, array_like=True):
 
 class PrefixFiles(Message, frozen=True):
     """An engine reports, before it is ready, which files of the prefix cache it has for its stage,
-    the least recently used one first, and how many bytes they may have together. weights has a
-    digest of each weight of its stage. An engine without a prefix cache on disk sends nothing."""
+    the least recently used one first, and how many bytes they may have together. digest identifies
+    the weights of its stage, and everything else that the files depend on besides tokens and
+    adapters. An engine without a prefix cache on disk sends nothing."""
 
     files: list[PrefixFile]
     max_bytes: int
-    weights: dict[str, str] = {}
+    digest: str
 
 
 class PrefixRead(Message, frozen=True):

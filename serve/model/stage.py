@@ -108,16 +108,6 @@ class Stage:
         """Returns new mlx-lm caches for the stage's own layers, and for counting positions."""
         return self._caching.own_part(make_prompt_cache(self.model))
 
-    @property
-    def cache_numbers(self) -> list[int | None]:
-        """The number of each cache of `make_cache` among those of the whole model; None for one
-        that only counts positions."""
-        return self._caching.numbers()
-
-    def count_positions(self, cache: list[Any], num_tokens: int) -> None:
-        """Advances the caches of one row that only count positions by num_tokens."""
-        self._caching.advance_ghosts(cache, 1, num_tokens)
-
     def logits(self) -> mx.array:
         """Logits of the last stage, not to be evaluated, for their shape and type."""
         cut = self.cuts[False]
@@ -282,12 +272,6 @@ class _Caching:
 
     def own_part(self, caches: list[Any]) -> list[Any]:
         return [caches[j] for j in self._kept]
-
-    def numbers(self) -> list[int | None]:
-        numbers: list[int | None] = list(self._kept)
-        for n in self._ghosts:
-            numbers[n] = None
-        return numbers
 
     def as_model_expects(self, cache: list[Any]) -> list[Any]:
         """Returns the list with a cache for every layer: in place of a cache of another stage it

@@ -79,19 +79,15 @@ class Part:
 class GroupCaches:
     """The caches of all sequences of a stage. It decides which rows of a step share a batch, and
     which rows have to move for that. make_cache returns the plain caches of one new row. can_batch
-    says whether several rows can share a batch; otherwise each row runs in a part of its own.
-    numbers has the numbers of these caches in files of the prefix cache, which are those of the
-    whole model."""
+    says whether several rows can share a batch; otherwise each row runs in a part of its own."""
 
     def __init__(
         self,
         make_cache: Callable[[], list[Any]],
         can_batch: bool = True,
-        numbers: contents.Numbers | None = None,
     ) -> None:
         self._make_cache = make_cache
         caches = make_cache()
-        self._numbers = range(len(caches)) if numbers is None else numbers
         is_plain = all(type(cache) in _PLAIN_CACHES for cache in caches)
         self._can_cut = all(checkpoints.can_cut(cache) for cache in caches)
         self._can_batch = can_batch
@@ -211,13 +207,13 @@ class GroupCaches:
             )
         if write.is_state and has_checkpoint:
             states = self._states(write.checkpoint, write.end, 0)
-            return contents.state(states, self._numbers, write.end)
+            return contents.state(states, write.end)
         batch = self._batch_of(sequence)
         if write.is_state:
-            return contents.state(batch.states(sequence), self._numbers, write.end)
+            return contents.state(batch.states(sequence), write.end)
         # A row that runs stays in its batch: to take it out and back in would copy all rows.
         caches = batch.extract(sequence, write.end)
-        return contents.segment(caches, self._numbers, write.start, write.end)
+        return contents.segment(caches, write.start, write.end)
 
     def moved(self) -> list[list[mx.array]]:
         """Returns the arrays of each layer's caches whose rows were copied. They have to be

@@ -22,8 +22,7 @@ from serve.rank.batching import can_batch, is_causal
 from serve.rank.chooser import scoring_bytes
 from serve.rank.drafts.loading import LoadedDraft, load_drafter
 from serve.rank.memory import free_bytes
-from serve.rank.prefixes.contents import StageCaches
-from serve.rank.prefixes.store import PrefixStore, open_store
+from serve.rank.prefixes.store import open_store
 from serve.rank.step_loop import StepLoop
 from serve.ring.grid import GridTransport
 from serve.ring.regroup import objection
@@ -122,7 +121,7 @@ def load(
         Path(order.cache_dir) if order.cache_dir else None,
         Path(order.copies),
         batchable=model.batchable,
-        open_store=partial(_open_store, order, loaded, folder, report),
+        open_store=partial(open_store, order, report),
         divisions=loaded.divisions,
         draft_model=draft_model,
         shared_head=_shared_head(loaded.stage, transport),
@@ -172,17 +171,6 @@ def _check_files(order: Order, before: str, after: str) -> None:
             f"{order.name}: the model's files have changed since they were read, so all ranks read "
             "them again."
         )
-
-
-def _open_store(
-    order: Order,
-    loaded: LoadedStage,
-    folder: Path,
-    report: Report,
-    caches: StageCaches,
-) -> PrefixStore | None:
-    config = (folder / "config.json").read_text("utf-8")
-    return open_store(order, config, loaded.stage.weights(), caches, report)
 
 
 def why_it_cannot_stay(order: Order) -> str | None:

@@ -24,12 +24,12 @@ from serve.rank.chooser import Chooser
 from serve.rank.drafts.draft_model import Drafter
 from serve.rank.embedder import Embedder
 from serve.rank.outbox import Outbox
-from serve.rank.prefixes.contents import StageCaches
+from serve.rank.prefixes.contents import MakeCaches
 from serve.rank.prefixes.store import PrefixStore
 from serve.ring.transport import Transport
 
-OpenStore = Callable[[StageCaches], PrefixStore | None]
-"""Opens a stage's prefix cache on disk."""
+OpenStore = Callable[[MakeCaches], PrefixStore | None]
+"""Opens a stage's prefix cache on disk, if it has one."""
 
 _NUM_SPANS = 4096
 
@@ -58,13 +58,7 @@ class StepLoop:
         self.has_head = stage.is_last and transport.shard == 0
         self._make_cache = lambda: quantized(stage.make_cache(), kv_bits)
         self._batchable = batchable
-        caches = StageCaches(
-            layers=(stage.start, stage.end),
-            numbers=stage.cache_numbers,
-            make=self._make_cache,
-            count=stage.count_positions,
-        )
-        self.prefix_store = open_store(caches) if open_store else None
+        self.prefix_store = open_store(self._make_cache) if open_store else None
         self.adapters = Adapters(stage, cache_dir, copies, divisions)
         self.chooser = Chooser(folder)
         if stage.is_last:
@@ -75,8 +69,7 @@ class StepLoop:
     def _begin(self, transport: Transport) -> None:
         """Begins to run steps in a ring, with nothing of any sequence."""
         self.transport = transport
-        numbers = self.stage.cache_numbers
-        self.caches = GroupCaches(self._make_cache, self._batchable, numbers)
+        self.caches = GroupCaches(self._make_cache, self._batchable)
         self.outbox = Outbox(lambda step: transport.send(step, []))
         self.embedder = Embedder()
         self.pooled: list[mx.array] = []  # the embedder's arrays of the latest step
@@ -99,7 +92,7 @@ class StepLoop:
             self.draft_model.clear()
         mx.eval(self.adapters.keep_only(order.adapters))
         if self.prefix_store:
-            self.prefix_store.rescan()
+            self.prefix_store.forget_loaded()
 
     def put(self, step: Step) -> None:
         """Takes a step on rank 0, and sends it as soon as the tokens that it feeds are known. It

@@ -13,30 +13,25 @@ from mlx_lm.models.cache import KVCache
 
 from serve.core.types import Write
 from serve.rank.prefixes import contents
-from serve.rank.prefixes.contents import StageCaches
 from serve.rank.prefixes.store import PrefixStore
 
 NUM_TOKENS = 64
 DIGEST = "a" * 32
 
 
-STAGE = StageCaches(
-    layers=(0, 1),
-    numbers=(0, 1),
-    make=lambda: [KVCache(), KVCache()],
-    count=lambda caches, num_tokens: None,
-)
+def make_caches() -> list[KVCache]:
+    return [KVCache(), KVCache()]
 
 
 def main(folder: Path) -> None:
-    store = PrefixStore(folder, DIGEST, 1 << 30, STAGE, lambda _: None)
+    store = PrefixStore(folder, DIGEST, 1 << 30, make_caches, lambda _: None)
     print("writing", flush=True)
     for number in itertools.count():
         array = mx.full((1, 4, NUM_TOKENS, 32), float(number))
-        caches = STAGE.make()
+        caches = make_caches()
         for cache in caches:
             cache.update_and_fetch(array, array)
-        content = contents.segment(caches, STAGE.numbers, 0, NUM_TOKENS)
+        content = contents.segment(caches, 0, NUM_TOKENS)
         mx.eval(content.arrays)
         asked = Write(1, f"{number:032x}", "0" * 32, 0, NUM_TOKENS)
         store.write(asked, content)

@@ -19,7 +19,7 @@ from serve.core.messages import (
 )
 from serve.rank.prefixes.store import PrefixStore
 from tests.faults import prefix_writer
-from tests.faults.prefix_writer import DIGEST, NUM_TOKENS, STAGE
+from tests.faults.prefix_writer import DIGEST, NUM_TOKENS, make_caches
 
 NUM_KILLS = 100
 MAX_WRITE_SECONDS = 0.3  # before a writer is killed
@@ -69,7 +69,7 @@ def test_prefix_store_after_kills_and_with_changed_bytes(tmp_path: Path) -> None
     num_right = num_damaged = 0
     for _ in range(NUM_KILLS):
         write_until_killed(tmp_path, chance.uniform(0.0, MAX_WRITE_SECONDS))
-        store = PrefixStore(tmp_path, DIGEST, 1 << 30, STAGE, reports.put)
+        store = PrefixStore(tmp_path, DIGEST, 1 << 30, make_caches, reports.put)
         assert not list(tmp_path.glob("*/unfinished-*"))
         files = store.files().files
         for file in files:

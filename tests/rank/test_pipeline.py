@@ -22,7 +22,6 @@ from serve.core.types import Sampling, Score, Sequence
 from serve.front.drafts.interface import Drafting
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.prefixes.disk import DiskCounts, DiskPrefixes, DiskRules
-from serve.front.prefixes.disk_index import model_digest
 from serve.front.prefixes.index import Reuse
 from serve.model.caches import quantized
 from serve.model.stage import Stage
@@ -31,8 +30,8 @@ from serve.rank.chooser import Chooser
 from serve.rank.drafts.loading import LoadedDraft
 from serve.rank.embedder import Embedder
 from serve.rank.outbox import Outbox
-from serve.rank.prefixes.contents import StageCaches
-from serve.rank.prefixes.store import PrefixStore, weight_digests
+from serve.rank.prefixes.contents import MakeCaches
+from serve.rank.prefixes.store import PrefixStore
 from serve.rank.step_loop import StepLoop
 from serve.ring.transport import local_ring
 from tests import architectures
@@ -95,7 +94,7 @@ class LocalPipeline:
             stage = Stage(model, *layers)
             draft = self.make_draft() if rank == 0 and self.make_draft else None
             draft_model = draft.for_logits_of(stage) if draft else None
-        open_store = partial(self._open_store, rank, stage) if self.prefix_dir else None
+        open_store = partial(self._open_store, rank) if self.prefix_dir else None
         loop = StepLoop(
             stage,
             self.ring[rank],
@@ -112,15 +111,14 @@ class LocalPipeline:
         for result in loop.run():
             self.results.put(result)
 
-    def _open_store(self, rank: int, stage: Stage, caches: StageCaches) -> PrefixStore:
+    def _open_store(self, rank: int, make_caches: MakeCaches) -> PrefixStore:
         assert self.prefix_dir
         self.stores[rank] = PrefixStore(
             self.prefix_dir / f"rank-{rank}",
             f"{self.kv_bits}",
             1 << 30,
-            caches,
+            make_caches,
             lambda message: self.results.put((rank, message)),
-            weight_digests(stage.weights()),
         )
         return self.stores[rank]
 
@@ -130,10 +128,9 @@ class LocalPipeline:
         counts = DiskCounts()
         stored = {rank: store.files() for rank, store in self.stores.items()}
         self.scheduler.reuse = reuse
-        model = model_digest(stored.values())
         self.scheduler.room.disk = DiskPrefixes(
             stored,
-            lambda key: f"{model} {key}",
+            str,
             counts,
             has_states=reuse == "checkpoints",
             rules=rules,

@@ -12,7 +12,7 @@ import pytest
 from serve.core.types import Row, Step, Write
 from serve.model.head import share_head
 from serve.model.stage import Stage
-from serve.rank.prefixes.contents import FileContent, StageCaches
+from serve.rank.prefixes.contents import FileContent, MakeCaches
 from serve.rank.prefixes.store import PrefixStore
 from serve.rank.step_loop import StepLoop
 from serve.ring.transport import LocalTransport, local_ring
@@ -25,8 +25,10 @@ OTHER_TOKENS = (2, 7, 1, 8, 2)
 class ObservedStore(PrefixStore):
     """A store that also notes its contents, and whether the stage had sent something by then."""
 
-    def __init__(self, folder: Path, outbox: "queue.SimpleQueue[Any]", stage: StageCaches) -> None:
-        super().__init__(folder, "0", 1 << 30, stage, lambda message: None)
+    def __init__(
+        self, folder: Path, outbox: "queue.SimpleQueue[Any]", make_caches: MakeCaches
+    ) -> None:
+        super().__init__(folder, "0", 1 << 30, make_caches, lambda message: None)
         self.outbox = outbox
         self.contents: list[FileContent] = []
         self.has_sent: list[bool] = []

@@ -51,7 +51,6 @@ from serve.front.pipeline.status import StageStatus, StepLog, first_shards
 from serve.front.pipeline.warm_up import WarmUp
 from serve.front.prefixes.checkpoints import PrefixKey
 from serve.front.prefixes.disk import DiskCounts, DiskPrefixes
-from serve.front.prefixes.disk_index import model_digest
 from serve.front.prefixes.index import Reuse
 
 _logger = logging.getLogger(__name__)
@@ -79,7 +78,6 @@ class Requests:
         self._stored: dict[int, PrefixFiles] = {}  # the files that each rank has on its disk
         self.disk_counts = DiskCounts()
         self._must_clear_disk = False
-        self._model_digest = ""
         self._speculation = Speculation()
         self.scheduler = Scheduler(
             num_stages,
@@ -324,7 +322,6 @@ class Requests:
             _logger.warning("event=prefix_cache_disk_off ranks_without=%s", missing)
             return
         has_states = self.scheduler.reuse == "checkpoints"
-        self._model_digest = model_digest(present.values())
         disk = DiskPrefixes(present, self._contents, self.disk_counts, has_states=has_states)
         if self._must_clear_disk:
             disk.clear()
@@ -333,13 +330,10 @@ class Requests:
         _logger.info("event=prefix_cache_disk files=%d", disk.num_files)
 
     def _contents(self, key: PrefixKey) -> str | None:
-        adapter = ""
-        if key.adapter_version:
-            contents = self._adapter_contents(key.adapter_version)
-            if contents is None:
-                return None
-            adapter = contents
-        return json.dumps([self._model_digest, adapter, key.scope])
+        if not key.adapter_version:
+            return json.dumps(["", key.scope])
+        adapter = self._adapter_contents(key.adapter_version)
+        return None if adapter is None else json.dumps([adapter, key.scope])
 
     def on_prefix_cache(self, rank: int, message: FromPrefixCache) -> None:
         """Takes what a rank reports about its prefix cache on disk."""

@@ -26,8 +26,8 @@ from serve.front.prefixes.disk_index import (
 from serve.front.prefixes.index import may_begin_as_copy
 
 Contents = Callable[[PrefixKey], str | None]
-"""Identifies everything besides tokens and model that the keys and values of a key depend on. With
-None, its prefixes are neither written nor read."""
+"""Identifies what the keys and values of a key depend on besides tokens and stages. With None, its
+prefixes are neither written nor read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,7 @@ class DiskPrefixes:
     ) -> None:
         self._contents, self._counts = contents, counts
         self.has_states, self._rules = has_states, rules
+        self._digests = [own.digest for own in stored.values()]
         max_bytes = {rank: own.max_bytes for rank, own in stored.items()}
         self._index = DiskIndex(max_bytes)
         self._readings: dict[int, _Reading] = {}
@@ -327,7 +328,7 @@ class DiskPrefixes:
 
     def _root(self, key: PrefixKey) -> str | None:
         contents = self._contents(key)
-        return None if contents is None else root_name(contents)
+        return None if contents is None else root_name([*self._digests, contents])
 
     def _use(self, found: Found) -> None:
         self._index.use(found.state or found.names[-1])

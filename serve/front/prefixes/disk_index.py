@@ -10,7 +10,7 @@ import hashlib
 import json
 from array import array
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as ReadableList
 from dataclasses import dataclass
 
@@ -19,17 +19,10 @@ from serve.core.messages import PrefixFile, PrefixFiles
 _NAME_BYTES = 16
 
 
-def model_digest(stored: Iterable[PrefixFiles]) -> str:
-    """Computes a digest of all weights of the model. It does not depend on which rank has which
-    layers."""
-    weights = {item for own in stored for item in own.weights.items()}
-    return _hash(b"model", json.dumps(sorted(weights)).encode())
-
-
-def root_name(contents: str) -> str:
+def root_name(contents: list[str]) -> str:
     """Returns the name of the empty sequence. contents identifies what keys and values depend on
     besides tokens."""
-    return _hash(b"root", contents.encode())
+    return _hash(b"root", json.dumps(contents).encode())
 
 
 def segment_name(parent: str, tokens: ReadableList[int]) -> str:
@@ -62,14 +55,8 @@ class Found:
 class _Entry:
     """A file of all ranks, and its size on each of them."""
 
-    parent: str
-    start: int
-    end: int
+    file: PrefixFile
     num_bytes: Mapping[int, int]
-
-    @property
-    def is_state(self) -> bool:
-        return self.start == self.end
 
 
 class DiskIndex:
@@ -93,9 +80,6 @@ class DiskIndex:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
     def take_stored(self, stored: Mapping[int, PrefixFiles]) -> list[str]:
         """Adds the files that the ranks had at the start. Returns the names of the others: files
         that not all ranks have, and files that follow a missing one."""
@@ -115,26 +99,23 @@ class DiskIndex:
 
     def add(self, file: PrefixFile, num_bytes: Mapping[int, int]) -> None:
         """Adds a file with its size on each rank, as the most recently used one."""
-        sizes = dict(num_bytes)
-        self._entries[file.name] = _Entry(file.parent, file.start, file.end, sizes)
+        self._entries[file.name] = _Entry(file, dict(num_bytes))
         if not file.is_state:
-            length = file.end - file.start
-            self._lengths[file.parent][length] += 1
-        for rank, size in sizes.items():
+            self._lengths[file.parent][file.end - file.start] += 1
+        for rank, size in num_bytes.items():
             self.num_bytes[rank] += size
-            largest = max(self._largest[rank], size)
-            self._largest[rank] = largest
+            self._largest[rank] = max(self._largest[rank], size)
         self.use(file.name)
 
     def end(self, name: str) -> int:
         """Returns the number of tokens from the start of a sequence to the end of a file."""
-        return self._entries[name].end
+        return self._entries[name].file.end
 
     def use(self, name: str) -> None:
         """Notes that a file is used, and with it all files before it."""
         while name in self._entries:
             self._entries.move_to_end(name)
-            name = self._entries[name].parent
+            name = self._entries[name].file.parent
 
     def remove(self, name: str) -> list[str]:
         """Removes a file, if it is there, and all files after it. Returns their names."""
@@ -142,7 +123,7 @@ class DiskIndex:
             return []
         followers: defaultdict[str, list[str]] = defaultdict(list)
         for other, entry in self._entries.items():
-            followers[entry.parent].append(other)
+            followers[entry.file.parent].append(other)
         removed: list[str] = []
         waiting = [name]
         while waiting:
@@ -203,7 +184,7 @@ class DiskIndex:
         """Yields the names of a file and of all files before it."""
         while name in self._entries:
             yield name
-            name = self._entries[name].parent
+            name = self._entries[name].file.parent
 
     def _has_room(self, freed: Mapping[int, int]) -> bool:
         """Whether each rank has room for a file as large as its largest one, once the bytes in
@@ -217,15 +198,16 @@ class DiskIndex:
         entry = self._entries.pop(name)
         for rank, size in entry.num_bytes.items():
             self.num_bytes[rank] -= size
-        if entry.is_state:
+        file = entry.file
+        if file.is_state:
             return
-        length = entry.end - entry.start
-        lengths = self._lengths[entry.parent]
+        length = file.end - file.start
+        lengths = self._lengths[file.parent]
         lengths[length] -= 1
         if not lengths[length]:
             del lengths[length]
         if not lengths:
-            del self._lengths[entry.parent]
+            del self._lengths[file.parent]
 
 
 def _position(file: PrefixFile) -> tuple[int, bool]:

@@ -1,13 +1,12 @@
 """Divides the caches of a sequence into arrays that files can hold, and restores caches from them.
 
 Caches that can be cut are divided into ranges of tokens. The others are written whole: their arrays
-as such, and their other attributes as JSON. Each cache is known by its number among the caches of
-the whole model, which is the same however the model is divided into stages.
+as such, and their other attributes as JSON. A cache that consists of several is replaced by these,
+and each cache is known by its place.
 """
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as ReadableList
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +21,8 @@ _BUFFERS = ("keys", "values")
 _ATTRIBUTES = "attributes"
 _RANGE = "range"
 
-_Named = Iterator[tuple[str, Any]]
-_PartsOf = Callable[[Any], Iterable[Any] | None]  # None for what does not consist of parts
+MakeCaches = Callable[[], list[Any]]
+"""Makes the empty caches of a stage for one row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,34 +34,18 @@ class FileContent:
     metadata: dict[str, str] = field(default_factory=dict)
 
 
-Numbers = ReadableList[int | None]
-"""The number of each cache of a stage among those of the model; None if it only counts
-positions."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageCaches:
-    """The caches of a stage. make returns empty caches for one row. count advances those that only
-    count positions by a number of tokens."""
-
-    layers: tuple[int, int]
-    numbers: Numbers
-    make: Callable[[], list[Any]]
-    count: Callable[[list[Any], int], None]
-
-
-def segment(caches: list[Any], numbers: Numbers, start: int, end: int) -> FileContent:
+def segment(caches: list[Any], start: int, end: int) -> FileContent:
     """Copies, lazily, the keys and values of the tokens [start, end) from plain caches."""
     # A file needs at least one array.
     arrays = {_RANGE: mx.array([start, end])}
-    for name, cache in _leaves(caches, numbers):
+    for i, cache in enumerate(_leaves(caches)):
         if not can_cut(cache):
             continue
         for buffer_name in _BUFFERS:
             buffer = getattr(cache, buffer_name)
-            for i, array in enumerate(_as_tuple(buffer)):
+            for j, array in enumerate(_as_tuple(buffer)):
                 columns = array[..., start:end, :]
-                arrays[f"{name}.{buffer_name}.{i}"] = mx.contiguous(columns)
+                arrays[f"{i}.{buffer_name}.{j}"] = mx.contiguous(columns)
     return FileContent(arrays)
 
 
@@ -76,19 +59,20 @@ def has_tokens(arrays: Arrays, start: int, end: int) -> bool:
     return all(array.shape[-2:-1] == (num_tokens,) for array in buffers)
 
 
-def state(states: list[Any], numbers: Numbers, num_tokens: int) -> FileContent:
+def state(states: list[Any], num_tokens: int) -> FileContent:
     """Makes the content of a file from the states of a checkpoint (`rank.checkpoints`). Raises
     EngineError if a cache has an attribute that is neither an array nor JSON."""
     arrays = {_RANGE: mx.array([num_tokens, num_tokens])}
     attributes: dict[str, Any] = {}
-    for name, cache in _flat(states, numbers):
+    for i, cache in enumerate(_leaves(states)):
         if cache is None:
             continue
-        for key, value in _attributes(cache):
+        for entry in tree_flatten(vars(cache)):
+            name, value = entry[0], entry[1]
             if isinstance(value, mx.array):
-                arrays[f"{name}.{key}"] = mx.contiguous(value)
+                arrays[f"{i}.{name}"] = mx.contiguous(value)
             else:
-                attributes[f"{name}.{key}"] = value
+                attributes[f"{i}.{name}"] = value
     try:
         text = json.dumps(attributes)
     except TypeError as error:
@@ -96,25 +80,8 @@ def state(states: list[Any], numbers: Numbers, num_tokens: int) -> FileContent:
     return FileContent(arrays, {_ATTRIBUTES: text})
 
 
-def _attributes(cache: Any) -> _Named:
-    """Yields all attributes of a cache, the entries of lists and tuples one by one."""
-    for entry in tree_flatten(vars(cache)):
-        yield entry[0], entry[1]
-
-
-def merged(files: list[FileContent]) -> FileContent:
-    """Joins the contents of files with different layers."""
-    arrays: Arrays = {}
-    attributes: dict[str, Any] = {}
-    for file in files:
-        arrays |= file.arrays
-        attributes |= _read_attributes(file)
-    text = json.dumps(attributes)
-    return FileContent(arrays, {_ATTRIBUTES: text})
-
-
 def restore(
-    stage: StageCaches,
+    make_caches: MakeCaches,
     segments: list[FileContent],
     state: FileContent | None,
     num_tokens: int,
@@ -122,34 +89,17 @@ def restore(
     """Makes caches with the content of files: segments in order, and a state if some caches cannot
     be cut. Returns the caches, and their arrays, which have to be evaluated. Raises KeyError if a
     file lacks something that the caches need."""
-    caches = stage.make()
-    stage.count(caches, num_tokens)
-    restored = _arrays_of_counters(caches, stage.numbers)
-    attributes = _read_attributes(state) if state else {}
-    for name, cache in _leaves(caches, stage.numbers):
-        prefix = f"{name}."
+    caches = make_caches()
+    restored: list[mx.array] = []
+    for i, cache in enumerate(_leaves(caches)):
+        prefix = f"{i}."
         if can_cut(cache):
             restored += _restore_tokens(cache, prefix, segments, num_tokens)
         elif state is None:
-            raise KeyError(f"state of cache {name}")
+            raise KeyError(f"state of cache {i}")
         else:
-            restored += _restore_state(cache, prefix, state.arrays, attributes)
+            restored += _restore_state(cache, prefix, state)
     return caches, restored
-
-
-def _arrays_of_counters(caches: list[Any], numbers: Numbers) -> list[mx.array]:
-    """Lists the arrays of the caches that only count positions."""
-    found: list[mx.array] = []
-    for cache, number in zip(caches, numbers, strict=True):
-        if number is None:
-            found += _arrays(cache)
-    return found
-
-
-def _arrays(cache: Any) -> list[mx.array]:
-    entries = tree_flatten(cache.state)
-    values = [entry[1] for entry in entries]
-    return [value for value in values if isinstance(value, mx.array)]
 
 
 def _restore_tokens(
@@ -184,15 +134,11 @@ def _joined(segments: list[FileContent], prefix: str) -> list[mx.array]:
     return joined
 
 
-def _restore_state(
-    cache: Any,
-    prefix: str,
-    arrays: Arrays,
-    attributes: Mapping[str, Any],
-) -> list[mx.array]:
+def _restore_state(cache: Any, prefix: str, state: FileContent) -> list[mx.array]:
     """Sets the attributes of a cache, and returns its arrays."""
-    own_arrays = _below(prefix, arrays)
-    own = own_arrays | _below(prefix, attributes)
+    arrays = _below(prefix, state.arrays)
+    attributes: dict[str, Any] = json.loads(state.metadata[_ATTRIBUTES])
+    own = arrays | _below(prefix, attributes)
     if not own:
         raise KeyError(prefix)
     entries = list(own.items())
@@ -200,13 +146,7 @@ def _restore_state(
         # In files, tuples are the same as lists.
         is_tuple = isinstance(getattr(cache, name, None), tuple)
         setattr(cache, name, tuple(value) if is_tuple else value)
-    return list(own_arrays.values())
-
-
-def _read_attributes(file: FileContent) -> dict[str, Any]:
-    text = file.metadata.get(_ATTRIBUTES, "{}")
-    attributes: dict[str, Any] = json.loads(text)
-    return attributes
+    return list(arrays.values())
 
 
 def _below(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,30 +158,14 @@ def _below(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-def _leaves(caches: list[Any], numbers: Numbers) -> _Named:
-    """Yields all caches with their numbers as names. A cache that consists of several is replaced
-    by these. Caches that only count positions are left out."""
-    return _named(caches, numbers, lambda cache: getattr(cache, "caches", None))
-
-
-def _flat(states: list[Any], numbers: Numbers) -> _Named:
-    """Yields states with the names that `_leaves` gives to their caches."""
-    return _named(states, numbers, lambda state: state if isinstance(state, list) else None)
-
-
-def _named(values: list[Any], numbers: Numbers, parts_of: _PartsOf) -> _Named:
-    for value, number in zip(values, numbers, strict=True):
-        if number is not None:
-            yield from _named_parts(value, str(number), parts_of)
-
-
-def _named_parts(value: Any, name: str, parts_of: _PartsOf) -> _Named:
-    parts = parts_of(value)
-    if parts is None:
-        yield name, value
-        return
-    for i, part in enumerate(parts):
-        yield from _named_parts(part, f"{name}_{i}", parts_of)
+def _leaves(caches: Iterable[Any]) -> Iterator[Any]:
+    """Yields caches, or their states, and in place of one that consists of several these."""
+    for cache in caches:
+        parts = cache if isinstance(cache, list) else getattr(cache, "caches", None)
+        if parts is None:
+            yield cache
+        else:
+            yield from _leaves(parts)
 
 
 def _as_tuple(buffer: Any) -> tuple[mx.array, ...]:

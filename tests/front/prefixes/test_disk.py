@@ -38,6 +38,7 @@ class Ranks:
     has_states: bool = False
     files: dict[int, dict[str, PrefixFile]] = field(default_factory=lambda: {0: {}, 1: {}})
     counts: DiskCounts = field(default_factory=DiskCounts)
+    digests: list[str] = field(default_factory=lambda: ["a", "b"])
     broken: set[int] = field(default_factory=set)  # ranks whose disks are full
 
     def __post_init__(self) -> None:
@@ -46,7 +47,7 @@ class Ranks:
     def start(self) -> None:
         """Starts the engines again, with the files that are there."""
         stored = {
-            rank: PrefixFiles(list(own.values()), self.max_bytes)
+            rank: PrefixFiles(list(own.values()), self.max_bytes, self.digests[rank])
             for rank, own in self.files.items()
         }
         self.disk = DiskPrefixes(stored, str, self.counts, has_states=self.has_states, rules=RULES)
@@ -148,13 +149,13 @@ def test_disk_prefixes_of_a_running_sequence_have_its_prompt_and_whole_parts(
     running = Sequence(1, tokens(1, 5000), 9999, Sampling(), frozenset())
     running.output = [1] * num_answered
     running.num_computed = num_computed
-    disk = DiskPrefixes({0: PrefixFiles([], 100)}, str, DiskCounts(), has_states=False)
+    disk = DiskPrefixes({0: PrefixFiles([], 100, "a")}, str, DiskCounts(), has_states=False)
     assert disk.num_to_write(running, {}) == expected
 
 
 def test_disk_prefixes_of_a_running_sequence_end_at_a_checkpoint_if_caches_cannot_be_cut() -> None:
     running = Sequence(1, tokens(1, 5000), 9999, Sampling(), frozenset(), num_computed=3000)
-    disk = DiskPrefixes({0: PrefixFiles([], 100)}, str, DiskCounts(), has_states=True)
+    disk = DiskPrefixes({0: PrefixFiles([], 100, "a")}, str, DiskCounts(), has_states=True)
     assert disk.num_to_write(running, {70: 1}) == 0, "too few to save anything"
     assert disk.num_to_write(running, {70: 1, 2048: 2, 3500: 3}) == 2048
 
@@ -170,6 +171,18 @@ def test_disk_prefixes_are_kept_apart(other: PrefixKey) -> None:
     ranks = Ranks()
     ranks.keep(tokens(1, 64), key=other)
     assert ranks.read(tokens(1, 64)) is None
+
+
+def test_disk_prefixes_are_those_of_the_stages_of_all_ranks() -> None:
+    """Two models may have the same last layers."""
+    ranks = Ranks()
+    ranks.keep(tokens(1, 64))
+    ranks.digests[1] = "c"
+    ranks.start()
+    assert ranks.read(tokens(1, 64)) is None
+    ranks.digests[1] = "b"
+    ranks.start()
+    assert ranks.read(tokens(1, 64)) == 64
 
 
 def test_disk_prefixes_end_only_at_states_if_caches_cannot_be_cut() -> None:

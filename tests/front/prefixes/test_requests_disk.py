@@ -1,6 +1,5 @@
 """The prefix cache on disk, as the requests of a server use it, without engines."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from serve.core.config import ServeConfig
@@ -8,7 +7,6 @@ from serve.core.messages import ForgetPrefixFiles, PrefixFile, PrefixFiles, ToPr
 from serve.core.plan import StagePlan
 from serve.front.pipeline.requests import Requests
 from serve.front.pipeline.status import StageStatus
-from serve.front.prefixes.checkpoints import PrefixKey
 
 
 def two_shards(sent: list[ToPrefixCache]) -> Requests:
@@ -29,12 +27,9 @@ def two_shards(sent: list[ToPrefixCache]) -> Requests:
     return requests
 
 
-def report_files(
-    requests: Requests, *ranks: int, weights: Mapping[int, dict[str, str]] | None = None
-) -> None:
+def report_files(requests: Requests, *ranks: int) -> None:
     for rank in ranks:
-        own = (weights or {}).get(rank, {})
-        files = PrefixFiles([PrefixFile("a", "root", 0, 16, 10)], 100, own)
+        files = PrefixFiles([PrefixFile("a", "root", 0, 16, 10)], 100, "digest")
         requests.on_prefix_cache(rank, files)
 
 
@@ -62,20 +57,3 @@ def test_requests_clear_the_disks_after_a_restart_that_was_under_way() -> None:
     report_files(requests, 0, 1)
     requests.resume()
     assert requests.disk_state()["num_files"] == 1, "it is cleared only once"
-
-
-def test_requests_name_prefixes_after_all_weights_of_a_model() -> None:
-    """Not only after those of one rank: two models may have the same last layers. It does not
-    matter which rank has which layers."""
-    models = [
-        {0: {"b": "2"}, 1: {"a": "1"}},
-        {0: {"b": "2"}, 1: {"a": "3"}},
-        {0: {}, 1: {"a": "1", "b": "2"}},
-    ]
-    contents = []
-    for weights in models:
-        requests = two_shards([])
-        report_files(requests, 0, 1, weights=weights)
-        requests.resume()
-        contents.append(requests._contents(PrefixKey()))
-    assert contents[0] == contents[2] != contents[1]

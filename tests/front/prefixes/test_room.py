@@ -27,7 +27,7 @@ SHORT = DiskRules(segment=4, min_segment=2, min_gain=16, running=8)
 
 def make_room() -> tuple[Room, DiskPrefixes]:
     room = Room(PrefixCounts(), 10**6)
-    stored = {0: PrefixFiles([], MAX_BYTES)}
+    stored = {0: PrefixFiles([], MAX_BYTES, "a")}
     disk = room.disk = DiskPrefixes(stored, str, DiskCounts(), has_states=False)
     return room, disk
 
@@ -113,7 +113,7 @@ class DiskPipeline(Pipeline):
         self.writing: list[Write] = []
         self.reading: list[ReadPrefix] = []
         self.disk = DiskPrefixes(
-            {0: PrefixFiles(list(self.files.values()), MAX_BYTES)},
+            {0: PrefixFiles(list(self.files.values()), MAX_BYTES, "a")},
             str,
             DiskCounts(),
             has_states=self.reuse == "checkpoints",

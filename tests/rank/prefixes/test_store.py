@@ -1,17 +1,17 @@
 """Prefixes that a pipeline reads from disk after a restart: its answers are those of a computation
 without them."""
 
-import os
 import queue
 import random
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import pytest
 from mlx_lm.models.cache import KVCache
 
@@ -27,10 +27,9 @@ from serve.front.pipeline.scheduler import Scheduler
 from serve.front.prefixes.disk import DiskRules
 from serve.model.stage import Stage
 from serve.rank.prefixes import contents
-from serve.rank.prefixes import store as store_module
-from serve.rank.prefixes.contents import StageCaches
-from serve.rank.prefixes.store import PrefixStore, facts_digest, open_store, weight_digests
-from serve.rank.prefixes.stored_files import UNFINISHED, StoredFile, covering, unusable_file
+from serve.rank.prefixes.contents import MakeCaches
+from serve.rank.prefixes.store import PrefixStore, open_store
+from serve.rank.prefixes.stored_files import UNFINISHED
 from serve.rank.step_loop import StepLoop
 from serve.ring.transport import LocalTransport
 from tests import architectures
@@ -39,10 +38,6 @@ from tests.models_page import reuse_of
 from tests.rank.test_pipeline import LocalPipeline, pipeline
 from tests.rank.test_reuse import ALL, DEPENDS_ON_CHUNKS, make_in_two_stages
 
-DIVIDED = [  # gemma4_text has caches that only count positions, qwen3_next has states
-    pytest.param(name, marks=() if name in {"gemma4_text", "qwen3_next"} else pytest.mark.slow)
-    for name in architectures.architectures()
-]
 SHORT = DiskRules(segment=16, min_segment=4, min_gain=8)
 SHORT_RUNNING = replace(SHORT, running=16)
 RUNNING = [
@@ -104,32 +99,6 @@ def test_prefix_store_serves_a_second_turn_after_a_restart(
         assert got == pytest.approx(expected, rel=1e-4, abs=2e-4)
 
 
-@pytest.mark.parametrize("num_ranks", [(1, 2), (2, 1)], ids=str)
-@pytest.mark.parametrize("name", DIVIDED)
-def test_prefix_store_serves_another_division_into_stages(
-    name: str, num_ranks: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each rank finds the layers that it needs in the folders of all ranks."""
-    make = make_in_two_stages(name, monkeypatch)
-    reuse = reuse_of(name)
-    before, after = num_ranks
-    with pipeline(before, make, prefix_dir=tmp_path) as local:
-        local.scheduler = Scheduler(before, max_num_sequences=32, max_queue=64, prefill_chunk=32)
-        expected = scores(local, second_turn(5))
-        local.open_disk(SHORT, reuse)
-        scores(local, first_turn(0))
-        local.flush()
-    with pipeline(after, make, prefix_dir=tmp_path) as local:
-        local.scheduler = Scheduler(after, max_num_sequences=32, max_queue=64, prefill_chunk=32)
-        counts = local.open_disk(SHORT, reuse)
-        second = second_turn(1)
-        got = scores(local, second)
-    assert counts.num_reads == 1
-    assert second.num_cached >= len(SHARED) - SHORT.segment
-    if name not in DEPENDS_ON_CHUNKS:
-        assert got == pytest.approx(expected, rel=1e-4, abs=2e-4)
-
-
 @pytest.mark.parametrize("name", RUNNING)
 def test_prefix_store_has_the_contexts_of_answers_that_the_end_of_an_engine_interrupts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -163,19 +132,8 @@ def test_prefix_store_has_the_contexts_of_answers_that_the_end_of_an_engine_inte
 # --- one store
 
 
-def make_cache() -> list[KVCache]:
+def make_caches() -> list[KVCache]:
     return [KVCache(), KVCache()]
-
-
-def of_layers(first: int, end: int) -> StageCaches:
-    """The caches of a stage with these layers, each of which has two caches."""
-    numbers = range(2 * first, 2 * end)
-    return StageCaches(
-        (first, end),
-        numbers,
-        lambda: [KVCache() for _ in numbers],
-        lambda caches, num_tokens: None,
-    )
 
 
 @pytest.fixture
@@ -189,11 +147,8 @@ def opened(
     reports: "queue.Queue[PrefixRead | PrefixFileWritten]",
     max_bytes: int = 1 << 20,
     digest: str = "a" * 32,
-    layers: tuple[int, int] = (0, 1),
-    rank: int = 0,
 ) -> Iterator[PrefixStore]:
-    stage = of_layers(*layers)
-    store = PrefixStore(folder / f"rank-{rank}", digest, max_bytes, stage, reports.put)
+    store = PrefixStore(folder / "rank-0", digest, max_bytes, make_caches, reports.put)
     try:
         yield store
     finally:
@@ -204,18 +159,16 @@ def write(
     store: PrefixStore,
     number: int,
     num_tokens: int = 8,
-    layers: tuple[int, int] = (0, 1),
     num_missing: int = 0,
 ) -> Write:
     """Makes a store write a file whose keys and values are all equal to this number. It lacks those
     of num_missing tokens."""
     name = f"{number:032x}"
     asked = Write(1, name, "0" * 32, 0, num_tokens + num_missing)
-    stage = of_layers(*layers)
-    caches = stage.make()
+    caches = make_caches()
     for cache in caches:
         cache.update_and_fetch(*[mx.full((1, 2, num_tokens, 4), float(number))] * 2)
-    content = contents.segment(caches, stage.numbers, 0, num_tokens)
+    content = contents.segment(caches, 0, num_tokens)
     mx.eval(content.arrays)
     store.write(asked, content)
     return asked
@@ -276,8 +229,8 @@ def test_prefix_store_refuses_what_a_stage_does_not_hold_and_steps_go_on(
     stage = Stage(build("llama"), 0, 4)
     transport = LocalTransport()
 
-    def open_own(caches: StageCaches) -> PrefixStore:
-        return PrefixStore(tmp_path / "rank-0", "a" * 32, 1 << 20, caches, reports.put)
+    def open_own(make_own: MakeCaches) -> PrefixStore:
+        return PrefixStore(tmp_path / "rank-0", "a" * 32, 1 << 20, make_own, reports.put)
 
     loop = StepLoop(stage, transport, batchable=True, open_store=open_own)
     loop.chooser.admit(1, Sampling(temperature=0), 4, [1, 2, 3, 4])
@@ -315,44 +268,6 @@ def test_prefix_store_leaves_nothing_of_a_write_that_fails(
     assert caplog.text.count("event=prefix_cache_disk_failed") == 1
 
 
-def test_prefix_store_reads_layers_from_several_folders(
-    tmp_path: Path, reports: queue.Queue
-) -> None:
-    """Two ranks become one, and then two others: the second one lacks a layer."""
-    for rank, layers in ((0, (2, 4)), (1, (0, 2))):
-        with opened(tmp_path, reports, layers=layers, rank=rank) as store:
-            asked = write(store, 5, layers=layers)
-            num_bytes = reports.get(timeout=60).num_bytes
-    with opened(tmp_path, reports, layers=(0, 4)) as store:
-        (file,) = store.files().files
-        assert file.num_bytes == num_bytes, "files of others do not count"
-        read(store, asked)
-        assert reports.get(timeout=60) == PrefixRead(7)
-        caches = store.take(7)
-        assert [mx.all(cache.keys == 5.0).item() for cache in caches] == [True] * 8
-        store.obey(ForgetPrefixFiles((asked.name,)))
-    with opened(tmp_path, reports, layers=(2, 4)) as store:
-        assert len(store.files().files) == 1, "the files of another division are kept"
-    (path,) = tmp_path.glob("rank-0/*/*.safetensors")
-    path.unlink()
-    with opened(tmp_path, reports, layers=(1, 4)) as store:
-        assert not store.files().files
-
-
-def test_prefix_store_clears_the_folders_of_ranks_that_do_not_run(
-    tmp_path: Path, reports: queue.Queue
-) -> None:
-    for rank in (1, 2):
-        with opened(tmp_path, reports, rank=rank) as store:
-            write(store, 5)
-            reports.get(timeout=60)
-    with opened(tmp_path, reports, rank=1), opened(tmp_path, reports) as store:
-        store.obey(ForgetPrefixFiles(everything=True))
-        store.wait()
-        assert not list(tmp_path.glob("rank-2/*/*.safetensors"))
-        assert len(list(tmp_path.glob("rank-1/*/*.safetensors"))) == 1, "that one runs"
-
-
 def test_prefix_store_deletes_files_of_other_stages_for_room(
     tmp_path: Path, reports: queue.Queue
 ) -> None:
@@ -383,39 +298,6 @@ def test_prefix_store_deletes_files_of_other_versions_whatever_their_names_are(
     assert not list(older.iterdir())
 
 
-def test_prefix_store_works_beside_a_folder_that_cannot_be_read(
-    tmp_path: Path, reports: queue.Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    locked = tmp_path / "rank-1" / ("a" * 32)
-    locked.mkdir(parents=True)
-
-    def refusing(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def refuse(path: Any) -> Any:
-            if Path(path) == locked:
-                raise PermissionError
-            return function(path)
-
-        return refuse
-
-    for name in ("listdir", "scandir"):
-        original = getattr(os, name)
-        monkeypatch.setattr(os, name, refusing(original))
-    with opened(tmp_path, reports) as store:
-        assert not store.files().files
-
-
-def test_covering_prefers_own_files_to_larger_ones_of_other_ranks() -> None:
-    def stored(layers: tuple[int, int], is_own: bool) -> StoredFile:
-        return replace(unusable_file(Path(__file__)), layers=layers, is_own=is_own)
-
-    own, whole = stored((2, 4), is_own=True), stored((0, 8), is_own=False)
-    assert covering([whole, own], (2, 4)) == [own]
-    assert covering([whole, own], (2, 6)) == [whole]
-    assert covering([own], (2, 6)) == []
-    larger = stored((0, 8), is_own=True)
-    assert covering([larger, own], (2, 4)) == [own]
-
-
 def test_prefix_store_locks_its_folder(tmp_path: Path, reports: queue.Queue) -> None:
     with opened(tmp_path, reports), pytest.raises(BlockingIOError), opened(tmp_path, reports):
         raise AssertionError("two stores have the same folder")
@@ -441,62 +323,58 @@ def order(prefix_dir: Path | None) -> Order:
     )
 
 
-def test_open_store_has_a_folder_for_each_rank_config_and_version(
+def test_open_store_works_without_a_folder_and_beside_one_that_is_in_use(
     tmp_path: Path, reports: queue.Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
-    weights = {"a": mx.ones((2, 2))}
-    for config in ("one", "two"):
-        store = open_store(order(tmp_path), config, weights, of_layers(0, 1), reports.put)
-        assert store
-        assert open_store(order(tmp_path), config, weights, of_layers(0, 1), reports.put) is None
-        assert store.files().weights == {
-            f"0 of 1: {n}": d for n, d in weight_digests(weights).items()
-        }
-        write(store, 5)
-        assert reports.get(timeout=60).num_bytes
-        store.close()
-    assert len(list(tmp_path.glob("rank-3/*/*.safetensors"))) == 2
-    assert caplog.text.count("event=prefix_cache_disk_failed action=open") == 2, "it was locked"
-    assert open_store(order(None), "one", weights, of_layers(0, 1), reports.put) is None
+    assert open_store(order(None), reports.put, make_caches) is None
+    store = open_store(order(tmp_path), reports.put, make_caches)
+    assert store
+    assert open_store(order(tmp_path), reports.put, make_caches) is None
+    assert caplog.text.count("event=prefix_cache_disk_failed action=open") == 1
+    write(store, 5)
+    assert reports.get(timeout=60).num_bytes
+    store.close()
+    assert len(list(tmp_path.glob("rank-3/*/*.safetensors"))) == 1
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize(
-    "change",
-    [
-        lambda w: -w,
-        lambda w: w[:, ::-1],
-        lambda w: w[::-1],
-        lambda w: mx.roll(w, 1, axis=1),
-        lambda w: mx.concatenate([-w[:, :2], w[:, 2:]], axis=1),
-        lambda w: mx.concatenate([w[:, 1:2], w[:, :1], w[:, 2:]], axis=1),
-    ],
-    ids=["negated", "columns-reversed", "rows-reversed", "rolled", "half-negated", "two-swapped"],
+    "changes",
+    [{"layers": (0, 2)}, {"kv_bits": 4}, {"num_shards": 2}, {"rank": 1}, {"commit": "c" * 40}],
+    ids=str,
 )
-def test_weight_digests_depend_on_the_place_of_every_bit(
-    dtype: mx.Dtype, change: Callable[[mx.array], mx.array]
+def test_open_store_has_files_for_one_model_split_and_shard(
+    tmp_path: Path, reports: queue.Queue, changes: dict[str, Any]
 ) -> None:
-    # A sum of bits is the same for all of these, and keys of one model then served another.
-    weights = mx.random.normal((8, 16), key=mx.random.key(1)).astype(dtype)
-    changed = mx.contiguous(change(weights))
-    assert weight_digests({"w": changed}) != weight_digests({"w": weights})
+    """They are there again when the split is what it was before."""
+    one = msgspec.structs.replace(order(tmp_path), ring=(3, 3), num_shards=2)
+    if "num_shards" in changes:
+        one = msgspec.structs.replace(one, num_shards=1)
+    other = msgspec.structs.replace(one, **changes)
+    found: list[int] = []
+    for each in (one, other, one):
+        store = open_store(each, reports.put, make_caches)
+        assert store
+        if not found:
+            write(store, 5)
+            assert reports.get(timeout=60).num_bytes
+        found.append(len(store.files().files))
+        store.close()
+    assert found == [1, 0, 1]
 
 
-def test_weight_digests_of_a_large_array_are_computed_in_parts(
-    monkeypatch: pytest.MonkeyPatch,
+def test_open_store_does_not_use_files_of_weights_that_were_replaced(
+    tmp_path: Path, reports: queue.Queue
 ) -> None:
-    weights = {"w": mx.random.normal((9, 16)), "scalar": mx.array(1.5), "empty": mx.zeros((0, 4))}
-    at_once = weight_digests(weights)
-    monkeypatch.setattr(store_module, "_HASHED_AT_ONCE", 33)
-    assert weight_digests(weights) == at_once
-
-
-def test_weight_digests_depend_on_every_bit() -> None:
-    weights = {"a": mx.arange(12.0).reshape(3, 4), "b": mx.ones((4,), mx.bfloat16)}
-    digests = weight_digests(weights)
-    assert digests == weight_digests(dict(weights))
-    changed = weights | {"b": mx.array([1, 1, 2, 1], mx.bfloat16)}
-    assert weight_digests(changed)["a"] == digests["a"]
-    assert weight_digests(changed)["b"] != digests["b"]
-    assert weight_digests({"a": weights["a"][::-1]})["a"] != digests["a"]
-    assert facts_digest({"config": "a"}) != facts_digest({"config": "b"})
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.parent.mkdir()
+    local = msgspec.structs.replace(order(tmp_path), model=str(weights.parent))
+    digests = set()
+    for content in (b"1", b"2"):
+        replacement = weights.with_suffix(".new")
+        replacement.write_bytes(content)
+        replacement.rename(weights)
+        store = open_store(local, reports.put, make_caches)
+        assert store
+        digests.add(store.files().digest)
+        store.close()
+    assert len(digests) == 2
