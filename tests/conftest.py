@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import functools
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -74,6 +75,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     first = [*CLUSTERS, *sorted(long - CLUSTERS.keys())]
     place = {scope: number for number, scope in enumerate(first)}
     items.sort(key=lambda item: place.get(scope_of(item.nodeid), len(first)))
+
+
+def pytest_collection_finish() -> None:
+    """Hides from the garbage collector what was imported and collected. It is so much that each
+    collection of garbage in a test, or by an engine that loads a model, would take a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
