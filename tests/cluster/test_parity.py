@@ -23,9 +23,9 @@ def ask(server: Server, question: str) -> str:
 @pytest.mark.parametrize(
     ("launch", "num_ranks"),
     [
-        (alone, 1),
+        pytest.param(alone, 1, marks=pytest.mark.long),
         pytest.param(brigade_launch, 1, marks=pytest.mark.slow),
-        (brigade_launch, 2),
+        pytest.param(brigade_launch, 2, marks=pytest.mark.long),
         pytest.param(brigade_launch, 3, marks=pytest.mark.slow),
         pytest.param(brigade_launch, 4, marks=pytest.mark.slow),
         pytest.param(mlx_launch, 2, marks=pytest.mark.slow),
@@ -36,14 +36,24 @@ def ask(server: Server, question: str) -> str:
 def test_answers_equal_mlx_lm(
     launch: Any, num_ranks: int, mlx_lm_answer: Callable[[str], str]
 ) -> None:
+    with running(num_ranks, launch=launch) as server:
+        check_answers(server, num_ranks, mlx_lm_answer)
+
+
+def test_answers_of_a_server_that_other_tests_use_equal_mlx_lm(
+    server: Server, mlx_lm_answer: Callable[[str], str]
+) -> None:
+    check_answers(server, 2, mlx_lm_answer)
+
+
+def check_answers(server: Server, num_ranks: int, mlx_lm_answer: Callable[[str], str]) -> None:
     expected = [mlx_lm_answer(question) for question in QUESTIONS]
     assert len(set(expected)) > 12, "the model says one thing only"
-    with running(num_ranks, launch=launch) as server:
-        stages = server.get("/admin/pipeline")["stages"]
-        assert len(stages) == num_ranks
-        assert stages[0]["layers"][1] > stages[-1]["layers"][0] == 0
-        one_by_one = [ask(server, question) for question in QUESTIONS[:4]]
-        with ThreadPoolExecutor(len(QUESTIONS)) as threads:
-            at_once = list(threads.map(lambda question: ask(server, question), QUESTIONS))
+    stages = server.get("/admin/pipeline")["stages"]
+    assert len(stages) == num_ranks
+    assert stages[0]["layers"][1] > stages[-1]["layers"][0] == 0
+    one_by_one = [ask(server, question) for question in QUESTIONS[:4]]
+    with ThreadPoolExecutor(len(QUESTIONS)) as threads:
+        at_once = list(threads.map(lambda question: ask(server, question), QUESTIONS))
     assert one_by_one == expected[:4]
     assert at_once == expected

@@ -8,7 +8,7 @@ import httpx2
 import pytest
 
 from launcher.process import free_ports
-from tests.cluster.servers import ROOT, TINY_CHAT, Server, brigade_launch, running, started
+from tests.cluster.servers import ROOT, TINY_CHAT, Server, brigade_launch, started
 
 ADAPTER = ROOT / "examples" / "adapters" / "pirate"
 
@@ -43,10 +43,12 @@ def test_a_warm_up_is_one_line_of_the_log(fresh: Server) -> None:
     assert fresh.text.index("event=warmed_up") < fresh.text.index("event=ready")
 
 
-def test_the_first_answer_after_a_warm_up_is_that_of_a_server_without_one(fresh: Server) -> None:
-    def answer(server: Server) -> str | None:
-        reply = server.client().chat.completions.create(
-            model=server.get("/v1/models")["data"][0]["id"],
+def test_the_first_answer_after_a_warm_up_is_that_of_a_server_without_one(
+    fresh: Server, server: Server
+) -> None:
+    def answer(asked: Server) -> str | None:
+        reply = asked.client().chat.completions.create(
+            model=asked.get("/v1/models")["data"][0]["id"],
             messages=[{"role": "user", "content": "What is the capital of France?"}],
             max_tokens=20,
             temperature=1.0,
@@ -54,6 +56,5 @@ def test_the_first_answer_after_a_warm_up_is_that_of_a_server_without_one(fresh:
         )
         return reply.choices[0].message.content
 
-    with running(2) as cold:
-        assert "event=warmed_up" not in cold.text
-        assert answer(fresh) == answer(cold)
+    assert "event=warmed_up" not in server.text
+    assert answer(fresh) == answer(server)

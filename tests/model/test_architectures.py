@@ -3,6 +3,7 @@ the whole model gives."""
 
 import copy
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,29 +27,37 @@ from tests.model.comparison import alone, even, possible_cuts, ragged, relative_
 QUICK = {
     "afm7",
     "deepseek_v3",
-    "falcon_h1",
     "gemma2",
-    "gemma3n",
-    "gemma4_text",
     "gpt_oss",
-    "hunyuan",
     "iquestloopcoder",
-    "kimi_linear",
     "lfm2",
     "llama",
     "llama4",
     "mamba2",
+    "recurrent_gemma",
+}
+# More of the same kinds, and combinations of them.
+LONG = {
+    "falcon_h1",
+    "gemma3n",
+    "gemma4_text",
+    "hunyuan",
+    "kimi_linear",
     "ministral3",
     "muse_spark",
     "nemotron_h",
     "qwen3_moe",
-    "recurrent_gemma",
     "rwkv7",
 }
-ALL = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-    for name in architectures.architectures()
-]
+
+
+def _mark(name: str) -> Any:
+    if name in QUICK:
+        return ()
+    return pytest.mark.long if name in LONG else pytest.mark.slow
+
+
+ALL = [pytest.param(name, marks=_mark(name)) for name in architectures.architectures()]
 # Without a cut: its layers run in a loop, or mlx-lm's own forward fails.
 REFUSED = {"iquestloopcoder": "does not call each layer", "olmo": "mlx-lm's own forward fails"}
 # The layers behind the last of these use keys and values of layers before it.
@@ -84,8 +93,8 @@ def _cuts(name: str, model: nn.Module) -> list[list[int]]:
 
 def _splits(name: str, model: nn.Module) -> list[list[int]]:
     cuts = _cuts(name, model)
-    # The quick suite has no time for more than one.
-    return [cuts[2]] if name in QUICK else cuts
+    # Only scripts/check has time for more than one.
+    return [cuts[2]] if name in QUICK | LONG else cuts
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -204,7 +213,9 @@ def test_with_empty_caches_it_differs(
     assert _differs(model, stages)
 
 
-@pytest.mark.parametrize("name", ["afm7", "gemma2", "gpt_bigcode", "phi3small"])
+@pytest.mark.parametrize(
+    "name", ["afm7", "gemma2", "gpt_bigcode", pytest.param("phi3small", marks=pytest.mark.long)]
+)
 def test_rows_that_cannot_be_batched_would_be_wrong_in_a_batch(name: str, model: nn.Module) -> None:
     """The trial is right to refuse: mlx-lm's own forward breaks, or does not and is wrong."""
     try:

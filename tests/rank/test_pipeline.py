@@ -300,7 +300,7 @@ def test_greedy_tokens_of_other_architectures(name: str) -> None:
     assert together == {i: whole_model(prompt, 9, make) for i, prompt in enumerate(prompts)}
 
 
-@pytest.mark.parametrize("kv_bits", [4, 8])
+@pytest.mark.parametrize("kv_bits", [pytest.param(4, marks=pytest.mark.long), 8])
 def test_greedy_tokens_with_quantised_keys_and_values(kv_bits: int) -> None:
     make = partial(build, "qwen3", head_dim=32)
     with pipeline(2, make, kv_bits) as local:
@@ -347,8 +347,18 @@ def check_scores(
             assert logprob == pytest.approx(best, abs=1e-4)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("chunk", [3, 4, 64])
+@pytest.mark.parametrize(
+    ("num_ranks", "chunk"),
+    [
+        (1, 3),
+        (2, 4),
+        (3, 64),
+        *(
+            pytest.param(*both, marks=pytest.mark.long)
+            for both in [(1, 4), (1, 64), (2, 3), (2, 64), (3, 3), (3, 4)]
+        ),
+    ],
+)
 def test_prompt_scores_equal_the_whole_model(num_ranks: int, chunk: int) -> None:
     """In one chunk and in many, alone and beside others that ask for nothing."""
     asking = Sampling(temperature=0, logprobs=2, prompt_logprobs=2)

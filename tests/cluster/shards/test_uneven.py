@@ -54,6 +54,7 @@ def complete_with_mlx_lm(folder: Path, adapter: Path | None = None) -> list[str]
     return texts
 
 
+@pytest.mark.long
 def test_two_shards_of_three_kv_heads_answer_as_mlx_lm(tmp_path: Path) -> None:
     sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
     folder = save_with_tokenizer(tmp_path / "model", num_hidden_layers=2, **sizes)

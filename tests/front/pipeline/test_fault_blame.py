@@ -4,14 +4,20 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.core.errors import EngineError
 from serve.core.types import Step
 from serve.front.pipeline.fault_blame import MAX_FAULTS_ALONE, MAX_SHARED_FAULTS, Blame, FaultBlame
+from serve.front.pipeline.scheduler import Reuse
 from serve.parent.restarts import Restarts
-from tests.front.pipeline.simulation import Pipeline, StageModel, expected, make_sequence
+from tests.front.pipeline.simulation import (
+    Pipeline,
+    StageModel,
+    check_examples,
+    expected,
+    make_sequence,
+)
 from tests.front.pipeline.test_scheduler import check_all_ended, copies
 
 MAX_RESTARTS = 5
@@ -241,10 +247,10 @@ CASES = st.tuples(
 )
 
 
-@settings(max_examples=100, deadline=None)
-@given(CASES)
-def test_fault_blame_finds_random_fatal_requests(case: tuple[Any, ...]) -> None:
-    num_stages, max_num_sequences, held, reuse, seed = case
+def check_random_life(
+    num_stages: int, max_num_sequences: int, held: int | None, reuse: Reuse, seed: int
+) -> None:
+    """Blames no request but those that end engines."""
     chance = random.Random(seed)
     fatal = {id: chance.randint(0, 60) for id in range(25) if chance.random() < 0.3}
     pipeline = Fragile(num_stages, fatal, max_num_sequences=max_num_sequences)
@@ -260,3 +266,8 @@ def test_fault_blame_finds_random_fatal_requests(case: tuple[Any, ...]) -> None:
     pipeline.run()
     assert set(pipeline.given_up) <= set(fatal)
     pipeline.check()
+
+
+@pytest.mark.parametrize("num_examples", [30, pytest.param(100, marks=pytest.mark.long)])
+def test_fault_blame_finds_random_fatal_requests(num_examples: int) -> None:
+    check_examples(check_random_life, CASES, num_examples)

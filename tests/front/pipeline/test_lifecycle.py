@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.core.errors import (
@@ -28,6 +27,7 @@ from tests.front.pipeline.cluster_simulation import (
     PlayedEngine,
     check_answer,
 )
+from tests.front.pipeline.simulation import check_examples
 
 CHAOS_SECONDS = 40.0
 HEALING_SECONDS = 600.0
@@ -66,10 +66,12 @@ lives = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(life=lives)
-def test_random_lives(life: tuple[Any, ...]) -> None:
-    check_random_life(*life)
+@pytest.mark.parametrize("num_examples", [20, pytest.param(60, marks=pytest.mark.long)])
+def test_random_lives(num_examples: int) -> None:
+    def check(*life: Any) -> None:
+        check_random_life(*life)
+
+    check_examples(check, lives, num_examples)
 
 
 @pytest.mark.slow

@@ -5,14 +5,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
-from hypothesis import example, given, settings
+import pytest
 from hypothesis import strategies as st
 
 from serve.core.types import Sequence, Step
+from serve.front.pipeline.scheduler import Reuse
 from serve.front.prefixes.index import Beginning, Gone, PrefixIndex
 from tests.front.pipeline.simulation import (
     Pipeline,
     StageModel,
+    check_examples,
     expected,
     make_sequence,
     next_token,
@@ -88,13 +90,10 @@ LIVES = st.tuples(
 )
 
 
-@settings(max_examples=200, deadline=None)
-@example((3, 4, None, "none", 2585))  # a drop waits for tokens, and the adapter with it
-@given(LIVES)
-def test_random_loads_unloads_requests_and_aborts(
-    life: tuple[int, int, int | None, str, int],
+def check_random_life(
+    num_stages: int, max_num_sequences: int, held: int | None, reuse: Reuse, seed: int
 ) -> None:
-    num_stages, max_num_sequences, held, reuse, seed = life
+    """Has adapters loaded and unloaded while requests come and are aborted."""
     chance = random.Random(seed)
     pipeline = AdapterPipeline(num_stages, max_num_sequences=max_num_sequences, prefill_chunk=8)
     pipeline.scheduler.room.max_tokens, pipeline.scheduler.reuse = held, reuse
@@ -125,6 +124,15 @@ def test_random_loads_unloads_requests_and_aborts(
         assert output == whole if id not in dropped else output == whole[: len(output)]
     pipeline.check_only_current_are_loaded()
     check_all_ended(pipeline)
+
+
+def test_a_drop_that_waits_for_tokens_keeps_its_adapter() -> None:
+    check_random_life(3, 4, None, "none", 2585)
+
+
+@pytest.mark.parametrize("num_examples", [50, pytest.param(200, marks=pytest.mark.long)])
+def test_random_loads_unloads_requests_and_aborts(num_examples: int) -> None:
+    check_examples(check_random_life, LIVES, num_examples)
 
 
 def test_a_running_sequence_keeps_its_version_and_frees_it() -> None:

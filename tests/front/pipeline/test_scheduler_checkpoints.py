@@ -263,8 +263,9 @@ def check_random_lives(
     assert not pipeline.outbox._steps
 
 
-def test_random_lives_with_checkpoints() -> None:
-    check_examples(check_random_lives, LIVES, 200)
+@pytest.mark.parametrize("num_examples", [40, pytest.param(200, marks=pytest.mark.long)])
+def test_random_lives_with_checkpoints(num_examples: int) -> None:
+    check_examples(check_random_lives, LIVES, num_examples)
 
 
 @pytest.mark.slow

@@ -280,8 +280,9 @@ LIVES = st.tuples(
 )
 
 
-def test_random_lives_with_drafts() -> None:
-    check_examples(check_random_lives, LIVES, 40)
+@pytest.mark.parametrize("num_examples", [15, pytest.param(40, marks=pytest.mark.long)])
+def test_random_lives_with_drafts(num_examples: int) -> None:
+    check_examples(check_random_lives, LIVES, num_examples)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import strategies as st
 
 from serve.core.messages import PrefixFile, PrefixFiles, PrefixFileWritten, PrefixRead, ReadPrefix
@@ -171,7 +172,8 @@ LIVES = st.tuples(
 )
 
 
-def test_random_lives_with_slow_disks() -> None:
+@pytest.mark.parametrize("num_examples", [20, pytest.param(60, marks=pytest.mark.long)])
+def test_random_lives_with_slow_disks(num_examples: int) -> None:
     """Stages hold all tokens of the files that they are to write, and these are the right ones."""
     num_reads = 0
 
@@ -205,5 +207,5 @@ def test_random_lives_with_slow_disks() -> None:
         check_all_ended(pipeline)
         num_reads += pipeline.num_reads
 
-    check_examples(check, LIVES, 60)
+    check_examples(check, LIVES, num_examples)
     assert num_reads > 0

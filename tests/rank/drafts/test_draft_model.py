@@ -125,7 +125,7 @@ def first_layers(num_layers: int) -> LoadedDraft:
 
 @pytest.mark.parametrize(
     ("num_ranks", "num_groups", "num_layers"),
-    [(1, None, 4), (2, None, 4), (2, 1, 3)],
+    [(1, None, 4), (2, None, 4), pytest.param(2, 1, 3, marks=pytest.mark.long)],
 )
 def test_a_draft_model_changes_no_answer(
     num_ranks: int, num_groups: int | None, num_layers: int
