@@ -100,19 +100,15 @@ def convert_adapter(words: Sequence[str]) -> int:
 
 
 def launch(flags: argparse.Namespace) -> int:
-    # Imported here, because `brigade --help` does not need it.
-    from serve.cli.old_flags import check_removed
-
     if flags.status or flags.stop is not None:
         check_alone(flags)
         if flags.status:
             return show_launches()
         return stop_launch(flags.stop)
     environment = dict(check_variable(word, "--env") for word in flags.env)
-    if flags.tensor_parallel is not None:
-        flags.command = with_shards(flags.command, flags.tensor_parallel)
+    if flags.tensor_parallel_size is not None:
+        flags.command = with_shards(flags.command, flags.tensor_parallel_size)
     command = rank_command(flags.command, flags.python)
-    check_removed(flags.command[0], flags.command[1:])
     if flags.hostfile is None:
         if flags.cwd or flags.ssh:
             raise UsageError("--cwd and --ssh are for --hostfile: leave them out with -n.")
@@ -151,7 +147,7 @@ def check_alone(flags: argparse.Namespace) -> None:
         "--cwd": flags.cwd is not None,
         "--ssh": flags.ssh is not None,
         "--python": flags.python != sys.executable,
-        "--tensor-parallel": flags.tensor_parallel is not None,
+        "--tensor-parallel-size": flags.tensor_parallel_size is not None,
     }
     ignored = [name for name, is_given in given.items() if is_given]
     if ignored:
@@ -311,7 +307,7 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
         help="environment variable for all ranks (may be repeated)",
     )
     parser.add_argument(
-        "--tensor-parallel",
+        "--tensor-parallel-size",
         metavar="T",
         help=f"{TENSOR_PARALLEL_HELP}, or auto (only for `serve`); the same as after `serve` or "
         "`fine-tune`",
@@ -382,8 +378,8 @@ HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 SUBCOMMANDS = {
     "launch": Subcommand(
         purpose="start and supervise ranks on this machine or over ssh",
-        usage="brigade launch (-n N | --hostfile F) [--tensor-parallel T] [--env NAME=VALUE] [--] "
-        "serve …\n"
+        usage="brigade launch (-n N | --hostfile F) [--tensor-parallel-size T] [--env NAME=VALUE] "
+        "[--] serve …\n"
         "       brigade launch --status | --stop [PID]",
         add_flags=add_launch_flags,
         run=launch,
@@ -430,7 +426,7 @@ LAUNCH_FLAGS_WITH_WORD = (
     "-n",
     "--num-ranks",
     "--hostfile",
-    "--tensor-parallel",
+    "--tensor-parallel-size",
     "--env",
     "--python",
     "--cwd",
@@ -490,6 +486,11 @@ def run(words: Sequence[str]) -> int:
     if words and words[0] in HANDED_OVER:
         return HANDED_OVER[words[0]][1](words[1:])
     check_subcommand(words)
+    if words[:1] == ["launch"]:
+        # Imported here, because `brigade --help` does not need it.
+        from serve.cli.old_flags import current
+
+        words = current("launch", words)
     own, command = split_at_dashes(words)
     parser, parsers = build_parsers()
     check_own_words(own, parsers)

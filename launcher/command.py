@@ -65,8 +65,8 @@ def rank_command(words: Sequence[str], python: str = sys.executable) -> list[str
 
 
 def with_shards(words: Sequence[str], num_shards: str) -> list[str]:
-    """Adds the launcher's --tensor-parallel to the words after `--`. Raises UsageError."""
-    name = "--tensor-parallel"
+    """Adds the launcher's --tensor-parallel-size to the words after `--`. Raises UsageError."""
+    name = "--tensor-parallel-size"
     if any(word.partition("=")[0] == name for word in words):
         raise UsageError(f"{name} is given before and after `{words[0]}`: leave out one of them.")
     if num_shards == "auto" and words[:1] == ["fine-tune"]:

@@ -38,7 +38,8 @@ def _rows(config: Any) -> Iterator[str]:
         if field.metadata.get("file_only"):
             yield f"| `{field.name}` | | {meaning} (only in the YAML file) |\n"
         else:
-            names = [*field.metadata.get("short", ()), "--" + field.name.replace("_", "-")]
+            no = "no-" if field.default is True else ""
+            names = [*field.metadata.get("short", ()), f"--{no}{field.name.replace('_', '-')}"]
             flags = ", ".join(f"`{name}`" for name in names)
             yield f"| {flags} | {_default(field.default)} | {meaning} |\n"
 
@@ -46,7 +47,7 @@ def _rows(config: Any) -> Iterator[str]:
 def _default(value: Any) -> str:
     if value is dataclasses.MISSING:
         return "required"
-    if value is None or value is False or value == ():
+    if value is None or value in (False, True, ()):
         return ""
     return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 

@@ -41,9 +41,9 @@ compares a tiny random model of every architecture of mlx-lm {version} with its 
 - **shared prefixes**: a prompt that begins like another one starts as a copy of it, after *any
   token* or at a *checkpoint* ([prefix cache](memory-and-prefixes.md#prefix-cache)). (Logits of
   plamo3 depend on how a prompt is divided into chunks, in mlx-lm as well as here.)
-- **sharded**: what two shards divide with `--tensor-parallel 2`. *attention* includes recurrent
-  layers. Other parts are *whole* on each shard: that takes more memory and time, with the same
-  results. With other numbers of shards or heads, less may be divided; `brigade plan` shows the
+- **sharded**: what two shards divide with `--tensor-parallel-size 2`. *attention* includes
+  recurrent layers. Other parts are *whole* on each shard: that takes more memory and time, with the
+  same results. With other numbers of shards or heads, less may be divided; `brigade plan` shows the
   bytes.
 
 {summary}

@@ -149,7 +149,8 @@ def test_recovery_gives_every_exit_code() -> None:
 def test_pages_for_operators_name_flags_and_metrics_that_there_are() -> None:
     pages = ("recovery", "memory-and-prefixes", "access")
     text = "".join((ROOT / "docs" / f"{page}.md").read_text() for page in pages)
-    flags = {name.replace("-", "_") for name in re.findall(r"`--([a-z-]+)`", text)}
+    names = re.findall(r"`--(?:no-(?=enable))?([a-z-]+)`", text)
+    flags = {name.replace("-", "_") for name in names}
     assert flags
     assert flags <= set(ServeConfig.__dataclass_fields__)
     stage = {"rank": 0, "busy_seconds": 1.0, "num_hops": 1, "hop_seconds": 1.0}

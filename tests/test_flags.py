@@ -6,7 +6,7 @@ import pytest
 
 from serve.cli.flags import parse
 from serve.cli.main import check
-from serve.cli.old_flags import check_removed
+from serve.cli.old_flags import current
 from serve.core.config import ServeConfig
 from serve.core.constants import Constants
 from serve.core.errors import UsageError
@@ -62,12 +62,18 @@ def test_an_adapter_root_that_is_no_folder(tmp_path: Path, root: str) -> None:
         (["--max-prompt-tokens", "99999"], "^--max-prompt-tokens 99999 is more than the model's"),
         (["--split", "4,x"], "^--split 4,x is not a split: .*20,12"),
         (["--split", "3,3,2"], "^--split 3,3,2 has 3 numbers, .* 2 stages: "),
-        (["--tool-parser", "foo"], "^--tool-parser foo is not one of .*qwen"),
+        (["--tool-call-parser", "foo"], "^--tool-call-parser foo is not one of .*qwen"),
         (["--allowed-host", "http://a.example"], "^--allowed-host 'http:.* is not a host"),
         (["--prot", "9310"], r"--prot \(did you mean --port\?\)"),
         (["--zzz"], "^unrecognized arguments: --zzz: see `brigade serve --help`"),
-        (["--lora", "a=nowhere"], "^--lora a: there is no folder nowhere on this host.$"),
-        (["--lora", "a=org/name"], "^--lora a: there is no folder org/name .*--allow-hub-adapters"),
+        (
+            ["--lora-modules", "a=nowhere"],
+            "^--lora-modules a: there is no folder nowhere on this host.$",
+        ),
+        (
+            ["--lora-modules", "a=org/name"],
+            "^--lora-modules a: there is no folder org/name .*--allow-hub-adapters",
+        ),
     ],
 )
 def test_what_the_model_or_this_host_tells_is_said_with_the_flag(
@@ -106,7 +112,7 @@ def test_help_puts_flags_under_headings_and_names_their_values(
     recovery = text.split("\nrecovery:\n")[1].split("\n\n")[0]
     assert "--join-timeout SECONDS" in recovery
     assert "--api-key" not in recovery
-    assert "--lora NAME=PATH" in text
+    assert "--lora-modules NAME=PATH" in text
     assert "--host HOST" in text
 
 
@@ -138,5 +144,29 @@ def test_a_quick_start_names_what_is_wrong(text: str, message: str) -> None:
 def test_a_removed_flag_is_refused_with_what_to_do_instead(word: str) -> None:
     name = word.partition("=")[0]
     with pytest.raises(UsageError, match=f"^{name} was removed: leave it out"):
-        check_removed("serve", ["--model", "m", word])
-    check_removed("fine-tune", [word])
+        current("serve", ["--model", "m", word])
+
+
+def test_fine_tune_has_a_stall_timeout_of_its_own() -> None:
+    words = ["--stall-timeout", "3"]
+    assert current("fine-tune", words) == words
+    assert current("launch", ["launch", "--", "fine-tune", *words])[-2:] == words
+
+
+def test_old_names_work_and_say_the_new_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--lora=a=/b", "--tensor-parallel", "2", "--mtp", "--no-prefix-cache"]
+    config = serve(*current("serve", words))
+    assert config.lora_modules == ("a=/b",)
+    assert (config.tensor_parallel_size, config.draft_model) == ("2", "mtp")
+    assert not config.enable_prefix_caching
+    assert capsys.readouterr().err.splitlines() == [
+        "brigade serve: --lora is called --lora-modules.",
+        "brigade serve: --tensor-parallel is called --tensor-parallel-size.",
+        "brigade serve: --mtp is called --draft-model mtp.",
+        "brigade serve: --no-prefix-cache is called --no-enable-prefix-caching.",
+    ]
+
+
+def test_a_flag_takes_several_values_or_is_repeated() -> None:
+    words = ("--lora-modules", "a=/b", "c=/d", "--port", "0", "--lora-modules", "e=/f")
+    assert serve(*words).lora_modules == ("a=/b", "c=/d", "e=/f")

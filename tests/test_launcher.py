@@ -854,15 +854,15 @@ def test_rank_command_hands_the_words_over_unread() -> None:
 def test_with_shards_adds_the_flag_of_the_launcher_to_the_command(command: str) -> None:
     assert with_shards([command, "--model", "m"], "2") == [
         *(command, "--model", "m"),
-        *("--tensor-parallel", "2"),
+        *("--tensor-parallel-size", "2"),
     ]
 
 
 @pytest.mark.parametrize(
     ("words", "num_shards", "reason"),
     [
-        (["serve", "--tensor-parallel", "2"], "2", "before and after"),
-        (["serve", "--tensor-parallel=2"], "2", "before and after"),
+        (["serve", "--tensor-parallel-size", "2"], "2", "before and after"),
+        (["serve", "--tensor-parallel-size=2"], "2", "before and after"),
         (["fine-tune", "--data", "d"], "auto", "auto is for `serve` only"),
     ],
 )
@@ -1017,8 +1017,8 @@ def test_launch_runs_serve_with_the_words_after_the_dashes(
         ("launch --hostfile fine-tune fine-tune", "launch --hostfile fine-tune", "fine-tune"),
         ("launch -n 2 serve -- x", "launch -n 2 serve", "x"),
         (
-            "launch -n 4 --tensor-parallel 2 serve",
-            "launch -n 4 --tensor-parallel 2",
+            "launch -n 4 --tensor-parallel-size 2 serve",
+            "launch -n 4 --tensor-parallel-size 2",
             "serve",
         ),
         ("launch --status", "launch --status", ""),
@@ -1056,8 +1056,8 @@ def test_launch_says_what_is_wrong_before_any_rank_starts(
         (["-n", "2", "--", "serve", "--model", str(model), "--bogus"], 2),
         (["-n", "2", "--cwd", "/", "--", "serve", "--model", str(model)], 2),
         (["-n", "2", "--ssh", "ssh", "--", "serve", "--model", str(model)], 2),
-        (["-n", "3", "--tensor-parallel", "2", "serve", "--model", str(model)], 2),
-        (["-n", "2", "--tensor-parallel", "x", "serve", "--model", str(model)], 2),
+        (["-n", "3", "--tensor-parallel-size", "2", "serve", "--model", str(model)], 2),
+        (["-n", "2", "--tensor-parallel-size", "x", "serve", "--model", str(model)], 2),
     ):
         assert cli.main(["launch", *words]) == code
         assert capsys.readouterr().err.count("\n") == 1

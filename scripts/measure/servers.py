@@ -30,8 +30,8 @@ MLX_LM_2 = "mlx_lm.server --pipeline, 2 ranks"
 SERVERS = (BRIGADE_1, BRIGADE_2, LOCKSTEP, MLX_LM_1, MLX_LM_2)
 _FLAGS: dict[str, tuple[str, ...]] = {
     LOCKSTEP: ("--quick-start=warms_up=true,keeps_spare_engine=true,num_groups=1",),
-    SHARDS_2: ("--tensor-parallel", "2"),
-    AUTO_2: ("--tensor-parallel", "auto"),
+    SHARDS_2: ("--tensor-parallel-size", "2"),
+    AUTO_2: ("--tensor-parallel-size", "auto"),
 }
 Processes = Sequence[subprocess.Popen[bytes]]
 
@@ -65,11 +65,15 @@ def running(
     port, *ring = free_ports(3)
     with tempfile.TemporaryDirectory() as folder:
         if _is_ours(name):
-            flags = [*_FLAGS.get(name, ()), *more, *([] if speculates else ["--no-speculation"])]
+            flags = [
+                *_FLAGS.get(name, ()),
+                *more,
+                *([] if speculates else ["--draft-model", "none"]),
+            ]
             num_ranks = 1 if name == BRIGADE_1 else 2
             words = [_python(checkout), "-m", "launcher.cli", "launch", "-n", str(num_ranks), "--"]
             words += ["serve", *_shared_flags(model, port), *flags]
-            words += ["--max-num-sequences", str(MAX_SEQUENCES)]
+            words += ["--max-num-seqs", str(MAX_SEQUENCES)]
             ranks: list[dict[str, str]] = [{}]
         else:
             words = [sys.executable, "-m", "mlx_lm", "server", *_shared_flags(model, port)]

@@ -8,8 +8,8 @@ from scripts.measure.curve import Runs, put_load, summed_up
 from scripts.measure.latency import LONG_TOKENS, long_prompt_seconds
 from scripts.measure.rounds import Row, Samples, Settings
 
-# Two ranks have two layouts, so the layout that --tensor-parallel auto chooses is measured beside
-# every one that a person could choose.
+# Two ranks have two layouts, so the layout that --tensor-parallel-size auto chooses is measured
+# beside every one that a person could choose.
 SERVERS = (
     servers.SHARDS_2,
     servers.BRIGADE_2,

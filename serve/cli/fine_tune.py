@@ -18,6 +18,7 @@ from rich.console import Console
 from serve.cli.flags import parse
 from serve.cli.load_into import adapter_name, check_server, curl_line, load_into
 from serve.cli.main import FIRST_WORD_SECONDS, follow_launcher, who_has_what
+from serve.cli.old_flags import current
 from serve.cli.report_to import Reports, services
 from serve.cli.training import TrainingView
 from serve.core.blas import with_openblas
@@ -64,11 +65,8 @@ _SERVER = "http://127.0.0.1:8080"  # where `brigade serve` listens by default
 def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     _heed_signals()
-    if argv is None:
-        argv = sys.argv[1:]
-    else:
-        argv = list(argv)
     try:
+        argv = current("fine-tune", sys.argv[1:] if argv is None else argv)
         cluster = read_cluster(os.environ)
         is_return = cluster.num_returns > 0
         config = check(argv, cluster.num_ranks, cluster.rank, is_return=is_return)

@@ -103,19 +103,23 @@ def _add_flag(
     names = [*field.metadata.get("short", ()), "--" + field.name.replace("_", "-")]
     kind = _plain_type(annotation)
     if kind is bool:
-        group.add_argument(*names, action="store_true", help=field.metadata["help"])
+        action = argparse.BooleanOptionalAction if field.default else "store_true"
+        group.add_argument(
+            *names, action=action, default=field.default, help=field.metadata["help"]
+        )
         return
     has_default = field.default is not dataclasses.MISSING
     default: Any = field.default if has_default else None
     required = may_be_required and not has_default
-    if typing.get_origin(annotation) is tuple:  # may be repeated
+    if typing.get_origin(annotation) is tuple:
         group.add_argument(
             *names,
-            action="append",
+            action="extend",
+            nargs="+",
             required=required,
             default=None if default is None else list(default),
             metavar=_metavar(field, str),
-            help=field.metadata["help"] + " (may be repeated)",
+            help=field.metadata["help"],
         )
         return
     shown = ""

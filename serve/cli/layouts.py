@@ -42,7 +42,7 @@ def layout_notes(compared: Comparison) -> Iterator[str]:
     fastest = compared.fastest
     yield (
         f"Forecast from bytes, with memory that is read at {speed}/s: one client gets its "
-        f"tokens soonest with {quickest.layout} (--tensor-parallel {quickest.num_shards}), "
+        f"tokens soonest with {quickest.layout} (--tensor-parallel-size {quickest.num_shards}), "
         f"{fastest.num_clients} clients with {fastest.layout} "
-        f"(--tensor-parallel {fastest.num_shards})."
+        f"(--tensor-parallel-size {fastest.num_shards})."
     )

@@ -22,10 +22,17 @@ from rich.console import Console
 from rich.table import Table
 
 from serve.cli.flags import parse
-from serve.cli.old_flags import check_removed
+from serve.cli.old_flags import current
 from serve.core.amounts import parse_memory
 from serve.core.checkpoint import Checkpoint, is_folder, read_checkpoint
-from serve.core.config import Cluster, ServeConfig, hub_id, read_cluster, with_keys
+from serve.core.config import (
+    Cluster,
+    ServeConfig,
+    draft_on_hub,
+    hub_id,
+    read_cluster,
+    with_keys,
+)
 from serve.core.errors import BrigadeError, DisagreementError, UsageError
 from serve.core.facts import files, versions
 from serve.core.plan import check_num_ranks, count_stages, parse_split
@@ -52,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cluster = read_cluster(os.environ)
         follow_launcher(cluster)
-        words = sys.argv[1:] if argv is None else argv
-        check_removed("serve", words)
+        words = current("serve", sys.argv[1:] if argv is None else argv)
         run = _check_first(words, cluster)
         asyncio.run(run())
     except BrigadeError as error:
@@ -74,13 +80,13 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
         raise UsageError(
             f"--adapter-root {config.adapter_root} is not a folder: create it on each host."
         )
-    for name, _, path in (word.partition("=") for word in config.lora):
+    for name, _, path in (word.partition("=") for word in config.lora_modules):
         of_hub = hub_id(Path(path))
         if not is_folder(Path(path)) and not (of_hub and config.allow_hub_adapters):
-            mend = f" If you mean {path} on the Hugging Face hub, add --allow-hub-adapters."
-            raise UsageError(
-                f"--lora {name}: there is no folder {path} on this host.{mend if of_hub else ''}"
-            )
+            problem = f"--lora-modules {name}: there is no folder {path} on this host."
+            if of_hub:
+                problem += f" If you mean {path} on the hub, add --allow-hub-adapters."
+            raise UsageError(problem)
     folder = config.model
     if config.hub_id:
         # Imported here, because a model in a folder does not need it.
@@ -94,7 +100,7 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
     if config.num_shards:
         num_stages = count_stages(num_ranks, config.num_shards)
     check_num_ranks(checkpoint.num_layers, num_stages)
-    for flag in ("max_context", "max_prompt_tokens"):
+    for flag in ("max_model_len", "max_prompt_tokens"):
         asked = getattr(config, flag)
         context = checkpoint.max_context
         if asked and context and asked > context:
@@ -138,9 +144,11 @@ def _with_pinned_draft(config: ServeConfig) -> ServeConfig:
     """Fetches the small files of a draft model on the hub, and notes its commit."""
     from serve.hub.partial import pin
 
-    assert config.draft_hub_id is not None
-    model = pin(config.draft_hub_id, config.draft_revision, config.cache_dir)
-    return dataclasses.replace(config, draft_revision=model.snapshot.commit)
+    on_hub = draft_on_hub(config.draft_model)
+    assert on_hub is not None
+    repo, revision = on_hub
+    commit = pin(repo, revision, config.cache_dir).snapshot.commit
+    return dataclasses.replace(config, draft_model=f"{repo}@{commit}")
 
 
 def _facts(asked: ServeConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
@@ -179,7 +187,7 @@ async def _run_front(
         logging.info("event=listening url=%s", config.url)
         pinned, checkpoint = await _in_thread(read_model)
         config = dataclasses.replace(config, revision=pinned.revision)
-        if config.draft_hub_id:
+        if draft_on_hub(config.draft_model):
             config = await _in_thread(functools.partial(_with_pinned_draft, config))
         await _run_engines(config, cluster, checkpoint, facts, listening, observation, early)
     except asyncio.CancelledError:
@@ -207,8 +215,8 @@ async def _run_engines(
     from serve.front.pipeline.engine import Engine
     from serve.front.text.tokens import Tokenizer
 
-    max_context = min(filter(None, [config.max_context, checkpoint.max_context]), default=4096)
-    config = dataclasses.replace(config, max_context=max_context)
+    max_context = min(filter(None, [config.max_model_len, checkpoint.max_context]), default=4096)
+    config = dataclasses.replace(config, max_model_len=max_context)
     view = TerminalView(config.url, config.model_name)
     engine = observation.engine = Engine(config, cluster, checkpoint.folder, facts, view)
     try:
@@ -218,10 +226,10 @@ async def _run_engines(
         tokenizer = await asyncio.to_thread(
             Tokenizer,
             checkpoint.folder,
-            config.tool_parser,
+            config.tool_call_parser,
             config.generation_config,
         )
-        if config.draft_model:
+        if config.has_drafter and config.draft_model != "mtp":
             await asyncio.to_thread(_check_draft, config, tokenizer)
         view.sampling(tokenizer.sampling_defaults.own())
         await asyncio.to_thread(tokenizer.check_chat)
@@ -234,13 +242,14 @@ async def _run_engines(
 
 def _check_draft(config: ServeConfig, tokenizer: "Tokenizer") -> None:
     """Raises ModelError if the draft model has another vocabulary than the model."""
-    folder = config.draft_model
-    assert folder is not None
-    if config.draft_hub_id:
+    assert config.draft_model is not None
+    folder = Path(config.draft_model)
+    if on_hub := draft_on_hub(config.draft_model):
         from serve.hub.partial import open_partial
 
-        assert config.draft_revision is not None
-        folder = open_partial(config.draft_hub_id, config.draft_revision, config.cache_dir).folder
+        repo, commit = on_hub
+        assert commit is not None
+        folder = open_partial(repo, commit, config.cache_dir).folder
     tokenizer.check_same_vocabulary(folder)
 
 

@@ -1,34 +1,58 @@
 """Flags that `brigade` once had."""
 
+import sys
 from collections.abc import Sequence
 
 from serve.core.errors import UsageError
 
-_CONSTANT = "leave it out, its value is fixed"
+# These work until version 0.2.
+_RENAMED = {
+    "--cors-origin": "--allowed-origins",
+    "--data-parallel": "--data-parallel-size",
+    "--lora": "--lora-modules",
+    "--max-context": "--max-model-len",
+    "--max-num-sequences": "--max-num-seqs",
+    "--mtp": "--draft-model mtp",
+    "--no-prefix-cache": "--no-enable-prefix-caching",
+    "--no-speculation": "--draft-model none",
+    "--tensor-parallel": "--tensor-parallel-size",
+    "--tool-parser": "--tool-call-parser",
+}
 
+_CONSTANT = "leave it out, its value is fixed"
 _REMOVED = {
-    "--max-header-bytes": _CONSTANT,
-    "--max-body-bytes": _CONSTANT,
-    "--header-timeout": _CONSTANT,
     "--body-timeout": _CONSTANT,
-    "--max-connections": _CONSTANT,
-    "--max-restarts": _CONSTANT,
-    "--restart-window": _CONSTANT,
+    "--draft-revision": "write --draft-model org/name@REVISION",
+    "--header-timeout": _CONSTANT,
     "--load-timeout": _CONSTANT,
-    "--stall-timeout": _CONSTANT,
-    "--return-timeout": "use --replan, or leave it out: its value is fixed",
+    "--max-body-bytes": _CONSTANT,
+    "--max-connections": _CONSTANT,
+    "--max-header-bytes": _CONSTANT,
+    "--max-restarts": _CONSTANT,
+    "--no-spare-engine": "leave it out, there is always a spare engine",
+    "--no-warm-up": "leave it out, the server always warms up",
     "--num-groups": _CONSTANT,
     "--prefill-chunk": _CONSTANT,
-    "--no-warm-up": "leave it out, the server always warms up",
-    "--no-spare-engine": "leave it out, there is always a spare engine",
+    "--restart-window": _CONSTANT,
+    "--return-timeout": "use --replan, or leave it out: its value is fixed",
+    "--stall-timeout": _CONSTANT,
 }
 
 
-def check_removed(program: str, words: Sequence[str]) -> None:
-    """Raises UsageError if a word is a flag of the program, such as "serve", that was removed."""
-    if program == "fine-tune":
-        return
+def current(program: str, words: Sequence[str]) -> list[str]:
+    """Returns the words after the name of a program, such as `serve`, with the names that flags
+    have, and says each such name on standard error. Raises UsageError for a flag that was removed.
+    """
+    trains = "fine-tune" in (program, *words)  # It has a --stall-timeout of its own.
+    renewed: list[str] = []
     for word in words:
-        name = word.partition("=")[0]
-        if name in _REMOVED:
+        name, equals, value = word.partition("=")
+        if name in _REMOVED and not trains:
             raise UsageError(f"{name} was removed: {_REMOVED[name]}.")
+        if name in _RENAMED:
+            print(f"brigade {program}: {name} is called {_RENAMED[name]}.", file=sys.stderr)
+            first, *more = _RENAMED[name].split()
+            renewed += [first + equals + value, *more]
+        else:
+            renewed.append(word)
+    return renewed

@@ -11,18 +11,19 @@ from rich import box
 from rich.table import Table
 
 from serve.cli.flags import parse
+from serve.cli.old_flags import current
 from serve.cli.output import Output
 from serve.core.amounts import format_bytes
 from serve.core.config import (
     DEFAULT_NUM_SEQUENCES,
+    DRAFT_MODEL_HELP,
     MEMORY_HELP,
     TENSOR_PARALLEL_HELP,
     ModelSource,
-    check_one_drafter,
     check_ranges,
     check_revision,
+    draft_on_hub,
     flag,
-    hub_id,
 )
 from serve.core.errors import UsageError
 from serve.core.layouts import Speeds, parse_link, parse_num_shards
@@ -66,7 +67,7 @@ class PlanConfig(ModelSource):
         None,
         among=(4, 8),
     )
-    tensor_parallel: str | None = flag(
+    tensor_parallel_size: str | None = flag(
         f"{TENSOR_PARALLEL_HELP}, or auto for the fastest layout, which needs --link (default: 1, "
         "or auto with --explain)",
         None,
@@ -86,35 +87,36 @@ class PlanConfig(ModelSource):
         max=10**6,
         metavar="GB/S",
     )
-    draft_model: Path | None = flag("draft model for rank 0, as for serve", None)
-    mtp: bool = flag("count the model's own multi-token-prediction head, as for serve", False)
-    draft_revision: str | None = flag("its branch, tag or commit, if it is on the hub", None)
+    draft_model: str | None = flag(
+        f"{DRAFT_MODEL_HELP} (default: none)",
+        None,
+        metavar="M|mtp",
+    )
     json: bool = flag("print the plan as JSON", False)
 
     def __post_init__(self) -> None:
         check_ranges(self)
         check_revision(self.model, self.revision)
-        parse_num_shards(self.tensor_parallel or "1")
-        check_one_drafter(self.draft_model, self.mtp)
+        parse_num_shards(self.tensor_parallel_size or "1")
         if self.compares and self.link is None:
             raise UsageError(
-                "--explain and --tensor-parallel auto need --link MS,MB/S, such as "
+                "--explain and --tensor-parallel-size auto need --link MS,MB/S, such as "
                 "--link 0.2,1100: `brigade doctor --hostfile hosts.json` measures both."
             )
         if not self.compares and (self.link or self.memory_speed):
             raise UsageError(
-                "--link and --memory-speed are for --explain and --tensor-parallel auto."
+                "--link and --memory-speed are for --explain and --tensor-parallel-size auto."
             )
 
     @property
     def compares(self) -> bool:
         """Whether to compare all layouts of stages and shards instead of planning one."""
-        return self.explain or self.tensor_parallel == "auto"
+        return self.explain or self.tensor_parallel_size == "auto"
 
     @property
     def takes_fastest(self) -> bool:
         """Whether to plan the fastest layout, because no other one is asked for."""
-        return self.compares and self.tensor_parallel in (None, "auto")
+        return self.compares and self.tensor_parallel_size in (None, "auto")
 
     @property
     def is_promise(self) -> bool:
@@ -125,7 +127,7 @@ class PlanConfig(ModelSource):
 
 def run(argv: Sequence[str]) -> int:
     gc.disable()  # A large model has 100,000 tensors, and this process ends soon.
-    config = parse(PlanConfig, argv, "brigade plan", __doc__)
+    config = parse(PlanConfig, current("plan", argv), "brigade plan", __doc__)
     # Imported here: a wrong flag should not wait for MLX.
     from serve.cli.layouts import layout_notes, layout_table
     from serve.model.layouts import Comparison, compare
@@ -150,7 +152,7 @@ def run(argv: Sequence[str]) -> int:
         draft=_draft_source(config, folder),
     )
     if not config.takes_fastest:
-        request = replace(request, num_shards=int(config.tensor_parallel or 1))
+        request = replace(request, num_shards=int(config.tensor_parallel_size or 1))
     link = parse_link(config.link) if config.link else None
     comparison: Comparison | None = None
     if link:
@@ -168,10 +170,10 @@ def run(argv: Sequence[str]) -> int:
         print_table(layout_table(comparison))
         for line in layout_notes(comparison):
             print(line)
-        print(f"\nThe plan with --tensor-parallel {plan.stages[0].num_shards}:")
+        print(f"\nThe plan with --tensor-parallel-size {plan.stages[0].num_shards}:")
     layers = f"{plan.num_layers} layers of {plan.model_type}"
     print_table(plan_table(plan.stages, config.is_promise), f"{config.model.name}: {layers}")
-    if comparison and config.tensor_parallel == "auto":
+    if comparison and config.tensor_parallel_size == "auto":
         print(comparison.choice)
     promise = plan.demand if config.is_promise else None
     if plan.warning:
@@ -182,17 +184,18 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _draft_source(config: PlanConfig, folder: Path) -> DraftSource | None:
-    if config.mtp:
+    if config.draft_model == "mtp":
         return DraftSource(str(folder), None, None, is_head=True)
-    if config.draft_model is None:
+    if config.draft_model in (None, "none"):
         return None
-    repo = hub_id(config.draft_model)
-    if repo is None:
-        return DraftSource(str(config.draft_model), None, None)
+    on_hub = draft_on_hub(config.draft_model)
+    if on_hub is None:
+        return DraftSource(config.draft_model, None, None)
+    repo, revision = on_hub
     from serve.hub.partial import pin
 
     cache_dir = str(config.cache_dir) if config.cache_dir else None
-    commit = pin(repo, config.draft_revision, config.cache_dir).snapshot.commit
+    commit = pin(repo, revision, config.cache_dir).snapshot.commit
     return DraftSource(repo, commit, cache_dir)
 
 

@@ -3,6 +3,7 @@
 Both are read once, checked, and frozen. No other module defines defaults.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,12 @@ DEFAULT_NUM_SEQUENCES = 32
 MEMORY_HELP = "memory for weights first, then for keys and values: 24GB, or 24GB,48GB for each rank"
 TRAINING_JOIN_SECONDS = 60.0  # how long a rank of a training run waits for the others at its start
 TENSOR_PARALLEL_HELP = (
-    "number of ranks that share the layers of each stage; it divides the number of ranks"
+    "number of ranks that share the layers of each stage; it must divide the number of ranks"
+)
+DRAFT_MODEL_HELP = (
+    "what guesses the next tokens of answers where that pays: a small model with the same "
+    "vocabulary (a folder on rank 0's host, or org/name[@REVISION] on the hub), or mtp, the "
+    "model's own multi-token-prediction head"
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
@@ -76,19 +82,19 @@ class ServeConfig(ModelSource):
         "auto",
         heading="layers and memory",
     )
-    tensor_parallel: str = flag(
+    tensor_parallel_size: str = flag(
         f"{TENSOR_PARALLEL_HELP}, or auto for the layout that is forecast to be the fastest",
         "1",
         metavar="T",
     )
     memory: str | None = flag(f"{MEMORY_HELP} (default: what is free)", None)
-    max_num_sequences: int = flag(
+    max_num_seqs: int = flag(
         "maximum number of sequences that run at the same time",
         DEFAULT_NUM_SEQUENCES,
         min=1,
     )
     max_queue: int = flag("maximum number of waiting requests; more get 429", 256, min=0)
-    max_context: int | None = flag(
+    max_model_len: int | None = flag(
         "maximum length of prompt and answer together, in tokens (default: the model's context)",
         None,
         min=2,
@@ -109,7 +115,7 @@ class ServeConfig(ModelSource):
         among=("mean", "last", "cls"),
         heading="requests and answers",
     )
-    tool_parser: str | None = flag(
+    tool_call_parser: str | None = flag(
         f"format of the model's tool calls: {', '.join(call_formats())} (default: detected)",
         None,
         among=call_formats(),
@@ -125,7 +131,7 @@ class ServeConfig(ModelSource):
         "does not ask for it",
         False,
     )
-    no_prefix_cache: bool = flag("do not reuse common prefixes of prompts", False)
+    enable_prefix_caching: bool = flag("reuse common prefixes of prompts", True)
     prefix_cache_dir: Path | None = flag(
         "folder on each host for prefixes that are kept across restarts (default: none)",
         None,
@@ -134,23 +140,11 @@ class ServeConfig(ModelSource):
         "maximum size of --prefix-cache-dir on each rank: 50GB, or 50GB,20GB for each rank",
         "50GB",
     )
-    no_speculation: bool = flag(
-        "do not guess the next tokens of answers; guesses never change a text",
-        False,
-    )
-    draft_model: Path | None = flag(
-        "small model with the same vocabulary that guesses the next tokens of answers where that "
-        "pays: a folder on rank 0's host, or org/name (default: none)",
+    draft_model: str | None = flag(
+        f"{DRAFT_MODEL_HELP}; none for no guesses, not even from the text so far. Guesses never "
+        "change a text (default: only from the text)",
         None,
-    )
-    draft_revision: str | None = flag(
-        "branch, tag or commit of a --draft-model on the hub",
-        None,
-    )
-    mtp: bool = flag(
-        "guess the next tokens of answers with the model's own multi-token-prediction head, where "
-        "that pays",
-        False,
+        metavar="M|mtp|none",
     )
     prefix_cache_scope: str = flag(
         "who shares the keys and values of common prefixes: all (all clients) or key (clients with "
@@ -158,7 +152,7 @@ class ServeConfig(ModelSource):
         "all",
         among=("all", "key"),
     )
-    lora: tuple[str, ...] = flag(
+    lora_modules: tuple[str, ...] = flag(
         "LoRA adapter to load at the start, under this name",
         (),
         metavar="NAME=PATH",
@@ -214,7 +208,7 @@ class ServeConfig(ModelSource):
         "additional name accepted in the Host header when there are no API keys; * for any",
         (),
     )
-    cors_origin: tuple[str, ...] = flag(
+    allowed_origins: tuple[str, ...] = flag(
         "origin whose web pages may call the server, such as https://a.example; * for any",
         (),
     )
@@ -235,10 +229,9 @@ class ServeConfig(ModelSource):
     def __post_init__(self) -> None:
         check_ranges(self)
         check_revision(self.model, self.revision)
-        _check_draft(self)
-        _check_origins(self.cors_origin)
+        _check_origins(self.allowed_origins)
         _check_hosts(self.allowed_host)
-        _check_adapters(self.lora, self.model_name)
+        _check_adapters(self.lora_modules, self.model_name)
         check_layout(self.num_shards, self.split)
 
     @property
@@ -252,19 +245,12 @@ class ServeConfig(ModelSource):
     @property
     def num_shards(self) -> int | None:
         """The number of shards of each stage; None if it is chosen when all ranks have joined."""
-        return parse_num_shards(self.tensor_parallel)
+        return parse_num_shards(self.tensor_parallel_size)
 
     @property
-    def draft_hub_id(self) -> str | None:
-        """The draft model's `org/name` if it is on the hub, or None if it is a folder."""
-        return hub_id(self.draft_model) if self.draft_model else None
-
-    @property
-    def draft_flag(self) -> str | None:
-        """The flag that gives rank 0 a draft model, or None if it has none."""
-        if self.mtp:
-            return "--mtp"
-        return "--draft-model" if self.draft_model else None
+    def has_drafter(self) -> bool:
+        """Whether rank 0 has a draft model or a prediction head that guesses."""
+        return self.draft_model not in (None, "none")
 
     def start_patience(self, *, is_launched: bool) -> float:
         """Returns for how many seconds a rank may take to start until the others give it up.
@@ -285,7 +271,7 @@ def _check_origins(origins: tuple[str, ...]) -> None:
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
             raise UsageError(
-                f"--cors-origin {origin!r} is not an origin: write https://HOST[:PORT], or *."
+                f"--allowed-origins {origin!r} is not an origin: write https://HOST[:PORT], or *."
             )
 
 
@@ -303,30 +289,12 @@ def _check_adapters(words: tuple[str, ...], model_name: str) -> None:
     for word in words:
         name, separator, path = word.partition("=")
         if not (name and separator and path):
-            raise UsageError(f"--lora {word!r} is wrong: write NAME=PATH.")
+            raise UsageError(f"--lora-modules {word!r} is wrong: write NAME=PATH.")
         if not may_name_adapter(name, model_name):
-            raise UsageError(f"--lora {name!r} {NO_ADAPTER_NAME}")
+            raise UsageError(f"--lora-modules {name!r} {NO_ADAPTER_NAME}")
         if name in names:
-            raise UsageError(f"--lora has the name {name!r} twice: give each its own.")
+            raise UsageError(f"--lora-modules has the name {name!r} twice: give each its own.")
         names.add(name)
-
-
-def _check_draft(config: ServeConfig) -> None:
-    if config.draft_flag and config.no_speculation:
-        raise UsageError(
-            f"{config.draft_flag} does nothing with --no-speculation: leave out one of them."
-        )
-    check_one_drafter(config.draft_model, config.mtp)
-    if config.draft_revision and not (config.draft_model and config.draft_hub_id):
-        raise UsageError(
-            f"--draft-revision is for draft models on the hub, and {config.draft_model} is not one."
-        )
-
-
-def check_one_drafter(draft_model: Path | None, mtp: bool) -> None:
-    """Raises UsageError if both a draft model and the model's own head are to guess."""
-    if draft_model and mtp:
-        raise UsageError("--mtp does not work with --draft-model: leave out one of them.")
 
 
 def may_name_adapter(name: str, model_name: str) -> bool:
@@ -340,6 +308,15 @@ def hub_id(path: Path, root: Path = Path()) -> str | None:
     if not _HUB_ID.fullmatch(str(path)):
         return None
     return None if (root / path).exists() else str(path)
+
+
+def draft_on_hub(draft_model: str | None) -> tuple[str, str | None] | None:
+    """Returns `org/name` and the revision of a draft model on the hub. None if it is a folder, or
+    if --draft-model names no model."""
+    if draft_model is None or os.path.exists(draft_model):  # Unlike Path's, for any text.
+        return None
+    repo, _, revision = draft_model.partition("@")
+    return (repo, revision or None) if hub_id(Path(repo)) else None
 
 
 def check_revision(model: Path, revision: str | None) -> None:

@@ -143,12 +143,12 @@ def best(forecasts: Sequence[Forecast]) -> Forecast:
 
 
 def parse_num_shards(text: str) -> int | None:
-    """Reads --tensor-parallel: a number of shards, or None for auto. Raises UsageError."""
+    """Reads --tensor-parallel-size: a number of shards, or None for auto. Raises UsageError."""
     if text == "auto":
         return None
     if not text.isdecimal() or not int(text):
         raise UsageError(
-            f"--tensor-parallel {text} is not a number of ranks: give 1 or more, or auto."
+            f"--tensor-parallel-size {text} is not a number of ranks: give 1 or more, or auto."
         )
     return int(text)
 
@@ -164,8 +164,8 @@ def check_layout(num_shards: int | None, split: str) -> None:
     """Raises UsageError if --split does not work with this number of shards."""
     if num_shards is None and split not in ("auto", "even"):
         raise UsageError(
-            "--split with numbers of layers needs a number of stages: give --tensor-parallel a "
-            "number instead of auto."
+            "--split with numbers of layers needs a number of stages: give "
+            "--tensor-parallel-size a number instead of auto."
         )
 
 

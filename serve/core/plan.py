@@ -238,7 +238,7 @@ def count_stages(num_ranks: int, num_shards: int) -> int:
     """Returns the number of stages of num_shards ranks each. Raises UsageError."""
     if num_ranks % num_shards:
         raise UsageError(
-            f"--tensor-parallel {num_shards} does not divide the number of ranks: start "
+            f"--tensor-parallel-size {num_shards} does not divide the number of ranks: start "
             f"{num_shards} ranks, or a multiple of {num_shards}, not {num_ranks}."
         )
     return num_ranks // num_shards
@@ -539,5 +539,5 @@ def _remedy(demand: Demand, whole: StagePlan) -> str:
     if demand.num_tokens is None:
         return "Raise --memory, add ranks, or lower --context or --concurrency."
     if whole.cache_bytes_per_sequence:
-        return "Raise --memory, add ranks, or lower --max-context (of `brigade plan`: --context)."
+        return "Raise --memory, add ranks, or lower --max-model-len (of `brigade plan`: --context)."
     return "Raise --memory or add ranks."

@@ -152,7 +152,7 @@ class Front:
             engine,
             self._metrics,
             max_context,
-            config.max_num_sequences,
+            config.max_num_seqs,
             self.answering.tokenizer.sampling_defaults.own(),
         )
         routes = [
@@ -205,14 +205,14 @@ def _application(
 
 
 def _with_cors(app: guard.Application, config: ServeConfig) -> guard.Application:
-    """Allows the origins of --cors-origin. This is outside of the check, because a browser's
+    """Allows the origins of --allowed-origins. This is outside of the check, because a browser's
     preflight request has no key. Credentials are never allowed: keys are headers, so no page can
     use what a browser has stored."""
-    if not config.cors_origin:
+    if not config.allowed_origins:
         return app
     return CORSMiddleware(
         app,
-        allow_origins=config.cors_origin,
+        allow_origins=config.allowed_origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=[

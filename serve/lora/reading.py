@@ -125,7 +125,7 @@ def _check_division(name: str, place: Place, files: AdapterFiles) -> None:
     if division.axis != -1 or files.is_dora:
         raise AdapterError(
             f"{name} is divided among shards in a way that {kind} does not support: use another "
-            "adapter, or serve without --tensor-parallel."
+            "adapter, or serve without --tensor-parallel-size."
         )
 
 

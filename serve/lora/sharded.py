@@ -263,8 +263,8 @@ def _divide_in_block(name: str, lora: Any, division: Division, *, is_initial: bo
     has_some_inputs = division.axis == -1
     if has_some_inputs and is_dora:
         raise PlanError(
-            f"--tensor-parallel: the shards of this model cannot train DoRA on {name}, because "
-            "each has only some of its inputs: use LoRA, or name other modules in keys of "
+            f"--tensor-parallel-size: the shards of this model cannot train DoRA on {name}, "
+            "because each has only some of its inputs: use LoRA, or name other modules in keys of "
             "lora_parameters."
         )
     if has_some_inputs:
@@ -344,8 +344,8 @@ def _check_gradients(model: nn.Module, sharding: Sharding) -> None:
 
 def _cannot_train(name: str) -> str:
     return (
-        f"--tensor-parallel: the shards of this model do not divide {name} in a way in which it "
-        "can be trained: leave the option out, and use stages or --data-parallel."
+        f"--tensor-parallel-size: the shards of this model do not divide {name} in a way in which "
+        "it can be trained: leave the option out, and use stages or --data-parallel-size."
     )
 
 
@@ -363,9 +363,9 @@ def _check_share(name: str, division: Division, num_shards: int) -> None:
     """Raises PlanError if several shards have the same part, such as a head that they need."""
     if not division.is_partition:
         raise PlanError(
-            f"--tensor-parallel {num_shards}: {name} is divided among the shards in a way in which "
-            "it cannot be trained: name other modules in keys of lora_parameters, or use fewer "
-            "shards."
+            f"--tensor-parallel-size {num_shards}: {name} is divided among the shards in a way in "
+            "which it cannot be trained: name other modules in keys of lora_parameters, or use "
+            "fewer shards."
         )
 
 

@@ -163,8 +163,8 @@ def family_of(checkpoint: Checkpoint) -> Family:
     if family is None:
         known = ", ".join(FAMILIES)
         raise ModelError(
-            f"--mtp: the prediction heads of {checkpoint.model_type} are not supported, only those "
-            f"of {known}: leave it out."
+            f"--draft-model mtp: the prediction heads of {checkpoint.model_type} are not "
+            f"supported, only those of {known}: leave it out."
         )
     prefix = _prefix(family, checkpoint)
     modules = (family.embedding_norm, family.hidden_norm, family.projection, family.norm)
@@ -172,8 +172,8 @@ def family_of(checkpoint: Checkpoint) -> Family:
     missing = [name for name in names if name not in checkpoint.tensors]
     if missing:
         raise ModelError(
-            f"--mtp: {checkpoint.folder} lacks {', '.join(missing[:_MAX_NAMED])}: conversions "
-            "often leave the prediction head out, so serve the original checkpoint."
+            f"--draft-model mtp: {checkpoint.folder} lacks {', '.join(missing[:_MAX_NAMED])}: "
+            "conversions often leave the prediction head out, so serve the original checkpoint."
         )
     return family
 

@@ -138,8 +138,8 @@ class _Search:
                 continue
         if self.in_blocks:
             raise PlanError(
-                f"--tensor-parallel: the shards of this model cannot compute the gradients around "
-                f"{matrix}: leave the option out, and use stages or --data-parallel."
+                f"--tensor-parallel-size: the shards of this model cannot compute the gradients "
+                f"around {matrix}: leave the option out, and use stages or --data-parallel-size."
             )
         return matrix.rpartition(".")[0]
 

@@ -70,7 +70,7 @@ class Plan:
         num_shards = self.stages[0].num_shards
         if num_shards == 1 or self.divided_share >= _MIN_DIVIDED_SHARE:
             return ""
-        flag = f"--tensor-parallel {num_shards}"
+        flag = f"--tensor-parallel-size {num_shards}"
         if self.divided_share < _MIN_SHOWN_SHARE:
             return (
                 f"{flag} divides nothing of this model: every shard of a stage computes all of its "
@@ -113,8 +113,8 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
     else:
         if not shows_hidden_states(model):
             raise PlanError(
-                "--tensor-parallel does not work with this model, because the code that calls its "
-                "layers also computes the logits: leave the option out."
+                "--tensor-parallel-size does not work with this model, because the code that calls "
+                "its layers also computes the logits: leave the option out."
             )
         whole_bytes = _layer_bytes(model)
         # Shard 0 has the largest part. The plan is the same for all shards of a stage.

@@ -505,8 +505,8 @@ def _check_numbers(before: _Numbers, after: _Numbers, num_shards: int) -> None:
         is_copied = part == 1 and whole > 0 and num_shards % whole == 0
         if part != whole and not is_even and not is_copied:
             raise PlanError(
-                f"--tensor-parallel {num_shards} does not divide this model's {name} of {whole}: "
-                f"choose a divisor of {whole}, or leave the option out."
+                f"--tensor-parallel-size {num_shards} does not divide this model's {name} of "
+                f"{whole}: choose a divisor of {whole}, or leave the option out."
             )
 
 

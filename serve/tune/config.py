@@ -151,8 +151,8 @@ class FineTuneConfig(ModelSource):
         "empty MLX's memory cache between updates if it is larger than this, such as 2GB",
         "0",
     )
-    tensor_parallel: int = flag(TENSOR_PARALLEL_HELP, 1, min=1)
-    data_parallel: int = flag(
+    tensor_parallel_size: int = flag(TENSOR_PARALLEL_HELP, 1, min=1)
+    data_parallel_size: int = flag(
         "number of pipelines that share the micro-batches of each update; it divides the number of "
         "ranks",
         1,
@@ -217,11 +217,11 @@ class FineTuneConfig(ModelSource):
             raise UsageError(f"--micro-batches {parts} does not divide --batch-size {size}.")
         if self.stages_per_rank and self.schedule != "interleaved":
             raise UsageError("--stages-per-rank needs --schedule interleaved.")
-        if self.trains and self.tensor_parallel > 1 and self.optimizer in _NEED_WHOLE:
+        if self.trains and self.tensor_parallel_size > 1 and self.optimizer in _NEED_WHOLE:
             raise UsageError(
                 f"--optimizer {self.optimizer} needs whole matrices, of which each shard of "
-                f"--tensor-parallel {self.tensor_parallel} has a part: use adam, adamw or sgd, or "
-                "stages and --data-parallel instead of shards."
+                f"--tensor-parallel-size {self.tensor_parallel_size} has a part: use adam, adamw "
+                "or sgd, or stages and --data-parallel-size instead of shards."
             )
         if self.max_grad_norm == 0:
             raise UsageError(
@@ -332,7 +332,7 @@ class FineTuneConfig(ModelSource):
 
     def layout(self, num_ranks: int) -> Layout:
         """Divides the ranks. Raises UsageError if that leaves a remainder."""
-        return layout_of(num_ranks, self.tensor_parallel, self.data_parallel)
+        return layout_of(num_ranks, self.tensor_parallel_size, self.data_parallel_size)
 
     def num_micro_batches(self, layout: Layout) -> int:
         """Returns the number of micro-batches of a batch. Raises UsageError if the replicas cannot
@@ -347,7 +347,7 @@ class FineTuneConfig(ModelSource):
             count = layout.num_replicas // math.gcd(layout.num_replicas, num_batches)
         if self.batch_size % count:
             raise UsageError(
-                f"--data-parallel {layout.num_replicas} does not divide --batch-size "
+                f"--data-parallel-size {layout.num_replicas} does not divide --batch-size "
                 f"{self.batch_size}: give a --batch-size that is a multiple of {count}."
             )
         check_shares(num_batches * count, layout.num_replicas)

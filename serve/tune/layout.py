@@ -80,9 +80,9 @@ def layout_of(num_ranks: int, num_shards: int, num_replicas: int) -> Layout:
         return Layout(num_ranks // size, num_shards, num_replicas)
     flags = []
     if num_shards > 1:
-        flags.append(f"--tensor-parallel {num_shards}")
+        flags.append(f"--tensor-parallel-size {num_shards}")
     if num_replicas > 1:
-        flags.append(f"--data-parallel {num_replicas}")
+        flags.append(f"--data-parallel-size {num_replicas}")
     together = f" (together {size})" if len(flags) > 1 else ""
     verb = "do" if len(flags) > 1 else "does"
     raise UsageError(
@@ -95,7 +95,7 @@ def check_shares(num_micro_batches: int, num_replicas: int) -> None:
     """Raises UsageError if the replicas cannot divide the micro-batches of an update evenly."""
     if num_micro_batches % num_replicas:
         raise UsageError(
-            f"--data-parallel {num_replicas} does not divide the number of micro-batches of an "
-            f"update, {num_micro_batches}: see --micro-batches, --batch-size and "
+            f"--data-parallel-size {num_replicas} does not divide the number of micro-batches of "
+            f"an update, {num_micro_batches}: see --micro-batches, --batch-size and "
             "--grad-accumulation-steps."
         )

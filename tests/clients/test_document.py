@@ -41,7 +41,7 @@ GROUPS: dict[str, list[str]] = {
 @pytest.fixture(scope="module")
 def small() -> Iterator[Server]:
     """Its context is so short that no answer takes long."""
-    with running(2, "--max-context", "64", "--max-num-sequences", "8") as server:
+    with running(2, "--max-model-len", "64", "--max-num-seqs", "8") as server:
         yield server
 
 

@@ -153,7 +153,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_adapters_of_a_real_cluster(folders: list[Path], answer: Whole, num_ranks: int) -> None:
     """One cluster for all of it, because its start takes the most time."""
-    with running(folders, num_ranks, "--lora", "first=lora/b") as server:
+    with running(folders, num_ranks, "--lora-modules", "first=lora/b") as server:
         check_mixed(server, answer)
         check_logits(server, answer)
         check_one_rank_that_cannot_read(server, folders, answer)
@@ -165,7 +165,7 @@ def test_adapters_of_a_real_cluster(folders: list[Path], answer: Whole, num_rank
 def test_answers_and_logits_of_other_numbers_of_ranks(
     folders: list[Path], answer: Whole, num_ranks: int
 ) -> None:
-    with running(folders, num_ranks, "--lora", "first=lora/b") as server:
+    with running(folders, num_ranks, "--lora-modules", "first=lora/b") as server:
         check_mixed(server, answer)
         check_logits(server, answer)
 
@@ -403,7 +403,7 @@ BAD_BODIES: list[tuple[dict[str, Any], int, str]] = [
 
 def test_bad_adapters_change_nothing(folders: list[Path], answer: Whole) -> None:
     # How many drafts share a step depends on times, and rounds log-probabilities differently.
-    with running(folders, 2, "--no-speculation", "--lora", "a=lora/a") as server:
+    with running(folders, 2, "--draft-model", "none", "--lora-modules", "a=lora/a") as server:
         prompt = answer.prompt("a", QUESTIONS[0])
 
         def seen() -> list[Any]:
@@ -440,7 +440,7 @@ def test_bad_adapters_change_nothing(folders: list[Path], answer: Whole) -> None
 def test_an_adapter_that_cannot_be_read_ends_the_start(folders: list[Path]) -> None:
     empty = folders[0] / "lora" / "nothing"
     empty.mkdir()
-    flags = serve_flags(free_ports(1)[0], TINY_CHAT, "--lora", f"x={empty}")
+    flags = serve_flags(free_ports(1)[0], TINY_CHAT, "--lora-modules", f"x={empty}")
     with started(alone(flags)) as server:
         assert server.process.wait(60) == 2
-        server.wait_for_log("--lora x: No adapter found")
+        server.wait_for_log("--lora-modules x: No adapter found")

@@ -15,7 +15,7 @@ MAX_CORE_SHARE = 0.02
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
-    [(1, ()), (2, ()), (3, ()), (2, ("--tensor-parallel", "2"))],
+    [(1, ()), (2, ()), (3, ()), (2, ("--tensor-parallel-size", "2"))],
 )
 def test_no_process_spins(num_ranks: int, flags: tuple[str, ...]) -> None:
     with running(num_ranks, *flags) as server:

@@ -37,11 +37,11 @@ from tests.cluster.servers import (
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 ADAPTERS = ROOT / "examples" / "adapters"
-FLAGS = ("--lora", f"pirate={ADAPTERS / 'pirate'}", quick(max_restarts=1000))
+FLAGS = ("--lora-modules", f"pirate={ADAPTERS / 'pirate'}", quick(max_restarts=1000))
 LIST = {"type": "array", "items": {"type": "string", "maxLength": 8}, "minItems": 3, "maxItems": 9}
 OBJECT = {"type": "object", "properties": {"words": LIST}, "required": ["words"]}
 NUM_DRAFT_LAYERS = 2
-LAYOUTS = [(2, ()), (2, ("--tensor-parallel", "2")), (4, ("--tensor-parallel", "2"))]
+LAYOUTS = [(2, ()), (2, ("--tensor-parallel-size", "2")), (4, ("--tensor-parallel-size", "2"))]
 TEXT = "red green blue red green blue one two three one two three"
 FIELDS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -105,7 +105,7 @@ def accepted(reply: dict[str, Any]) -> int:
 @pytest.fixture(scope="module")
 def expected() -> list[Any]:
     """Without guesses."""
-    with running(2, "--no-speculation", *FLAGS) as server:
+    with running(2, "--draft-model", "none", *FLAGS) as server:
         replies = [ask(server, body) for body in bodies()]
     assert sum(map(accepted, replies)) == 0
     return [comparable(reply) for reply in replies]
@@ -156,7 +156,7 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
-    [(2, ()), pytest.param(4, ("--tensor-parallel", "2"), marks=pytest.mark.slow)],
+    [(2, ()), pytest.param(4, ("--tensor-parallel-size", "2"), marks=pytest.mark.slow)],
 )
 def test_replies_are_the_same_with_a_draft_model(
     expected: list[Any], draft_model: Path, num_ranks: int, flags: tuple[str, ...]
@@ -210,7 +210,7 @@ def test_replies_are_the_same_with_a_prediction_head(
     """The embedded model with a random head. Engines are killed as well, and the new ones load it
     again."""
     folder = heads.chat_model(tmp_path / "tiny-chat", TINY_CHAT)
-    with serving(folder, num_ranks, "--mtp", *FLAGS, *flags) as server:
+    with serving(folder, num_ranks, "--draft-model", "mtp", *FLAGS, *flags) as server:
         for n, (body, wanted) in enumerate(zip(bodies(), expected, strict=True)):
             assert comparable(ask(server, body)) == wanted, body
             if n in (4, 12):
@@ -233,7 +233,7 @@ def test_a_head_that_knows_the_answer_is_always_right(
     folder = heads.cyclic_model(tmp_path / "tiny-chat", TINY_CHAT, reads)
     body = {"model": "tiny-chat", "max_tokens": 120, "ignore_eos": True, "temperature": 0}
     prompts = ["One two three.", "Blue and green, red and blue.", "Why?"]
-    with serving(folder, num_ranks, "--mtp", *flags) as server:
+    with serving(folder, num_ranks, "--draft-model", "mtp", *flags) as server:
         for prompt in prompts:
             message = {"role": "user", "content": prompt}
             reply = ask(server, body | {"messages": [message]})
@@ -283,7 +283,7 @@ def random_bodies(num_bodies: int) -> Iterator[dict[str, Any]]:
 def test_a_thousand_random_replies_are_the_same() -> None:
     """On one to four ranks, six at a time, while an engine is killed after every 50 replies."""
     every = list(random_bodies(250))
-    with running(2, "--no-speculation", *FLAGS) as server, ThreadPoolExecutor(6) as threads:
+    with running(2, "--draft-model", "none", *FLAGS) as server, ThreadPoolExecutor(6) as threads:
         replies = threads.map(lambda body: ask(server, body), every)
         wanted = [comparable(reply) for reply in replies]
     for num_ranks in range(1, 5):

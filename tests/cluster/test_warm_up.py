@@ -16,7 +16,7 @@ ADAPTER = ROOT / "examples" / "adapters" / "pirate"
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[Server]:
     port = free_ports(1)[0]
-    flags = ["--model", str(TINY_CHAT), "--port", str(port), "--lora", f"guest={ADAPTER}"]
+    flags = ["--model", str(TINY_CHAT), "--port", str(port), "--lora-modules", f"guest={ADAPTER}"]
     with started(brigade_launch(2, flags), port) as server:
         server.wait_until_ready()
         yield server

@@ -84,7 +84,7 @@ def test_props_say_the_length_of_the_context(server: Server) -> None:
     info = server.client.get("/server_info").json()
     length = props["default_generation_settings"]["n_ctx"]
     assert length == info["max_model_len"] == MAX_CONTEXT
-    assert props["total_slots"] == CONFIG.max_num_sequences
+    assert props["total_slots"] == CONFIG.max_num_seqs
 
 
 NAMES: list[dict[str, Any]] = [

@@ -10,6 +10,7 @@ from serve.core.config import (
     Address,
     Cluster,
     ServeConfig,
+    draft_on_hub,
     parse_address,
     read_cluster,
     with_keys,
@@ -94,8 +95,8 @@ def test_bad_addresses(text: str) -> None:
 def test_numbers_out_of_range_name_the_flag() -> None:
     with pytest.raises(UsageError, match="--port 65536 is out of range"):
         ServeConfig(model=Path("m"), port=65536)
-    with pytest.raises(UsageError, match="--max-num-sequences 0"):
-        ServeConfig(model=Path("m"), max_num_sequences=0)
+    with pytest.raises(UsageError, match="--max-num-seqs 0"):
+        ServeConfig(model=Path("m"), max_num_seqs=0)
 
 
 def test_a_folder_comes_before_a_name_on_the_hub(
@@ -156,47 +157,68 @@ def test_a_key_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes 
 
 @pytest.mark.parametrize("origin", ["a.example", "https://a.example/", "https://u@a.example", ""])
 def test_a_wrong_origin_is_refused(origin: str) -> None:
-    with pytest.raises(UsageError, match="--cors-origin"):
-        ServeConfig(model=MODEL, cors_origin=(origin,))
-    ServeConfig(model=MODEL, cors_origin=("*", "https://a.example:8443", "http://[::1]:3000"))
+    with pytest.raises(UsageError, match="--allowed-origins"):
+        ServeConfig(model=MODEL, allowed_origins=(origin,))
+    ServeConfig(model=MODEL, allowed_origins=("*", "https://a.example:8443", "http://[::1]:3000"))
 
 
 def test_adapters_of_the_start_are_given_as_often_as_there_are() -> None:
-    words = ["--model", "m", "--lora", "x=/a/b", "--lora", "y=c=d"]
-    assert parse(ServeConfig, words, "serve", "").lora == ("x=/a/b", "y=c=d")
-    assert parse(ServeConfig, words[:2], "serve", "").lora == ()
+    words = ["--model", "m", "--lora-modules", "x=/a/b", "--lora-modules", "y=c=d"]
+    assert parse(ServeConfig, words, "serve", "").lora_modules == ("x=/a/b", "y=c=d")
+    assert parse(ServeConfig, words[:2], "serve", "").lora_modules == ()
 
 
 @pytest.mark.parametrize("name", ["a b", "../a", "m", "ä", "x" * 200])
 def test_what_cannot_be_an_adapters_name_is_refused_before_anything_is_loaded(name: str) -> None:
-    with pytest.raises(UsageError, match="--lora .* cannot be an adapter's name: .*letters"):
-        ServeConfig(model=Path("m"), lora=(f"{name}=/a",))
+    with pytest.raises(
+        UsageError, match="--lora-modules .* cannot be an adapter's name: .*letters"
+    ):
+        ServeConfig(model=Path("m"), lora_modules=(f"{name}=/a",))
 
 
 @pytest.mark.parametrize("word", ["x", "=x", "x=", "="])
 def test_an_adapter_without_name_or_path_is_refused(word: str) -> None:
-    with pytest.raises(UsageError, match="--lora .*NAME=PATH"):
-        ServeConfig(model=Path("m"), lora=(word,))
+    with pytest.raises(UsageError, match="--lora-modules .*NAME=PATH"):
+        ServeConfig(model=Path("m"), lora_modules=(word,))
 
 
 @pytest.mark.parametrize(
-    ("flags", "reason"),
+    ("draft_model", "on_hub"),
     [
-        (["--mtp", "--no-speculation"], "--mtp does nothing with --no-speculation"),
-        (["--mtp", "--draft-model", "m"], "--mtp does not work with --draft-model"),
+        (None, None),
+        ("none", None),
+        ("mtp", None),
+        ("/folder", None),
+        ("org/name", ("org/name", None)),
+        ("org/name@v1", ("org/name", "v1")),
+        ("org/name@refs/pr/1", ("org/name", "refs/pr/1")),
     ],
 )
-def test_mtp_excludes_other_settings_of_speculation(flags: list[str], reason: str) -> None:
-    with pytest.raises(UsageError, match=reason):
-        parse(ServeConfig, ["--model", "m", *flags], "brigade serve", None)
+def test_a_draft_model_may_be_on_the_hub(
+    draft_model: str | None, on_hub: tuple[str, str | None] | None
+) -> None:
+    assert draft_on_hub(draft_model) == on_hub
+
+
+def test_a_draft_models_folder_comes_before_a_name_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models/a@b").mkdir(parents=True)
+    assert draft_on_hub("models/a@b") is None
+    assert draft_on_hub("models/a@c") == ("models/a", "c")
+    assert draft_on_hub("x" * 5000) is None
 
 
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["--tensor-parallel", "0"], "--tensor-parallel 0 is not a number of ranks"),
-        (["--tensor-parallel", "two"], "--tensor-parallel two is not a number of ranks"),
-        (["--tensor-parallel", "auto", "--split", "2,2"], "--split .* needs a number of stages"),
+        (["--tensor-parallel-size", "0"], "--tensor-parallel-size 0 is not a number of ranks"),
+        (["--tensor-parallel-size", "two"], "--tensor-parallel-size two is not a number of ranks"),
+        (
+            ["--tensor-parallel-size", "auto", "--split", "2,2"],
+            "--split .* needs a number of stages",
+        ),
     ],
 )
 def test_tensor_parallel_is_a_number_or_auto(flags: list[str], reason: str) -> None:

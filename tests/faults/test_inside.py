@@ -126,7 +126,7 @@ def slow() -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", INSIDE)
         patch.setenv("STEP_SECONDS", str(STEP_SECONDS))
-        flags = ("--no-prefix-cache", quick(prefill_chunk=16), "--max-num-sequences", "1")
+        flags = ("--no-enable-prefix-caching", quick(prefill_chunk=16), "--max-num-seqs", "1")
         with running(2, *flags) as server:
             yield server
 

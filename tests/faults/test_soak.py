@@ -101,7 +101,7 @@ def idle(server: Server) -> list[tuple[int, int]]:
 
 
 def test_nothing_is_lost_and_nothing_grows() -> None:
-    adapters = ("--adapter-root", str(ADAPTERS), "--lora", f"swapped={ADAPTERS / 'poet'}")
+    adapters = ("--adapter-root", str(ADAPTERS), "--lora-modules", f"swapped={ADAPTERS / 'poet'}")
     with running(2, quick(max_restarts=1000), *adapters) as server:
         Soak(server, time.monotonic() + SOAK_SECONDS / 6).run()  # until everything was used once
         before = idle(server)

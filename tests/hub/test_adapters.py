@@ -198,7 +198,9 @@ def test_a_cluster_loads_an_adapter_of_the_hub(
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         port = free_ports(1)[0]
-        flags = serve_flags(port, TINY_CHAT, "--allow-hub-adapters", "--lora", f"first={REPO}")
+        flags = serve_flags(
+            port, TINY_CHAT, "--allow-hub-adapters", "--lora-modules", f"first={REPO}"
+        )
         with started(brigade_launch(2, flags), port) as server:
             server.wait_until_ready()
             body = {"lora_name": "second", "lora_path": REPO}
@@ -217,8 +219,10 @@ def test_a_cluster_loads_an_adapter_of_the_hub(
 
 @pytest.mark.long
 def test_a_hub_adapter_that_is_not_there_ends_the_start(hub: FakeHub, home: Path) -> None:
-    flags = serve_flags(free_ports(1)[0], TINY_CHAT, "--lora", f"x={REPO}")
+    flags = serve_flags(free_ports(1)[0], TINY_CHAT, "--lora-modules", f"x={REPO}")
     with started(alone(flags)) as server:
         assert server.process.wait(60) == 2
-        server.wait_for_log("--lora x: there is no folder org/tiny on this host. If you mean")
+        server.wait_for_log(
+            "--lora-modules x: there is no folder org/tiny on this host. If you mean"
+        )
     assert not hub.requests

@@ -240,7 +240,7 @@ def test_a_table_of_the_largest_amounts_fits_a_terminal(
         (["-n", "0"], UsageError, "--num-ranks 0"),
         ([], UsageError, "num-ranks"),
         (["-n", "2", "--bogus"], UsageError, "--bogus"),
-        (["-n", "2", "--tensor-parallel", "some"], UsageError, "--tensor-parallel some"),
+        (["-n", "2", "--tensor-parallel-size", "some"], UsageError, "--tensor-parallel-size some"),
         (["-n", "2", "--explain"], UsageError, "--link 0.2,1100: `brigade doctor --hostfile"),
         (["-n", "2", "--link", "1,1"], UsageError, "--link and --memory-speed are for"),
         (["-n", "2", "--explain", "--link", "1"], UsageError, "is not a link"),
@@ -271,17 +271,17 @@ def test_plan_explains_and_chooses_layouts(
     explained = capsys.readouterr().out
     assert "2 x 1" in explained
     assert "1 x 2" in explained
-    flag = f"--tensor-parallel {layout[-1]}"
+    flag = f"--tensor-parallel-size {layout[-1]}"
     assert f"clients with {layout} ({flag})" in explained.replace("\n", " ")
     _, _, planned = explained.partition(f"The plan with {flag}:")
     assert ("shard" in planned) == (layout == "1 x 2"), explained
-    assert plan_command.run([*words, "--explain", "--tensor-parallel", "1"]) == 0
-    _, _, planned = capsys.readouterr().out.partition("The plan with --tensor-parallel 1:")
+    assert plan_command.run([*words, "--explain", "--tensor-parallel-size", "1"]) == 0
+    _, _, planned = capsys.readouterr().out.partition("The plan with --tensor-parallel-size 1:")
     assert planned
     assert "shard" not in planned
-    assert plan_command.run([*words, "--tensor-parallel", "auto"]) == 0
+    assert plan_command.run([*words, "--tensor-parallel-size", "auto"]) == 0
     assert f"Layout {layout} (stages x shards), the fastest forecast" in capsys.readouterr().out
-    assert plan_command.run([*words, "--tensor-parallel", "auto", "--json"]) == 0
+    assert plan_command.run([*words, "--tensor-parallel-size", "auto", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert [stage["stage"] for stage in plan["stages"]] == stages
     assert len(plan["layouts"]) == 4
@@ -427,8 +427,8 @@ def test_plan_with_fewer_shards_says_why_no_number_is_possible(tmp_path: Path) -
     ("name", "warning"),
     [
         ("llama", ""),
-        ("lfm2", "--tensor-parallel 2 divides only 68% of the weights"),
-        ("mamba2", "--tensor-parallel 2 divides nothing of this model"),
+        ("lfm2", "--tensor-parallel-size 2 divides only 68% of the weights"),
+        ("mamba2", "--tensor-parallel-size 2 divides nothing of this model"),
     ],
 )
 def test_plan_warns_of_layers_that_shards_cannot_divide(
@@ -438,17 +438,17 @@ def test_plan_warns_of_layers_that_shards_cannot_divide(
     warning: str,
 ) -> None:
     folder = save_architecture(tmp_path, name)
-    plan_command.run(["--model", str(folder), "-n", "2", "--tensor-parallel", "2"])
+    plan_command.run(["--model", str(folder), "-n", "2", "--tensor-parallel-size", "2"])
     printed = capsys.readouterr().out
     assert warning in printed
-    assert ("--tensor-parallel 2 divides" in printed) == bool(warning)
+    assert ("--tensor-parallel-size 2 divides" in printed) == bool(warning)
 
 
 def test_shards_of_a_model_without_visible_hidden_states_are_refused(tmp_path: Path) -> None:
     """auto chose them on a fast link, and then the engines refused to start."""
     folder = save_architecture(tmp_path, "plamo")
     request = PlanRequest(num_ranks=2, num_shards=2, concurrency=8)
-    with pytest.raises(PlanError, match="--tensor-parallel does not work with this model"):
+    with pytest.raises(PlanError, match="--tensor-parallel-size does not work with this model"):
         make_plan(folder, request)
     found = compare(folder, request, Speeds(1e6, Link(1e-6, 1e10)))
     assert found.fastest.layout == "2 x 1"

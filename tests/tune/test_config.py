@@ -139,10 +139,10 @@ def test_a_wrong_file_is_refused(file: Callable[[str], str], text: str, said: st
         (["--learning-rate", "-1"], "out of range"),
         (["--max-grad-norm", "0"], "--max-grad-norm 0 would make"),
         (
-            ["--optimizer", "muon", "--tensor-parallel", "2"],
-            "--optimizer muon needs whole matrices, of which each shard of --tensor-parallel 2",
+            ["--optimizer", "muon", "--tensor-parallel-size", "2"],
+            "--optimizer muon needs whole matrices, of which each shard of --tensor-parallel-s",
         ),
-        (["--optimizer", "adafactor", "--tensor-parallel", "2"], "use adam, adamw or sgd"),
+        (["--optimizer", "adafactor", "--tensor-parallel-size", "2"], "use adam, adamw or sgd"),
         (["--max-grad-norm", "-1"], "out of range"),
         (["--stall-timeout", "0"], "out of range"),
         (["--test", "--resume"], "--test without --train"),

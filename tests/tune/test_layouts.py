@@ -53,7 +53,7 @@ def trained(num_ranks: int, num_updates: int = NUM_UPDATES, **changes: Any) -> l
 )
 def test_replicas_make_the_updates_of_one(num_ranks: int, num_replicas: int) -> None:
     (alone,) = trained(1)
-    ranks = trained(num_ranks, data_parallel=num_replicas)
+    ranks = trained(num_ranks, data_parallel_size=num_replicas)
     size = num_ranks // num_replicas
     for number, found in enumerate(ranks):
         assert found.losses == pytest.approx(alone.losses, rel=TOLERANCE)
@@ -67,7 +67,7 @@ def test_replicas_make_the_updates_of_one(num_ranks: int, num_replicas: int) -> 
 def test_replicas_take_all_schedules() -> None:
     (alone,) = trained(1, 2)
     for schedule in ("interleaved", "zero-bubble"):
-        found, *_ = trained(4, 2, schedule=schedule, data_parallel=2)
+        found, *_ = trained(4, 2, schedule=schedule, data_parallel_size=2)
         assert found.losses == pytest.approx(alone.losses, rel=TOLERANCE)
 
 
@@ -86,27 +86,29 @@ def test_layout_numbers_shards_then_stages_then_replicas() -> None:
 
 def test_layout_needs_ranks_without_a_remainder() -> None:
     assert layout_of(8, 2, 2) == Layout(2, 2, 2)
-    with pytest.raises(UsageError, match="--data-parallel 2 does not divide.*ranks.*not 3"):
+    with pytest.raises(UsageError, match="--data-parallel-size 2 does not divide.*ranks.*not 3"):
         layout_of(3, 1, 2)
-    with pytest.raises(UsageError, match=r"--tensor-parallel 2 and --data-parallel 2 \(together 4"):
+    with pytest.raises(
+        UsageError, match=r"--tensor-parallel-size 2 and --data-parallel-size 2 \(together 4"
+    ):
         layout_of(6, 2, 2)
 
 
 def test_replicas_need_as_many_micro_batches_each() -> None:
     check_shares(6, 3)
-    with pytest.raises(UsageError, match="--data-parallel 4 does not divide .* update, 6:"):
+    with pytest.raises(UsageError, match="--data-parallel-size 4 does not divide .* update, 6:"):
         check_shares(6, 4)
 
 
 def test_a_batch_without_stages_has_a_micro_batch_for_each_replica() -> None:
-    config = config_of(batch_size=4, data_parallel=2)
+    config = config_of(batch_size=4, data_parallel_size=2)
     assert config.num_micro_batches(config.layout(2)) == 2
     assert config.num_micro_batches(config.layout(4)) == 4
-    accumulated = config_of(batch_size=4, data_parallel=4, grad_accumulation_steps=2, iters=8)
+    accumulated = config_of(batch_size=4, data_parallel_size=4, grad_accumulation_steps=2, iters=8)
     assert accumulated.num_micro_batches(Layout(1, 1, 4)) == 2
-    uneven = config_of(batch_size=4, data_parallel=3)
+    uneven = config_of(batch_size=4, data_parallel_size=3)
     with pytest.raises(UsageError, match="--batch-size 4: .* multiple of 3"):
         uneven.num_micro_batches(Layout(1, 1, 3))
-    uneven = config_of(batch_size=5, data_parallel=4, grad_accumulation_steps=2, iters=8)
+    uneven = config_of(batch_size=5, data_parallel_size=4, grad_accumulation_steps=2, iters=8)
     with pytest.raises(UsageError, match="--batch-size 5: .* multiple of 2"):
         uneven.num_micro_batches(Layout(1, 1, 4))

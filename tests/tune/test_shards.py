@@ -40,7 +40,7 @@ class Trained(NamedTuple):
 def trained(num_shards: int, name: str, kind: str) -> list[Trained]:
     """Returns what each shard reports of 20 updates."""
     changes = {**KINDS[kind], "learning_rate": 1e-3, "max_grad_norm": 0.5}
-    config = config_of(num_layers=-1, tensor_parallel=num_shards, **changes)
+    config = config_of(num_layers=-1, tensor_parallel_size=num_shards, **changes)
     group = ThreadGroup(num_shards)
 
     def rank(links: LocalLinks) -> Trained:

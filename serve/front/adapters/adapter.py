@@ -10,7 +10,7 @@ from serve.core.messages import AdapterRead, AdapterRefused
 @dataclass(frozen=True, slots=True)
 class Source:
     """The place of an adapter's files. path must lie below the folder root, unless root is None,
-    as for adapters of --lora. With a commit, path is `org/name` on the hub."""
+    as for adapters of --lora-modules. With a commit, path is `org/name` on the hub."""
 
     path: str
     root: str | None = None

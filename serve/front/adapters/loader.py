@@ -116,7 +116,7 @@ class AdapterLoader:
     # --- for administrators
 
     async def load_at_start(self) -> None:
-        for word in self._config.lora:
+        for word in self._config.lora_modules:
             name, _, path = word.partition("=")
             if name in self.registry.by_name:
                 continue  # It was loaded in an earlier life.
@@ -124,7 +124,7 @@ class AdapterLoader:
                 commit = await self._commit(path, Path())
                 await self._add(name, Source(path, commit=commit), in_place=False)
             except AdapterError as error:
-                raise UsageError(f"--lora {name}: {error}") from error
+                raise UsageError(f"--lora-modules {name}: {error}") from error
 
     async def load(self, name: str, path: str, in_place: bool) -> bool:
         """Loads an adapter for clients, and returns whether it replaced one of this name. Raises

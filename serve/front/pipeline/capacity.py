@@ -151,7 +151,7 @@ def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:
     if memory and not kv_memory:
         pairs = zip(budgets, free, strict=True)
         budgets = [min(pair) for pair in pairs]
-    return kv_room(plans, budgets, config.max_num_sequences)
+    return kv_room(plans, budgets, config.max_num_seqs)
 
 
 def kept_bytes(kept: PrefixIndex, stages: list[StageStatus]) -> int:

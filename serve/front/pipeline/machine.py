@@ -169,12 +169,12 @@ class Machine:
         return (
             f"Layout {len(self.ring)} x 1 (stages x shards), because the link to rank {silent} on "
             f"{self.ranks[silent].host} could not be measured: its parent did not answer in time. "
-            "To choose shards anyway, give --tensor-parallel a number."
+            "To choose shards anyway, give --tensor-parallel-size a number."
         )
 
     def _ask_to_replan(self, ring: tuple[int, ...]) -> None:
         """Asks for a plan of the ranks that are there. Their stages have at most as many shards as
-        the user has chosen. With --tensor-parallel auto, the engine chooses again."""
+        the user has chosen. With --tensor-parallel-size auto, the engine chooses again."""
         known = [self.ranks[rank].memory_bytes for rank in ring]
         request = replan_request(self._config, ring, known)
         counts = shard_counts(len(ring), self._config.num_shards or 1)

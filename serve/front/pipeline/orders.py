@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from serve.core.amounts import memory_of
-from serve.core.config import Cluster, ServeConfig
+from serve.core.config import Cluster, ServeConfig, draft_on_hub
 from serve.core.messages import Order
 from serve.core.plan import MIN_KV_TOKENS, DraftSource, PlanRequest, StagePlan
 
@@ -18,8 +18,8 @@ def plan_request(config: ServeConfig, num_ranks: int) -> PlanRequest:
     draft = _draft_source(config)
     return PlanRequest(
         num_ranks=num_ranks,
-        context=config.max_context,
-        concurrency=config.max_num_sequences,
+        context=config.max_model_len,
+        concurrency=config.max_num_seqs,
         min_tokens=MIN_KV_TOKENS,
         memory=config.memory,
         kv_memory=config.kv_memory,
@@ -99,13 +99,14 @@ def order(
 def _draft_source(config: ServeConfig) -> DraftSource | None:
     """Returns where rank 0 finds its draft model, or None without one."""
     cache_dir = _path_text(config.cache_dir)
-    if config.mtp:
-        model = str(config.model)
-        return DraftSource(model, config.revision, cache_dir, is_head=True)
-    if config.draft_model:
-        draft_model = str(config.draft_model)
-        return DraftSource(draft_model, config.draft_revision, cache_dir)
-    return None
+    match config.draft_model:
+        case None | "none":
+            return None
+        case "mtp":
+            return DraftSource(str(config.model), config.revision, cache_dir, is_head=True)
+        case draft_model:
+            repo, commit = draft_on_hub(draft_model) or (draft_model, None)
+            return DraftSource(repo, commit, cache_dir)
 
 
 def _of_ranks(amounts: str | None, ranks: Sequence[int]) -> str | None:

@@ -81,12 +81,12 @@ class Requests:
         self._speculation = Speculation()
         self.scheduler = Scheduler(
             num_stages,
-            max_num_sequences=config.max_num_sequences,
+            max_num_sequences=config.max_num_seqs,
             max_queue=config.max_queue,
             prefill_chunk=config.constants.prefill_chunk,
             num_groups=config.constants.num_groups,
             cuts_short_prompts=config.max_inter_token is not None,
-            drafting=None if config.no_speculation else self._speculation,
+            drafting=None if config.draft_model == "none" else self._speculation,
         )
         self.step_log = StepLog()
         self._ranks: list[int] = []  # that take part
@@ -210,7 +210,7 @@ class Requests:
             room.num_sequences,
             room.state_tokens,
         )
-        if not self._config.no_prefix_cache:
+        if self._config.enable_prefix_caching:
             # All stages get the same steps, so the one that can reuse the least decides.
             reuses: list[Reuse] = [cast(Reuse, stage.reuse) for stage in stages]
             self.scheduler.reuse = min(reuses, key=get_args(Reuse)[::-1].index)
@@ -219,9 +219,9 @@ class Requests:
             stage.can_rewind and stage.is_causal for stage in stages
         )
         self._speculation.model_costs = draft_model_costs(self._stages)
-        if self._config.draft_flag and not self._speculation.is_possible:
+        if self._config.has_drafter and not self._speculation.is_possible:
             raise PlanError(
-                f"{self._config.draft_flag}: the model cannot forget wrong guesses "
+                "--draft-model: the model cannot forget wrong guesses "
                 "(reuse=checkpoints in event=kv_room), so nothing can be guessed: leave it out."
             )
         _logger.info(
@@ -246,7 +246,7 @@ class Requests:
             return
         room = self.scheduler.room.max_tokens
         assert room is not None
-        has_drafts = self._speculation.is_possible and not self._config.no_speculation
+        has_drafts = self._speculation.is_possible and self._config.draft_model != "none"
         self._warm_up = WarmUp(
             self._config,
             len(self._stages),
@@ -522,6 +522,6 @@ class Requests:
             self._send(Embed(sequence.id, sequence.pooling, len(sequence.prompt)))
             return
         sampling = sequence.sampling
-        is_read = sampling.reads_tokens or self._config.draft_flag
+        is_read = sampling.reads_tokens or self._config.has_drafter
         tokens = sequence.tokens if is_read else []
         self._send(Admit(sequence.id, sampling, len(sequence.prompt), tokens))

@@ -327,7 +327,7 @@ def shard_disagreement(stages: Sequence[StageStatus]) -> PlanError | None:
                 f"Rank {other.rank} on {other.host} and rank {stage.rank} on {stage.host} divide "
                 f"the layers of their stage differently ({other.sharding} and {stage.sharding}), "
                 "because their processors round differently: use hosts of the same kind for the "
-                "shards of a stage, or leave out --tensor-parallel."
+                "shards of a stage, or leave out --tensor-parallel-size."
             )
     return None
 

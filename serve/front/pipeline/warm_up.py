@@ -108,13 +108,13 @@ class WarmUp:
         self._config, self._send, self._adapters = config, send, adapters
         self._show, self._clock = progressed, clock
         self._constants = config.constants
-        self._max_tokens = min(room, config.max_context or room)
+        self._max_tokens = min(room, config.max_model_len or room)
         self._num_groups = config.constants.num_groups or num_stages
         self._num_stages = num_stages
         self._num_sampled_of_each = _NUM_PLAIN + (_NUM_VERIFIED if has_drafts else 0)
         self._scheduler = Scheduler(
             num_stages,
-            max_num_sequences=config.max_num_sequences,
+            max_num_sequences=config.max_num_seqs,
             max_queue=config.max_queue,
             prefill_chunk=config.constants.prefill_chunk,
             num_groups=config.constants.num_groups,
@@ -171,7 +171,7 @@ class WarmUp:
         """Returns the sequences of each round: one row alone, with a chunk of a prompt; several
         rows in each group, with all ways to choose a token; and rows with adapters, alone and
         beside rows without. If there are drafts, each row ends with steps that have some."""
-        num_rows = min(_NUM_ROWS * self._num_groups, self._config.max_num_sequences)
+        num_rows = min(_NUM_ROWS * self._num_groups, self._config.max_num_seqs)
         chunk = min(_CHUNK, self._constants.prefill_chunk)
         ways = itertools.cycle(_WAYS)
         mixed = [

@@ -59,13 +59,13 @@ class Answering:
         self._engine = engine
         self.tokenizer = tokenizer
         self._metrics = metrics
-        max_answers = config.max_queue + config.max_num_sequences
+        max_answers = config.max_queue + config.max_num_seqs
         self._reader = Reader(tokenizer, max_context, max_answers)
         self._lanes = Lanes(self._reader, lambda: engine.makes_checkpoints)
         self._grammars = GrammarQueue()
         self._checker = SchemaChecker()
         self._pooling = config.pooling
-        self._num_at_once = config.max_num_sequences
+        self._num_at_once = config.max_num_seqs
         self._answers: weakref.WeakSet[Running] = weakref.WeakSet()
 
     def warm_up(self) -> None:

@@ -71,8 +71,8 @@ class Observation:
         return {
             "version": __version__,
             "model": self._config.model_name,
-            "max_context": self._config.max_context,
-            "max_num_sequences": self._config.max_num_sequences,
+            "max_context": self._config.max_model_len,
+            "max_num_sequences": self._config.max_num_seqs,
             "is_draining": self.is_draining,
             "adapter_sources": self._adapter_sources(),
         }

@@ -34,7 +34,7 @@ def tool_format(name: str) -> ToolFormat:
     """Returns the format of this name, whose parser runs in this process. Raises UsageError."""
     if name not in tool_parsers():
         known = ", ".join(tool_parsers())
-        raise UsageError(f"--tool-parser {name} is not known: give one of {known}.")
+        raise UsageError(f"--tool-call-parser {name} is not known: give one of {known}.")
     mlx_lm_module("tool_parsers")  # Some take parts of others from their package.
     parser = mlx_lm_module(f"tool_parsers.{name}")
     return ToolFormat(parser.tool_call_start, parser.tool_call_end, parser.parse_tool_call)

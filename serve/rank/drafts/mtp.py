@@ -60,8 +60,8 @@ class HeadDrafter(Drafter):
     keys and values of guesses are always computed again."""
 
     refusal = (
-        "--mtp: this model's prediction head cannot forget wrong guesses, because it keeps windows "
-        "or states: leave --mtp out."
+        "--draft-model mtp: this model's prediction head cannot forget wrong guesses, because it "
+        "keeps windows or states: leave it out."
     )
 
     def __init__(

@@ -19,7 +19,12 @@ from tests.cluster.servers import TINY_CHAT, Server, started
 NUM_STREAMS = 14
 MAX_SILENT_SECONDS = 240.0
 ADAPTERS = TINY_CHAT.parent / "adapters"
-ADAPTER_FLAGS = ("--lora", f"pirate={ADAPTERS / 'pirate'}", "--lora", f"poet={ADAPTERS / 'poet'}")
+ADAPTER_FLAGS = (
+    "--lora-modules",
+    f"pirate={ADAPTERS / 'pirate'}",
+    "--lora-modules",
+    f"poet={ADAPTERS / 'poet'}",
+)
 NUMBERS = {
     "type": "array",
     "items": {"type": "integer", "minimum": 0, "maximum": 9999},

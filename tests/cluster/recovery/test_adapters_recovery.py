@@ -26,7 +26,7 @@ def cluster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Server]:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with running(folders, 2, "--lora", "first=lora/b") as server:
+    with running(folders, 2, "--lora-modules", "first=lora/b") as server:
         yield server
 
 
@@ -101,6 +101,6 @@ def test_copies_go_with_their_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with running(folders, 2, "--lora", "first=lora/b"):
+    with running(folders, 2, "--lora-modules", "first=lora/b"):
         wait_until(lambda: len(list(tmp_path.glob("brigade-*/1.safetensors"))) == 2)
     assert not list(tmp_path.glob("brigade-*"))

@@ -168,7 +168,7 @@ def test_links_that_break_cost_nothing_but_a_pause(
     num_faults: int,
 ) -> None:
     model = TINY_CHAT if dtype == "float32" else tiny_chat_in_bfloat16(tmp_path / "tiny-chat")
-    flags = (quick(max_restarts=100_000), "--no-prefix-cache")
+    flags = (quick(max_restarts=100_000), "--no-enable-prefix-caching")
     with pair(tmp_path, *flags, model=model) as cluster:
         began = time.time()
         expected = run_crowd(cluster.server, wait_for_first_tokens)

@@ -115,7 +115,7 @@ def wait_for_spare(server: Server, engine: psutil.Process) -> int:
 @pytest.mark.slow
 def test_prefixes_are_read_only_if_all_shards_have_them(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    flags = ["--tensor-parallel", "2", "--prefix-cache-dir", str(kept)]
+    flags = ["--tensor-parallel-size", "2", "--prefix-cache-dir", str(kept)]
     with running(2, *flags) as server:
         expected, _ = ask(server, TEXT)
         wait_until_written(server, 2)

@@ -72,7 +72,7 @@ class Cluster:
 
 @contextmanager
 def three_ranks(folder: Path, *flags: str) -> Iterator[Cluster]:
-    own = ("--replan", "--join-timeout", "20", "--lora", f"poet={POET}", *flags)
+    own = ("--replan", "--join-timeout", "20", "--lora-modules", f"poet={POET}", *flags)
     with ExitStack() as stack:
         yield Cluster(stack, Ranks(folder, free_ports(5), [], own))
 

@@ -1,4 +1,4 @@
-"""The layout that --tensor-parallel auto chooses for a link that delays every message."""
+"""The layout that --tensor-parallel-size auto chooses for a link that delays every message."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def two_hosts(folder: Path) -> Iterator[Server]:
     variables = [f"MLX_HOSTFILE={hostfile}", f"BRIGADE_CONTROL={HERE}:{control}"]
     command = ["env", *variables, "BRIGADE_SECRET=s"]
     rank = alone(serve_flags(port))
-    rank += ["--tensor-parallel", "auto"]
+    rank += ["--tensor-parallel-size", "auto"]
     with ExitStack() as stack:
         space = stack.enter_context(delayed_link(DELAY_SECONDS))
         far = [*in_space(space), *command, "MLX_RANK=1", *rank]

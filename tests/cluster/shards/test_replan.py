@@ -32,7 +32,7 @@ def test_shards_form_other_layouts_when_ranks_go_and_when_they_return(
 ) -> None:
     """2 x 2, then 3 x 1 without rank 1, then 1 x 2 without rank 2, and 2 x 2 again. The processes
     of a lost rank are killed, and nothing starts it until the end."""
-    layout = ("--tensor-parallel", tensor_parallel, "--replan")
+    layout = ("--tensor-parallel-size", tensor_parallel, "--replan")
     limits = ("--join-timeout", "20", quick(max_restarts=20))
     ranks = Ranks(tmp_path, free_ports(6), [], layout + limits)
     is_fixed = tensor_parallel == "2"

@@ -38,7 +38,7 @@ from tests.cluster.servers import (
 from tests.cluster.test_parity import ask
 from tests.lora.test_table import ALL
 
-TWO_SHARDS = ("--tensor-parallel", "2")
+TWO_SHARDS = ("--tensor-parallel-size", "2")
 MAX_DIFFERENCE = 1e-4
 WIDE_VOCABULARY = 100_000
 
@@ -133,7 +133,7 @@ def test_shards_share_the_head(
 ) -> None:
     """One answer, scores, guesses that are verified, and more requests at a time than share it."""
     text = "red green blue red green blue"
-    with running_wide(num_ranks, tmp_path, "--tensor-parallel", str(num_shards)) as server:
+    with running_wide(num_ranks, tmp_path, "--tensor-parallel-size", str(num_shards)) as server:
         first, *others = server.get("/admin/pipeline")["stages"]
         assert first["shared_head_tokens"] > 0, first
         assert not any(stage["shared_head_tokens"] for stage in others)
@@ -301,7 +301,7 @@ def test_shards_verify_drafts_as_one_rank_does() -> None:
             answers = list(threads.map(lambda _: answer(server), range(3)))
         answers.append(answer(server))
         drafts = server.get("/admin/pipeline")["drafts"]
-    with running(1, "--no-speculation", launch=alone) as server:
+    with running(1, "--draft-model", "none", launch=alone) as server:
         expected = answer(server)
     assert answers == [expected] * 4
     assert sum(each["drafted"] for each in drafts.values()) > 0, drafts

@@ -146,7 +146,7 @@ def cluster(folder: Path, num_ranks: int, model: Path, key: str, *flags: str) ->
     for seed, (name, own_keys) in enumerate(keys.items()):
         whole, _ = mlx_lm.load(str(model))
         adapters.save_adapter(folder / name, whole, seed, keys=own_keys, size=0.1)
-        loras += ["--lora", f"{name}={folder / name}"]
+        loras += ["--lora-modules", f"{name}={folder / name}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", INSIDE, prepend=":")
         patch.setenv("SHARED_HEAD", str(notes))
@@ -208,7 +208,7 @@ def check_replies(cluster: Cluster, drafter: str) -> None:
 
 def test_shared_head_with_a_prediction_head(tmp_path: Path) -> None:
     model = with_prediction_head(tmp_path)
-    flags = ("--tensor-parallel", "2", "--mtp")
+    flags = ("--tensor-parallel-size", "2", "--draft-model", "mtp")
     with cluster(tmp_path, 2, model, "lm_head", *flags) as shards:
         check_mlx_lm(shards)
         check_replies(shards, "model")
@@ -218,7 +218,7 @@ def test_shared_head_with_a_prediction_head(tmp_path: Path) -> None:
 def test_shared_head_that_is_the_embedding_with_a_draft_model(tmp_path: Path) -> None:
     """The draft model is the model itself, so that many drafts are right."""
     model = save_first_layers(tmp_path / "tiny-chat")
-    flags = ("--tensor-parallel", "2", "--draft-model", str(model))
+    flags = ("--tensor-parallel-size", "2", "--draft-model", str(model))
     with cluster(tmp_path, 4, model, "model.embed_tokens", *flags) as shards:
         check_mlx_lm(shards)
         check_replies(shards, "model")
@@ -228,6 +228,6 @@ def test_shared_head_that_is_the_embedding_with_a_draft_model(tmp_path: Path) ->
 def test_shared_head_of_parts_of_unequal_sizes(tmp_path: Path) -> None:
     """Three shards have 342, 342 and 340 of 1024 tokens. All guesses come from the texts."""
     model = save_first_layers(tmp_path / "tiny-chat")
-    with cluster(tmp_path, 3, model, "model.embed_tokens", "--tensor-parallel", "3") as shards:
+    with cluster(tmp_path, 3, model, "model.embed_tokens", "--tensor-parallel-size", "3") as shards:
         check_mlx_lm(shards)
         check_replies(shards, "prediction")

@@ -58,7 +58,7 @@ def complete_with_mlx_lm(folder: Path, adapter: Path | None = None) -> list[str]
 def test_two_shards_of_three_kv_heads_answer_as_mlx_lm(tmp_path: Path) -> None:
     sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
     folder = save_with_tokenizer(tmp_path / "model", num_hidden_layers=2, **sizes)
-    with running(2, "--tensor-parallel", "2", model=folder) as server:
+    with running(2, "--tensor-parallel-size", "2", model=folder) as server:
         first, second = server.get("/admin/pipeline")["stages"]
         check_scores(server, MAX_TOKENS, folder)
         texts = complete_all(server, folder.name)
@@ -75,7 +75,7 @@ def test_three_shards_of_eight_kv_heads_answer_as_mlx_lm(tmp_path: Path) -> None
     adapter = adapters.save_adapter(
         tmp_path / "adapters" / "a", build("llama", vocab_size=1024, **sizes), keys=ALL
     )
-    flags = ["--tensor-parallel", "3", "--adapter-root", str(tmp_path / "adapters")]
+    flags = ["--tensor-parallel-size", "3", "--adapter-root", str(tmp_path / "adapters")]
     flags += ["--prefix-cache-dir", str(tmp_path / "kept"), "--prefix-cache-disk", "1GB"]
     expected = complete_with_mlx_lm(folder)
     with running(3, *flags, model=folder) as server:

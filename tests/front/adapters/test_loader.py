@@ -137,7 +137,7 @@ async def test_without_a_root_nothing_is_loaded_by_http() -> None:
 
 
 async def test_adapters_of_the_start_may_be_anywhere() -> None:
-    ranks = FakeRanks(adapter_root=None, lora=("x=/any/where", "y=/else=where"))
+    ranks = FakeRanks(adapter_root=None, lora_modules=("x=/any/where", "y=/else=where"))
     await ranks.adapters.load_at_start()
     assert ranks.adapters.registry.names == ["tiny", "x", "y"]
     assert ranks.paths == ["/any/where", "/else=where"]

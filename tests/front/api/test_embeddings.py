@@ -47,7 +47,7 @@ def test_embeddings_of_texts_in_base64(server: Running, engine: FakeEngine) -> N
 
 
 def test_embeddings_are_made_a_few_at_a_time(engine: FakeEngine) -> None:
-    with Running(engine, max_num_sequences=3) as server:
+    with Running(engine, max_num_seqs=3) as server:
         reply = post(server, input=[[n + 1] for n in range(8)]).raise_for_status().json()
     assert [item["embedding"] for item in reply["data"]] == [[1, n + 1] for n in range(8)]
     assert len(engine.generations) == 3

@@ -178,7 +178,7 @@ async def test_a_page_with_another_origin_runs_no_admin_call(
     tokenizer: Tokenizer, method: str
 ) -> None:
     """Also where pages may call: CORS is in front of the check."""
-    counting = Counting(tokenizer, cors_origin=("*",))
+    counting = Counting(tokenizer, allowed_origins=("*",))
     headers = {"host": "localhost", "origin": "https://evil.example"}
     headers["access-control-request-method"] = "POST"
     for route in counting.routes:

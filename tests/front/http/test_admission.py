@@ -393,7 +393,7 @@ def test_no_page_may_call_unless_asked(shared: Running) -> None:
 
 
 def test_a_page_that_is_named_may_call(engine: FakeEngine) -> None:
-    with Running(engine, **KEYS, cors_origin=("https://a.example",)) as server:
+    with Running(engine, **KEYS, allowed_origins=("https://a.example",)) as server:
         preflight = httpx2.options(server.url + CHAT, headers=PREFLIGHT)
         assert preflight.status_code == 200, "a browser sends no key with it"
         assert preflight.headers["access-control-allow-origin"] == "https://a.example"
@@ -407,7 +407,7 @@ def test_a_page_that_is_named_may_call(engine: FakeEngine) -> None:
 
 @pytest.mark.parametrize("origin", ["*", "https://a.example"])
 def test_never_with_credentials(engine: FakeEngine, origin: str) -> None:
-    with Running(engine, cors_origin=(origin,)) as server:
+    with Running(engine, allowed_origins=(origin,)) as server:
         replies = [
             httpx2.options(server.url + CHAT, headers=PREFLIGHT),
             get(server, "/v1/models", Cookie="a=b", **PAGE),

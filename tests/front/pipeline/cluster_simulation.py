@@ -118,7 +118,7 @@ class PlayedCluster:
             "stall_timeout": 5.0,
             "warms_up": False,
             "prefill_chunk": 8,
-            "max_num_sequences": 8,
+            "max_num_seqs": 8,
         }
         config = serve_config(**(settings | flags))
         self.chance = random.Random(seed)

@@ -171,7 +171,7 @@ async def test_auto_layout_measures_the_links_of_all_ranks(
     """Over real connections. A link that cannot be measured in time is named."""
     monkeypatch.setattr(pings, "_MAX_SECONDS", max_seconds)
     caplog.set_level("INFO")
-    async with cluster(tensor_parallel="auto") as engine:
+    async with cluster(tensor_parallel_size="auto") as engine:
         await ready(engine)
         await collect(engine, prompt(5, 5))
     layouts = [line for line in caplog.messages if "event=layout" in line]
@@ -596,7 +596,7 @@ async def test_a_rank_that_comes_again_does_not_take_the_last_restart() -> None:
 async def test_an_answer_from_before_a_fault_retires_no_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with cluster(lora=("poet=/p",), adapter_root=tmp_path) as engine:
+    async with cluster(lora_modules=("poet=/p",), adapter_root=tmp_path) as engine:
         await ready(engine)
         monkeypatch.setenv("READ_SECONDS", "0.5")
         for kill_after in (0.0, 0.3):  # the second one while adapters are read again
@@ -775,7 +775,7 @@ async def test_a_stopped_engine_whose_parent_answers_is_no_reason_to_replace_the
 
 @pytest.mark.long
 async def test_adapters_are_there_again_in_the_same_versions(tmp_path: Path) -> None:
-    async with cluster(lora=("poet=/p",), adapter_root=tmp_path) as engine:
+    async with cluster(lora_modules=("poet=/p",), adapter_root=tmp_path) as engine:
         await ready(engine)
         await engine.adapters.load("pirate", "pirate", False)
         versions = {a["name"]: a["version"] for a in engine.adapters.registry.described()}
@@ -800,7 +800,7 @@ async def test_a_fault_while_adapters_are_read_again_is_one_fault_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was taken for a mistake of the server's own, which ends the cluster."""
-    async with cluster(lora=("poet=/p",), adapter_root=tmp_path) as engine:
+    async with cluster(lora_modules=("poet=/p",), adapter_root=tmp_path) as engine:
         await ready(engine)
         monkeypatch.setenv("READ_SECONDS", "0.5")
         for _ in range(2):

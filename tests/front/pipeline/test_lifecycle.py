@@ -718,7 +718,7 @@ def layout_reasons(cluster: PlayedCluster) -> list[str]:
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_auto_layout_is_planned_once_when_all_ranks_have_joined(is_killed: bool) -> None:
     """The links cannot be measured before that, and the layout stays after a fault."""
-    cluster = begun(tensor_parallel="auto")
+    cluster = begun(tensor_parallel_size="auto")
     if is_killed:
         cluster.kill(1)
         assert cluster.run(60, lambda: not cluster.lifecycle.is_working)
@@ -732,7 +732,7 @@ def test_auto_layout_is_planned_by_a_new_engine_if_the_first_ends_while_ranks_jo
     seed: int,
 ) -> None:
     """The dead engine was asked for the plan, and the cluster failed after load_timeout."""
-    cluster = PlayedCluster(seed, tensor_parallel="auto")
+    cluster = PlayedCluster(seed, tensor_parallel_size="auto")
     cluster.absent.add(1)
     lifecycle = cluster.lifecycle
     assert cluster.run(60, lambda: lifecycle.state is State.GATHERING)
@@ -751,7 +751,7 @@ def test_engine_of_rank_0_that_ends_while_links_are_measured_ends_the_cluster_wi
     None
 ):
     """As when it ends while it plans."""
-    cluster = PlayedCluster(1, tensor_parallel="auto")
+    cluster = PlayedCluster(1, tensor_parallel_size="auto")
     cluster.measure_seconds = 5.0
     assert cluster.run(60, lambda: cluster.num_measured == 1)
     cluster.kill(0)
@@ -768,7 +768,7 @@ def test_links_are_measured_again_when_a_rank_was_lost_meanwhile(
     back_seconds: float,
 ) -> None:
     """The server had stages without shards for its whole life, and did not say why."""
-    cluster = PlayedCluster(seed, tensor_parallel="auto", join_timeout=20.0)
+    cluster = PlayedCluster(seed, tensor_parallel_size="auto", join_timeout=20.0)
     cluster.measure_seconds = 5.0
     assert cluster.run(60, lambda: cluster.num_measured == 1)
     cluster.disconnect(1, "Rank 1 is gone.", back_seconds)
@@ -779,7 +779,7 @@ def test_links_are_measured_again_when_a_rank_was_lost_meanwhile(
 
 
 def test_a_link_that_cannot_be_measured_is_named_once_in_the_log() -> None:
-    cluster = PlayedCluster(1, tensor_parallel="auto")
+    cluster = PlayedCluster(1, tensor_parallel_size="auto")
     cluster.silent = 2
     assert cluster.run(60, lambda: cluster.is_quiet)
     assert cluster.links == [None]
@@ -790,7 +790,7 @@ def test_a_link_that_cannot_be_measured_is_named_once_in_the_log() -> None:
 def test_lifecycle_plans_fewer_shards_when_a_rank_is_lost_and_the_same_when_it_is_back() -> None:
     """Three ranks have no stages of two shards; two ranks have one. Stages and shards are those of
     the ring, in which some ranks of the launch are missing."""
-    cluster = begun(tensor_parallel="2", num_ranks=4, replan=True, join_timeout=2.0)
+    cluster = begun(tensor_parallel_size="2", num_ranks=4, replan=True, join_timeout=2.0)
     asked = cluster.ask(10, 50)
     cluster.run(1)
     cluster.disconnect(1, "Rank 1 is gone.", back_seconds=60.0)
@@ -815,7 +815,7 @@ def layout(cluster: PlayedCluster) -> dict[int, tuple[int, int]]:
 @pytest.mark.parametrize("seed", range(4))
 def test_lifecycle_replaces_engines_with_whole_layers_when_shards_are_planned(seed: int) -> None:
     """The lost rank is awaited only once for that."""
-    cluster = begun(seed, tensor_parallel="2", num_ranks=4, replan=True, join_timeout=20.0)
+    cluster = begun(seed, tensor_parallel_size="2", num_ranks=4, replan=True, join_timeout=20.0)
     cluster.disconnect(1, "Rank 1 is gone.", back_seconds=500.0)
     assert cluster.run(60, lambda: cluster.lifecycle.ring == (0, 2, 3))
     assert cluster.run(30, lambda: cluster.lifecycle.is_working)
@@ -836,7 +836,7 @@ def test_lifecycle_gives_no_shards_to_engines_that_say_late_that_they_have_staye
     seed: int,
 ) -> None:
     """The plan is known already, and rank 0 has a new engine, so nothing else is waited for."""
-    cluster = begun(seed, tensor_parallel="2", num_ranks=4, replan=True, join_timeout=2.0)
+    cluster = begun(seed, tensor_parallel_size="2", num_ranks=4, replan=True, join_timeout=2.0)
     cluster.disconnect(1, "Rank 1 is gone.", back_seconds=10.0)
     assert cluster.run(9, lambda: cluster.lifecycle.ring == (0, 2, 3))
     assert cluster.run(30, lambda: cluster.lifecycle.is_working)
@@ -846,15 +846,17 @@ def test_lifecycle_gives_no_shards_to_engines_that_say_late_that_they_have_staye
     assert cluster.lifecycle.num_shards == 2
 
 
-@pytest.mark.parametrize("tensor_parallel", ["2", "auto"])
+@pytest.mark.parametrize("tensor_parallel_size", ["2", "auto"])
 @pytest.mark.parametrize("seed", range(10))
-def test_random_lives_of_shards_that_are_planned_again(seed: int, tensor_parallel: str) -> None:
+def test_random_lives_of_shards_that_are_planned_again(
+    seed: int, tensor_parallel_size: str
+) -> None:
     cluster = PlayedCluster(
         seed,
         num_ranks=4,
         replan=True,
         min_ranks=1 + seed % 4,
-        tensor_parallel=tensor_parallel,
+        tensor_parallel_size=tensor_parallel_size,
     )
     live(cluster, num_faults=seed, num_requests=12, poison_share=0.0)
     assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet), cluster.logged[-5:]
@@ -863,7 +865,7 @@ def test_random_lives_of_shards_that_are_planned_again(seed: int, tensor_paralle
 
 
 def test_auto_layout_is_chosen_again_for_fewer_ranks_by_the_same_link() -> None:
-    cluster = begun(tensor_parallel="auto", replan=True, join_timeout=2.0)
+    cluster = begun(tensor_parallel_size="auto", replan=True, join_timeout=2.0)
     cluster.disconnect(2, "Rank 2 is gone.", back_seconds=20.0)
     assert cluster.run(30, lambda: cluster.lifecycle.ring == (0, 1))
     assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
@@ -874,7 +876,7 @@ def test_auto_layout_is_chosen_again_for_fewer_ranks_by_the_same_link() -> None:
 
 
 def test_layers_that_shards_cannot_divide_are_named_in_one_line_of_the_log() -> None:
-    cluster = PlayedCluster(1, num_ranks=2, tensor_parallel="2")
+    cluster = PlayedCluster(1, num_ranks=2, tensor_parallel_size="2")
     cluster.warning = "Nothing is divided."
     assert cluster.run(60, lambda: cluster.is_quiet)
     lines = [line for line in cluster.logged if "Nothing is divided." in line]
@@ -883,7 +885,7 @@ def test_layers_that_shards_cannot_divide_are_named_in_one_line_of_the_log() -> 
 
 def test_shards_that_divide_their_layers_differently_end_the_cluster() -> None:
     """Their sums match only by their order, so the answers would be wrong."""
-    cluster = PlayedCluster(1, num_ranks=4, tensor_parallel="2")
+    cluster = PlayedCluster(1, num_ranks=4, tensor_parallel_size="2")
     cluster.shardings = {3: "2"}
     cluster.run(60)
     assert isinstance(cluster.failure, PlanError)
@@ -893,6 +895,6 @@ def test_shards_that_divide_their_layers_differently_end_the_cluster() -> None:
 
 
 def test_stages_may_divide_their_layers_differently() -> None:
-    cluster = PlayedCluster(1, num_ranks=4, tensor_parallel="2")
+    cluster = PlayedCluster(1, num_ranks=4, tensor_parallel_size="2")
     cluster.shardings = {2: "2", 3: "2"}
     assert cluster.run(60, lambda: cluster.is_quiet)

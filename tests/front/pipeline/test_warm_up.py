@@ -31,7 +31,7 @@ class Stages:
         **flags: Any,
     ) -> None:
         config = serve_config(model=Path("model"), **flags)
-        adapters = flags.pop("lora", ())
+        adapters = flags.pop("lora_modules", ())
         versions = list(range(1, 1 + len(adapters)))
         self.model = StageModel()
         self.steps: list[Step] = []
@@ -110,9 +110,9 @@ async def test_a_whole_chunk_is_left_out_where_it_would_take_seconds(num_stages:
     assert max(num_tokens for _, num_tokens in stages.shapes) == 64
 
 
-@pytest.mark.parametrize("max_num_sequences", [1, 32])
-async def test_warm_up_chooses_tokens_in_all_ways(max_num_sequences: int) -> None:
-    stages = Stages(max_num_sequences=max_num_sequences, max_queue=0)
+@pytest.mark.parametrize("max_num_seqs", [1, 32])
+async def test_warm_up_chooses_tokens_in_all_ways(max_num_seqs: int) -> None:
+    stages = Stages(max_num_seqs=max_num_seqs, max_queue=0)
     await stages.run()
     samplings = [sequence.sampling for sequence in stages.begun]
     assert any(sampling.temperature for sampling in samplings)
@@ -142,12 +142,12 @@ async def test_warm_up_reports_how_far_it_is_up_to_its_line_of_the_log(
     [
         {},
         {"room": 256},
-        {"max_context": 2},
-        {"max_num_sequences": 1},
-        {"max_queue": 0, "max_num_sequences": 2},
+        {"max_model_len": 2},
+        {"max_num_seqs": 1},
+        {"max_queue": 0, "max_num_seqs": 2},
         {"num_groups": 1},
-        {"prefill_chunk": 1, "max_context": 40},
-        {"lora": ("a=x", "b=y")},
+        {"prefill_chunk": 1, "max_model_len": 40},
+        {"lora_modules": ("a=x", "b=y")},
     ],
 )
 async def test_warm_up_leaves_nothing_on_the_stages(flags: dict[str, Any]) -> None:
@@ -155,12 +155,12 @@ async def test_warm_up_leaves_nothing_on_the_stages(flags: dict[str, Any]) -> No
     await stages.run()
     assert stages.admitted
     assert stages.model.held == {}
-    max_tokens = flags.get("max_context", flags.get("room", 1000))
+    max_tokens = flags.get("max_model_len", flags.get("room", 1000))
     assert all(row.position + row.num_tokens <= max_tokens for s in stages.steps for row in s.rows)
 
 
 async def test_warm_up_with_adapters_mixes_them_in_a_step() -> None:
-    stages = Stages(lora=("a=x", "b=y"))
+    stages = Stages(lora_modules=("a=x", "b=y"))
     await stages.run()
     mixes = [{row.adapter_version for row in step.rows} for step in stages.steps if step.sample]
     assert {1} in mixes

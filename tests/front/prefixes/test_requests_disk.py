@@ -12,7 +12,7 @@ from serve.front.pipeline.status import StageStatus
 def two_shards(sent: list[ToPrefixCache]) -> Requests:
     """Requests for one stage of two shards. Messages to all ranks go to a list."""
     requests = Requests(
-        ServeConfig(model=Path(), tensor_parallel="2"),
+        ServeConfig(model=Path(), tensor_parallel_size="2"),
         1,
         send=lambda message: None,
         adapter_name=lambda version: None,

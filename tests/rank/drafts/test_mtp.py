@@ -285,7 +285,7 @@ def test_a_head_that_cannot_forget_tokens_is_refused_by_its_flag(tmp_path: Path)
     loaded = load_drafter(source, no_progress)
     assert isinstance(loaded.model, PredictionHead)
     loaded.model.make_cache = lambda: [RotatingKVCache(8)]  # type: ignore[method-assign]
-    with pytest.raises(PlanError, match="^--mtp: "):
+    with pytest.raises(PlanError, match="^--draft-model mtp: "):
         loaded.for_logits_of(Stage(model, 0, len(model.layers)))
 
 

@@ -95,7 +95,7 @@ def check_shards(
     outs = [tmp_path / "alone", tmp_path / "shards"]
     for out, layout in zip(outs, [(1, 1), (num_stages, num_shards)], strict=True):
         num_ranks = layout[0] * layout[1]
-        own_words = [*flags(folder, out, *words), "--tensor-parallel", str(layout[1])]
+        own_words = [*flags(folder, out, *words), "--tensor-parallel-size", str(layout[1])]
         finish(launch(num_ranks, own_words), seconds=500)
     alone, shards = outs
     assert losses_of(shards) == pytest.approx(losses_of(alone), rel=1e-5)
@@ -116,7 +116,7 @@ def test_every_layout_makes_the_same_run(
 ) -> None:
     out = tmp_path / "out"
     words = [*flags(folder, out, *WORDS), "--model", str(model)]
-    words += ["--tensor-parallel", str(num_shards), "--data-parallel", str(num_replicas)]
+    words += ["--tensor-parallel-size", str(num_shards), "--data-parallel-size", str(num_replicas)]
     # Four shards wait for each other in every sum, which takes long on fewer cores.
     finish(launch(num_stages * num_shards * num_replicas, words), seconds=500)
     assert len(losses_of(out)) == 20

@@ -65,7 +65,7 @@ def test_in_peft(adapter: Path, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def server(adapter: Path) -> Iterator[Server]:
     port = free_ports(1)[0]
-    flags = serve_flags(port, TINY_CHAT, "--lora", f"trained={adapter}")
+    flags = serve_flags(port, TINY_CHAT, "--lora-modules", f"trained={adapter}")
     with started(brigade_launch(2, flags), port) as server:
         server.wait_until_ready()
         yield server

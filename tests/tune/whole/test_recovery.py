@@ -112,10 +112,10 @@ RANKS_AND_WORDS = {
     "gpipe": (2, [*WORDS, "--schedule", "gpipe"]),
     "interleaved": (2, [*WORDS, "--schedule", "interleaved"]),
     "zero-bubble": (3, [*WORDS, "--schedule", "zero-bubble"]),
-    "replicas": (2, [*WORDS, "--data-parallel", "2"]),
-    "shards": (2, [*WORDS, "--tensor-parallel", "2"]),
-    "stages of shards": (4, [*WORDS, "--tensor-parallel", "2"]),
-    "dora, shards": (2, [*WORDS, "--fine-tune-type", "dora", "--tensor-parallel", "2"]),
+    "replicas": (2, [*WORDS, "--data-parallel-size", "2"]),
+    "shards": (2, [*WORDS, "--tensor-parallel-size", "2"]),
+    "stages of shards": (4, [*WORDS, "--tensor-parallel-size", "2"]),
+    "dora, shards": (2, [*WORDS, "--fine-tune-type", "dora", "--tensor-parallel-size", "2"]),
     "full": (2, [*WITHOUT_DROPOUT, "--fine-tune-type", "full", "--num-layers", "-1"]),
 }
 SEEDS = {
@@ -148,7 +148,7 @@ def test_ranks_that_are_killed_at_random_change_nothing(
 def test_a_shard_that_stays_in_a_sum_with_a_lost_rank_is_ended(
     train: Train, whole: Whole, hold: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    words = [*WORDS, "--tensor-parallel", "2"]
+    words = [*WORDS, "--tensor-parallel-size", "2"]
     expected = whole(2, *words)
     file = hold("mlx.core:distributed.all_sum")
     launched = train(2, *words).see("iteration=6 ")

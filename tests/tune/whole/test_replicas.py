@@ -24,7 +24,7 @@ pytestmark = pytest.mark.long
 @pytest.mark.slow
 def test_replicas_make_the_run_of_one(folder: Path, tmp_path: Path) -> None:
     ran(folder, tmp_path / "one", micro_batches=2, peft=True)
-    more = "--data-parallel", "2", "--peft"
+    more = "--data-parallel-size", "2", "--peft"
     said = finish(launch(2, flags(folder, tmp_path / "two", *more)))
     assert "2 micro-batches an update, on 2 replicas of 1 stage" in said
     one, two = tmp_path / "one", tmp_path / "two"
@@ -40,7 +40,7 @@ def test_a_run_resumes_with_another_number_of_replicas(folder: Path, tmp_path: P
     words = "--micro-batches", "4", "--max-grad-norm", "5"
     finish(launch(1, flags(folder, tmp_path / "one", *words)))
     out = tmp_path / "changing"
-    half = flags(folder, out, "--data-parallel", "2", *words)
+    half = flags(folder, out, "--data-parallel-size", "2", *words)
     finish(launch(4, [*half, "--iters", "4"]))
     finish(launch(2, [*flags(folder, out, *words), "--resume"]))
     assert losses_of(out) == pytest.approx(losses_of(tmp_path / "one"), rel=1e-5)
@@ -50,8 +50,8 @@ def test_a_run_resumes_with_another_number_of_replicas(folder: Path, tmp_path: P
 def test_a_run_with_replicas_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     for name in ("exact", "stopped"):
         early = ["--iters", "4"] if name == "stopped" else []
-        finish(launch(2, [*flags(folder, tmp_path / name, "--data-parallel", "2"), *early]))
-    again = flags(folder, tmp_path / "stopped", "--data-parallel", "2", "--resume")
+        finish(launch(2, [*flags(folder, tmp_path / name, "--data-parallel-size", "2"), *early]))
+    again = flags(folder, tmp_path / "stopped", "--data-parallel-size", "2", "--resume")
     finish(launch(2, again))
     assert same(arrays_of(tmp_path / "stopped"), arrays_of(tmp_path / "exact"))
 
@@ -79,7 +79,7 @@ def training(out: Path, words: list[str]) -> Iterator[tuple[subprocess.Popen[str
             run.kill()
 
 
-LAYOUTS = [["--data-parallel", "2"], ["--tensor-parallel", "2"]]
+LAYOUTS = [["--data-parallel-size", "2"], ["--tensor-parallel-size", "2"]]
 
 
 @pytest.mark.slow
@@ -106,12 +106,16 @@ def test_what_does_not_divide_is_refused(folder: Path, tmp_path: Path) -> None:
     def check(num_ranks: int, *more: str) -> None:
         fine_tune.check(flags(folder, tmp_path / "out", *more), num_ranks)
 
-    with pytest.raises(UsageError, match="--data-parallel 2 does not divide the number of ranks"):
-        check(3, "--data-parallel", "2")
-    with pytest.raises(UsageError, match="--data-parallel 3 does not divide --batch-size 4"):
-        check(3, "--data-parallel", "3")
+    with pytest.raises(
+        UsageError, match="--data-parallel-size 2 does not divide the number of ranks"
+    ):
+        check(3, "--data-parallel-size", "2")
+    with pytest.raises(UsageError, match="--data-parallel-size 3 does not divide --batch-size 4"):
+        check(3, "--data-parallel-size", "3")
     with pytest.raises(UsageError, match="micro-batches of an update, 1:"):
-        check(2, "--data-parallel", "2", "--micro-batches", "1")
-    with pytest.raises(UsageError, match="--tensor-parallel 2 does not divide the number of ranks"):
-        check(3, "--tensor-parallel", "2")
-    check(4, "--tensor-parallel", "2", "--data-parallel", "2")
+        check(2, "--data-parallel-size", "2", "--micro-batches", "1")
+    with pytest.raises(
+        UsageError, match="--tensor-parallel-size 2 does not divide the number of ranks"
+    ):
+        check(3, "--tensor-parallel-size", "2")
+    check(4, "--tensor-parallel-size", "2", "--data-parallel-size", "2")

@@ -72,7 +72,7 @@ function queue(pipeline) {
 /** The reason why requests wait, as far as it is known. @param {Pipeline} pipeline @returns {Child} */
 function reason({ num_running: running, kv_tokens: used, max_kv_tokens: room }) {
   const places = state.server?.max_num_sequences ?? Infinity;
-  if (running >= places) return [` All ${places} places are taken: `, code("--max-num-sequences"), "."];
+  if (running >= places) return [` All ${places} places are taken: `, code("--max-num-seqs"), "."];
   return room && used > SCARCE * room ? [" The memory for keys and values is nearly full: ", code("--kv-memory"), "."] : null;
 }
 
