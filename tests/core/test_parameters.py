@@ -9,7 +9,7 @@ import pytest
 from serve.core.parameters import MAX_INT, Parameter, Range, parameters
 from serve.core.types import Sampling
 from serve.front.api.openai import ChatBody, CompletionBody
-from serve.front.api.responses.body import Conversation
+from serve.front.api.responses.body import ResponsesBody
 
 
 @dataclass
@@ -27,7 +27,7 @@ def test_parameters_are_the_fields_with_a_range() -> None:
     }
 
 
-@pytest.mark.parametrize("body", [ChatBody, CompletionBody, Conversation])
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody, ResponsesBody])
 def test_parameters_are_fields_of_every_body(body: type) -> None:
     names = parameters(Sampling).keys()
     assert "repetition_penalty" in names
