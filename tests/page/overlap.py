@@ -17,7 +17,7 @@ ACTIVE_TOGETHER = """
     const numLanes = Math.round((canvas.clientHeight - 22) / 44);
     const image = context.getImageData(0, 0, canvas.width, canvas.height).data;
     const rows = [...Array(numLanes).keys()].map((number) => {
-        const first = 4 * canvas.width * (number * lane + Math.round(12 * ratio));
+        const first = 4 * canvas.width * (number * lane + Math.round(ratio));
         return image.subarray(first, first + 4 * canvas.width);
     });
     const edge = getComputedStyle(document.documentElement).getPropertyValue("--lane");

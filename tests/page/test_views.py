@@ -78,7 +78,7 @@ def test_views_show_how_a_start_goes_on(engine: ShownEngine, server: Running, ta
     engine.cluster = {"name": "loading", "what": "the engines load", "has_worked": False}
     engine.stage_fields[1] = {"state": "fetching", "bytes_done": 3, "bytes_total": 4}
     page = tab.show(server.url)
-    notice = page.locator("[data-notice=starting]")
+    notice = page.locator(".notice")
     expect(notice).to_contain_text("75 %")
     expect(notice.locator("progress")).to_have_count(1)
     engine.cluster = {"name": "working", "what": "the engines get steps"}
@@ -91,8 +91,8 @@ def test_views_show_a_fault_and_the_end(engine: ShownEngine, server: Running, ta
     expect(page.locator("[data-state=ready]")).to_be_visible()
     engine.cluster = {"name": "renewing", "what": "a process is replaced", "fault": "Rank 1 died."}
     engine.stage_fields[1] = {"state": "renewing"}
-    expect(page.locator("[data-notice=recovering]")).to_contain_text("Rank 1 died.")
-    expect(page.locator("[aria-live=polite]")).to_contain_text("Recovering")
+    expect(page.locator(".notice")).to_contain_text("Rank 1 died.")
+    expect(page.get_by_role("status")).to_have_text("recovering")
     engine.cluster = {"name": "failed", "what": "it cannot go on", "fault": "Rank 1 died again."}
     expect(page.get_by_role("heading", name="The cluster has stopped")).to_be_visible()
     expect(page.locator(".reason")).to_have_text("Rank 1 died again.")
@@ -125,7 +125,6 @@ def test_steps_of_stages_overlap_if_they_do(
     assert found is not None
     by_data, by_pixels = found
     assert min_overlap < by_data <= max_overlap
-    # The gaps between the stripes of prefill look idle.
     assert min_overlap - 1.1 <= by_pixels <= max_overlap - 1
     tab.check()
 
@@ -157,24 +156,23 @@ def test_a_stage_that_is_hardly_busy_limits_nothing(engine: ShownEngine, tab: Ta
         tab.check()
 
 
-def test_steps_open_in_perfetto(server: Running, tab: Tab) -> None:
-    """A stand-in for Perfetto's page answers the ping, and keeps the trace that it gets."""
-    perfetto = """<script>addEventListener("message", (event) => {
-        if (event.data === "PING") event.source.postMessage("PONG", event.origin);
-        else window.got = new TextDecoder().decode(event.data.perfetto.buffer);
-    })</script>"""
-    tab.page.context.route(
-        "https://ui.perfetto.dev/**",
-        lambda route: route.fulfill(body=perfetto, content_type="text/html"),
-    )
+def test_trace_is_saved_for_perfetto(server: Running, tab: Tab) -> None:
     page = tab.show(server.url)
-    with page.expect_popup() as opening:
-        page.get_by_role("button", name="Open in Perfetto").click()
-    opening.value.wait_for_function("window.got")
-    assert "traceEvents" in json.loads(opening.value.evaluate("window.got"))
     with page.expect_download() as downloading:
         page.get_by_role("button", name="Save trace").click()
     assert "traceEvents" in json.loads(downloading.value.path().read_text())
+    tab.check()
+
+
+def test_a_step_is_described_while_the_pointer_is_over_it(server: Running, tab: Tab) -> None:
+    page = tab.show(server.url)
+    expect(page.locator(".legend")).to_contain_text("One colour for each request.")
+    wait_for_steps = "document.querySelector('[data-overlap]')?.dataset.overlap > 0"
+    page.wait_for_function(wait_for_steps)
+    page.locator("canvas").hover(position={"x": 300, "y": 20})
+    expect(page.locator(".legend")).to_contain_text(re.compile(r"(decode|prefill) step \d+, "))
+    page.get_by_role("heading", name="Steps").hover()
+    expect(page.locator(".legend")).to_contain_text("One colour for each request.")
     tab.check()
 
 
@@ -182,14 +180,14 @@ def test_steps_are_drawn_after_a_clock_was_set_back(server: Running, tab: Tab) -
     page = tab.show(server.url)
     expect(page.locator("[data-state=ready]")).to_be_visible()
     lengths = page.evaluate("""async () => {
-        const { history, take, timeline } = await import("/ui/lib/store.js");
+        const { state, take, timeline } = await import("/ui/lib/store.js");
         const time = timeline.time + 3600;
         const span = (end) => [0, 1, "decode", 1, 1, end - 0.1, end, [0]];
         const sample = (end) => [end, 1, null, null, 1, 0, null, null];
         for (const end of [time, time - 3600]) {
             take({ kind: "change", time: end, spans: [span(end)], sample: sample(end) });
         }
-        return [timeline.lanes.get(0).length, history.samples.length];
+        return [timeline.lanes.get(0).length, state.samples.length];
     }""")
     assert lengths == [1, 1]
     tab.check()
@@ -201,9 +199,9 @@ def test_steps_are_drawn_after_a_clock_was_set_back(server: Running, tab: Tab) -
 def num_samples_at_first(page: Page) -> int:
     """The number of samples after the first frame."""
     number: int = page.evaluate("""async () => {
-        const { history, state } = await import("/ui/lib/store.js");
+        const { state } = await import("/ui/lib/store.js");
         while (state.link.state !== "live") await new Promise((r) => setTimeout(r, 10));
-        return history.samples.length;
+        return state.samples.length;
     }""")
     return number
 
@@ -271,7 +269,7 @@ def test_steps_lie_above_the_lines_of_their_axis(server: Running, tab: Tab) -> N
         const { drawLanes } = await import("/ui/lib/lanes.js");
         const { Timeline } = await import("/ui/lib/timeline.js");
         const timeline = new Timeline();
-        timeline.lane(0).push([0, 1, "decode", 1, 1, 0, 10, []]);
+        timeline.lane(0).push({ kind: "decode", start: 0, end: 10, sequences: [] });
         const canvas = Object.assign(document.createElement("canvas"), { width: 400, height: 80 });
         const context = canvas.getContext("2d");
         drawLanes(context, { from: 2, to: 8, width: 400, ranks: [0] }, timeline);
@@ -401,3 +399,27 @@ def test_views_of_seven_stages_fit_narrow_and_wide_windows(
             cut = "(all) => all.filter((each) => each.scrollWidth > each.clientWidth).length"
             assert page.locator(".stage dd").evaluate_all(cut) == 0, view
         tab.check()
+
+
+def test_charts_stay_when_the_server_stops_and_the_view_is_opened_again(
+    engine: ShownEngine, tab: Tab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chart is as wide as its panel, although a notice was put above it."""
+    monkeypatch.setattr(history, "STEP_SECONDS", 0.05)
+    with Running(engine) as server:
+        page = tab.show(server.url)
+        expect(page.locator(".chart .line").first).to_have_attribute("d", re.compile("(L.*){5}"))
+    expect(page.get_by_text("Not connected")).to_be_visible()
+    check_widths(page)
+    page.locator("nav a[href='#requests']").click()
+    expect(page.locator("[data-view=requests]")).to_be_visible()
+    page.locator("nav a[href='#pipeline']").click()
+    expect(page.locator(".chart")).to_have_count(6)
+    check_widths(page)
+    tab.check(allowed=REFUSED)
+
+
+def check_widths(page: Page) -> None:
+    for chart in page.locator(".chart svg").all():
+        width = chart.evaluate("(each) => each.clientWidth")
+        expect(chart).to_have_attribute("viewBox", f"0 0 {width} 120")

@@ -1,12 +1,10 @@
-// @ts-check
 /** Calls of the server. Keys are sent as headers, and never appear in an address. */
 import { redraw } from "./dom.js";
 
 const STORED = "brigade-keys";
 
-/** The API key and the admin key, and the kind of key that the latest refused call needed. They are
- * kept until the tab is closed only if the user wants it. */
-export const keys = { ...read(), wanted: "" };
+/** The API key and the admin key. They are kept until the tab is closed only if the user wants it. */
+export const keys = read();
 /** Has an event "change" when keys were entered. */
 export const entering = new EventTarget();
 
@@ -23,7 +21,7 @@ function read() {
 export function useKeys(entered, isKept) {
   if (isKept) sessionStorage.setItem(STORED, JSON.stringify(entered));
   else sessionStorage.removeItem(STORED);
-  Object.assign(keys, entered, { wanted: "" });
+  Object.assign(keys, entered);
   entering.dispatchEvent(new Event("change"));
   redraw();
 }
@@ -35,12 +33,6 @@ export class CallError extends Error {
     super(message);
     this.status = status;
   }
-}
-
-/** @param {boolean} isAdmin */
-function authorization(isAdmin) {
-  const key = isAdmin ? keys.admin || keys.api : keys.api;
-  return /** @type {Record<string, string>} */ (key ? { authorization: `Bearer ${key}` } : {});
 }
 
 /** Browsers describe a broken connection with a TypeError, each in its own words.
@@ -62,25 +54,22 @@ async function refusal(response) {
 /**
  * Calls the server, and returns the reply before its body is read. Throws CallError.
  * @param {string} path without a leading slash, so that it works below a proxy's folder
- * @param {{body?: unknown, method?: string, isAdmin?: boolean, signal?: AbortSignal,
- *   headers?: Record<string, string>}} [options]
+ * @param {{body?: object, isAdmin?: boolean, signal?: AbortSignal}} [options] the body is posted
  */
-export async function call(path, options = {}) {
-  const { body, isAdmin = false, signal: aborted } = options;
-  const headers = { ...authorization(isAdmin), ...options.headers };
-  if (body !== undefined) headers["content-type"] = "application/json";
+export async function call(path, { body, isAdmin = false, signal } = {}) {
+  const key = isAdmin ? keys.admin || keys.api : keys.api;
+  const headers = new Headers(key ? { authorization: `Bearer ${key}` } : {});
+  if (body) headers.set("content-type", "application/json");
   const fetching = fetch(path, {
-    method: options.method ?? (body === undefined ? "GET" : "POST"),
+    method: body ? "POST" : "GET",
     headers,
-    body: body === undefined ? undefined : JSON.stringify(body),
-    signal: aborted,
+    body: JSON.stringify(body),
+    signal,
     credentials: "omit",
     cache: "no-store",
   });
   const response = await fetching.catch((error) => fail(error, "The server does not answer. Is it still running?"));
   if (response.ok) return response;
-  if (response.status === 401 || response.status === 403) keys.wanted = isAdmin ? "admin" : "api";
-  redraw();
   throw new CallError(response.status, await refusal(response));
 }
 

@@ -1,80 +1,41 @@
-// @ts-check
-/** The chats, which are saved in this browser only. */
+/** The chat, which is saved in this browser only. */
 import { redraw } from "./dom.js";
 
 /** @import { Answer, Chat, Settings } from "./types.d.ts" */
 
-const STORED = "brigade-chats";
-const MAX_CHATS = 50;
-
+const STORED = "brigade-chat";
 /** @type {Settings} */
-const DEFAULTS = {
-  model: "",
-  second: "",
-  system: "",
-  temperature: "",
-  top_p: "",
-  max_tokens: "",
-  seed: "",
-  tools: "",
-  schema: "",
-  logprobs: false,
-};
+const DEFAULTS = { model: "", second: "", system: "", temperature: "", top_p: "", max_tokens: "", seed: "" };
 
-export let chats = read();
-export let chat = chats[0]; // The one that is shown.
-
-/** @returns {Chat[]} */
-function read() {
-  try {
-    const stored = JSON.parse(localStorage.getItem(STORED) ?? "[]");
-    if (Array.isArray(stored) && stored.length) return stored.map(repaired);
-  } catch {
-    return [fresh()];
-  }
-  return [fresh()];
+/** @type {Chat} */
+export let chat = { turns: [], settings: { ...DEFAULTS } };
+try {
+  chat = repaired(JSON.parse(localStorage.getItem(STORED) ?? "null") ?? chat);
+} catch {
+  console.info("The saved chat cannot be read.");
 }
 
 /** Marks answers that a reload interrupted as stopped. @param {Chat} stored @returns {Chat} */
-function repaired(stored) {
-  for (const { answers } of stored.turns) {
-    for (const answer of answers) if (answer.state === "running") answer.state = "stopped";
+function repaired({ turns, settings }) {
+  for (const answer of turns.flatMap(({ answers }) => answers)) {
+    if (answer.state === "running") answer.state = "stopped";
   }
-  return { ...stored, settings: { ...DEFAULTS, ...stored.settings } };
+  return { turns, settings: { ...DEFAULTS, ...settings } };
 }
 
-/** @param {Settings} [settings] @returns {Chat} */
-function fresh(settings = DEFAULTS) {
-  return { id: crypto.randomUUID?.() ?? String(Math.random()), title: "New chat", turns: [], settings: { ...settings } };
-}
-
-/** Saves the chats, and shows them. */
+/** Saves the chat, and shows it. */
 export function save() {
   try {
-    localStorage.setItem(STORED, JSON.stringify(chats.slice(0, MAX_CHATS)));
+    localStorage.setItem(STORED, JSON.stringify(chat));
   } catch {
-    chats = chats.slice(0, Math.max(1, chats.length - 1)); // The storage is full.
+    console.info("The chat is not saved: the storage is full.");
   }
   redraw();
 }
 
-/** @param {Chat} chosen */
-export function choose(chosen) {
-  chat = chosen;
-  redraw();
-}
-
+/** Begins a chat with the same settings. */
 export function begin() {
-  chat = fresh(chat.settings);
-  chats = [chat, ...chats.filter((each) => each.turns.length)];
-  save();
-}
-
-/** @param {Chat} removed */
-export function remove(removed) {
-  chats = chats.filter((each) => each !== removed);
-  if (!chats.length) chats = [fresh()];
-  if (removed === chat) [chat] = chats;
+  chat = { ...chat, turns: [] };
   save();
 }
 
@@ -82,11 +43,8 @@ export function remove(removed) {
 export function emptyAnswer(model) {
   return {
     model,
-    request: "",
     text: "",
     reasoning: "",
-    calls: [],
-    tokens: [],
     state: "running",
     error: "",
     finish: "",

@@ -1,4 +1,3 @@
-// @ts-check
 /**
  * Builds and updates elements. A view is a function that describes what is to be seen, and `show`
  * changes what differs, so that focus, scrolling and what was typed stay. Text is never read as HTML.
@@ -22,13 +21,13 @@ export class Description {
 }
 
 /**
- * Functions that describe elements, by tag: `p({ class: "note" }, "text", b("more"))`. The
+ * Functions that describe elements, by tag: `h.p({ class: "note" }, "text", h.b("more"))`. The
  * properties are optional: attributes, handlers such as `onclick`, the `key` of an item in a list,
  * and the functions `created` and `drawn`, which get the element.
  * @type {Record<string, (...parts: (Props | Child)[]) => Description>}
  */
-export const tags = new Proxy({}, {
-  get: (_, /** @type {string} */ tag) => (/** @type {any[]} */ first, /** @type {any[]} */ ...rest) =>
+export const h = new Proxy({}, {
+  get: (_, /** @type {string} */ tag) => (/** @type {any} */ first, /** @type {any[]} */ ...rest) =>
     first?.constructor === Object ? new Description(tag, first, rest) : new Description(tag, {}, [first, ...rest]),
 });
 

@@ -1,4 +1,3 @@
-// @ts-check
 /** Formats numbers for readers: a few digits and a unit. */
 
 const UNITS = ["B", "kB", "MB", "GB", "TB"];
@@ -7,20 +6,14 @@ export const NOTHING = "–";
 /** @param {number | null | undefined} value */
 export function bytes(value) {
   if (value == null) return NOTHING;
-  let unit = 0;
-  let left = value;
-  while (left >= 1000 && unit < UNITS.length - 1) {
-    left /= 1000;
-    unit += 1;
-  }
-  return `${digits(left, unit ? 3 : 0)} ${UNITS[unit]}`;
+  const unit = value < 1000 ? 0 : Math.min(UNITS.length - 1, Math.floor(Math.log10(value) / 3));
+  return `${digits(value / 1000 ** unit)} ${UNITS[unit]}`;
 }
 
-/** Without zeros at the end: 5 and not 5.00. @param {number} value @param {number} [significant] */
-export function digits(value, significant = 3) {
+/** Three digits, without zeros at the end: 5 and not 5.00. @param {number} value */
+export function digits(value) {
   if (!value) return "0";
-  const magnitude = Math.floor(Math.log10(Math.abs(value)));
-  const fraction = significant ? significant - 1 - magnitude : 0;
+  const fraction = 2 - Math.floor(Math.log10(Math.abs(value)));
   return String(Number(value.toFixed(Math.max(0, Math.min(3, fraction)))));
 }
 
@@ -33,8 +26,7 @@ export function seconds(value) {
   if (!value) return "0 s";
   if (value < 0.001) return `${digits(value * 1e6)} µs`;
   if (value < 1) return `${digits(value * 1000)} ms`;
-  if (value < 100) return `${digits(value)} s`;
-  return duration(value);
+  return value < 100 ? `${digits(value)} s` : duration(value);
 }
 
 /** @param {number} value in seconds, without fractions */
@@ -47,19 +39,6 @@ export function duration(value) {
 
 /** @param {number} share from 0 to 1 */
 export const percent = (share) => `${Math.round(share * 100)} %`;
-
-/**
- * Shares of a whole as percentages that sum to 100: those with the largest fractions are rounded up.
- * @param {number[]} shares that sum to 1
- */
-export function percents(shares) {
-  const whole = shares.map((share) => Math.floor(share * 100));
-  const missing = 100 - whole.reduce((sum, each) => sum + each, 0);
-  const fraction = (/** @type {number} */ place) => shares[place] * 100 - whole[place];
-  const places = [...shares.keys()].sort((a, b) => fraction(b) - fraction(a));
-  for (const place of places.slice(0, missing)) whole[place] += 1;
-  return whole.map((each) => `${each} %`);
-}
 
 /** The time of day. @param {number} time in seconds since 1970 @param {boolean} [hasSeconds] */
 export function clock(time, hasSeconds = true) {

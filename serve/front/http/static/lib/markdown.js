@@ -1,15 +1,14 @@
-// @ts-check
 /**
  * The elements of a model's text. The server turns Markdown into HTML, of which only what is listed
  * here is taken over. Nothing in the text is run or fetched.
  */
 import { call, entering } from "./api.js";
-import { redraw } from "./dom.js";
+import { h, redraw } from "./dom.js";
 
 /** @import { Answer, Child } from "./types.d.ts" */
 
 const PAUSE_MILLISECONDS = 500;
-const MAX_CHARACTERS = 30_000; // The server takes no more. A longer text stays plain.
+const COPIED_MILLISECONDS = 1500;
 const ELEMENTS = new Set(
   ("A BLOCKQUOTE BR CODE EM H1 H2 H3 H4 H5 H6 HR LI OL P PRE S STRONG TABLE TBODY TD TH THEAD TR UL").split(" "),
 );
@@ -26,7 +25,7 @@ entering.addEventListener("change", () => (written = new WeakMap()));
 export function elementsOf(answer) {
   const found = written.get(answer) ?? { sent: "", text: "", elements: [], timer: 0 };
   written.set(answer, found);
-  if (found.sent !== answer.text && answer.text.length <= MAX_CHARACTERS) {
+  if (found.sent !== answer.text) {
     found.sent = answer.text;
     clearTimeout(found.timer);
     found.timer = setTimeout(() => void render(found), answer.state === "running" ? PAUSE_MILLISECONDS : 0);
@@ -36,12 +35,7 @@ export function elementsOf(answer) {
 }
 
 /** @param {string} text */
-function plain(text) {
-  const element = document.createElement("span");
-  element.className = "plain";
-  element.textContent = text;
-  return text && element;
-}
+const plain = (text) => text && h.span({ class: "plain" }, text);
 
 /** @param {{sent: string, text: string, elements: ChildNode[]}} found */
 async function render(found) {
@@ -52,7 +46,7 @@ async function render(found) {
     Object.assign(found, { text: sent, elements: [...allowed(html).childNodes] });
     redraw();
   } catch (error) {
-    console.info(`The text stays plain: ${/** @type {Error} */ (error).message}`);
+    console.info(`The text stays plain: ${error.message}`);
   }
 }
 
@@ -87,12 +81,10 @@ function copyElement(element) {
   return made;
 }
 
-const COPIED_MILLISECONDS = 1500;
-
 /** @param {string} text */
 function copyButton(text) {
   const button = document.createElement("button");
-  Object.assign(button, { type: "button", className: "copy", textContent: "Copy" });
+  button.textContent = "Copy";
   button.addEventListener("click", async () => {
     await navigator.clipboard.writeText(text).then(
       () => (button.textContent = "Copied"),

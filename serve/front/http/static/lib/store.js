@@ -1,19 +1,24 @@
-// @ts-check
 /** The state of the page: the latest sections that the server sent, and what follows from them. */
 import { redraw } from "./dom.js";
-import { History } from "./history.js";
+import { seconds } from "./format.js";
 import { Timeline } from "./timeline.js";
 
-/** @import { Cluster, Frame, Sections } from "./types.d.ts" */
+/** @import { Frame, Measure, Sample, SampleRow, Sections } from "./types.d.ts" */
+
+const NUM_SAMPLES = 600; // Ten minutes.
+const SAMPLE = ["time", "rate", "first", "next", "running", "waiting", "kv", "cached"];
 
 /**
- * link is the stream's state: connecting, live, lost, refused (it needs a key), full (too many
- * watchers) or old (no such call). announcement is what screen readers say.
- * @type {Sections & {link: {state: string, message: string}, announcement: string}}
+ * link is the stream's state: connecting, live, lost, refused (it needs a key) or full (too many
+ * watchers). said is how the user's latest action went.
+ * @type {Sections & {link: {state: string, message: string},
+ *   said: {isBad: boolean, text: string}, isBusy: boolean, samples: Sample[]}}
  */
 export const state = {
   link: { state: "connecting", message: "" },
-  announcement: "",
+  said: { isBad: false, text: "" },
+  isBusy: false,
+  samples: [],
   server: null,
   cluster: null,
   stages: [],
@@ -24,17 +29,29 @@ export const state = {
   default: "",
 };
 export const timeline = new Timeline();
-export const history = new History();
 
 /** Updates the state with a frame of the stream. @param {Frame} frame */
 export function take(frame) {
-  const { kind, time, spans, sample, history: samples, ...sections } = frame;
-  const before = state.cluster;
+  const { kind, time, spans, sample, history, ...sections } = frame;
   Object.assign(state, sections);
-  if (state.cluster && before && word(before) !== word(state.cluster)) announce(sentence(state.cluster));
-  timeline.take(frame, state.requests, state.cluster?.name === "working" || !state.cluster?.has_worked);
-  history.take(frame);
+  timeline.take(frame, state.requests);
+  if (history) state.samples = history.map(sampleOf);
+  else if (sample) addSample(sampleOf(sample));
   redraw();
+}
+
+/** @param {SampleRow} row */
+const sampleOf = (row) => /** @type {Sample} */ (Object.fromEntries(row.map((value, place) => [SAMPLE[place], value])));
+
+/** @param {Sample} sample */
+function addSample(sample) {
+  const isSetBack = sample.time < (latest("time") ?? 0); // The server's clock was.
+  state.samples = [...(isSetBack ? [] : state.samples), sample].slice(-NUM_SAMPLES);
+}
+
+/** The newest value; null if there is none. @param {Measure} name */
+export function latest(name) {
+  return state.samples.findLast((sample) => sample[name] !== null)?.[name] ?? null;
 }
 
 /** @param {string} name @param {string} [message] */
@@ -43,18 +60,26 @@ export function setLink(name, message = "") {
   redraw();
 }
 
-/** @param {string} text */
-export function announce(text) {
-  state.announcement = text;
-  redraw();
+/**
+ * Does what the user wants, and says how it went: `Loaded pirate in 12 ms.`, or `Could not load pirate: …`.
+ * @param {string} what to do, as in "load pirate" @param {() => Promise<unknown>} action
+ * @param {string} [done] the same when it is done; without it, success is not mentioned
+ */
+export async function attempt(what, action, done = "") {
+  state.isBusy = true;
+  tell("");
+  const begin = performance.now();
+  try {
+    await action();
+    tell(done && `${done} in ${seconds((performance.now() - begin) / 1000)}.`);
+  } catch (error) {
+    tell(`Could not ${what}: ${error.message}`, true);
+  }
+  state.isBusy = false;
 }
 
-/** @param {Cluster} cluster */
-const word = (cluster) => `${cluster.name}${cluster.has_worked}`;
-
-/** @param {Cluster} cluster */
-function sentence({ name, what, fault, has_worked }) {
-  if (name === "working") return "The cluster is ready.";
-  if (name === "failed") return `The cluster has stopped: ${fault ?? ""}`;
-  return has_worked ? `Recovering: ${what}.` : `Starting: ${what}.`;
+/** @param {string} text @param {boolean} [isBad] */
+export function tell(text, isBad = false) {
+  state.said = { isBad, text };
+  redraw();
 }

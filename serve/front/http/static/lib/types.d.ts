@@ -4,14 +4,16 @@ import type { Description } from "./dom.js";
 
 // --- elements
 
-export type Props = Record<string, any>;
+export interface Props {
+  [handler: `on${string}`]: ((event: any) => unknown) | null | undefined;
+  [name: string]: any;
+}
 export type Child = Node | Description | string | number | boolean | null | undefined | Child[];
 
 // --- the frames of /admin/events
 
 export interface Stage {
   rank: number;
-  stage: number | null;
   shard: number | null;
   host: string;
   layers: [number, number] | null;
@@ -19,8 +21,6 @@ export interface Stage {
   bytes_done: number;
   bytes_total: number;
   bytes_owned: number;
-  bytes_fetched: number;
-  busy_share: number;
   decode_seconds: number | null;
   kv_bytes: number;
   adapter_bytes: number;
@@ -31,7 +31,6 @@ export interface Stage {
 export interface RunningRequest {
   id: string;
   client: string | null;
-  path: string;
   model: string;
   adapter_version: number | null;
   state: "waiting" | "prefill" | "decode";
@@ -66,8 +65,6 @@ export interface Cluster {
 }
 
 export interface Pipeline {
-  model: string;
-  num_ranks: number;
   tensor_parallel: number;
   num_running: number;
   num_waiting: number;
@@ -75,13 +72,10 @@ export interface Pipeline {
   max_kv_tokens: number | null;
   better_split: number[] | null;
   num_restarts: number;
-  recovery_seconds: number;
 }
 
 export interface ServerInfo {
-  version: string;
   model: string;
-  max_context: number | null;
   max_num_sequences: number;
   is_draining: boolean;
   /** Where adapters may be loaded from: folder, hub. */
@@ -91,9 +85,23 @@ export interface ServerInfo {
 /** Rank, step, kind, rows, tokens, start and end in seconds, sequences. */
 export type SpanRow = [number, number, "prefill" | "decode", number, number, number, number, number[]];
 
+export interface Span {
+  step: number;
+  kind: "prefill" | "decode";
+  rows: number;
+  tokens: number;
+  start: number;
+  end: number;
+  sequences: number[];
+}
+
+/** The values of a sample, in the order of SAMPLE in store.js. */
+export type SampleRow = (number | null)[];
+
 /** The time in seconds, tokens per second, seconds to the first and to the next token, requests that
  * run and that wait, the share of the KV cache in use, and of the prompt tokens that were cached. */
-export type SampleRow = [number, number, number | null, number | null, number, number, number | null, number | null];
+export type Measure = "time" | "rate" | "first" | "next" | "running" | "waiting" | "kv" | "cached";
+export type Sample = Record<Measure, number | null> & { time: number };
 
 /** What the server says: each section is sent when it has changed. */
 export interface Sections {
@@ -126,27 +134,10 @@ export interface Window {
 
 // --- the chat
 
-export interface Token {
-  token: string;
-  logprob: number;
-  top_logprobs: { token: string; logprob: number }[];
-}
-
-export interface Call {
-  id: string;
-  name: string;
-  arguments: string;
-  result?: string;
-}
-
 export interface Answer {
   model: string;
-  /** The id of its request. */
-  request: string;
   text: string;
   reasoning: string;
-  calls: Call[];
-  tokens: Token[];
   state: "running" | "done" | "stopped" | "failed";
   error: string;
   finish: string;
@@ -154,13 +145,13 @@ export interface Answer {
   speed: { count: number; first: number | null; seconds: number; cached: number };
 }
 
-/** A question has the answers of one or two models; the chat continues from the first one. The
- * question is empty after results of calls, which are kept with the calls. */
+/** A question has the answers of one or two models; the chat continues from the first one. */
 export interface Turn {
   question: string;
   answers: Answer[];
 }
 
+/** Numbers as they were typed; nothing stands for the default. */
 export interface Settings {
   model: string;
   second: string;
@@ -169,14 +160,9 @@ export interface Settings {
   top_p: string;
   max_tokens: string;
   seed: string;
-  tools: string;
-  schema: string;
-  logprobs: boolean;
 }
 
 export interface Chat {
-  id: string;
-  title: string;
   turns: Turn[];
   settings: Settings;
 }

@@ -1,76 +1,88 @@
-// @ts-check
 /** The last ten minutes: speed, latencies, the queue, and how much is kept. */
-import { redraw, tags } from "../lib/dom.js";
-import { NOTHING, digits, percent, seconds } from "../lib/format.js";
-import { CACHED, FIRST, KV, NEXT, RATE, RUNNING, TIME, WAITING } from "../lib/history.js";
-import { plot } from "../lib/plot.js";
-import { history, state, timeline } from "../lib/store.js";
+import { h, redraw } from "../lib/dom.js";
+import { NOTHING, clock, digits, percent, seconds } from "../lib/format.js";
+import { multiples, pathOf, roundStep } from "../lib/plot.js";
+import { latest, state, timeline } from "../lib/store.js";
 
-/** @import { Child } from "../lib/types.d.ts" */
-/** @typedef {{title: string, series: [number, string][], show: (value: number) => string, top?: number, isWhole?: boolean}} Chart */
+/** @import { Measure } from "../lib/types.d.ts" */
+/** @typedef {{title: string, series: [Measure, string][], show: (value: number) => string, top?: number, isWhole?: boolean}} Chart */
 
-const { b, div, figcaption, figure, h2, h3, p, section, span } = tags;
 const HEIGHT = 120;
 const MIN_SHOWN_SECONDS = 60;
 const MAX_GAP_SECONDS = 3;
+const CLOCK_STEPS = [10, 30, 60, 120, 300];
+// Pixels: the room for times and for values, and how far their marks are apart at least.
+const BOTTOM = 22;
+const LEFT = 62;
+const TOP = 8;
+const CLOCK_WIDTH = 80;
+const VALUE_HEIGHT = 24;
 
 /** @type {Chart[]} */
 const CHARTS = [
-  { title: "Tokens generated", series: [[RATE, "tokens"]], show: (value) => `${digits(value)}/s` },
-  { title: "Time to first token", series: [[FIRST, "mean"]], show: seconds },
-  { title: "Between two tokens", series: [[NEXT, "mean"]], show: seconds },
-  { title: "Requests", series: [[RUNNING, "running"], [WAITING, "waiting"]], show: String, isWhole: true },
-  { title: "KV cache", series: [[KV, "in use"]], show: percent, top: 1 },
-  { title: "Prompt tokens from the cache", series: [[CACHED, "cached"]], show: percent, top: 1 },
+  { title: "Tokens generated", series: [["rate", "tokens"]], show: (value) => `${digits(value)}/s` },
+  { title: "Time to first token", series: [["first", "mean"]], show: seconds },
+  { title: "Between two tokens", series: [["next", "mean"]], show: seconds },
+  { title: "Requests", series: [["running", "running"], ["waiting", "waiting"]], show: String, isWhole: true },
+  { title: "KV cache", series: [["kv", "in use"]], show: percent, top: 1 },
+  { title: "Prompt tokens from the cache", series: [["cached", "cached"]], show: percent, top: 1 },
 ];
 let width = 0; // of each chart, in pixels
-let drawn = { width: -1, samples: history.samples, plots: /** @type {Child[]} */ ([]) };
-const resizing = new ResizeObserver(([{ contentRect }]) => {
-  width = contentRect.width;
-  redraw();
-});
+addEventListener("resize", redraw);
 
 export function charts() {
-  const { samples } = history;
-  if (drawn.width !== width || drawn.samples !== samples) drawn = { width, samples, plots: CHARTS.map(plotOf) };
-  return section(
+  return h.section(
     { "aria-labelledby": "charts-title" },
-    h2({ id: "charts-title", class: "section" }, "Ten minutes"),
-    div({ class: "charts" }, CHARTS.map(panel)),
+    h.h2({ id: "charts-title", class: "section" }, "Ten minutes"),
+    h.div({ class: "charts" }, CHARTS.map(panel)),
   );
 }
 
-/** @param {Chart} chart @param {number} number */
-function panel({ title, series, show }, number) {
-  const created = (/** @type {Element} */ element) => resizing.observe(element);
-  const values = series.map(([place, name], line) => {
-    const value = current(place);
-    return p({ class: `s${line}` }, span(name), " ", b(value == null ? NOTHING : show(value)));
-  });
-  return figure({ class: "panel chart" }, figcaption(h3(title), values), div(number ? {} : { created }, drawn.plots[number]));
-}
-
-/** What the captions show. The number of requests is that of the head. @param {number} place */
-function current(place) {
-  if (place === RUNNING) return state.pipeline?.num_running;
-  if (place === WAITING) return state.pipeline?.num_waiting;
-  return history.latest(place);
+/** Draws again if the charts have another width. @param {Element} element */
+function measure({ clientWidth, isConnected }) {
+  if (!isConnected || clientWidth === width) return;
+  width = clientWidth;
+  redraw();
 }
 
 /** @param {Chart} chart */
-function plotOf({ series, show, top, isWhole = false }) {
-  const to = history.latest(TIME) ?? timeline.time;
-  const lines = series.map(([place]) => history.samples.map((row) => /** @type {[number, number | null]} */ ([row[TIME], row[place]])));
-  const highest = Math.max(...lines.flat().map(([, value]) => value ?? 0));
-  return plot({
-    width,
-    height: HEIGHT,
-    from: to - Math.max(MIN_SHOWN_SECONDS, history.seconds()),
-    to,
-    top: top ?? (highest || 1),
-    isWhole,
-    maxGap: MAX_GAP_SECONDS,
-    show,
-    lines,
+function panel(chart) {
+  const { title, series, show } = chart;
+  const values = series.map(([measure, name], line) => {
+    const value = current(measure);
+    return h.p({ class: `s${line}` }, h.span(name), " ", h.b(value == null ? NOTHING : show(value)));
   });
+  return h.figure({ class: "panel chart" }, h.figcaption(h.h3(title), values), h.div({ created: redraw, drawn: measure }, plotOf(chart)));
+}
+
+/** What the captions show. The numbers of requests are those of the head. @param {Measure} name */
+function current(name) {
+  if (name === "running") return state.pipeline?.num_running;
+  if (name === "waiting") return state.pipeline?.num_waiting;
+  return latest(name);
+}
+
+/** Lines over time. The axis of values ends with its first mark that is not below the largest value. @param {Chart} chart */
+function plotOf({ series, show, top, isWhole }) {
+  const { samples } = state;
+  const to = latest("time") ?? timeline.time;
+  const from = Math.min(to - MIN_SHOWN_SECONDS, samples[0]?.time ?? to);
+  const values = samples.flatMap((sample) => series.map(([measure]) => sample[measure] ?? 0));
+  const largest = top ?? (Math.max(0, ...values) || 1);
+  const bottom = HEIGHT - BOTTOM;
+  const rise = roundStep(largest, (bottom - TOP) / VALUE_HEIGHT, isWhole);
+  const highest = Math.ceil(largest / rise - 1e-9) * rise;
+  const x = (/** @type {number} */ time) => LEFT + ((time - from) / (to - from)) * (width - LEFT);
+  const y = (/** @type {number} */ value) => bottom - (value / highest) * (bottom - TOP);
+  const step = CLOCK_STEPS.find((each) => x(from + each) - LEFT >= CLOCK_WIDTH) ?? to - from;
+  const marks = multiples(0, highest, rise);
+  return h.svg(
+    { viewBox: `0 0 ${width} ${HEIGHT}`, height: HEIGHT, "aria-hidden": true },
+    marks.map((value) => h.path({ class: "grid", d: `M${LEFT} ${y(value)}H${width}` })),
+    marks.map((value) => h.text({ x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, show(value))),
+    multiples(from + step / 4, to - step / 4, step).map((time) =>
+      h.text({ x: x(time), y: HEIGHT - 5, "text-anchor": "middle" }, clock(time, step < 60)),
+    ),
+    series.map(([measure], number) => h.path({ class: `line s${number}`, d: pathOf(samples, measure, MAX_GAP_SECONDS, x, y) })),
+  );
 }
