@@ -309,8 +309,7 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tensor-parallel-size",
         metavar="T",
-        help=f"{TENSOR_PARALLEL_HELP}, or auto (only for `serve`); the same as after `serve` or "
-        "`fine-tune`",
+        help=f"{TENSOR_PARALLEL_HELP}; auto is for `serve` only. The same as after the command",
     )
     add_host_flags(parser)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from serve.cli.flags import by_heading
 from serve.core.config import ServeConfig
 from serve.tune.config import FineTuneConfig
 
@@ -29,19 +30,19 @@ def page() -> str:
 
 
 def _rows(config: Any) -> Iterator[str]:
-    for field in dataclasses.fields(config):
-        if heading := field.metadata.get("heading"):
-            yield f"| **{heading}** | | |\n"
-        meaning = field.metadata["help"].replace("|", "\\|")
-        if "hidden" in field.metadata:
-            continue
-        if field.metadata.get("file_only"):
-            yield f"| `{field.name}` | | {meaning} (only in the YAML file) |\n"
-        else:
-            no = "no-" if field.default is True else ""
-            names = [*field.metadata.get("short", ()), f"--{no}{field.name.replace('_', '-')}"]
-            flags = ", ".join(f"`{name}`" for name in names)
-            yield f"| {flags} | {_default(field.default)} | {meaning} |\n"
+    for heading, members in by_heading(config).items():
+        yield f"| **{heading}** | | |\n"
+        yield from map(_row, members)
+
+
+def _row(field: "dataclasses.Field[Any]") -> str:
+    meaning = field.metadata["help"].replace("|", "\\|")
+    if field.metadata.get("file_only"):
+        return f"| `{field.name}` | | {meaning} (only in the YAML file) |\n"
+    no = "no-" if field.default is True else ""
+    names = [*field.metadata.get("short", ()), f"--{no}{field.name.replace('_', '-')}"]
+    flags = ", ".join(f"`{name}`" for name in names)
+    return f"| {flags} | {_default(field.default)} | {meaning} |\n"
 
 
 def _default(value: Any) -> str:

@@ -1,5 +1,6 @@
 """Flags that may be repeated, and what is refused before anything starts."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -57,9 +58,9 @@ def test_an_adapter_root_that_is_no_folder(tmp_path: Path, root: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--kv-memory", "lots"], "^--kv-memory 'lots' is not an amount"),
+        (["--memory", "lots"], "^--memory 'lots' is not an amount"),
         (["--adapter-memory", "1GB,1GB,1GB"], "^--adapter-memory .* has 3 amounts for 2 ranks"),
-        (["--max-prompt-tokens", "99999"], "^--max-prompt-tokens 99999 is more than the model's"),
+        (["--max-model-len", "99999"], "^--max-model-len 99999 is more than the model's"),
         (["--split", "4,x"], "^--split 4,x is not a split: .*20,12"),
         (["--split", "3,3,2"], "^--split 3,3,2 has 3 numbers, .* 2 stages: "),
         (["--tool-call-parser", "foo"], "^--tool-call-parser foo is not one of .*qwen"),
@@ -109,11 +110,26 @@ def test_help_puts_flags_under_headings_and_names_their_values(
     with pytest.raises(SystemExit):
         serve("--help")
     text = capsys.readouterr().out
-    recovery = text.split("\nrecovery:\n")[1].split("\n\n")[0]
-    assert "--join-timeout SECONDS" in recovery
-    assert "--api-key" not in recovery
+    access = text.split("\naccess:\n")[1].split("\n\n")[0]
+    assert "--admin-key KEY" in access
+    assert "--join-timeout" not in access
+    assert "--join-timeout SECONDS" in text
     assert "--lora-modules NAME=PATH" in text
     assert "--host HOST" in text
+
+
+def test_help_is_short_and_begins_with_what_most_people_need(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        serve("--help")
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 110
+    flags = [name for name in re.findall(r"^  (--[a-z-]+)", text, re.M) if name != "--version"]
+    assert len(flags) <= 36
+    first = ["--model", "--served-model-name", "--host", "--port", "--api-key", "--memory"]
+    assert flags[:6] == first
 
 
 def test_a_quick_start_changes_constants(capsys: pytest.CaptureFixture[str]) -> None:

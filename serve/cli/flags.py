@@ -71,27 +71,46 @@ def parse(
     given has values from elsewhere, such as a file. Flags take precedence over them.
     """
     given = given or {}
-    parser = Parser(prog=program, description=description, allow_abbrev=False)
+    parser = Parser(
+        prog=program,
+        description=description,
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
+    )
     parser.add_argument("--version", action="version", version=f"mlx-brigade {__version__}")
     kinds = typing.get_type_hints(config)
-    group: Any = parser
+    for heading, members in by_heading(config).items():
+        group = parser.add_argument_group(heading) if heading else parser
+        for field in members:
+            if not field.metadata.get("file_only"):
+                _add_flag(group, field, kinds[field.name], field.name not in given)
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
-        # A heading in the help is for this flag and the flags after it.
-        if heading := field.metadata.get("heading"):
-            group = parser.add_argument_group(heading)
         if "hidden" in field.metadata:
             _add_hidden_flag(parser, field)
-        elif not field.metadata.get("file_only"):
-            _add_flag(group, field, kinds[field.name], field.name not in given)
     for name, value in given.items():
         # argparse checks a default only if it is text. A flag refuses the same values of a file.
         is_number = type(value) in (int, float)
         parser.set_defaults(**{name: str(value) if is_number else value})
+    required = [action for action in parser._actions if action.required]
+    needed = [f"{action.option_strings[-1]} {action.metavar}" for action in required]
+    parser.usage = " ".join(["%(prog)s", *needed, "[options]"])
     flags = vars(parser.parse_args(argv))
     for name, value in flags.items():
         if isinstance(value, list):
             flags[name] = tuple(value)
     return config(**flags)
+
+
+def by_heading(config: Any) -> dict[str, list["dataclasses.Field[Any]"]]:
+    """Returns the fields of a config that the help shows, by heading. The heading of a field is
+    also for the fields after it; one that comes again continues."""
+    groups: dict[str, list[dataclasses.Field[Any]]] = {}
+    heading = ""
+    for field in dataclasses.fields(config):
+        if "hidden" not in field.metadata:
+            heading = field.metadata.get("heading", heading)
+            groups.setdefault(heading, []).append(field)
+    return groups
 
 
 def _add_flag(

@@ -100,16 +100,12 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
     if config.num_shards:
         num_stages = count_stages(num_ranks, config.num_shards)
     check_num_ranks(checkpoint.num_layers, num_stages)
-    for flag in ("max_model_len", "max_prompt_tokens"):
-        asked = getattr(config, flag)
-        context = checkpoint.max_context
-        if asked and context and asked > context:
-            raise UsageError(
-                f"--{flag.replace('_', '-')} {asked} is more than the model's context of {context}."
-            )
+    asked, context = config.max_model_len, checkpoint.max_context
+    if asked and context and asked > context:
+        raise UsageError(f"--max-model-len {asked} is more than the model's context of {context}.")
     if config.split not in ("auto", "even"):
         parse_split(config.split, checkpoint.num_layers, num_stages)
-    for name in ("memory", "kv_memory", "adapter_memory", "prefix_cache_disk"):
+    for name in ("memory", "adapter_memory", "prefix_cache_disk"):
         amounts = getattr(config, name)
         if amounts:
             parse_memory(amounts, num_ranks, f"--{name.replace('_', '-')}")

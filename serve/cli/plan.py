@@ -17,7 +17,10 @@ from serve.core.amounts import format_bytes
 from serve.core.config import (
     DEFAULT_NUM_SEQUENCES,
     DRAFT_MODEL_HELP,
+    FIRST_HEADING,
+    KV_BITS_HELP,
     MEMORY_HELP,
+    SPLIT_HELP,
     TENSOR_PARALLEL_HELP,
     ModelSource,
     check_ranges,
@@ -41,12 +44,13 @@ from serve.core.plan import (
 class PlanConfig(ModelSource):
     """The flags of `brigade plan`."""
 
-    num_ranks: int = flag("number of ranks", short=("-n",), min=1)
+    num_ranks: int = flag("number of ranks", short=("-n",), min=1, heading=FIRST_HEADING)
     context: int | None = flag(
         "tokens of each sequence, prompt and answer (default: the model's context)",
         None,
         min=1,
         max=10**9,
+        heading="what to plan",
     )
     concurrency: int | None = flag(
         "number of sequences that must fit at the same time (default with --context: 1)",
@@ -54,22 +58,11 @@ class PlanConfig(ModelSource):
         min=1,
     )
     memory: str | None = flag(MEMORY_HELP, None)
-    kv_memory: str | None = flag(
-        "maximum memory for keys and values: 8GB, or 8GB,16GB for each rank",
-        None,
-    )
-    split: str = flag(
-        "layers for each stage: auto, even, or numbers such as 20,12, rank 0's stage first",
-        "auto",
-    )
-    kv_bits: int | None = flag(
-        "quantise keys and values to 8 or 4 bits (default: no quantisation)",
-        None,
-        among=(4, 8),
-    )
+    split: str = flag(SPLIT_HELP, "auto")
+    kv_bits: int | None = flag(KV_BITS_HELP, None, among=(4, 8))
     tensor_parallel_size: str | None = flag(
-        f"{TENSOR_PARALLEL_HELP}, or auto for the fastest layout, which needs --link (default: 1, "
-        "or auto with --explain)",
+        f"{TENSOR_PARALLEL_HELP}; auto: the fastest layout, by --link (default: 1, or auto with "
+        "--explain)",
         None,
         metavar="T",
     )
@@ -146,7 +139,6 @@ def run(argv: Sequence[str]) -> int:
         concurrency=concurrency,
         min_tokens=None if config.is_promise else MIN_KV_TOKENS,
         memory=config.memory,
-        kv_memory=config.kv_memory,
         split=config.split,
         kv_bits=config.kv_bits,
         draft=_draft_source(config, folder),

@@ -27,15 +27,15 @@ NO_ADAPTER_NAME = (
     "model's name."
 )
 DEFAULT_NUM_SEQUENCES = 32
-MEMORY_HELP = "memory for weights first, then for keys and values: 24GB, or 24GB,48GB for each rank"
+FIRST_HEADING = "needed most"
+MEMORY_HELP = "memory for weights, keys and values: 24GB, or 24GB,48GB by rank"
+SPLIT_HELP = "layers of each stage: auto, even, or numbers such as 20,12, rank 0's first"
+KV_BITS_HELP = "quantise keys and values to 8 or 4 bits"
 TRAINING_JOIN_SECONDS = 60.0  # how long a rank of a training run waits for the others at its start
-TENSOR_PARALLEL_HELP = (
-    "number of ranks that share the layers of each stage; it must divide the number of ranks"
-)
+TENSOR_PARALLEL_HELP = "ranks that share each layer; must divide the number of ranks"
 DRAFT_MODEL_HELP = (
-    "what guesses the next tokens of answers where that pays: a small model with the same "
-    "vocabulary (a folder on rank 0's host, or org/name[@REVISION] on the hub), or mtp, the "
-    "model's own multi-token-prediction head"
+    "what guesses the next tokens: a small model with the same vocabulary (a folder on rank 0's "
+    "host, or org/name[@REVISION]), or mtp, the model's own prediction head"
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
@@ -52,10 +52,17 @@ def flag(help: str, default: Any = ..., **checks: Any) -> Any:
 class ModelSource:
     """The flags that say where a command finds its model."""
 
-    model: Path = flag("folder of the model, or org/name of one on the Hugging Face hub")
-    revision: str | None = flag("branch, tag or commit of a model on the hub", None)
+    model: Path = flag(
+        "folder of the model, or org/name of one on the Hugging Face hub",
+        heading=FIRST_HEADING,
+    )
+    revision: str | None = flag(
+        "branch, tag or commit of a model on the hub",
+        None,
+        heading="model",
+    )
     cache_dir: Path | None = flag(
-        "folder for downloaded parts of hub models (default: HF_HOME/brigade)",
+        "folder for what is fetched from the hub (default: HF_HOME/brigade)",
         None,
     )
 
@@ -67,93 +74,92 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig(ModelSource):
-    host: str = flag(
-        "address that the HTTP server on rank 0 listens on",
-        "127.0.0.1",
-        heading="server",
-    )
-    port: int = flag("port of the HTTP server; 0 picks a free one", 8080, min=0, max=65535)
     served_model_name: str | None = flag(
-        "name of the model for clients (default: org/name, or the folder's name)",
+        "the model's name for clients (default: org/name, or the folder's)",
         None,
+        heading=FIRST_HEADING,
     )
-    split: str = flag(
-        "layers for each stage: auto, even, or numbers such as 20,12, rank 0's stage first",
+    host: str = flag("address of the server", "127.0.0.1")
+    port: int = flag("its port; 0 picks a free one", 8080, min=0, max=65535)
+    api_key: tuple[str, ...] = flag(
+        "API key that clients must send; also read from BRIGADE_API_KEY. Users of this host see it "
+        "in the list of processes: prefer --api-key-file",
+        (),
+        secret=True,
+    )
+    memory: str | None = flag(f"{MEMORY_HELP} (default: what is free)", None, metavar="SIZE")
+    max_model_len: int | None = flag(
+        "tokens that prompt and answer may have together (default: the model's context)",
+        None,
+        min=2,
+        heading="model",
+    )
+    generation_config: str = flag(
+        "defaults of sampling: the model's generation_config.json, or OpenAI's",
         "auto",
-        heading="layers and memory",
+        among=("auto", "none"),
+        metavar="auto|none",
     )
+    tool_call_parser: str | None = flag(
+        f"format of tool calls: {', '.join(call_formats())} (default: detected)",
+        None,
+        among=call_formats(),
+        metavar="NAME",
+    )
+    pooling: str | None = flag(
+        "how prompts become embeddings (default: as the model's files say)",
+        None,
+        among=("mean", "last", "cls"),
+        metavar="mean|last|cls",
+    )
+    split: str = flag(SPLIT_HELP, "auto", heading="layers")
     tensor_parallel_size: str = flag(
-        f"{TENSOR_PARALLEL_HELP}, or auto for the layout that is forecast to be the fastest",
+        f"{TENSOR_PARALLEL_HELP}; auto: the fastest layout, by forecast",
         "1",
         metavar="T",
     )
-    memory: str | None = flag(f"{MEMORY_HELP} (default: what is free)", None)
+    kv_bits: int | None = flag(KV_BITS_HELP, None, among=(4, 8))
     max_num_seqs: int = flag(
-        "maximum number of sequences that run at the same time",
+        "number of sequences that may run at the same time",
         DEFAULT_NUM_SEQUENCES,
         min=1,
+        heading="requests",
     )
-    max_queue: int = flag("maximum number of waiting requests; more get 429", 256, min=0)
-    max_model_len: int | None = flag(
-        "maximum length of prompt and answer together, in tokens (default: the model's context)",
+    max_queue: int = flag("number of requests that may wait; more get 429", 256, min=0)
+    max_inter_token: float | None = flag(
+        "seconds that prefill may delay the next token of a stream (default: about twice the usual "
+        "time)",
         None,
-        min=2,
+        min=0.001,
+        max=60,
     )
-    kv_memory: str | None = flag(
-        "maximum memory for keys and values: 8GB, or 8GB,16GB for each rank (default: --memory "
-        "minus the weights, or what is free)",
+    draft_model: str | None = flag(
+        f"{DRAFT_MODEL_HELP}, or none to guess nothing (default: only the text so far)",
         None,
+        metavar="M",
     )
-    kv_bits: int | None = flag(
-        "quantise keys and values to 8 or 4 bits (default: no quantisation)",
-        None,
-        among=(4, 8),
+    enable_prefix_caching: bool = flag(
+        "reuse common prefixes of prompts (default: on)",
+        True,
+        heading="common prefixes",
     )
-    pooling: str | None = flag(
-        "how prompts become embeddings: mean, last or cls (default: as the model's files say)",
-        None,
-        among=("mean", "last", "cls"),
-        heading="requests and answers",
+    prefix_cache_scope: str = flag(
+        "share them among all clients, or only with one API key",
+        "all",
+        among=("all", "key"),
+        metavar="all|key",
     )
-    tool_call_parser: str | None = flag(
-        f"format of the model's tool calls: {', '.join(call_formats())} (default: detected)",
-        None,
-        among=call_formats(),
-    )
-    generation_config: str = flag(
-        "defaults of the sampling parameters: auto (from the model's generation_config.json) or "
-        "none (those of OpenAI's API)",
-        "auto",
-        among=("auto", "none"),
-    )
-    enable_force_include_usage: bool = flag(
-        "give the usage in every chunk of the streams of chats and completions, even if the client "
-        "does not ask for it",
-        False,
-    )
-    enable_prefix_caching: bool = flag("reuse common prefixes of prompts", True)
     prefix_cache_dir: Path | None = flag(
-        "folder on each host for prefixes that are kept across restarts (default: none)",
+        "folder on each host for prefixes that outlive a restart (default: none)",
         None,
     )
     prefix_cache_disk: str = flag(
-        "maximum size of --prefix-cache-dir on each rank: 50GB, or 50GB,20GB for each rank",
+        "maximum size of that folder: 50GB, or 50GB,20GB by rank",
         "50GB",
-    )
-    draft_model: str | None = flag(
-        f"{DRAFT_MODEL_HELP}; none for no guesses, not even from the text so far. Guesses never "
-        "change a text (default: only from the text)",
-        None,
-        metavar="M|mtp|none",
-    )
-    prefix_cache_scope: str = flag(
-        "who shares the keys and values of common prefixes: all (all clients) or key (clients with "
-        "the same API key)",
-        "all",
-        among=("all", "key"),
+        metavar="SIZE",
     )
     lora_modules: tuple[str, ...] = flag(
-        "LoRA adapter to load at the start, under this name",
+        "LoRA adapters to load at the start, by name",
         (),
         metavar="NAME=PATH",
         heading="LoRA adapters",
@@ -162,61 +168,40 @@ class ServeConfig(ModelSource):
         "folder below which adapters may be loaded over HTTP (default: none)",
         None,
     )
-    allow_hub_adapters: bool = flag(
-        "allow org/name of an adapter on the hub in place of a path",
-        False,
-    )
+    allow_hub_adapters: bool = flag("allow adapters on the hub, by org/name", False)
     adapter_memory: str | None = flag(
-        "maximum memory for adapters: 1GB, or 1GB,2GB for each rank (default: no limit)",
+        "maximum memory for adapters: 1GB, or 1GB,2GB by rank (default: no limit)",
         None,
+        metavar="SIZE",
     )
-    max_lora_rank: int = flag("maximum LoRA rank of an adapter", 64, min=1)
-    max_inter_token: float | None = flag(
-        "seconds between two tokens of a stream that prefill should not exceed; a lower value "
-        "delays first tokens (default: about twice the usual time, except for short prompts)",
-        None,
-        min=0.001,
-        max=60,
-    )
-    join_timeout: float = flag(
-        "seconds to wait for a rank to connect; under `brigade launch`, at least 300 if it starts",
-        60.0,
-        min=1,
-        max=10**6,
-        heading="recovery",
-    )
-    replan: bool = flag(
-        "redistribute layers if a lost rank does not return within --join-timeout",
-        False,
-    )
-    api_key: tuple[str, ...] = flag(
-        "API key that clients must send; also read from BRIGADE_API_KEY. Other users of this host "
-        "can see it in the list of processes: prefer --api-key-file",
-        (),
-        secret=True,
-        heading="access",
-    )
-    api_key_file: Path | None = flag("file with API keys, one per line", None)
+    api_key_file: Path | None = flag("file with API keys, one per line", None, heading="access")
     admin_key: tuple[str, ...] = flag(
-        "key for admin calls; also read from BRIGADE_ADMIN_KEY. Without admin keys, admin calls "
-        "need an API key; without any keys, only this host may make them",
+        "key for admin calls; also read from BRIGADE_ADMIN_KEY. Without one they need an API key; "
+        "without any key, only this host may make them",
         (),
         secret=True,
     )
     admin_key_file: Path | None = flag("file with admin keys, one per line", None)
     allowed_host: tuple[str, ...] = flag(
-        "additional name accepted in the Host header when there are no API keys; * for any",
+        "name to accept in the Host header when there are no API keys; * for any",
         (),
     )
     allowed_origins: tuple[str, ...] = flag(
-        "origin whose web pages may call the server, such as https://a.example; * for any",
+        "origin whose web pages may call the server: https://a.example; * for any",
         (),
+        metavar="ORIGIN",
     )
     no_ui: bool = flag("do not serve the web page at /", False)
-    max_prompt_tokens: int | None = flag(
-        "maximum length of a prompt, in tokens (default: the context)",
-        None,
+    join_timeout: float = flag(
+        "seconds to wait for a rank to connect; `brigade launch` waits at least 300 for a start",
+        60.0,
         min=1,
+        max=10**6,
+        heading="start, loss of a rank, end",
+    )
+    replan: bool = flag(
+        "give the layers of a rank that does not return within --join-timeout to the others",
+        False,
     )
     drain_timeout: float = flag(
         "seconds that requests get to finish when the server ends",

@@ -196,7 +196,6 @@ class LoadAdapter(Message, frozen=True):
     path: str
     root: str | None
     commit: str | None
-    max_rank: int
     held: list[int]
 
 

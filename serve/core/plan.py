@@ -118,17 +118,16 @@ class DraftSource:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """The settings of a plan, which `brigade plan` and `serve` take as flags. split is auto, even,
-    or the number of layers of each stage. memory, kv_memory and adapter_memory are one amount for
-    all ranks, or one for each. There must be room for context * concurrency tokens, or for
-    min_tokens if that is set. num_shards ranks share the layers of each stage. Rank 0 also holds
-    the draft model, if there is one."""
+    or the number of layers of each stage. memory and adapter_memory are one amount for all ranks,
+    or one for each. There must be room for context * concurrency tokens, or for min_tokens if that
+    is set. num_shards ranks share the layers of each stage. Rank 0 also holds the draft model, if
+    there is one."""
 
     num_ranks: int
     context: int | None = None
     concurrency: int = 1
     min_tokens: int | None = None
     memory: str | None = None
-    kv_memory: str | None = None
     adapter_memory: str | None = None
     split: str = "auto"
     kv_bits: int | None = None
@@ -140,8 +139,7 @@ class PlanRequest:
         return self.num_ranks // self.num_shards
 
     def amounts(self, name: str) -> list[int] | None:
-        """Returns the bytes for each rank, from one of the three memory fields. Raises
-        UsageError."""
+        """Returns the bytes for each rank, from one of the two memory fields. Raises UsageError."""
         text = getattr(self, name)
         if text:
             return parse_memory(text, self.num_ranks, f"--{name.replace('_', '-')}")
@@ -409,19 +407,9 @@ def with_slack(cache_bytes: int) -> int:
 # --- room for keys and values
 
 
-def kv_budgets(
-    stages: Sequence[StagePlan],
-    memory: Sequence[int] | None,
-    kv_memory: Sequence[int] | None,
-) -> list[int] | None:
-    """Returns the bytes of each stage for keys and values: its memory minus its weights, but at
-    most its kv_memory. None if neither is limited."""
-    if memory is None:
-        return list(kv_memory) if kv_memory else None
-    left = [m - stage.weight_bytes for m, stage in zip(memory, stages, strict=True)]
-    if kv_memory:
-        return list(map(min, left, kv_memory))
-    return left
+def kv_budgets(stages: Sequence[StagePlan], memory: Sequence[int]) -> list[int]:
+    """Returns the bytes of each stage for keys and values: its memory minus its weights."""
+    return [m - stage.weight_bytes for m, stage in zip(memory, stages, strict=True)]
 
 
 def room_for_tokens(
@@ -494,7 +482,7 @@ def check_room(num_tokens: int, needed: int = MIN_KV_TOKENS) -> None:
     if num_tokens < needed:
         raise PlanError(
             f"There is room for keys and values of {max(0, num_tokens):,} tokens, but "
-            f"{needed:,} are needed: raise --memory or --kv-memory, or add ranks."
+            f"{needed:,} are needed: raise --memory or add ranks."
         )
 
 

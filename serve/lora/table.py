@@ -42,6 +42,7 @@ from serve.model.sharding import Divisions
 from serve.model.stage import Stage
 
 _MIN_SLOTS = 4
+_MAX_RANK = 512  # All slots are as large as the largest rank.
 
 
 class Adapters:
@@ -85,7 +86,6 @@ class Adapters:
         version: int,
         path: str,
         root: str | None,
-        max_rank: int,
         commit: str | None = None,
     ) -> tuple[AdapterFiles, ModuleMatrices]:
         """Checks the whole adapter and reads its matrices for this stage. With a commit, path is
@@ -93,8 +93,10 @@ class Adapters:
         partial = self._open(path, commit) if commit else None
         folder = str(partial.folder) if partial else path
         files = read_adapter(folder, root, is_whole=partial is None)
-        if files.rank > max_rank:
-            raise AdapterError(f"The adapter has rank {files.rank}: --max-lora-rank is {max_rank}.")
+        if files.rank > _MAX_RANK:
+            raise AdapterError(
+                f"The adapter has rank {files.rank}: at most {_MAX_RANK} can be used."
+            )
         self._check_targets(files)
         targets: dict[str, Target] = {}
         for name, target in files.targets.items():
@@ -152,9 +154,7 @@ class Adapters:
             self._answers[version] = answer
             return answer
         try:
-            files, matrices = self.read(
-                version, asked.path, asked.root, asked.max_rank, asked.commit
-            )
+            files, matrices = self.read(version, asked.path, asked.root, asked.commit)
         except AdapterError as error:
             return AdapterRefused(version, str(error), error.http_status)
         targets = files.targets

@@ -106,7 +106,6 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
     check_num_ranks(checkpoint.num_layers, num_stages)
     draft_bytes = _draft_bytes(request.draft) if request.draft else 0
     memory = _memory_for_model(request, draft_bytes)
-    request.amounts("kv_memory")  # Raises UsageError before the model is built.
     model = build_model(folder)
     if request.num_shards == 1:
         plan = _plan(model, checkpoint, request, memory)
@@ -249,9 +248,9 @@ def _room(
     needed: int,
 ) -> KvRoom | None:
     """Computes the room for keys and values. Raises PlanError if it is less than needed."""
-    budgets = kv_budgets(stages, memory, request.amounts("kv_memory"))
-    if budgets is None:
+    if memory is None:
         return None
+    budgets = kv_budgets(stages, memory)
     if request.min_tokens is None:
         num_tokens = room_for_tokens(stages, budgets, request.concurrency)
         room = KvRoom(num_tokens, request.concurrency)

@@ -11,7 +11,14 @@ from typing import Any
 import yaml
 
 from serve.core.amounts import parse_memory
-from serve.core.config import TENSOR_PARALLEL_HELP, ModelSource, check_ranges, check_revision, flag
+from serve.core.config import (
+    FIRST_HEADING,
+    TENSOR_PARALLEL_HELP,
+    ModelSource,
+    check_ranges,
+    check_revision,
+    flag,
+)
 from serve.core.errors import UsageError
 from serve.tune.layout import Layout, check_shares, layout_of
 from serve.tune.schedule import SCHEDULES
@@ -32,7 +39,10 @@ def _from_file(help: str) -> Any:
 class FineTuneConfig(ModelSource):
     """The flags of `brigade fine-tune`, which its YAML file may give as well."""
 
-    data: Path = flag("folder with train.jsonl, and optionally valid.jsonl and test.jsonl")
+    data: Path = flag(
+        "folder with train.jsonl, and optionally valid.jsonl and test.jsonl",
+        heading=FIRST_HEADING,
+    )
     config: Path | None = flag(
         "YAML file with these settings; flags override it",
         None,

@@ -369,7 +369,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], None], int, str]] = {
     "rank 4096": (
         spoil(lambda _, c: c["lora_parameters"].update(rank=4096)),
         400,
-        "rank 4096: --max-lora-rank is 64",
+        "rank 4096: at most 512",
     ),
     "nan": (
         spoil(lambda t, _: t.update({f"{Q}.lora_b": mx.full((8, 128), math.nan)})),

@@ -5,7 +5,6 @@ from typing import Any
 import httpx2
 import pytest
 
-from serve.front.text.tokens import Tokenizer
 from tests.agents.played import MAX_CONTEXT
 from tests.compatibility.asking import (
     CHAT,
@@ -16,7 +15,7 @@ from tests.compatibility.asking import (
     RESPONSES,
     Server,
 )
-from tests.front.fakes import CONFIG, FakeEngine, Running, byte_level, save
+from tests.front.fakes import CONFIG
 
 MODEL = "tiny"
 
@@ -120,16 +119,3 @@ def test_continuous_usage_counts_in_each_chunk(server: Server, path: str) -> Non
     assert counts == sorted(counts)
     assert set(counts) >= {1, 2, 3, 4}
     assert len({usage["prompt_tokens"] for usage in counted}) == 1
-
-
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_force_include_usage_counts_in_each_chunk(
-    tmp_path_factory: pytest.TempPathFactory, path: str
-) -> None:
-    tokenizer = Tokenizer(save(byte_level(), tmp_path_factory.mktemp("model")))
-    with Running(FakeEngine(tokenizer), enable_force_include_usage=True) as running:
-        fields = {**NEEDED[path], "max_tokens": 4, "stream": True}
-        counted = usages(httpx2.post(running.url + path, json=fields, timeout=10))
-    counts = [usage["completion_tokens"] for usage in counted]
-    assert counts == sorted(counts)
-    assert set(counts) >= {1, 2, 3, 4}

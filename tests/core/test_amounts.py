@@ -32,8 +32,8 @@ def test_parse_memory_refuses_what_is_no_amount_for_two_ranks(text: str) -> None
 
 @pytest.mark.parametrize("text", ["lots", "0GB", "1GB,1GB,1GB"])
 def test_parse_memory_names_the_flag(text: str) -> None:
-    with pytest.raises(UsageError, match=f"^--kv-memory '?{text}"):
-        parse_memory(text, 2, "--kv-memory")
+    with pytest.raises(UsageError, match=f"^--adapter-memory '?{text}"):
+        parse_memory(text, 2, "--adapter-memory")
 
 
 def test_memory_of_some_ranks() -> None:

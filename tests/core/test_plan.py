@@ -187,8 +187,7 @@ def test_there_is_room_for_what_fits_and_for_no_more(
     """What a plan refuses, and of how many tokens it says that there is room, are one sum."""
     for split in every_split(len(cost.layers), num_ranks):
         stages = [stage_plan(cost, r, layers, demand, None) for r, layers in enumerate(split)]
-        budgets = kv_budgets(stages, [memory] * num_ranks, None)
-        assert budgets is not None
+        budgets = kv_budgets(stages, [memory] * num_ranks)
         room = room_for_tokens(stages, budgets, demand.concurrency)
         fits = all(stage.total_bytes <= memory for stage in stages)
         assert fits == (room >= demand.tokens or (room >= 0 and not grows(stages)))
@@ -208,12 +207,9 @@ def test_smaller_demands_end_with_the_smallest() -> None:
     assert Demand(8192, 32).smaller(256)[-1].concurrency == 1
 
 
-def test_keys_and_values_get_what_the_weights_leave_and_no_more_than_their_limit() -> None:
+def test_keys_and_values_get_what_the_weights_leave() -> None:
     stages = plan_stages(model([10] * 4), even_split(4, 2), Demand(1, 1))
-    assert kv_budgets(stages, [100, 50], None) == [80, 30]
-    assert kv_budgets(stages, [100, 50], [90, 20]) == [80, 20]
-    assert kv_budgets(stages, None, [90, 20]) == [90, 20]
-    assert kv_budgets(stages, None, None) is None
+    assert kv_budgets(stages, [100, 50]) == [80, 30]
 
 
 def test_plan_stages_gives_each_shard_of_a_stage_the_same_layers() -> None:

@@ -1,5 +1,5 @@
-"""One two-rank cluster for all cases. It gives clients half a second where others get ten, and
-takes prompts that are shorter than its context."""
+"""One two-rank cluster for all cases. It gives clients half a second where others get
+ten."""
 
 from collections.abc import Callable, Iterator
 
@@ -11,12 +11,11 @@ from tests.cluster.servers import Server, quick, running
 from tests.faults.cases import GOOD
 
 TIMEOUTS = quick(header_timeout=0.5, body_timeout=0.5)
-MAX_PROMPT_TOKENS = 1500
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Server]:
-    with running(2, TIMEOUTS, "--max-prompt-tokens", str(MAX_PROMPT_TOKENS)) as server:
+    with running(2, TIMEOUTS) as server:
         yield server
 
 

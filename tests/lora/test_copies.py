@@ -35,7 +35,7 @@ def ask(
     pipeline: Pipeline, parents: list[Path], version: int, folder: Path, held: tuple[int, ...] = ()
 ) -> list[Any]:
     """The answers of all ranks."""
-    message = LoadAdapter(version, str(folder), None, None, max_rank=64, held=list(held))
+    message = LoadAdapter(version, str(folder), None, None, held=list(held))
     for own, parent in zip(pipeline.adapters, parents, strict=True):
         own._copies = parent
     answers = [own.answer(message) for own in pipeline.adapters]

@@ -46,7 +46,7 @@ class Pipeline:
 
     def read(self, version: int, folder: Path, **options: Any) -> set[str]:
         """The modules that some stage has found."""
-        options = {"root": None, "max_rank": 64, **options}
+        options = {"root": None, **options}
         read = [own.read(version, str(folder), **options) for own in self.adapters]
         return {name for _, matrices in read for name in matrices}
 
@@ -285,9 +285,9 @@ def test_what_rank_0_gets_to_know(tmp_path: Path, is_peft: bool) -> None:
     others = [read(number, replaced) for number in (0, 1)]
     assert not {other.checksum for other in others} & set(checksums)
     assert others[0].digest != first.digest, "only the numbers are others"
-    refused = pipeline.adapters[0].answer(msgspec.structs.replace(asked, version=4, max_rank=3))
+    refused = pipeline.adapters[0].answer(msgspec.structs.replace(asked, version=4, path="nowhere"))
     assert isinstance(refused, AdapterRefused)
-    assert (refused.version, refused.status) == (4, 400)
+    assert (refused.version, refused.status) == (4, 404)
 
 
 @pytest.mark.parametrize(
@@ -459,7 +459,7 @@ SPOILS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "rank 4096": (
         lambda t, c: c["lora_parameters"].update(rank=4096),
-        "rank 4096.*--max-lora-rank",
+        "rank 4096: at most 512",
     ),
     "rank -1": (lambda t, c: c["lora_parameters"].update(rank=-1), "rank"),
     "scale": (lambda t, c: c["lora_parameters"].update(scale="big"), "scale"),

@@ -263,7 +263,6 @@ class AdapterLoader:
             path=source.path,
             root=source.root,
             commit=source.commit,
-            max_rank=self._config.max_lora_rank,
             held=list(self.registry.versions),
         )
         num_interrupted = self._num_interrupted

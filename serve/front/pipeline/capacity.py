@@ -130,26 +130,22 @@ def draft_model_costs(stages: list[StageStatus]) -> ModelCosts | None:
 
 
 def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:
-    """Computes the room for keys and values, as a plan does. Without a limit, all free memory
-    counts, minus what scoring a prompt needs (unless --kv-memory decides). Raises PlanError if
-    the room is less than the minimum."""
+    """Computes the room for keys and values, as a plan does, but no more than the memory that is
+    free while a prompt is scored. Raises PlanError if the room is less than the minimum."""
     ranks = [stage.rank for stage in stages]
     plans = [stage.plan for stage in stages if stage.plan]
     no_adapters = [0] * len(ranks)
     adapters = _amounts(config.adapter_memory, ranks) or no_adapters
     memory = _amounts(config.memory, ranks)
-    if memory:
-        draft_bytes = [plan.draft_bytes for plan in plans]
-        memory = _less(memory, adapters)
-        memory = _less(memory, draft_bytes)
-    kv_memory = _amounts(config.kv_memory, ranks)
     beside_scoring = [
         _free_beside_scoring(stage, config.constants.prefill_chunk) for stage in stages
     ]
     free = _less(beside_scoring, adapters)
-    budgets = kv_budgets(plans, memory, kv_memory) or free
-    if memory and not kv_memory:
-        pairs = zip(budgets, free, strict=True)
+    budgets = free
+    if memory:
+        memory = _less(memory, adapters)
+        memory = _less(memory, [plan.draft_bytes for plan in plans])
+        pairs = zip(kv_budgets(plans, memory), free, strict=True)
         budgets = [min(pair) for pair in pairs]
     return kv_room(plans, budgets, config.max_num_seqs)
 

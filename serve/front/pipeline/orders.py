@@ -22,7 +22,6 @@ def plan_request(config: ServeConfig, num_ranks: int) -> PlanRequest:
         concurrency=config.max_num_seqs,
         min_tokens=MIN_KV_TOKENS,
         memory=config.memory,
-        kv_memory=config.kv_memory,
         adapter_memory=config.adapter_memory,
         split=config.split,
         kv_bits=config.kv_bits,
@@ -41,7 +40,6 @@ def replan_request(
     memory = _of_ranks(config.memory, ranks)
     if memory is None and all(known):
         memory = _amounts_text(known)
-    kv_memory = _of_ranks(config.kv_memory, ranks)
     adapter_memory = _of_ranks(config.adapter_memory, ranks)
     # A list of layer counts was meant for the ranks of the first plan.
     split = "even" if config.split == "even" else "auto"
@@ -50,7 +48,6 @@ def replan_request(
         request,
         min_tokens=_CONVERSATION_TOKENS,
         memory=memory,
-        kv_memory=kv_memory,
         adapter_memory=adapter_memory,
         split=split,
     )

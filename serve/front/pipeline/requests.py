@@ -108,7 +108,6 @@ class Requests:
         cache_scope: str,
     ) -> Generation:
         """Queues the sequences of a request. Raises OverloadedError or RequestError."""
-        self._check_lengths(prompts)
         self._check_embedding(prompts)
         sequences = [
             sequence
@@ -122,16 +121,6 @@ class Requests:
             self._warm_up.stop()
         self._pump()
         return generation
-
-    def _check_lengths(self, prompts: ReadableList[Prompt]) -> None:
-        max_tokens = self._config.max_prompt_tokens
-        longest = max(len(prompt.ids) for prompt in prompts)
-        if max_tokens and longest > max_tokens:
-            raise RequestError(
-                f"The prompt has {longest} tokens, but this server accepts only "
-                f"{max_tokens}: shorten it.",
-                code="context_length_exceeded",
-            )
 
     def _check_embedding(self, prompts: ReadableList[Prompt]) -> None:
         poolings = [prompt.pooling for prompt in prompts if prompt.pooling]

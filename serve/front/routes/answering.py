@@ -24,7 +24,7 @@ from serve.front.http.admission import Keys
 from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record
 from serve.front.http.replies import Json
-from serve.front.output.answer import Answer, Job, UsageInStream
+from serve.front.output.answer import Answer, Job
 from serve.front.output.conformance import Conformance
 from serve.front.output.embedding import Embeddings
 from serve.front.output.running import Running
@@ -53,7 +53,6 @@ class Answering:
         metrics: Metrics,
     ) -> None:
         self._model = config.model_name
-        self._forces_usage = config.enable_force_include_usage
         self._keeps_keys_apart = config.prefix_cache_scope == "key"
         self._keys = Keys(config)
         self._engine = engine
@@ -145,8 +144,7 @@ class Answering:
         meant = self._engine.adapters.registry.meant
         match read:
             case Job():
-                usage = UsageInStream.EACH if self._forces_usage else read.usage_in_stream
-                return structs.replace(read, model=meant(read.model), usage_in_stream=usage)
+                return structs.replace(read, model=meant(read.model))
             case ReadResponse() | ReadMessage():
                 job = structs.replace(read.job, model=meant(read.job.model))
                 return structs.replace(read, job=job)

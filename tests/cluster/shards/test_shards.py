@@ -113,7 +113,7 @@ def test_shards_of_two_stages_answer_as_mlx_lm(
     mlx_lm_answer: Callable[[str], str],
 ) -> None:
     """Those of the last stage share the head, unless the machine is too busy when they start."""
-    with running_wide(4, tmp_path, "--kv-memory", "1GB", launch=launch_shards) as server:
+    with running_wide(4, tmp_path, launch=launch_shards) as server:
         found = server.get("/admin/pipeline")
         places = [(stage["stage"], stage["shard"]) for stage in found["stages"]]
         assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
