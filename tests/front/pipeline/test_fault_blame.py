@@ -215,7 +215,7 @@ def test_fault_blame_lets_those_with_a_token_wait() -> None:
 
 
 def test_fault_blame_of_many_requests_ends_no_cluster() -> None:
-    """Far more than --max-restarts, at once and one after the other, beside others."""
+    """Far more than max_restarts, at once and one after the other, beside others."""
     pipeline = Fragile(2, {id: 5 + id % 20 for id in range(100, 130)}, max_num_sequences=8)
     for id in range(6):
         pipeline.add(make_sequence(id, 12 + id, 200))
