@@ -130,7 +130,7 @@ def stumps(sources: Mapping[str, str]) -> Iterator[str]:
 
 
 # Modules that cut messages out of a stream of bytes between two of our processes.
-_CHANNELS = {"serve.core.wire", "serve.front.text.isolated"}
+_CHANNELS = {"serve.core.wire", "serve.front.text.helpers"}
 _LISTS_OF_MESSAGES = {
     "serve/core/messages.py",
     "serve/core/agent_messages.py",

@@ -4,26 +4,12 @@ They travel as JSON, because they hold JSON of clients, whose integers may be to
 MessagePack.
 """
 
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
-# The names of the methods of serve.front.api.reading.reader.Reader.
-BodyKind = Literal[
-    "chat",
-    "completion",
-    "embedding",
-    "message",
-    "response",
-    "count",
-    "input_tokens",
-    "tokenize",
-    "detokenize",
-    "ollama_chat",
-    "ollama_generate",
-    "ollama_embed",
-    "ollama_embeddings",
-]
+from serve.core.errors import NotFoundError
+
 Reading = TypeVar("Reading")
 
 
@@ -34,20 +20,47 @@ class HelperMessage(
     it. A helper process answers one question at a time."""
 
 
-class HelperReady(HelperMessage, frozen=True):
-    """A helper process reports that it has loaded what it needs."""
+class ModelNames(msgspec.Struct, frozen=True, array_like=True):
+    """The names that a request may give: the model's and those of its adapters. default is what a
+    request means that gives none."""
+
+    names: tuple[str, ...]
+    default: str
+
+    def meant(self, name: str) -> str:
+        """Returns the model or adapter that a request means. The prefix that LiteLLM adds to names,
+        and the suffix of Ollama, are ignored. Raises NotFoundError."""
+        for each in (name, name.removeprefix("openai/"), name.removesuffix(":latest")):
+            if each in self.names:
+                return each
+        if name in ("", "default"):
+            return self.default
+        self.check(name)
+        return name
+
+    def check(self, name: str, param: str = "model") -> None:
+        """Raises NotFoundError unless it is one of the names."""
+        if name not in self.names:
+            raise NotFoundError(
+                f"The model {name[:100]!r} does not exist: this server has "
+                f"{', '.join(map(repr, self.names))}.",
+                param=param,
+                code="model_not_found",
+            )
 
 
 class ReadBody(HelperMessage, frozen=True):
     """The server asks a reading process to read the body of a request. The answer is BodyRead,
     BodyRefused or BodyNotRead.
 
-    The bytes of the body, and of anything else that the reader of this kind takes, follow the
-    message; sizes has the length of each. finds_boundaries asks for those of the prompt.
+    kind is a name in serve.front.api.reading.kinds. The bytes of the body, and of anything else
+    that the reader of this kind takes, follow the message; sizes has the length of each.
+    finds_boundaries asks for those of the prompt.
     """
 
-    kind: BodyKind
+    kind: str
     sizes: tuple[int, ...]
+    names: ModelNames
     finds_boundaries: bool = False
 
 
@@ -64,6 +77,7 @@ class BodyRefused(HelperMessage, frozen=True):
     message: str
     param: str | None
     code: str | None
+    is_not_found: bool = False
 
 
 class BodyNotRead(HelperMessage, frozen=True):

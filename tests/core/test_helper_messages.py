@@ -16,7 +16,6 @@ from serve.core.helper_messages import (
     ClaimsChecked,
     GrammarChecked,
     HelperMessage,
-    HelperReady,
     ToHelper,
 )
 from serve.core.types import Sampling
@@ -54,7 +53,6 @@ st.register_type_strategy(
 )
 READINGS = typing.get_args(AnyReading)
 FROM_HELPER = (
-    HelperReady,
     *typing.get_args(process.Answer),
     CallsParsed,
     CallUnreadable,

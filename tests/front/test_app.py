@@ -25,9 +25,9 @@ from serve.core.errors import (
     OverloadedError,
     UnavailableError,
 )
-from serve.core.helper_messages import ParsedCall
+from serve.core.helper_messages import CheckGrammar, GrammarChecked, ParsedCall
 from serve.front.api import chat
-from serve.front.api.reading.reader import Reader
+from serve.front.api.reading import kinds
 from serve.front.api.writers.chat import ChatWriter
 from serve.front.api.writers.messages import MessagesWriter
 from serve.front.api.writers.responses import ResponsesWriter
@@ -610,23 +610,27 @@ def test_events_that_cannot_be_written_end_their_stream_alone(
 def test_grammars_that_are_slow_to_check_hold_up_nobody_else(
     server: Running, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor a request whose grammar was checked before."""
     checking, going_on = [], threading.Event()
+    known = {"type": "json_object"}
+    assert post(server, response_format=known).status_code == 200
 
-    def slow(grammar: str, param: str) -> tuple[str, ...]:
-        checking.append(param)
+    def slow(question: CheckGrammar) -> GrammarChecked:
+        checking.append(question)
         assert going_on.wait(10)
-        return ()
+        return GrammarChecked(None)
 
-    monkeypatch.setattr(engine.tokenizer.grammars, "check", slow)
+    monkeypatch.setattr(engine.tokenizer.grammars._helpers, "ask", slow)
     with ThreadPoolExecutor(8) as clients:
-        format = {"type": "json_object"}
-        asked = [clients.submit(post, server, response_format=format) for _ in range(8)]
+        patterns = [{"regex": "a" * num} for num in range(1, 9)]
+        asked = [clients.submit(post, server, structured_outputs=each) for each in patterns]
         wait_until(lambda: bool(checking))
         assert post(server).status_code == 200, "it waits for none of them"
+        assert post(server, response_format=known).status_code == 200
         assert not any(each.done() for each in asked)
         going_on.set()
         assert [each.result().status_code for each in asked] == [200] * 8
-    assert checking == ["response_format"] * 8
+    assert len(checking) == 8
 
 
 def test_nothing_is_begun_for_a_client_that_has_left(
@@ -739,7 +743,7 @@ async def test_bodies_of_clients_that_left_do_not_wait_for_a_thread(
     request = Request({"type": "http", "headers": []}, leave)
     try:
         with pytest.raises(StatusError):
-            await front.answering.read(request, Reader.chat)
+            await front.answering.read(request, kinds.CHAT)
         gc.collect()
         assert [body() for body in bodies] == [None]
     finally:

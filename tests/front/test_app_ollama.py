@@ -244,7 +244,7 @@ def test_embed_leaves_out_the_end_of_an_input(server: Running, engine: FakeEngin
 
 @pytest.mark.parametrize("given", ["", []])
 def test_embed_of_nothing_is_nothing(shared: Running, given: Any) -> None:
-    assert post(shared, "/api/embed", input=given).json() == {"model": "default", "embeddings": []}
+    assert post(shared, "/api/embed", input=given).json() == {"model": "tiny", "embeddings": []}
     assert post(shared, "/api/embeddings", prompt="").json() == {"embedding": []}
 
 

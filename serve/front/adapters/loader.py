@@ -87,7 +87,7 @@ class AdapterLoader:
         """Returns the adapter version for a new sequence of this model; 0 without an adapter.
         Submit the sequence before awaiting anything else, because the version may change. Raises
         RequestError."""
-        self.registry.check(name)
+        self.registry.served.check(name)
         if name == self._config.model_name:
             return 0
         try:
@@ -103,7 +103,7 @@ class AdapterLoader:
         """Returns the adapter, which is read again if it was evicted. Raises NotFoundError, also if
         the name is removed meanwhile."""
         while True:
-            self.registry.check(name)
+            self.registry.served.check(name)
             adapter = self.registry.by_name[name]
             if adapter.version:
                 return adapter
@@ -187,7 +187,7 @@ class AdapterLoader:
         """Pins an adapter, makes it the default or loads it again, where asked. Returns all
         adapters. Raises RequestError."""
         registry = self.registry
-        registry.check(name, "lora_name")
+        registry.served.check(name, "lora_name")
         is_model = name == self._config.model_name
         if is_model and (preload or pin is not None):
             raise RequestError(

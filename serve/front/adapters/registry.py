@@ -12,6 +12,7 @@ from typing import Any
 from serve.core.amounts import memory_of
 from serve.core.config import NO_ADAPTER_NAME, ServeConfig, may_name_adapter
 from serve.core.errors import AdapterError, NotFoundError, RequestError
+from serve.core.helper_messages import ModelNames
 from serve.front.adapters.adapter import Adapter, LoadedVersion
 
 
@@ -55,28 +56,10 @@ class AdapterRegistry:
 
     # --- names
 
-    def check(self, name: str, param: str = "model") -> None:
-        """Raises NotFoundError unless it is the model's name or that of an adapter."""
-        known = [self._model_name, *self.by_name]
-        if name not in known:
-            raise NotFoundError(
-                f"The model {name[:100]!r} does not exist: this server has "
-                f"{', '.join(map(repr, known))}.",
-                param=param,
-                code="model_not_found",
-            )
-
-    def meant(self, name: str) -> str:
-        """Returns the model or adapter that a request means, or the default if it names none. The
-        prefix that LiteLLM adds to names, and the suffix of Ollama, are ignored. Raises
-        NotFoundError."""
-        for each in (name, name.removeprefix("openai/"), name.removesuffix(":latest")):
-            if each == self._model_name or each in self.by_name:
-                return each
-        if name in ("", "default"):
-            return self.default
-        self.check(name)
-        return name
+    @property
+    def served(self) -> ModelNames:
+        """The names that requests may give."""
+        return ModelNames(tuple(self.names), self.default)
 
     def check_new(self, name: str, in_place: bool) -> Adapter | None:
         """Returns the adapter that a new one of this name replaces, if there is one. Raises

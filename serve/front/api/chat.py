@@ -41,9 +41,9 @@ def prepare(
         request.shows_thoughts,
         is_native=constraint.forces_native_calls,
     )
-    left_out = constraint.left_out
+    not_enforced = constraint.left_out
     if request.tool_use.has_loose_inputs(constraint.held_inputs):
-        left_out += (_LARK,)
+        not_enforced += (_LARK,)
     prediction = tokenizer.encode(request.prediction) if request.prediction else []
     prompt = Prompt(
         encoded.ids,
@@ -68,7 +68,7 @@ def prepare(
         cache_salt=request.cache_salt,
         grammar_param=constraint.param,
         is_grammar_optional=constraint.is_optional,
-        left_out=left_out,
+        not_enforced=not_enforced,
         tool_grammars=tuple(request.tool_use.inputs.values()),
         held_inputs=constraint.held_inputs,
         format_schema=constraint.format_schema,

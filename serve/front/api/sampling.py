@@ -160,7 +160,7 @@ class SamplingBody(NumbersBody):
     ) -> tuple[Sampling, ...]:
         """Returns the Sampling of each choice, with a seed of its own. grammars are those of this
         body. Raises RequestError for values that do not fit the tokenizer. Whether a grammar can be
-        followed is left to Job.check_grammar."""
+        followed is left to Grammars.check."""
         self._check_ids(tokenizer.vocab_size)
         basic = basic_sampling(tokenizer, {name: getattr(self, name) for name in PARAMETERS})
         allowed_ids = set(self.allowed_token_ids or ())

@@ -12,7 +12,6 @@ from serve.core.errors import BrigadeError
 from serve.front.http import replies
 from serve.front.http.access import CLIENT, Access, Dialect, Policy
 from serve.front.http.metrics import Metrics
-from serve.front.http.pace import MAX_FREE_BYTES, Pace
 from serve.front.http.record import OTHER, Record, request_id, trace_of
 from serve.front.http.replies import StatusError
 
@@ -30,6 +29,7 @@ PACE = "brigade.pace"
 POLICY = "brigade.policy"
 CLIENT_LEFT = 499
 MAX_JOINED_BYTES = 64 << 10
+MAX_FREE_BYTES = 64 << 10  # of each body: the rest of it waits for its turns
 
 _OF_BROWSERS = {b"origin", b"sec-fetch-site"}
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
@@ -52,7 +52,7 @@ class RequestLog:
         self._metrics = metrics
         self._config = config
         self._field_names = field_names
-        self._pace = Pace()
+        self._pace = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = scope.get("client")
@@ -165,7 +165,10 @@ def _check_type(dialect: Dialect, headers: dict[bytes, bytes]) -> None:
         )
 
 
-async def _collect(receive: Receive, max_bytes: int, pace: Pace) -> Parts:
+async def _collect(receive: Receive, max_bytes: int, pace: asyncio.Lock) -> Parts:
+    """Receives a body. All share pace, which lets large ones continue one at a time and one part in
+    a tick of the event loop: many at once delay other requests no more than one does. A body waits
+    only after a part of it has arrived, so a slow client delays nobody."""
     parts: list[bytes] = []
     num_bytes = 0
     while True:
@@ -179,7 +182,8 @@ async def _collect(receive: Receive, max_bytes: int, pace: Pace) -> Parts:
         if not message.get("more_body", False):
             return tuple(parts)
         if num_bytes > MAX_FREE_BYTES:
-            await pace.wait()
+            async with pace:
+                await asyncio.sleep(0)
 
 
 def _too_large(max_bytes: int) -> StatusError:

@@ -24,6 +24,7 @@ from serve.front.output.running import Running, describe
 from serve.front.output.splitter import Splitting
 from serve.front.pipeline.interface import Generation, Prompt
 from serve.front.text import call_parser
+from serve.front.text.schemas import TOOLS
 from serve.front.text.tokens import Tokenizer
 
 LONG_TOKENS = 1024
@@ -65,7 +66,7 @@ class Job(msgspec.Struct, frozen=True, tag=True):
 
     continues says whether an answer's text continues the prompt's. grammar_param is the field
     that demands a grammar, if there is one; an optional grammar is left out if it cannot be
-    followed. left_out are the keywords of the tools' schemas that the grammar does not hold,
+    followed. not_enforced are the keywords of schemas that the grammar does not hold,
     tool_grammars those of tools' inputs, which have to be valid though no answer may be held to
     them, and held_inputs the tools whose one text it holds to a grammar of their own. format_schema
     is the schema that text has to follow, as JSON text.
@@ -83,7 +84,7 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str | None = None
     grammar_param: str | None = None
     is_grammar_optional: bool = False
-    left_out: tuple[str, ...] = ()
+    not_enforced: tuple[str, ...] = ()
     tool_grammars: tuple[str, ...] = ()
     held_inputs: tuple[str, ...] = ()
     format_schema: str | None = None
@@ -100,19 +101,14 @@ class Job(msgspec.Struct, frozen=True, tag=True):
         return sum(len(prompt.samplings) for prompt in self.prompts)
 
     def without_grammar(self) -> "Job":
-        """Returns the same job, whose answers are free."""
+        """Returns the same job, whose answers are free: none of the tools' schemas is enforced."""
         prompts = [
             replace(prompt, samplings=tuple(replace(s, grammar=None) for s in prompt.samplings))
             for prompt in self.prompts
         ]
-        return msgspec.structs.replace(self, prompts=prompts, grammar_param=None)
-
-    def check_grammar(self, tokenizer: Tokenizer) -> tuple[str, ...]:
-        """Returns the keywords of schemas that the grammar does not hold. Raises RequestError if it
-        cannot be followed. This takes up to a second of a core: call it in a thread."""
-        if self.grammar is None or self.grammar_param is None:
-            return ()
-        return tokenizer.grammars.check(self.grammar, self.grammar_param)
+        return msgspec.structs.replace(
+            self, prompts=prompts, grammar_param=None, not_enforced=(TOOLS,)
+        )
 
 
 class Answer(Running):

@@ -4,6 +4,7 @@ their tool's schema, and text against that of a format."""
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from io import StringIO
 
 from serve.core.errors import OverloadedError
@@ -24,8 +25,8 @@ from serve.front.text.schema_check import SchemaChecker, unchecked
 
 MAX_WAIT_SECONDS = 5.0
 
-# Runs work of this size in a thread, when it is its client's turn.
-InTurn = Callable[[int, Callable[[], None]], Awaitable[None]]
+# Runs a check of this size in a thread, when it is its client's turn.
+InTurn = Callable[[int, Callable[[], list[Violation]]], Awaitable[list[Violation]]]
 
 
 @dataclass(slots=True)
@@ -95,17 +96,12 @@ class Conformance:
         return claims
 
     async def _checked_claims(self, claims: Sequence[Claim]) -> list[Violation]:
-        found: list[Violation] = []
-
-        def check() -> None:
-            found.extend(self._checker.violations(claims))
-
+        check = partial(self._checker.violations, claims)
         size = sum(len(claim.text) for claim in claims)
         try:
-            await asyncio.wait_for(self._in_turn(size, check), MAX_WAIT_SECONDS)
+            return await asyncio.wait_for(self._in_turn(size, check), MAX_WAIT_SECONDS)
         except (TimeoutError, OverloadedError):
             return [unchecked("too many answers wait for this")]
-        return list(found)
 
 
 def _note(collected: _Collected, delta: Delta) -> None:

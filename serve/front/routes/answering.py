@@ -4,10 +4,9 @@ answer."""
 import json
 import logging
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from msgspec import structs
 from starlette.requests import Request
@@ -17,10 +16,12 @@ from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError, ModelError, OverloadedError, RequestError
 from serve.core.types import Pooling
 from serve.front.api.embeddings import EmbeddingJob
-from serve.front.api.reading.lanes import Lanes, Read
-from serve.front.api.reading.reader import FinishedReply, Reader, ReadMessage, ReadResponse
+from serve.front.api.reading.kinds import Kind, Reading
+from serve.front.api.reading.lanes import Lanes
+from serve.front.api.reading.reader import FinishedReply, Reader
 from serve.front.http import guard, replies
 from serve.front.http.admission import Keys
+from serve.front.http.fair_queue import FairQueue
 from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record
 from serve.front.http.replies import Json
@@ -30,12 +31,13 @@ from serve.front.output.embedding import Embeddings
 from serve.front.output.running import Running
 from serve.front.pipeline.interface import Engine
 from serve.front.prefixes.index import scope_of
-from serve.front.text.grammar_queue import GrammarQueue
 from serve.front.text.pooling import PoolingKind, pooling_of
 from serve.front.text.schema_check import SchemaChecker
-from serve.front.text.schemas import TOOLS
 from serve.front.text.tokens import Tokenizer
 
+# Each checks a client's grammars with a process of its own.
+_NUM_GRAMMAR_THREADS = 2
+_MAX_WAITING_GRAMMARS = 256
 WARM_UP_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 _logger = logging.getLogger(__name__)
@@ -59,9 +61,10 @@ class Answering:
         self.tokenizer = tokenizer
         self._metrics = metrics
         max_answers = config.max_queue + config.max_num_seqs
-        self._reader = Reader(tokenizer, max_context, max_answers)
-        self._lanes = Lanes(self._reader, lambda: engine.makes_checkpoints)
-        self._grammars = GrammarQueue()
+        names = engine.adapters.registry.served
+        self._reader = Reader(tokenizer, max_context, max_answers, names)
+        self._lanes = Lanes(self._reader)
+        self._grammars = FairQueue("grammars", _NUM_GRAMMAR_THREADS, _MAX_WAITING_GRAMMARS)
         self._checker = SchemaChecker()
         self._pooling = config.pooling
         self._num_at_once = config.max_num_seqs
@@ -69,14 +72,15 @@ class Answering:
 
     def warm_up(self) -> None:
         """Reads two requests that no client sent, so that validators, the template and the checker
-        of grammars are ready for the first real one. Also starts the process for large bodies."""
+        of grammars are ready for the first real one. Also starts a process for large bodies."""
         self._lanes.warm_up()
         chat = {"model": self._model, "messages": [{"role": "user", "content": "Hello!"}]}
         formats = {"type": "json_schema", "json_schema": {"name": "a", "schema": WARM_UP_SCHEMA}}
         for body in (chat, {**chat, "stream": True, "response_format": formats}):
             try:
                 job = self._reader.chat(json.dumps(body).encode())
-                job.check_grammar(self.tokenizer)
+                if job.grammar is not None:
+                    self.tokenizer.grammars.check(job.grammar, "response_format")
             except RequestError as error:  # The model may have no template that takes this.
                 _logger.info("event=warm_up_refused reason=%s", json.dumps(str(error)))
 
@@ -99,34 +103,38 @@ class Answering:
         self._lanes.close()
         self._grammars.close()
 
-    async def read(
-        self, request: Request, method: Callable[..., Read], *given: guard.Parts
-    ) -> Read:
-        """Reads a request with a method of Reader. given are the arguments of the method; without
-        them, it gets the request's body."""
+    async def read(self, request: Request, kind: Kind[Reading], *given: guard.Parts) -> Reading:
+        """Reads a request as a body of this kind. given are the arguments of the kind's method;
+        without them, it gets the request's body."""
         held = list(given) or [await guard.read_parts(request.scope, request.receive)]
         client = self._keys.client_of(request.scope)
+        reader = replace(
+            self._reader,
+            names=self._engine.adapters.registry.served,
+            finds_boundaries=self._engine.makes_checkpoints,
+        )
         try:
-            reading = self._lanes.read(method, held, client)
-            named: Read = self._named(await guard.unless_gone(request.receive, reading))
-            if isinstance(named, Job | EmbeddingJob | FinishedReply) and named.ignored_fields:
-                log_number(request, "ignored_fields", len(named.ignored_fields))
-            return named
+            reading = self._lanes.read(reader, kind, held, client)
+            read = await guard.unless_gone(request.receive, reading)
+            if isinstance(read, Job | EmbeddingJob | FinishedReply) and read.ignored_fields:
+                log_number(request, "ignored_fields", len(read.ignored_fields))
+            if isinstance(read, Job) and self._forces_usage:
+                counted = structs.replace(read, usage_in_stream=UsageInStream.EACH)
+                return cast(Reading, counted)
+            return read
         finally:
             held.clear()  # A request that waits for a thread must not keep its body alive.
 
     async def begin(self, request: Request, job: Job) -> tuple[Answer, dict[str, str]]:
         """Returns the answer, which the caller must close, and the headers that go with it."""
         record: Record = request.scope[guard.RECORD]
-        for grammar in job.tool_grammars:
-            await self._check_grammar(request, grammar, "tools")
-        job, not_enforced = await self._with_grammar(request, job)
+        job = await self._checked(request, job)
         adapter, headers = await self._adapter(record, job)
-        headers |= replies.listed("x-not-enforced", not_enforced)
+        headers |= replies.listed("x-not-enforced", job.not_enforced)
         api_key = self._keys.digest(request.scope) if self._keeps_keys_apart else ""
         cache_scope = scope_of(job.cache_salt, api_key)
         generation = self._engine.submit(job.prompts, adapter, cache_scope)
-        conformance = self._conformance(request, job) if not_enforced else None
+        conformance = self._conformance(request, job) if job.not_enforced else None
         answer = Answer(job, generation, self.tokenizer, record, self._metrics, conformance)
         self._answers.add(answer)
         return answer, headers
@@ -137,22 +145,6 @@ class Answering:
         parameters = {each["name"]: json.dumps(each.get("parameters") or {}) for each in functions}
         in_turn = partial(self._grammars.run, self._keys.client_of(request.scope))
         return Conformance(parameters, job.format_schema, self._checker, in_turn)
-
-    def _named(self, read: Any) -> Any:
-        """Puts the name of the model that the request means into what was read. Readers cannot do
-        that, because they do not know the adapters. Raises NotFoundError."""
-        meant = self._engine.adapters.registry.meant
-        match read:
-            case Job():
-                return structs.replace(read, model=meant(read.model))
-            case ReadResponse() | ReadMessage():
-                job = structs.replace(read.job, model=meant(read.job.model))
-                return structs.replace(read, job=job)
-            case EmbeddingJob():
-                return structs.replace(read, model=meant(read.model))
-            case FinishedReply() if read.model is not None:
-                meant(read.model)
-        return read
 
     async def _adapter(self, record: Record, job: Job | EmbeddingJob) -> tuple[int, dict[str, str]]:
         """Returns the version of the adapter that a request names, or 0, and the headers of its
@@ -194,51 +186,38 @@ class Answering:
         except ModelError as error:
             raise RequestError(str(error), param="model") from error
 
-    async def _with_grammar(self, request: Request, job: Job) -> tuple[Job, tuple[str, ...]]:
-        """Returns the job with a grammar that can be followed, or without one, and the keywords of
-        schemas that are not enforced; TOOLS stands for all of the tools' schemas. Raises
-        RequestError."""
+    async def _checked(self, request: Request, job: Job) -> Job:
+        """Returns the job with a grammar that can be followed, or without one, and with the
+        keywords of schemas that it does not enforce. Raises RequestError."""
+        for grammar in job.tool_grammars:
+            await self._check(request, grammar, "tools")
         if job.grammar is None:
-            return job, job.left_out
-        not_enforced = list(job.left_out)
-
-        def check() -> None:
-            not_enforced.extend(job.check_grammar(self.tokenizer))
-
-        checking = self._check_in_turn(request, job.grammar, check)
+            return job
         try:
-            await guard.unless_gone(request.receive, checking)
+            unenforced = await self._check(request, job.grammar, job.grammar_param)
         except OverloadedError:
             raise
         except RequestError:
             if not job.is_grammar_optional:
                 raise
             log_number(request, "tools_unchecked", len(job.splitting.declared))
-            return job.without_grammar(), (TOOLS,)
-        return job, tuple(sorted(set(not_enforced)))
+            return job.without_grammar()
+        not_enforced = sorted({*job.not_enforced, *unenforced})
+        return structs.replace(job, not_enforced=tuple(not_enforced))
 
-    async def _check_grammar(self, request: Request, grammar: str, param: str) -> None:
-        """Raises RequestError for the field param if no answer can follow the grammar."""
-
-        def check() -> None:
-            self.tokenizer.grammars.check(grammar, param)
-
-        await guard.unless_gone(request.receive, self._check_in_turn(request, grammar, check))
-
-    async def _check_in_turn(
-        self, request: Request, grammar: str, check: Callable[[], None]
-    ) -> None:
+    async def _check(self, request: Request, grammar: str, param: str | None) -> tuple[str, ...]:
+        """Returns the keywords of schemas that the grammar does not hold. Raises RequestError for
+        the field param if no answer can follow it."""
+        check = partial(self.tokenizer.grammars.check, grammar, param)
         if self.tokenizer.grammars.is_known(grammar):
-            await self._grammars.run_known(check)
-        else:
-            client = self._keys.client_of(request.scope)
-            await self._grammars.run(client, len(grammar), check)
+            return check()
+        client = self._keys.client_of(request.scope)
+        checking = self._grammars.run(client, len(grammar), check)
+        return await guard.unless_gone(request.receive, checking)
 
-    async def reply(
-        self, request: Request, method: Callable[[Reader, bytes], FinishedReply]
-    ) -> Response:
+    async def reply(self, request: Request, kind: Kind[FinishedReply]) -> Response:
         """Returns the reply to a call that needs the tokenizer only."""
-        read = await self.read(request, method)
+        read = await self.read(request, kind)
         headers = replies.ignored_fields(read.ignored_fields)
         return Response(read.reply, headers=headers, media_type="application/json")
 

@@ -5,7 +5,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.front.api.anthropic.body import CountBody, MessagesBody
-from serve.front.api.reading.reader import Reader
+from serve.front.api.reading import kinds
 from serve.front.api.writers.messages import MessagesWriter
 from serve.front.http import guard
 from serve.front.http.access import Access, Dialect, Policy, Route
@@ -36,7 +36,7 @@ class MessageCalls:
     @endpoint(policy=_POLICY, body=MessagesBody)
     async def create(self, request: Request) -> Response:
         """Answers a chat of Anthropic's API."""
-        read = await self._answering.read(request, Reader.message)
+        read = await self._answering.read(request, kinds.MESSAGE)
         job = read.job
         answer, headers = await self._answering.begin(request, job)
         record: Record = request.scope[guard.RECORD]
@@ -51,4 +51,4 @@ class MessageCalls:
     @endpoint(policy=_POLICY, body=CountBody)
     async def count(self, request: Request) -> Response:
         """Counts the tokens of a prompt of Anthropic's API."""
-        return await self._answering.reply(request, Reader.count)
+        return await self._answering.reply(request, kinds.COUNT)

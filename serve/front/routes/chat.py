@@ -4,7 +4,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.front.api.openai import ChatBody, CompletionBody, DetokenizeBody, Tokenizable
-from serve.front.api.reading.reader import Reader
+from serve.front.api.reading import kinds
 from serve.front.api.writers.chat import ChatWriter, WholeChat
 from serve.front.api.writers.completions import CompletionWriter, WholeCompletion
 from serve.front.http.access import CLIENT, Route
@@ -28,7 +28,7 @@ class ChatCalls:
     @endpoint(policy=CLIENT, body=ChatBody)
     async def chat(self, request: Request) -> Response:
         """Answers /v1/chat/completions, whole or as a stream."""
-        job = await self._answering.read(request, Reader.chat)
+        job = await self._answering.read(request, kinds.CHAT)
         answer, headers = await self._answering.begin(request, job)
         tokenizer = self._answering.tokenizer
         if job.is_stream:
@@ -38,7 +38,7 @@ class ChatCalls:
     @endpoint(policy=CLIENT, body=CompletionBody)
     async def completions(self, request: Request) -> Response:
         """Answers /v1/completions: continues one prompt or several."""
-        job = await self._answering.read(request, Reader.completion)
+        job = await self._answering.read(request, kinds.COMPLETION)
         answer, headers = await self._answering.begin(request, job)
         tokenizer = self._answering.tokenizer
         if job.is_stream:
@@ -48,9 +48,9 @@ class ChatCalls:
     @endpoint(policy=CLIENT, body=Tokenizable)
     async def tokenize(self, request: Request) -> Response:
         """Returns the token ids of a text or of messages."""
-        return await self._answering.reply(request, Reader.tokenize)
+        return await self._answering.reply(request, kinds.TOKENIZE)
 
     @endpoint(policy=CLIENT, body=DetokenizeBody)
     async def detokenize(self, request: Request) -> Response:
         """Returns the text of token ids."""
-        return await self._answering.reply(request, Reader.detokenize)
+        return await self._answering.reply(request, kinds.DETOKENIZE)

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.front.api.embeddings import EmbeddingBody, encode
-from serve.front.api.reading.reader import Reader
+from serve.front.api.reading import kinds
 from serve.front.http.access import CLIENT, Route
 from serve.front.http.openapi import endpoint
 from serve.front.routes.answering import Answering
@@ -22,7 +22,7 @@ class EmbeddingCalls:
     @endpoint(policy=CLIENT, body=EmbeddingBody)
     async def embeddings(self, request: Request) -> Response:
         """Returns a vector for each input, which represents its meaning."""
-        job = await self._answering.read(request, Reader.embedding)
+        job = await self._answering.read(request, kinds.EMBEDDING)
         vectors, headers = await self._answering.embed(request, job)
         body = await asyncio.to_thread(encode, job, vectors)
         return Response(body, headers=headers, media_type="application/json")

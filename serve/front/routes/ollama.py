@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 
 from starlette.requests import Request
@@ -17,7 +16,9 @@ from serve.front.api.ollama_embeddings import (
     encode_embeddings,
 )
 from serve.front.api.openai import parse
-from serve.front.api.reading.reader import FinishedReply, Reader
+from serve.front.api.reading import kinds
+from serve.front.api.reading.kinds import Kind
+from serve.front.api.reading.reader import FinishedReply
 from serve.front.api.writers.ollama import OllamaWriter, WholeOllama
 from serve.front.http import guard, replies
 from serve.front.http.access import Access, Dialect, Policy, Route
@@ -56,20 +57,20 @@ class OllamaCalls:
     @endpoint(policy=_POLICY, body=OllamaChatBody)
     async def ollama_chat(self, request: Request) -> Response:
         """Answers a chat of Ollama's API, by default as lines of JSON."""
-        return await self._answer(request, Reader.ollama_chat, is_chat=True)
+        return await self._answer(request, kinds.OLLAMA_CHAT, is_chat=True)
 
     @endpoint(policy=_POLICY, body=OllamaGenerateBody)
     async def ollama_generate(self, request: Request) -> Response:
         """Answers a prompt of Ollama's API, by default as lines of JSON."""
-        return await self._answer(request, Reader.ollama_generate, is_chat=False)
+        return await self._answer(request, kinds.OLLAMA_GENERATE, is_chat=False)
 
     async def _answer(
         self,
         request: Request,
-        method: Callable[[Reader, bytes], Job | FinishedReply],
+        kind: Kind[Job | FinishedReply],
         is_chat: bool,
     ) -> Response:
-        read = await self._answering.read(request, method)
+        read = await self._answering.read(request, kind)
         if isinstance(read, FinishedReply):
             return _finished(read)
         answer, headers = await self._answering.begin(request, read)
@@ -84,7 +85,7 @@ class OllamaCalls:
     async def ollama_embed(self, request: Request) -> Response:
         """Returns a vector for each input, for clients of Ollama."""
         started = time.monotonic()
-        read = await self._answering.read(request, Reader.ollama_embed)
+        read = await self._answering.read(request, kinds.OLLAMA_EMBED)
         if isinstance(read, FinishedReply):
             return _finished(read)
         vectors, headers = await self._answering.embed(request, read)
@@ -95,7 +96,7 @@ class OllamaCalls:
     @endpoint(policy=_POLICY, body=OllamaEmbeddingsBody)
     async def ollama_embeddings(self, request: Request) -> Response:
         """Returns the vector of a prompt, for older clients of Ollama."""
-        read = await self._answering.read(request, Reader.ollama_embeddings)
+        read = await self._answering.read(request, kinds.OLLAMA_EMBEDDINGS)
         if isinstance(read, FinishedReply):
             return _finished(read)
         (vector,), headers = await self._answering.embed(request, read)
@@ -106,7 +107,7 @@ class OllamaCalls:
     async def show(self, request: Request) -> Response:
         """Describes the model for clients of Ollama."""
         body = parse(ShowBody, json_object(await guard.read_body(request.scope, request.receive)))
-        name = self._engine.adapters.registry.meant(body.model or body.name or "")
+        name = self._engine.adapters.registry.served.meant(body.model or body.name or "")
         dialect = self._answering.tokenizer.dialect
         capabilities = ["completion", *(["tools"] if dialect.calls else [])]
         capabilities += ["thinking"] if dialect.reasoning else []

@@ -1,13 +1,14 @@
 """The HTTP calls of OpenAI's Responses: made of chats, and kept for those that continue them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.core.errors import RequestError
-from serve.front.api.reading.lanes import Read
-from serve.front.api.reading.reader import NeedsEarlier, Reader, ReadResponse
+from serve.front.api.reading import kinds
+from serve.front.api.reading.kinds import Kind, Reading
+from serve.front.api.reading.reader import NeedsEarlier, ReadResponse
 from serve.front.api.responses.body import (
     InputTokensBody,
     ResponsesBody,
@@ -50,7 +51,7 @@ class ResponseCalls:
     @endpoint(policy=CLIENT, body=ResponsesBody)
     async def respond(self, request: Request) -> Response:
         """Answers with items: text, reasoning, calls of functions."""
-        read = await self._read(request, Reader.response)
+        read = await self._read(request, kinds.RESPONSE)
         if warnings := read.plan.repeated.get("warnings"):
             log_number(request, "warnings", len(warnings))
         with own_names():
@@ -63,20 +64,20 @@ class ResponseCalls:
     @endpoint(policy=CLIENT, body=InputTokensBody)
     async def input_tokens(self, request: Request) -> Response:
         """Counts the tokens of a response's input."""
-        read = await self._read(request, Reader.input_tokens)
+        read = await self._read(request, kinds.INPUT_TOKENS)
         return Response(read.reply, media_type="application/json")
 
     async def _read(
         self,
         request: Request,
-        method: Callable[[Reader, bytes, bytes | None], Read | NeedsEarlier],
-    ) -> Read:
+        kind: Kind[Reading | NeedsEarlier],
+    ) -> Reading:
         """Reads the body, with the messages that it continues."""
         data = await read_parts(request.scope, request.receive)
-        read = await self._answering.read(request, method, data)
+        read = await self._answering.read(request, kind, data)
         if isinstance(read, NeedsEarlier):
             earlier = self._store.earlier(read.previous_id)
-            read = await self._answering.read(request, method, data, (earlier,))
+            read = await self._answering.read(request, kind, data, (earlier,))
             assert not isinstance(read, NeedsEarlier)
         return read
 

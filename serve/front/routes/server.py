@@ -88,7 +88,7 @@ class ServerCalls:
         name = request.path_params["name"]
         if not name:  # The path of the list, with a slash at its end.
             return await self.models(request)
-        found = self._engine.adapters.registry.meant(name)
+        found = self._engine.adapters.registry.served.meant(name)
         if guard.dialect_of(request.scope) is Dialect.ANTHROPIC:
             return json_response(self._described_to_anthropic(found))
         return json_response(self._described(found))

@@ -4,7 +4,6 @@ They read text that a client can make a model write, and some take quadratic tim
 this is the process in which one of them works.
 """
 
-import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +11,7 @@ import msgspec
 
 from serve.core.helper_messages import CallsParsed, CallUnreadable, ParseCall, ParsedCall
 from serve.front.text.calls.parts import Tools
-from serve.front.text.isolated import IsolatedPool, ProcessEnded, answer_questions
+from serve.front.text.helpers import HelperEnded, Helpers, answer_questions
 from serve.front.text.tool_formats import parsed_calls, tool_format
 
 MAX_CHARACTERS = 256 << 10
@@ -39,8 +38,8 @@ class CallParser:
     calls it at the same time."""
 
     def __init__(self, name: str) -> None:
-        self._processes: IsolatedPool[CallsParsed | CallUnreadable]
-        self._processes = IsolatedPool(CallsParsed | CallUnreadable, __name__, name)
+        self._helpers: Helpers[CallsParsed | CallUnreadable]
+        self._helpers = Helpers(CallsParsed | CallUnreadable, __name__, name)
 
     def __call__(self, text: str, tools: Tools = ()) -> tuple[ParsedCall, ...]:
         """Returns the calls in a text. tools are the declared ones as OpenAI's JSON. Raises
@@ -51,9 +50,9 @@ class CallParser:
             )
         declared = msgspec.json.encode(tools).decode()
         try:
-            answer = self._processes.ask(ParseCall(text, declared))
-        except ProcessEnded as error:
-            if error.code == -signal.SIGPROF:
+            answer = self._helpers.ask(ParseCall(text, declared))
+        except HelperEnded as error:
+            if error.is_overrun:
                 raise ValueError(f"a call that takes more than {MAX_SECONDS:g} s to read") from None
             raise ValueError(f"a call that ended its parser with {error.code}") from None
         match answer:

@@ -21,7 +21,7 @@ from serve.core.grammar_limits import (
     PARSER_LIMITS,
 )
 from serve.core.helper_messages import CheckGrammar, GrammarChecked
-from serve.front.text.isolated import answer_questions
+from serve.front.text.helpers import answer_questions
 from serve.hub.tiktoken_model import tokenizer_source
 
 _POLL_SECONDS = 0.01

@@ -18,7 +18,7 @@ from serve.core.errors import BrigadeError, RequestError
 from serve.core.grammar_limits import CHECK_SECONDS, MAX_GRAMMAR_CHARACTERS
 from serve.core.helper_messages import CheckGrammar, GrammarChecked
 from serve.front.text import grammar_check
-from serve.front.text.isolated import IsolatedPool, ProcessEnded
+from serve.front.text.helpers import HelperEnded, Helpers
 from serve.front.text.schemas import GUIDANCE, Schema, closed_text, expressible_text
 
 # About 150 bytes each. A client cannot check this many before others reuse theirs.
@@ -110,8 +110,8 @@ class Grammars:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._processes: IsolatedPool[GrammarChecked]
-        self._processes = IsolatedPool(GrammarChecked, grammar_check.__name__, str(folder))
+        self._helpers: Helpers[GrammarChecked]
+        self._helpers = Helpers(GrammarChecked, grammar_check.__name__, str(folder))
         self._known: OrderedDict[bytes, GrammarChecked] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -119,7 +119,7 @@ class Grammars:
         """Whether `check` returns without asking a process."""
         return len(grammar) > MAX_GRAMMAR_CHARACTERS or _key(grammar) in self._known
 
-    def check(self, grammar: str, param: str) -> tuple[str, ...]:
+    def check(self, grammar: str, param: str | None) -> tuple[str, ...]:
         """Returns the keywords of schemas that the grammar does not hold. Raises RequestError if no
         answer can follow the grammar, if it is invalid, or if it takes too much memory or
         time."""
@@ -148,8 +148,8 @@ class Grammars:
 
     def _ask(self, grammar: str) -> GrammarChecked:
         try:
-            return self._processes.ask(CheckGrammar(grammar))
-        except ProcessEnded as error:
+            return self._helpers.ask(CheckGrammar(grammar))
+        except HelperEnded as error:
             if error.code in _REASONS:
                 return GrammarChecked(f"{_REASONS[error.code]}: make it simpler")
             raise BrigadeError(f"The check of grammars ended with {error.code}.") from None

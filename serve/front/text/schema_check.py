@@ -4,7 +4,6 @@ A schema can be made slow to check, by a regular expression for example, so a pr
 can be stopped. Run as a program this is that process.
 """
 
-import signal
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import msgspec
 
 from serve.core.helper_messages import CheckClaims, Claim, ClaimsChecked, Violation
-from serve.front.text.isolated import IsolatedPool, ProcessEnded, answer_questions
+from serve.front.text.helpers import HelperEnded, Helpers, answer_questions
 
 MAX_SECONDS = 0.5  # of a core, for all texts of one question
 MAX_CHARACTERS = 1 << 20  # of a question
@@ -26,7 +25,7 @@ class SchemaChecker:
     """The check as any thread calls it. Threads that check at the same time use a process each."""
 
     def __init__(self) -> None:
-        self._processes: IsolatedPool[ClaimsChecked] = IsolatedPool(ClaimsChecked, __name__)
+        self._helpers: Helpers[ClaimsChecked] = Helpers(ClaimsChecked, __name__)
 
     def violations(self, claims: Sequence[Claim]) -> list[Violation]:
         """Returns the rules that the texts break. What takes too long is not checked further."""
@@ -34,9 +33,9 @@ class SchemaChecker:
         if size > MAX_CHARACTERS:
             return [unchecked(f"it and its schema have {size} characters")]
         try:
-            checked = self._processes.ask(CheckClaims(tuple(claims)))
-        except ProcessEnded as error:
-            if error.code == -signal.SIGPROF:
+            checked = self._helpers.ask(CheckClaims(tuple(claims)))
+        except HelperEnded as error:
+            if error.is_overrun:
                 return [unchecked(f"this takes more than {MAX_SECONDS:g} s")]
             return [unchecked(f"the check ended with {error.code}")]
         return list(checked.violations)

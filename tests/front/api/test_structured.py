@@ -25,7 +25,7 @@ from serve.front.api.sampling import SamplingBody
 from serve.front.api.structured import ResponseFormat, StructuredOutputs
 from serve.front.text import grammars as grammars_module
 from serve.front.text.grammars import Grammars, of_grammar, of_schema
-from serve.front.text.isolated import IsolatedProcess
+from serve.front.text.helpers import Helpers
 
 MODEL = Path(__file__).resolve().parents[3] / "examples" / "tiny-chat"
 PERSON = {
@@ -361,13 +361,18 @@ def start_checker(grammars: Grammars) -> int:
 def test_check_that_a_signal_ends_refuses_the_grammar(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read(process: IsolatedProcess[Any], running: "subprocess.Popen[bytes]") -> bytes:
-        os.kill(running.pid, number)
-        return real_read(process, running)
+    def answer(
+        helpers: Helpers[Any],
+        process: "subprocess.Popen[bytes]",
+        question: bytes,
+        data: tuple[bytes, ...],
+    ) -> bytes | None:
+        os.kill(process.pid, number)
+        return real_answer(helpers, process, question, data)
 
-    grammars, real_read = Grammars(MODEL), IsolatedProcess._read
+    grammars, real_answer = Grammars(MODEL), Helpers._answer
     with monkeypatch.context() as dying:
-        dying.setattr(IsolatedProcess, "_read", read)
+        dying.setattr(Helpers, "_answer", answer)
         with pytest.raises(RequestError, match="followed: it .*: make it simpler") as caught:
             grammars.check(of_schema(multiple_of(2)), "response_format")
     assert (caught.value.http_status, caught.value.param) == (400, "response_format")
@@ -467,7 +472,7 @@ def test_it_ends_with_its_server() -> None:
         "import os, signal, sys; from pathlib import Path\n"
         "from serve.front.text.grammars import *\n"
         "grammars = Grammars(Path(sys.argv[1])); grammars.check(of_schema({}), 'x')\n"
-        "print(grammars._processes.idle[0].pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "print(grammars._helpers._idle[0].pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     command = [sys.executable, "-c", program, str(MODEL)]
     completed = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -480,8 +485,8 @@ def test_it_ends_with_its_server() -> None:
 def test_check_of_the_same_grammar_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars_module, "_MAX_KNOWN", 20)
     grammars = Grammars(MODEL)
-    asked = Mock(wraps=grammars._processes.ask)
-    monkeypatch.setattr(grammars._processes, "ask", asked)
+    asked = Mock(wraps=grammars._helpers.ask)
+    monkeypatch.setattr(grammars._helpers, "ask", asked)
     written = [StructuredOutputs(regex=f"a{{{n + 1}}}").grammar() for n in range(30)]
     for grammar in written:
         assert not grammars.is_known(grammar)
@@ -500,7 +505,7 @@ def test_one_that_is_checked_holds_up_no_other() -> None:
     os.kill(checker, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as thread:
         held = thread.submit(grammars.check, of_schema(multiple_of(2)), "response_format")
-        while grammars._processes.idle:
+        while grammars._helpers._idle:
             time.sleep(0.01)
         with pytest.raises(RequestError, match="nil"):
             grammars.check(of_schema({"type": "nil"}), "response_format")

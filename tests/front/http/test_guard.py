@@ -9,7 +9,6 @@ import pytest
 from serve.core.constants import Constants
 from serve.front.http import guard
 from serve.front.http.access import CLIENT, Access, Dialect, Policy
-from serve.front.http.pace import MAX_FREE_BYTES, Pace
 from serve.front.http.record import Record
 from serve.front.http.replies import StatusError
 
@@ -42,7 +41,7 @@ def scope(*headers: tuple[bytes, bytes], policy: Policy = CLIENT, **limits: Any)
     return {
         "headers": [JSON, *headers],
         guard.LIMITS: Constants(**limits),
-        guard.PACE: Pace(),
+        guard.PACE: asyncio.Lock(),
         guard.POLICY: policy,
         guard.RECORD: Record("id", "POST"),
     }
@@ -101,7 +100,7 @@ async def test_many_large_bodies_have_one_part_received_in_a_tick() -> None:
             loop.call_soon(tick)
 
     async def read(given: guard.Scope) -> int:
-        left = [part(b"1" * MAX_FREE_BYTES)] + [part(b"1" * 1000) for _ in range(10)]
+        left = [part(b"1" * guard.MAX_FREE_BYTES)] + [part(b"1" * 1000) for _ in range(10)]
         left.append(part(b"1", more=False))
 
         async def receive() -> guard.Message:
@@ -114,7 +113,7 @@ async def test_many_large_bodies_have_one_part_received_in_a_tick() -> None:
     given = scope()
     tick()
     sizes = await asyncio.gather(*(read(given) for _ in range(20)))
-    assert sizes == [MAX_FREE_BYTES + 10_001] * 20
+    assert sizes == [guard.MAX_FREE_BYTES + 10_001] * 20
     assert len(ticks) == 200
     assert max(Counter(ticks).values()) == 1
 

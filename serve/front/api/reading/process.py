@@ -1,18 +1,19 @@
-"""The process that reads long bodies of requests: their JSON, fields, templates and tokens take
-seconds of a core, and much of it would hold Python's lock of the server's process."""
+"""The helper process that reads long bodies of requests: their JSON, fields, templates and tokens
+take seconds of a core, and much of it would hold Python's lock of the server's process."""
 
 import logging
 import sys
-from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TypeAlias
 
-from serve.core.errors import RequestError
-from serve.core.helper_messages import BodyKind, BodyNotRead, BodyRead, BodyRefused, ReadBody
+from serve.core.errors import NotFoundError, RequestError
+from serve.core.helper_messages import BodyNotRead, BodyRead, BodyRefused, ModelNames, ReadBody
+from serve.front.api.reading import kinds
 from serve.front.api.reading.reader import AnyReading, Reader
 from serve.front.http.record import trace_of
-from serve.front.text.isolated import answer_questions
+from serve.front.text.helpers import answer_questions
 from serve.front.text.tokens import Tokenizer
 
 MAX_SECONDS = 30.0  # of a core
@@ -28,24 +29,24 @@ def main(
     """Answers questions until its standard input ends, or until SIGPROF ends the process."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     tokenizer = Tokenizer(Path(folder), tool_parser or None, generation_config)
-    reader = Reader(tokenizer, int(max_context), int(max_answers))
+    reader = Reader(tokenizer, int(max_context), int(max_answers), ModelNames((), ""))
 
     def answer(question: ReadBody, data: bytes) -> Answer:
-        reader.finds_boundaries = question.finds_boundaries
-        ends = accumulate(question.sizes, initial=0)
-        given = [data[start:end] for start, end in pairwise(ends)]
-        return answered(reader, question.kind, *given)
+        return answered(reader, question, data)
 
     answer_questions(ReadBody, answer, MAX_SECONDS)
 
 
-def answered(reader: Reader, kind: BodyKind, *given: bytes) -> Answer:
-    """Returns the answer to a question for a body of this kind."""
-    read: Callable[..., AnyReading] = getattr(reader, kind)
+def answered(reader: Reader, question: ReadBody, data: bytes) -> Answer:
+    """Returns the answer to a question about a body, which data begins with."""
+    asked = replace(reader, names=question.names, finds_boundaries=question.finds_boundaries)
+    ends = accumulate(question.sizes, initial=0)
+    given = [data[start:end] for start, end in pairwise(ends)]
     try:
-        return BodyRead(read(*given))
+        return BodyRead(kinds.BY_NAME[question.kind].read(asked, *given))
     except RequestError as error:
-        return BodyRefused(str(error), error.param, error.code)
+        is_not_found = isinstance(error, NotFoundError)
+        return BodyRefused(str(error), error.param, error.code, is_not_found)
     # A mistake of ours ends this request and not the process.
     except Exception as error:
         _logger.error("event=bug trace=%s", trace_of(error))

@@ -1,16 +1,17 @@
 """Reads the bodies of requests: turns bytes into a job for the model, or into a finished reply.
 
-It knows no HTTP and no cluster. Long bodies are read in a process of their own
-(`serve.front.api.reading.process`), so the results can be sent as messages. Only the server knows
-which models exist, and it checks them afterwards.
+It knows no HTTP and no cluster. Long bodies are read in a helper process
+(`serve.front.api.reading.process`), so the results can be sent as messages.
 """
 
 import json
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
 
 from serve.core.errors import RequestError
+from serve.core.helper_messages import ModelNames
 from serve.front.api import chat, completions, embeddings, tokenize
 from serve.front.api.anthropic.body import CountBody, MessagesBody
 from serve.front.api.embeddings import EmbeddingBody, EmbeddingJob
@@ -65,10 +66,9 @@ class NeedsEarlier(msgspec.Struct, frozen=True, tag=True):
 
 
 class FinishedReply(msgspec.Struct, frozen=True, tag=True):
-    """A reply that needs no answer of the model. model is the one that the body names, if any, and
-    ignored_fields are the unknown fields of the body."""
+    """A reply that needs no answer of the model. ignored_fields are the unknown fields of the
+    body."""
 
-    model: str | None
     reply: bytes
     ignored_fields: tuple[str, ...] = ()
 
@@ -78,28 +78,30 @@ AnyReading: TypeAlias = (
 )
 
 
+@dataclass(frozen=True, slots=True)
 class Reader:
-    """Each method reads one kind of body and raises RequestError. Reading is slow. Several
-    threads may read at once. If finds_boundaries, prompts of chats get their boundaries."""
+    """Each method reads one kind of body (`serve.front.api.reading.kinds`) and raises RequestError.
+    Reading is slow. names are those that a body may give. If finds_boundaries, prompts of chats get
+    their boundaries."""
 
-    def __init__(self, tokenizer: Tokenizer, max_context: int, max_answers: int) -> None:
-        self.tokenizer = tokenizer
-        self.max_context = max_context
-        self.max_answers = max_answers
-        self.finds_boundaries = False
+    tokenizer: Tokenizer
+    max_context: int
+    max_answers: int
+    names: ModelNames
+    finds_boundaries: bool = False
 
     def chat(self, data: bytes) -> Job:
         body = parse(ChatBody, self._object(data))
         return self._prepare(body.request(self.tokenizer))
 
     def completion(self, data: bytes) -> Job:
-        body = parse(CompletionBody, json_object(data))
+        body = parse(CompletionBody, self._object(data))
         num_answers = len(body.prompt) * body.num_choices
         check_num_answers(num_answers, self.max_answers)
         return completions.prepare(body, self.tokenizer, self.max_context)
 
     def embedding(self, data: bytes) -> EmbeddingJob:
-        body = parse(EmbeddingBody, json_object(data))
+        body = parse(EmbeddingBody, self._object(data))
         return embeddings.prepare(body, self.tokenizer, self.max_context)
 
     def message(self, data: bytes) -> ReadMessage:
@@ -139,7 +141,7 @@ class Reader:
                 prompt = fitting(prompt, self.tokenizer, self.max_context - num_answer)
             num_tokens = tokenize.count(prompt, self.tokenizer, self.max_context)
         reply: Json = {"object": "response.input_tokens", "input_tokens": num_tokens}
-        return FinishedReply(body.model, replies.encode(reply))
+        return FinishedReply(replies.encode(reply))
 
     def _conversation(self, body: InputTokensBody, earlier: bytes | None) -> list[ChatMessage]:
         """Returns the messages that a body continues, and its own."""
@@ -150,7 +152,7 @@ class Reader:
         return self._ollama(body, is_chat=True)
 
     def ollama_generate(self, data: bytes) -> Job | FinishedReply:
-        body = parse(OllamaGenerateBody, json_object(data))
+        body = parse(OllamaGenerateBody, self._object(data))
         return self._ollama(body, is_chat=False)
 
     def _ollama(
@@ -158,20 +160,20 @@ class Reader:
     ) -> Job | FinishedReply:
         if body.loads_only:
             reply = without_answer(body.model, is_chat, body.unloads)
-            return FinishedReply(body.model, replies.encode(reply))
+            return FinishedReply(replies.encode(reply))
         job = body.job(self.tokenizer, self.max_context, self.finds_boundaries)
         return msgspec.structs.replace(job, ignored_fields=body.ignored_fields)
 
     def ollama_embed(self, data: bytes) -> EmbeddingJob | FinishedReply:
-        body = parse(OllamaEmbedBody, json_object(data))
+        body = parse(OllamaEmbedBody, self._object(data))
         if body.loads_only:
-            return FinishedReply(body.model, replies.encode(embed_reply(body.model)))
+            return FinishedReply(replies.encode(embed_reply(body.model)))
         return body.job(self.tokenizer, self.max_context)
 
     def ollama_embeddings(self, data: bytes) -> EmbeddingJob | FinishedReply:
-        body = parse(OllamaEmbeddingsBody, json_object(data))
+        body = parse(OllamaEmbeddingsBody, self._object(data))
         if body.loads_only:
-            return FinishedReply(body.model, replies.encode(embeddings_reply()))
+            return FinishedReply(replies.encode(embeddings_reply()))
         return body.job(self.tokenizer, self.max_context)
 
     def count(self, data: bytes) -> FinishedReply:
@@ -180,25 +182,29 @@ class Reader:
         variables = body.wanted_thinking.variables(self.tokenizer)
         prompt = body.prompt().with_defaults(variables)
         num_tokens = tokenize.count(prompt, self.tokenizer, self.max_context)
-        return FinishedReply(body.model, replies.encode({"input_tokens": num_tokens}))
+        return FinishedReply(replies.encode({"input_tokens": num_tokens}))
 
     def tokenize(self, data: bytes) -> FinishedReply:
         fields = self._object(data)
         body, reply = tokenize.tokenize(fields, self.tokenizer, self.max_context)
-        return FinishedReply(body.model, replies.encode(reply), body.ignored_fields)
+        return FinishedReply(replies.encode(reply), body.ignored_fields)
 
     def detokenize(self, data: bytes) -> FinishedReply:
-        body, reply = tokenize.detokenize(json_object(data), self.tokenizer, self.max_context)
-        return FinishedReply(body.model, replies.encode(reply), body.ignored_fields)
+        body, reply = tokenize.detokenize(self._object(data), self.tokenizer, self.max_context)
+        return FinishedReply(replies.encode(reply), body.ignored_fields)
 
     def _prepare(self, request: ChatRequest) -> Job:
         check_num_answers(len(request.samplings), self.max_answers)
         return chat.prepare(request, self.tokenizer, self.max_context, self.finds_boundaries)
 
     def _object(self, data: bytes, param: str = "messages") -> Json:
-        """Parses a body. Each entry of param makes at least one token, so more entries than the
-        context has tokens raise RequestError."""
+        """Parses a body, in which model becomes the name that the request means. Each entry of
+        param makes at least one token, so more entries than the context has tokens raise
+        RequestError."""
         body = json_object(data)
+        model = body.get("model")
+        if model is None or isinstance(model, str):
+            body["model"] = self.names.meant(model or "")
         given = body.get(param)
         if isinstance(given, list) and len(given) > self.max_context:
             raise RequestError(

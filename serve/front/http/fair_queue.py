@@ -1,0 +1,116 @@
+"""Shares out slow work fairly: clients take turns, so that one with much work delays no other."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from serve.core.errors import OverloadedError
+
+Result = TypeVar("Result")
+
+
+@dataclass(order=True, slots=True)
+class _Waiting:
+    """Work that waits. Of one client's, the smallest comes first."""
+
+    is_late: bool
+    size: int
+    number: int
+    client: str = field(compare=False)
+    work: Callable[[], Any] = field(compare=False)
+    done: "asyncio.Future[Any]" = field(compare=False)
+
+
+class FairQueue:
+    """Threads for slow work, in one event loop. what names the work in errors.
+
+    A client has one thread at a time. A free thread goes to the client that was served longest
+    ago, for the smallest of its work; but urgent work, of any client, comes before the rest.
+    """
+
+    def __init__(self, what: str, num_threads: int, max_waiting: int) -> None:
+        self._what = what
+        self._num_threads = num_threads
+        self._max_waiting = max_waiting
+        self._threads = ThreadPoolExecutor(num_threads, what)
+        self._waiting: dict[str, list[_Waiting]] = {}  # the client served longest ago first
+        self._served: set[str] = set()
+        self._numbers = itertools.count()
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def run(
+        self, client: str, size: int, work: Callable[[], Result], is_urgent: bool = True
+    ) -> Result:
+        """Runs work in a thread, and returns or raises what it does. Raises OverloadedError if too
+        much waits and this client has the most of it. A thread works on if its client leaves."""
+        done = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(not is_urgent, size, next(self._numbers), client, work, done)
+        self._waiting.setdefault(client, []).append(waiting)
+        self._start()
+        self._refuse_last()
+        try:
+            result: Result = await done
+            return result
+        finally:
+            self._remove(waiting)
+
+    def _start(self) -> None:
+        """Gives each free thread a client that has none."""
+        while len(self._served) < self._num_threads:
+            clients = [client for client in self._waiting if client not in self._served]
+            if not clients:
+                return
+            first_of_each = [min(self._waiting[client]) for client in clients]
+            self._begin(min(first_of_each, key=lambda first: first.is_late))
+
+    def _begin(self, waiting: _Waiting) -> None:
+        self._remove(waiting)
+        self._served.add(waiting.client)
+        running = asyncio.get_running_loop().run_in_executor(self._threads, waiting.work)
+        running.add_done_callback(partial(self._end, waiting))
+
+    def _end(self, ended: _Waiting, running: "asyncio.Future[Any]") -> None:
+        self._served.remove(ended.client)
+        if own := self._waiting.pop(ended.client, None):
+            self._waiting[ended.client] = own
+        self._start()
+        if running.cancelled():  # by `close`
+            return
+        error = running.exception()
+        if ended.done.done():  # Its client has left.
+            return
+        if error is not None:
+            ended.done.set_exception(error)
+        else:
+            ended.done.set_result(running.result())
+
+    def _refuse_last(self) -> None:
+        """If too much waits, refuses the last work of the client that has the most: a client that
+        fills the queue does not keep out the work of others, or its own that is smaller."""
+        if sum(map(len, self._waiting.values())) <= self._max_waiting:
+            return
+        most = max(reversed(self._waiting.values()), key=len)
+        last = max(most)
+        self._remove(last)
+        if not last.done.done():
+            last.done.set_exception(
+                OverloadedError(
+                    f"{self._max_waiting} requests already wait for their {self._what}: try "
+                    "again later.",
+                    code="queue_full",
+                )
+            )
+
+    def _remove(self, waiting: _Waiting) -> None:
+        own = self._waiting.get(waiting.client, [])
+        if waiting in own:
+            own.remove(waiting)
+            if not own:
+                del self._waiting[waiting.client]
