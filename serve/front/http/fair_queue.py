@@ -102,8 +102,7 @@ class FairQueue:
         if not last.done.done():
             last.done.set_exception(
                 OverloadedError(
-                    f"{self._max_waiting} requests already wait for their {self._what}: try "
-                    "again later.",
+                    f"{self._max_waiting} {self._what} already wait: try again later.",
                     code="queue_full",
                 )
             )

@@ -34,8 +34,8 @@ class Lanes:
     def __init__(self, reader: Reader) -> None:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "prompt")
         self._other_threads = ThreadPoolExecutor(1, "tokenize")
-        self._medium = FairQueue("bodies", 1, MAX_MEDIUM_WAITING)
-        self._large = FairQueue("large bodies", 1, MAX_LARGE_WAITING)
+        self._medium = FairQueue("request bodies", 1, MAX_MEDIUM_WAITING)
+        self._large = FairQueue("large request bodies", 1, MAX_LARGE_WAITING)
         tokenizer = reader.tokenizer
         self._helpers: Helpers[process.Answer]
         self._helpers = Helpers(
