@@ -14,7 +14,6 @@ from serve.front.text.calls.parts import Tools
 from serve.front.text.helpers import HelperEnded, Helpers, answer_questions
 from serve.front.text.tool_formats import parsed_calls, tool_format
 
-MAX_CHARACTERS = 256 << 10
 MAX_SECONDS = 0.5  # of a core
 # Even quadratic parsers read this much in a tenth of a second, and few real calls are longer.
 MAX_SHORT_CHARACTERS = 2048
@@ -43,11 +42,7 @@ class CallParser:
 
     def __call__(self, text: str, tools: Tools = ()) -> tuple[ParsedCall, ...]:
         """Returns the calls in a text. tools are the declared ones as OpenAI's JSON. Raises
-        ValueError if the text is too long, takes too long or cannot be read: then it is content."""
-        if len(text) > MAX_CHARACTERS:
-            raise ValueError(
-                f"a call of {len(text)} characters, of which only {MAX_CHARACTERS} are allowed"
-            )
+        ValueError if the text takes too long or cannot be read: then it is content."""
         declared = msgspec.json.encode(tools).decode()
         try:
             answer = self._helpers.ask(ParseCall(text, declared))

@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from serve.core.helper_messages import ParsedCall
-from serve.front.text.call_parser import MAX_CHARACTERS, CallParser
+from serve.front.text.call_parser import CallParser
+from serve.front.text.dialects.mlx_lm import MAX_CHARACTERS, mlx_lm_dialect
 from serve.front.text.tool_formats import parsed_calls, tool_format
 
 CALL = '{"name": "weather", "arguments": {"city": "Köln"}}'
@@ -29,9 +30,11 @@ def test_call_parser_raises_for_what_is_no_call(parser: CallParser) -> None:
     assert parser(CALL), "the process goes on"
 
 
-def test_call_parser_does_not_begin_to_read_what_is_too_long(parser: CallParser) -> None:
+def test_a_call_that_is_too_long_is_refused_before_its_end() -> None:
+    calls = mlx_lm_dialect("json_tools", None).calls
+    assert calls is not None
     with pytest.raises(ValueError, match="characters"):
-        parser("[" * (MAX_CHARACTERS + 1))
+        calls.reader([]).feed("[" * (MAX_CHARACTERS + 1))
 
 
 def test_call_parser_takes_deep_json_for_no_call(parser: CallParser) -> None:

@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from serve.core.helper_messages import ParsedCall
-from serve.front.text.call_parser import MAX_CHARACTERS, CallParser
+from serve.front.text.call_parser import CallParser
 from serve.front.text.calls.json_calls import tool_name
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.parts import CallBegin, CallEnd, CallPart, CallReader, CallText, Tools
 from serve.front.text.dialects.interface import Dialect, Reasoning
 from serve.front.text.tool_formats import tool_format
 
-# Returns the calls in the text between two marks. It may raise anything.
+MAX_CHARACTERS = 256 << 10  # of a call
+# Returns the calls in the text between two marks. Raises ValueError if it cannot be read.
 Parse = Callable[[str, Tools], Iterable[ParsedCall]]
 
 
@@ -58,12 +59,7 @@ class _WholeReader:
         if not is_whole:
             yield CallBegin(self._name_in(text))
             return
-        try:
-            calls = self._parse(text, self._tools)
-        # A parser of mlx-lm may raise anything, since it reads what a model wrote.
-        except Exception as error:
-            raise ValueError(f"{error!r:.200}") from error
-        for call in calls:
+        for call in self._parse(text, self._tools):
             yield CallBegin(call.name, call.id)
             yield CallText(call.arguments)
             yield CallEnd()
