@@ -2,7 +2,7 @@
 
 Checks of macOS were written from other people's reports and have not run there yet: wired memory
 (mlx-lm#883), MLX_METAL_FAST_SYNCH (mlx#3142), Local Network privacy (mlx#3755), addresses of
-Thunderbolt links that go at a reboot (mlx#1902), kinds of ports, RDMA.
+Thunderbolt links that go at a reboot (mlx#1902), kinds of ports.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -174,14 +174,6 @@ def check_links(facts: HostFacts) -> Finding | None:
     return Finding("ok", facts.host, what)
 
 
-def check_rdma(facts: HostFacts) -> Finding | None:
-    """Reports RDMA devices, which ranks do not use: they speak TCP, over Thunderbolt too."""
-    if facts.mac is None:
-        return None
-    devices = ", ".join(facts.mac.rdma) or "none (`rdma_ctl enable` in Recovery creates them)"
-    return Finding("ok", facts.host, f"RDMA devices, which ranks do not use: {devices}")
-
-
 def check_model(facts: HostFacts) -> Finding | None:
     if facts.hub_model:
         what = f"{facts.hub_model} is on the hub and was not checked"
@@ -209,7 +201,6 @@ HOST_CHECKS: Sequence[Callable[[HostFacts], Finding | None]] = (
     check_strays,
     check_sleep,
     check_links,
-    check_rdma,
     check_model,
 )
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -66,37 +67,6 @@ class Subcommand:
     usage: str
     add_flags: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
-
-
-def serve(words: Sequence[str]) -> int:
-    # Imported here, because a launcher does not need it.
-    from serve.cli.main import main as serve_main
-
-    return serve_main(list(words))
-
-
-def plan(words: Sequence[str]) -> int:
-    from serve.cli.plan import run as run_plan
-
-    return run_plan(list(words))
-
-
-def fine_tune(words: Sequence[str]) -> int:
-    from serve.cli.fine_tune import main as fine_tune_main
-
-    return fine_tune_main(list(words))
-
-
-def bench(words: Sequence[str]) -> int:
-    from serve.cli.bench import run as run_bench
-
-    return run_bench(list(words))
-
-
-def convert_adapter(words: Sequence[str]) -> int:
-    from serve.cli.convert import run as run_convert
-
-    return run_convert(list(words))
 
 
 def launch(flags: argparse.Namespace) -> int:
@@ -362,15 +332,17 @@ def add_demo_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# Subcommands of serve.cli, which read the words after the subcommand themselves.
-HANDED_OVER: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
-    "serve": ("serve a model as one rank", serve),
-    "fine-tune": ("train an adapter, or all weights, as one rank", fine_tune),
-    "plan": ("show which rank would get which layers, and the memory needed", plan),
-    "bench": ("put load on one or two servers and measure them", bench),
+# Subcommands of serve.cli, which read the words after the subcommand themselves: their purpose,
+# module and function. They are imported late, because a launcher does not need them.
+HANDED_OVER = {
+    "serve": ("serve a model as one rank", "main", "main"),
+    "fine-tune": ("train an adapter, or all weights, as one rank", "fine_tune", "main"),
+    "plan": ("show which rank would get which layers, and the memory needed", "plan", "run"),
+    "bench": ("put load on one or two servers and measure them", "bench", "run"),
     "convert-adapter": (
         "convert a LoRA adapter from mlx-lm's format to PEFT's, or back",
-        convert_adapter,
+        "convert",
+        "run",
     ),
 }
 
@@ -404,7 +376,7 @@ def build_parsers() -> tuple[Parser, dict[str, Parser]]:
     parser.add_argument("--version", action="version", version=f"brigade {__version__}")
     choices = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     # Only for --help: these subcommands read their own flags.
-    for name, (purpose, _) in HANDED_OVER.items():
+    for name, (purpose, *_) in HANDED_OVER.items():
         choices.add_parser(name, help=f"{purpose}; see `brigade {name} --help`", add_help=False)
     parsers = {}
     for name, subcommand in SUBCOMMANDS.items():
@@ -483,7 +455,9 @@ def check_subcommand(words: Sequence[str]) -> None:
 
 def run(words: Sequence[str]) -> int:
     if words and words[0] in HANDED_OVER:
-        return HANDED_OVER[words[0]][1](words[1:])
+        _, module, function = HANDED_OVER[words[0]]
+        handed_over = getattr(import_module(f"serve.cli.{module}"), function)
+        return int(handed_over(list(words[1:])))
     check_subcommand(words)
     if words[:1] == ["launch"]:
         # Imported here, because `brigade --help` does not need it.

@@ -171,7 +171,6 @@ def mac_facts() -> MacFacts:
     return MacFacts(
         wired_limit=_tool("sysctl", "-n", "iogpu.wired_limit_mb"),
         sleep=next((words[1] for words in settings if words[:1] == ["sleep"]), ""),
-        rdma=_tool("ibv_devices").split()[4:],
         ports={device: port for port, device in ports},
     )
 

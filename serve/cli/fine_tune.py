@@ -27,14 +27,13 @@ from serve.core.config import read_cluster
 from serve.core.errors import BrigadeError, DisagreementError, UsageError
 from serve.core.plan import check_num_ranks
 from serve.tune.config import FineTuneConfig, read_yaml
-from serve.tune.data.lines import check_data
 from serve.tune.events import Event
 from serve.tune.results.run_folder import ADAPTERS, check_free, check_resumable
 from serve.tune.schedule import Shape, make_schedule
 
 # Flags of other trainers, and what they are called here.
 _OTHER_NAMES = {
-    "--alpha": "--lora-alpha",
+    "--alpha": "--lora-scale (alpha divided by the rank)",
     "--batch": "--batch-size",
     "--checkpoint-every": "--save-every",
     "--dropout": "--lora-dropout",
@@ -42,6 +41,7 @@ _OTHER_NAMES = {
     "--gradient-accumulation-steps": "--grad-accumulation-steps",
     "--gradient-checkpointing": "--grad-checkpoint",
     "--logging-steps": "--steps-per-report",
+    "--lora-alpha": "--lora-scale (alpha divided by the rank)",
     "--lora-layers": "--num-layers",
     "--lora-r": "--lora-rank",
     "--lr": "--learning-rate",
@@ -55,6 +55,7 @@ _OTHER_NAMES = {
     "--rank": "--lora-rank",
     "--save-steps": "--save-every",
     "--scale": "--lora-scale",
+    "--stages-per-rank": "always 2 with --schedule interleaved: leave it out,",
     "--steps": "--iters",
     "--use-dora": "--fine-tune-type dora",
 }
@@ -89,7 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(FIRST_WORD_SECONDS if cluster.rank else 0)
             raise
         finally:
-            view.close()
             reports.close()
         if config.trains and not cluster.rank:
             _hand_over(config, folder)
@@ -155,17 +155,11 @@ def check(
         services(config)
         if config.load_into:
             check_server(config.load_into, config.adapter_path, adapter_name(config.adapter_path))
-        _check_files(config)
+        if config.resume:
+            check_resumable(config.adapter_path)
+        elif config.trains:
+            check_free(config.adapter_path)
     return config
-
-
-def _check_files(config: FineTuneConfig) -> None:
-    """Checks the run's folder and the data as far as that takes neither MLX nor a tokenizer."""
-    if config.resume:
-        check_resumable(config.adapter_path)
-    elif config.trains:
-        check_free(config.adapter_path)
-    check_data(config)
 
 
 def _parse(argv: Sequence[str]) -> FineTuneConfig:

@@ -1,11 +1,9 @@
-"""The output of a training run, on rank 0: tables, a line for each report, and on a terminal a
-progress bar below them."""
+"""The output of a training run, on rank 0: tables, and a line for each report."""
 
 import time
 from collections.abc import Callable
 from datetime import datetime
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from serve.cli.output import Output
@@ -32,24 +30,16 @@ class TrainingView:
         self._began = 0.0
         self._first = 0
         self._total = 0
-        self._bar = Progress(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("batches,"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            console=_OUT,
-        )
-        self._task = self._bar.add_task("")
 
     def __call__(self, event: Event) -> None:
         match event:
             case Started():
                 _show_start(event)
-                self._begin(event)
+                self._began = self._clock()
+                self._first = event.iteration
+                self._total = event.num_iterations
             case Reported():
                 _show_report(event, self._progress(event.iteration))
-                self._move(event.iteration)
             case NothingLeft():
                 _show_nothing_left(event)
             case Validated():
@@ -57,19 +47,11 @@ class TrainingView:
             case Saved():
                 _log(iteration=event.iteration, saved=event.path)
             case Finished():
-                self.close()
                 _show_end(event)
             case Written():
                 _log(wrote=" ".join(map(str, event.paths)))
                 if event.without:
                     _log(without=event.without)
-
-    def _begin(self, event: Started) -> None:
-        self._began = self._clock()
-        self._first = event.iteration
-        self._total = event.num_iterations
-        self._bar.update(self._task, total=event.num_iterations)
-        self._move(event.iteration)
 
     def _progress(self, iteration: int) -> dict[str, str]:
         """Describes which part is done, and how long the rest takes at the pace so far, with
@@ -83,16 +65,6 @@ class TrainingView:
         seconds_each = seconds / max(1, num_done)
         left = format_seconds(num_left * seconds_each)
         return {"done": f"{share:.0%}", "left": left}
-
-    def _move(self, iteration: int) -> None:
-        """Moves the progress bar, which exists only on a terminal."""
-        self._bar.update(self._task, completed=iteration)
-        if _OUT.is_terminal:
-            self._bar.start()
-
-    def close(self) -> None:
-        if _OUT.is_terminal:
-            self._bar.stop()
 
 
 def format_seconds(seconds: float) -> str:

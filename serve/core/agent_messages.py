@@ -93,12 +93,11 @@ class FolderEntered(AgentMessage, frozen=True):
 
 class MacFacts(msgspec.Struct, frozen=True):
     """The facts of a Mac. wired_limit is the limit of wired memory in MB ("0" is the system's
-    default), sleep the minutes until it sleeps ("0" means never), rdma its RDMA devices, and ports
+    default), sleep the minutes until it sleeps ("0" means never), and ports
     the kind of port of each network interface."""
 
     wired_limit: str
     sleep: str
-    rdma: list[str]
     ports: dict[str, str]
 
 

@@ -69,12 +69,6 @@ class FineTuneConfig(ModelSource):
         min=0,
         max=10**6,
     )
-    lora_alpha: float | None = flag(
-        "the scale in PEFT's terms: scale times rank",
-        None,
-        min=0,
-        max=10**6,
-    )
     lora_dropout: float | None = flag(
         "dropout rate of an adapter's inputs in training (default: 0)",
         None,
@@ -169,12 +163,6 @@ class FineTuneConfig(ModelSource):
         min=1,
     )
     schedule: str = flag("pipeline schedule: " + ", ".join(SCHEDULES), "1f1b", among=SCHEDULES)
-    stages_per_rank: int | None = flag(
-        "number of slices of layers on each rank, only with --schedule interleaved (default: 2)",
-        None,
-        min=1,
-        max=64,
-    )
     split: str = flag("layers of each stage: auto, even, or numbers such as 20,12", "auto")
     stall_timeout: float = flag(
         "seconds without a message from a rank until it counts as lost",
@@ -225,8 +213,6 @@ class FineTuneConfig(ModelSource):
         parts = self.micro_batches
         if parts and size % parts:
             raise UsageError(f"--micro-batches {parts} does not divide --batch-size {size}.")
-        if self.stages_per_rank and self.schedule != "interleaved":
-            raise UsageError("--stages-per-rank needs --schedule interleaved.")
         if self.trains and self.tensor_parallel_size > 1 and self.optimizer in _NEED_WHOLE:
             raise UsageError(
                 f"--optimizer {self.optimizer} needs whole matrices, of which each shard of "
@@ -251,15 +237,11 @@ class FineTuneConfig(ModelSource):
             raise UsageError("--peft and --load-into are for adapters, not --fine-tune-type full.")
 
     def _check_adapter_flags(self) -> None:
-        names = ("lora_rank", "lora_scale", "lora_alpha", "lora_dropout")
+        names = ("lora_rank", "lora_scale", "lora_dropout")
         given = [name for name in names if getattr(self, name) is not None]
         if given and self.fine_tune_type == "full":
             name = given[0].replace("_", "-")
             raise UsageError(f"--{name} is for lora and dora, not --fine-tune-type full.")
-        if self.lora_alpha is not None and self.lora_scale is not None:
-            raise UsageError(
-                "--lora-alpha and --lora-scale exclude each other: alpha is scale times rank."
-            )
 
     def _check_structures(self) -> None:
         self._check_adapter_flags()
@@ -296,9 +278,6 @@ class FineTuneConfig(ModelSource):
         for name, value in flags.items():
             if value is not None:
                 merged[name] = value
-        rank = merged["rank"]
-        if self.lora_alpha is not None and isinstance(rank, int) and rank > 0:
-            merged["scale"] = self.lora_alpha / rank
         return merged
 
     @property
@@ -336,9 +315,7 @@ class FineTuneConfig(ModelSource):
         return replace(self, iters=iters)
 
     def num_chunks(self) -> int:
-        if self.schedule == "interleaved":
-            return self.stages_per_rank or 2
-        return 1
+        return 2 if self.schedule == "interleaved" else 1
 
     def layout(self, num_ranks: int) -> Layout:
         """Divides the ranks. Raises UsageError if that leaves a remainder."""

@@ -184,7 +184,7 @@ def of_adapter(config: FineTuneConfig) -> FineTuneConfig:
     UsageError if they cannot be read."""
     path = _adapter_file(config).with_name(CONFIG)
     names = ("fine_tune_type", "num_layers", "lora_parameters")
-    flags = ("lora_rank", "lora_scale", "lora_alpha", "lora_dropout")
+    flags = ("lora_rank", "lora_scale", "lora_dropout")
     try:
         written = json.loads(path.read_text())
         settings = {"fine_tune_type": "lora", **written}

@@ -37,7 +37,7 @@ Changes = dict[str, Any]
 
 def mac(**changes: Any) -> Changes:
     """The fields of a good Mac, of whose own facts these are different."""
-    own = MacFacts(wired_limit="0", sleep="0", rdma=["rdma_en2"], ports={"en5": "Thunderbolt 1"})
+    own = MacFacts(wired_limit="0", sleep="0", ports={"en5": "Thunderbolt 1"})
     return {"system": "Darwin", "blas": None, "mac": msgspec.structs.replace(own, **changes)}
 
 

@@ -1,5 +1,4 @@
-"""Reads the lines of a jsonl file: JSON objects, all of one kind. It needs neither MLX nor a
-tokenizer, so a wrong line is reported before either is loaded."""
+"""Reads the lines of a jsonl file: JSON objects, all of one kind."""
 
 import json
 from collections.abc import Iterator
@@ -8,9 +7,6 @@ from typing import Any
 
 from serve.core.errors import UsageError
 from serve.tune.config import FineTuneConfig
-
-# Such a file is read in a second or two. The launcher, rank 0 and then every rank read it.
-_MAX_BYTES = 64 << 20
 
 Object = dict[str, Any]
 Line = tuple[int, Object]
@@ -34,25 +30,6 @@ def read_lines(path: Path, config: FineTuneConfig) -> list[Line]:
         except UsageError as error:
             raise UsageError(f"{path}:{number}: {error}") from error
     return lines
-
-
-def check_data(config: FineTuneConfig) -> None:
-    """Checks those files of a run that are small. Larger ones are checked when their examples are
-    read. Raises UsageError."""
-    train = config.data / "train.jsonl"
-    valid = config.data / "valid.jsonl"
-    test = config.data / "test.jsonl"
-    paths = []
-    if config.trains:
-        paths.append(train)
-    if config.trains and valid.exists():
-        paths.append(valid)
-    if config.test:
-        paths.append(test)
-    for path in paths:
-        is_small = not path.exists() or path.stat().st_size <= _MAX_BYTES
-        if is_small:
-            read_lines(path, config)
 
 
 def _parsed(path: Path) -> Iterator[Line]:

@@ -46,7 +46,6 @@ def said(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool) -> str:
     view = training.TrainingView(lambda: next(now))
     for event in EVENTS:
         view(event)
-    view.close()
     return text.getvalue()
 
 
@@ -71,7 +70,6 @@ def test_every_event_is_shown(monkeypatch: pytest.MonkeyPatch, is_terminal: bool
         assert part in text, part
     assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d iteration=10 done=50%", text)
     assert text.index("Forecast and measurement") < text.index("time that ranks waited")
-    assert ("10/20" in text) == is_terminal, "a bar is for a terminal only"
 
 
 @pytest.mark.parametrize(
