@@ -7,7 +7,7 @@ import pytest
 from tests.cluster.servers import TINY_CHAT, Server, running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server() -> Iterator[Server]:
     with running(2) as running_server:
         yield running_server

@@ -92,6 +92,7 @@ def test_embeddings_have_the_form_that_is_asked_for(server: Server) -> None:
     assert np.linalg.norm(plain) == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_mean_pooling_beside_generation_and_after_a_kill(
     mended: Server, hidden_states: Embed
 ) -> None:

@@ -368,13 +368,12 @@ def test_a_half_closed_client_gets_a_small_reply(shared: Running, first: str) ->
     assert body_of(response) == {"status": "alive"}
 
 
-def test_a_half_closed_client_gets_all_that_it_asked_for(shared: Running) -> None:
-    """Several requests in one connection; which is closed after the last."""
+def test_a_half_closed_client_gets_all_that_it_asked_for(engine: FakeEngine) -> None:
+    """Several requests in one connection; which is closed after the last, not when it is idle."""
     asked = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    began = time.monotonic()
-    response = half_closed(shared, asked * 5)
+    with Running(engine, header_timeout=600) as server:
+        response = half_closed(server, asked * 5)
     assert response.count(b"HTTP/1.1 200 ") == 5
-    assert time.monotonic() - began < 4, "closed when it was idle for long"
 
 
 def test_a_half_closed_client_without_a_whole_request_gets_nothing(shared: Running) -> None:
@@ -660,13 +659,11 @@ async def test_a_reply_that_takes_too_long_is_refused(
 
 
 def test_a_broken_cluster_waits_for_nobody(server: Running, engine: FakeEngine) -> None:
-    engine.delay = 60
+    engine.delay = 600
     with server.connect() as connection:
         connection.sendall(request_bytes(stream=True))
         wait_until(lambda: bool(engine.generations))
-        started = time.monotonic()
         server.fail(UnavailableError("lost"))
         assert b"lost" in read_all(connection)
-        assert server.join(5)
-    assert time.monotonic() - started < 3
+        assert server.join(60), "it waited for the answer"
     assert isinstance(server.ended_with, BrigadeError)

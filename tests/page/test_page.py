@@ -237,7 +237,7 @@ def watchers(server: Server) -> int:
     return psutil.Process(rank.pid).num_fds()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_page_leaves_no_watcher_behind_when_it_is_reloaded(cluster: Server, tab: Tab) -> None:
     """There are more reloads than there may be watchers."""
     page = tab.show(cluster.url)

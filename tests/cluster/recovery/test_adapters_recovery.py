@@ -65,7 +65,8 @@ def test_answers_and_versions_survive_killed_engines(
     assert again == versions
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 0])
 def test_files_that_were_written_over_change_nothing(
     cluster: Server,
     answer: Whole,  # noqa: F811

@@ -37,7 +37,7 @@ ANSWER_TOKENS = 300
 NUM_SPARE_KILLS = int(os.environ.get("SPARE_KILLS", "6"))
 IMPORTED_BYTES = 50 << 20
 WITHOUT_LIMIT = quick(max_restarts=1000)
-EACH_RANK = [0, pytest.param(1, marks=pytest.mark.slow)]
+EACH_RANK = [0, 1]
 
 
 @dataclass
@@ -271,6 +271,7 @@ def expected(server: Server) -> list[Stream]:
     return run_streams(server)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", EACH_RANK)
 def test_a_killed_engine_costs_a_pause(server: Server, expected: list[Stream], rank: int) -> None:
     before = server.get("/admin/pipeline")["num_restarts"]
@@ -365,6 +366,7 @@ def test_a_rank_that_stops_for_ever_is_found_and_named(
     server.wait_for_log(r"in (_next_hop|receive|unpack|send)\b")
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_with_its_parent_is_replaced(
     server: Server, expected: list[Stream]
 ) -> None:

@@ -7,7 +7,6 @@ import logging
 import socket
 import socketserver
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -492,20 +491,18 @@ def test_a_drain_waits_for_so_long_and_then_ends_answers(
 ) -> None:
     """Not so long for a rank that is gone."""
     engine = FakeEngine(tokenizer)
-    engine.delay, engine.is_complete = 60, is_complete
-    with Running(engine, drain_timeout=10 if query or not is_complete else 0.2) as server:
+    engine.delay, engine.is_complete = 600, is_complete
+    with Running(engine, drain_timeout=600 if query or not is_complete else 0.2) as server:
         stream = httpx2.stream(
-            "POST", server.url + CHAT, json={**HELLO, "stream": True}, timeout=10
+            "POST", server.url + CHAT, json={**HELLO, "stream": True}, timeout=60
         )
-        began = time.monotonic()
         with stream as reply:
             wait_until(lambda: bool(engine.generations))
             assert httpx2.post(server.url + "/admin/drain" + query).status_code == 202
             lines = list(filter(None, reply.iter_lines()))
         assert "The server is stopping." in lines[-2]
         assert lines[-1] == "data: [DONE]"
-        assert server.join(5)
-        assert time.monotonic() - began < 9
+        assert server.join(60), "it waited as long as --drain-timeout"
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "x", "1e9", "nan"])
@@ -546,14 +543,15 @@ def test_a_drain_says_when_it_begins_and_what_it_ended(
     assert ended == "event=drained answers_ended=1"
 
 
-def test_an_idle_server_drains_at_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_idle_server_drains_at_once(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    began = time.monotonic()
-    assert httpx2.post(server.url + "/admin/drain").status_code == 202
-    assert server.join(5)
+    with Running(engine, drain_timeout=600) as server:
+        assert httpx2.post(server.url + "/admin/drain").status_code == 202
+        assert server.join(60), "it waited as long as --drain-timeout"
     assert drain_lines(caplog)[-1] == "event=drained answers_ended=0"
     assert server.ended_with is None
-    assert time.monotonic() - began < 3
 
 
 def test_a_drain_is_a_post(shared: Running) -> None:

@@ -66,6 +66,12 @@ lives = st.tuples(
 )
 
 
+def seeds(num_quick: int, num: int) -> list[Any]:
+    """The first ones are for the quick suite."""
+    long = [pytest.param(seed, marks=pytest.mark.long) for seed in range(num_quick, num)]
+    return [*range(num_quick), *long]
+
+
 @pytest.mark.parametrize("num_examples", [20, pytest.param(60, marks=pytest.mark.long)])
 def test_random_lives(num_examples: int) -> None:
     def check(*life: Any) -> None:
@@ -85,7 +91,7 @@ def test_ten_thousand_random_lives(part: int) -> None:
     assert set(State) - states.keys() == {State.FAILED, State.CLOSED}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(5, 20))
 def test_lives_that_a_request_ended_do_not_use_up_restarts(seed: int) -> None:
     """Twelve requests, each of which ends four lives, beside others; five restarts are allowed."""
     cluster = PlayedCluster(seed, max_restarts=5)
@@ -115,7 +121,7 @@ def test_kills_that_nobody_is_to_blame_for_end_the_cluster_after_max_restarts(se
         assert "given up" in str(cluster.failure)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(5, 20))
 def test_restarts_are_counted_within_a_window(seed: int) -> None:
     cluster = PlayedCluster(seed, max_restarts=2, restart_window=100.0)
     for _ in range(8):
@@ -576,7 +582,7 @@ def test_lifecycle_replaces_all_engines_when_a_new_one_has_read_other_files() ->
     assert not check_answer(asked)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(2, 6))
 def test_lifecycle_with_replan_keeps_engines_when_layers_change_owner(seed: int) -> None:
     """They keep layers, and no sequence goes on with keys and values of other layers."""
     cluster = begun(seed, replan=True, join_timeout=2.0)
