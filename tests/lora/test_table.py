@@ -127,12 +127,12 @@ CASES: dict[str, tuple[Make, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def _long(cuts: list[int]) -> Any:
+def _slow(cuts: list[int]) -> Any:
     """The same with the model cut elsewhere."""
-    return pytest.param(cuts, marks=pytest.mark.long)
+    return pytest.param(cuts, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("cuts", [*map(_long, ([], [2], [1, 2, 3])), [1, 3]], ids=str)
+@pytest.mark.parametrize("cuts", [*map(_slow, ([], [2], [1, 2, 3])), [1, 3]], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_each_row_has_its_own_adapter(tmp_path: Path, case: str, cuts: list[int]) -> None:
     make, *settings = CASES[case]

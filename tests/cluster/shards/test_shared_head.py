@@ -31,7 +31,7 @@ from tests.cluster.test_speculation import (
     save_first_layers,
 )
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 INSIDE = str(Path(__file__).parent / "inside")
 NONE, SOME, ALL = 0, 4, 1000  # the largest number of tokens in a step that shares the head
@@ -214,7 +214,6 @@ def test_shared_head_with_a_prediction_head(tmp_path: Path) -> None:
         check_replies(shards, "model")
 
 
-@pytest.mark.slow
 def test_shared_head_that_is_the_embedding_with_a_draft_model(tmp_path: Path) -> None:
     """The draft model is the model itself, so that many drafts are right."""
     model = save_first_layers(tmp_path / "tiny-chat")
@@ -224,7 +223,6 @@ def test_shared_head_that_is_the_embedding_with_a_draft_model(tmp_path: Path) ->
         check_replies(shards, "model")
 
 
-@pytest.mark.slow
 def test_shared_head_of_parts_of_unequal_sizes(tmp_path: Path) -> None:
     """Three shards have 342, 342 and 340 of 1024 tokens. All guesses come from the texts."""
     model = save_first_layers(tmp_path / "tiny-chat")

@@ -268,6 +268,6 @@ def check_random_life(
     pipeline.check()
 
 
-@pytest.mark.parametrize("num_examples", [30, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_examples", [30, pytest.param(100, marks=pytest.mark.slow)])
 def test_fault_blame_finds_random_fatal_requests(num_examples: int) -> None:
     check_examples(check_random_life, CASES, num_examples)

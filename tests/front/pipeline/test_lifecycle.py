@@ -72,7 +72,7 @@ def seeds(num_quick: int, num: int) -> list[Any]:
     return [*range(num_quick), *long]
 
 
-@pytest.mark.parametrize("num_examples", [20, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_examples", [20, pytest.param(60, marks=pytest.mark.slow)])
 def test_random_lives(num_examples: int) -> None:
     def check(*life: Any) -> None:
         check_random_life(*life)

@@ -179,6 +179,6 @@ def check_overtaking(
     check_all_ended(pipeline)
 
 
-@pytest.mark.parametrize("num_examples", [10, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_examples", [10, pytest.param(40, marks=pytest.mark.slow)])
 def test_no_arrivals_delay_a_prompt_by_more_than_its_own_length(num_examples: int) -> None:
     check_examples(check_overtaking, ARRIVALS, num_examples)

@@ -150,7 +150,7 @@ def check_random_lives(
 TEN_THOUSAND = pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
 
 
-@pytest.mark.parametrize("num_examples", [pytest.param(300, marks=pytest.mark.long), TEN_THOUSAND])
+@pytest.mark.parametrize("num_examples", [50, TEN_THOUSAND])
 def test_random_lives(num_examples: int) -> None:
     check_examples(check_random_lives, LIVES, num_examples)
 

@@ -130,7 +130,7 @@ def test_a_drop_that_waits_for_tokens_keeps_its_adapter() -> None:
     check_random_life(3, 4, None, "none", 2585)
 
 
-@pytest.mark.parametrize("num_examples", [50, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_examples", [50, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_loads_unloads_requests_and_aborts(num_examples: int) -> None:
     check_examples(check_random_life, LIVES, num_examples)
 

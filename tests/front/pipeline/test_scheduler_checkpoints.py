@@ -263,7 +263,7 @@ def check_random_lives(
     assert not pipeline.outbox._steps
 
 
-@pytest.mark.parametrize("num_examples", [40, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_examples", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_lives_with_checkpoints(num_examples: int) -> None:
     check_examples(check_random_lives, LIVES, num_examples)
 

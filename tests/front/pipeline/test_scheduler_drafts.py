@@ -280,7 +280,7 @@ LIVES = st.tuples(
 )
 
 
-@pytest.mark.parametrize("num_examples", [15, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_examples", [15, pytest.param(40, marks=pytest.mark.slow)])
 def test_random_lives_with_drafts(num_examples: int) -> None:
     check_examples(check_random_lives, LIVES, num_examples)
 
