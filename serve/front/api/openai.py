@@ -302,24 +302,19 @@ class ChatBody(Templated, GenerationBody):
             if grammar:
                 inputs[name] = grammar
         lark = frozenset(name for name in inputs if self.custom_tools[name].is_lark)
-        is_raw = self._raw_tool is not None
-        return ToolUse(tools, choice, self.is_parallel, is_raw, inputs, lark)
+        return ToolUse(tools, choice, self.is_parallel, self._is_raw, inputs, lark)
 
     @property
-    def _raw_tool(self) -> CustomTool | None:
-        """The custom tool whose input is the whole answer, because it is demanded."""
+    def _is_raw(self) -> bool:
+        """Whether the whole answer is the input of a custom tool, because it is demanded."""
         _, choice = self.offered
-        if not isinstance(choice, NamedTool):
-            return None
-        return self.custom_tools.get(choice.function.name)
+        return isinstance(choice, NamedTool) and choice.function.name in self.custom_tools
 
     def grammars(self) -> dict[str, str]:
-        raw = self._raw_tool
-        raw_grammar = raw.grammar() if raw else None
-        if raw and raw_grammar is None:
+        call_grammar = self.tool_use.grammar()
+        if self._is_raw and call_grammar is None:
             return {}  # The input of the tool is free text, whatever the format of a text is.
         found = super().grammars()
-        call_grammar = raw_grammar or self.tool_use.grammar()
         if call_grammar:
             found["tool_choice"] = call_grammar
         return found
@@ -370,7 +365,7 @@ class ChatBody(Templated, GenerationBody):
             function_call=self.functions is not None,
             progress=bool(self.return_progress),
             custom_tools=tuple(self.custom_tools),
-            is_raw_input=self._raw_tool is not None,
+            is_raw_input=self._is_raw,
         )
 
 

@@ -112,8 +112,10 @@ class ToolUse:
         return declared(self.tools)
 
     def grammar(self) -> str | None:
-        """Returns the grammar of a forced call, or None if no call is forced. Raises
-        RequestError."""
+        """Returns the grammar of a forced call, or None if no call is forced or its input may be
+        any text. Raises RequestError."""
+        if self.is_raw and isinstance(self.choice, NamedTool):
+            return self.inputs.get(self.choice.function.name)
         return grammar_of_call(self.tools, self.choice, self.is_parallel)
 
     @property

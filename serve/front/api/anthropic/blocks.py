@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from serve.front.api.anthropic.signature import thought_in
 from serve.front.api.messages import AssistantPart, ChatMessage, called
+from serve.front.api.opaque import opened
 from serve.front.http.body import Tolerant, refuse
 
 Role = Literal["system", "user", "assistant"]
@@ -198,7 +198,7 @@ class ThinkingBlock(Tolerant):
     signature: str | None = None
 
     def parts(self, _: Role) -> Parts:
-        thought = self.thinking or thought_in(self.signature or "")
+        thought = self.thinking or opened(self.signature)
         if thought:
             yield AssistantPart(thought=thought)
 

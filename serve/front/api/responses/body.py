@@ -164,12 +164,9 @@ class InputTokensBody(SamplingBody):
         return {**tools, raw_name: replace(tools[raw_name], is_raw=True)}
 
     def grammars(self) -> dict[str, str]:
-        if self._raw_name is None:
-            call_grammar = self.tool_use.grammar()
-        else:
-            call_grammar = self.offer.tools[self._raw_name].grammar
-            if call_grammar is None:
-                return {}  # The input of the tool is free text, whatever the format of a text is.
+        call_grammar = self.tool_use.grammar()
+        if self.tool_use.is_raw and call_grammar is None:
+            return {}  # The input of the tool is free text, whatever the format of a text is.
         found = super().grammars()
         format_grammar = self._format_grammar()
         if format_grammar:

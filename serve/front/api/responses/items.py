@@ -1,8 +1,6 @@
 """The items of a response's input (messages, reasoning, calls and results), and their conversion
 to messages of a chat."""
 
-import base64
-import binascii
 import json
 import secrets
 from collections.abc import Iterable, Iterator
@@ -11,27 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, TypeAdapter, WithJsonSchema
 
 from serve.front.api.messages import AssistantPart, ChatMessage, called, joined_parts
+from serve.front.api.opaque import opened
 from serve.front.api.responses.offer import Json, Offer, ToolDeclaration
 from serve.front.http.body import Tolerant, refuse
-
-_OPAQUE = "brigade:"
-
-
-def opaque(text: str) -> str:
-    """Returns a text as encrypted_content: clients send it back and do not show it. It is no
-    secret."""
-    return _OPAQUE + base64.b64encode(text.encode()).decode()
-
-
-def opened(content: str | None) -> str | None:
-    """Returns the text of `opaque`; None for a text that another server encrypted."""
-    if not content or not content.startswith(_OPAQUE):
-        return None
-    try:
-        return base64.b64decode(content.removeprefix(_OPAQUE), validate=True).decode()
-    except (binascii.Error, ValueError):
-        return None
-
 
 # --- texts
 

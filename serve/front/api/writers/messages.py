@@ -4,8 +4,8 @@ import secrets
 from collections.abc import Iterator
 
 from serve.core.errors import BrigadeError
-from serve.front.api.anthropic.signature import signature_of
 from serve.front.api.messages import arguments_object, invalid_arguments
+from serve.front.api.opaque import opaque
 from serve.front.api.writers.writer import Writer
 from serve.front.http.replies import Json, anthropic_error
 from serve.front.output.deltas import (
@@ -136,9 +136,15 @@ class MessagesWriter(Writer):
         block = self._block
         self._is_open = False
         if block["type"] == "thinking":
-            block["signature"] = signature_of(self._thought, carries_it=self._omits_thoughts)
+            block["signature"] = self._signature()
             yield self._delta("signature_delta", "signature", block["signature"])
         yield self._event("stop")
+
+    def _signature(self) -> str:
+        """Returns the signature of a thinking block: clients drop blocks without one, and send it
+        back. If they want no thoughts, it carries the thought, as at Anthropic, because a model
+        that calls tools between its thoughts needs them in the next request."""
+        return opaque(self._thought) if self._omits_thoughts else secrets.token_hex(16)
 
     def _delta(self, type: str, field: str, value: str) -> Json:
         return self._event("delta", delta={"type": type, field: value})

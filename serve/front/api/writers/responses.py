@@ -6,8 +6,9 @@ from typing import Literal
 
 from serve.core.errors import BrigadeError, RequestError
 from serve.core.types import Score
+from serve.front.api.opaque import opaque
 from serve.front.api.responses.body import ResponsePlan
-from serve.front.api.responses.items import new_item_id, opaque
+from serve.front.api.responses.items import new_item_id
 from serve.front.api.responses.offer import OfferedTool, call_fields
 from serve.front.api.writers.custom_input import CustomInput
 from serve.front.api.writers.logprobs import ScoreWriter

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from serve.core.errors import RequestError
 from serve.front.api.anthropic.body import CountBody, MessagesBody
-from serve.front.api.anthropic.signature import signature_of
+from serve.front.api.opaque import opaque
 from serve.front.api.openai import parse
 from serve.front.api.request import ChatRequest
 from serve.front.api.thinking import Thinking
@@ -262,7 +262,7 @@ def test_body_leaves_out_thoughts_that_it_cannot_read() -> None:
 
 
 def test_body_reads_an_omitted_thought_from_its_signature() -> None:
-    signature = signature_of("Add: 日本", carries_it=True)
+    signature = opaque("Add: 日本")
     thought = {"type": "thinking", "thinking": "", "signature": signature}
     _, answered, _ = chat_messages(
         user(text("1 + 2?")), assistant(thought, called("a")), user(result("a", "3"))
