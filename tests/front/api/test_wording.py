@@ -250,7 +250,7 @@ def test_every_kind_of_schema_has_its_words() -> None:
             {"messages": [{"role": 5, "content": "a"}]},
             "messages[0].role must be a string, not 5.",
         ),
-        (ResponsesBody, {"background": 1}, "background must be false, not 1."),
+        (ResponsesBody, {"background": 1}, "background must be true or false, not 1."),
         (ResponsesBody, {"input": 5}, "input must be a string or a list."),
         (MessagesBody, {"max_tokens": None}, "The field 'max_tokens' is missing."),
     ],

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from serve.core.errors import RequestError
 from serve.front.api.messages import ChatMessage
@@ -248,10 +248,14 @@ _NOT_REPEATED = {
 }
 
 
-def _in_foreground(background: Any) -> Any:
-    if background is True:
+def _in_foreground(background: bool) -> bool:
+    if background:
         refuse("may not be true: keep the connection until the answer ends")
     return background
+
+
+# Literal[False] would accept 0.
+Foreground = Annotated[bool, AfterValidator(_in_foreground), WithJsonSchema({"const": False})]
 
 
 class ResponsesBody(InputTokensBody):
@@ -260,7 +264,7 @@ class ResponsesBody(InputTokensBody):
     store: bool | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    background: Annotated[Literal[False], BeforeValidator(_in_foreground)] | None = None
+    background: Foreground | None = None
     metadata: Metadata | None = None
     include: Strings | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
