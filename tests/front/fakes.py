@@ -129,8 +129,10 @@ class FakeGeneration:
 
     async def __anext__(self) -> tuple[int, Event]:
         await asyncio.sleep(0)
-        with suppress(asyncio.TimeoutError, TimeoutError):
-            if self._delay or not self._put.empty():
+        if not self._put.empty():
+            raise self._put.get_nowait()
+        if self._delay:
+            with suppress(asyncio.TimeoutError, TimeoutError):
                 raise await asyncio.wait_for(self._put.get(), self._delay)
         for event in self._events:
             if isinstance(event, BrigadeError):
