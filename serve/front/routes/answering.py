@@ -118,9 +118,6 @@ class Answering:
             read = await guard.unless_gone(request.receive, reading)
             if isinstance(read, Job | EmbeddingJob | FinishedReply) and read.ignored_fields:
                 log_number(request, "ignored_fields", len(read.ignored_fields))
-            if isinstance(read, Job) and self._forces_usage:
-                counted = structs.replace(read, usage_in_stream=UsageInStream.EACH)
-                return cast(Reading, counted)
             return read
         finally:
             held.clear()  # A request that waits for a thread must not keep its body alive.
