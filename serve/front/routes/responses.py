@@ -76,7 +76,7 @@ class ResponseCalls:
         data = await read_parts(request.scope, request.receive)
         read = await self._answering.read(request, kind, data)
         if isinstance(read, NeedsEarlier):
-            earlier = self._store.earlier(read.previous_id)
+            earlier = self._store.earlier(read.previous_id, read.item_ids)
             read = await self._answering.read(request, kind, data, (earlier,))
             assert not isinstance(read, NeedsEarlier)
         return read

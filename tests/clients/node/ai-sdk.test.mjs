@@ -1,6 +1,7 @@
-// Vercel's AI SDK with its provider for servers like OpenAI's.
+// Vercel's AI SDK with its providers for OpenAI and for servers like it.
 import assert from "node:assert/strict";
 import test from "node:test";
+import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateText, Output, streamText, tool } from "ai";
 import { z } from "zod";
@@ -38,4 +39,20 @@ test("structured output", async () => {
   const output = Output.object({ schema: z.object({ colour: z.enum(["red", "green"]) }) });
   const reply = await generateText({ ...base, maxOutputTokens: 200, prompt, output });
   assert.ok(["red", "green"].includes(reply.output.colour));
+});
+
+// Its own provider speaks Responses, and refers to earlier answers by their ids.
+const responses = createOpenAI({ baseURL: process.env.OPENAI_BASE_URL, apiKey: "none" });
+
+test("a second turn of responses", async () => {
+  const options = { ...base, model: responses("tiny-chat") };
+  const messages = [{ role: "user", content: prompt }];
+  const first = await generateText({ ...options, messages });
+  assert.ok(first.text.startsWith("a, b, c"));
+  messages.push(...first.response.messages, { role: "user", content: prompt });
+  const second = await generateText({ ...options, messages });
+  assert.deepEqual(second.request.body.input[1].type, "item_reference");
+  assert.ok(second.usage.inputTokens > first.usage.inputTokens + first.usage.outputTokens);
+  const whole = await generateText({ ...options, messages, providerOptions: { openai: { store: false } } });
+  assert.equal(second.text, whole.text);
 });

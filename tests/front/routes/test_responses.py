@@ -322,11 +322,19 @@ def test_every_item_of_a_history_reaches_the_model(client: OpenAI, played: Playe
     assert "hidden" not in prompt
 
 
-def test_a_reference_to_a_stored_item_is_refused(client: OpenAI) -> None:
-    reference: Any = {"type": "item_reference", "id": ask(client).output[0].id}
-    with pytest.raises(BadRequestError, match="item_reference: send the whole item") as caught:
-        ask(client, [reference])
-    assert caught.value.param == "input"
+def test_an_item_of_a_stored_response_can_be_referred_to(client: OpenAI, played: Played) -> None:
+    """Vercel's AI SDK sends the ids of earlier answers in place of their texts."""
+    played.text = "The capital."
+    first = ask(client)
+    again = [{"type": "item_reference", "id": first.output[0].id}, {"id": first.output[0].id}]
+    ask(client, [*again, {"role": "user", "content": "And?"}])
+    assert played.prompts[1].count("The capital.") == 2
+    ask(client, again, previous_response_id=first.id)
+    assert played.prompts[2].count("The capital.") == 3
+    client.responses.delete(first.id)
+    with pytest.raises(BadRequestError) as caught:
+        ask(client, again)
+    assert (caught.value.param, caught.value.code) == ("input", "item_not_found")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ It knows no HTTP and no cluster. Long bodies are read in a helper process
 
 import json
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -31,7 +31,7 @@ from serve.front.api.responses.body import (
     ResponsesBody,
     own_names,
 )
-from serve.front.api.responses.items import messages_of
+from serve.front.api.responses.items import item_ids, messages_of, with_items
 from serve.front.api.truncation import fitting
 from serve.front.api.writers.ollama import without_answer
 from serve.front.http import replies
@@ -39,6 +39,8 @@ from serve.front.http.body import json_object
 from serve.front.http.replies import Json
 from serve.front.output.answer import Job
 from serve.front.text.tokens import Tokenizer
+
+ResponseBody = TypeVar("ResponseBody", bound=InputTokensBody)
 
 
 class ReadResponse(msgspec.Struct, frozen=True, tag=True):
@@ -60,9 +62,11 @@ class ReadMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class NeedsEarlier(msgspec.Struct, frozen=True, tag=True):
-    """The request continues an earlier response, whose messages have to be given with the body."""
+    """The request continues an earlier response or refers to stored items, which have to be given
+    with the body."""
 
-    previous_id: str
+    previous_id: str | None
+    item_ids: list[str]
 
 
 class FinishedReply(msgspec.Struct, frozen=True, tag=True):
@@ -110,13 +114,14 @@ class Reader:
         return ReadMessage(job, body.offer.left_out, body.omits_thoughts)
 
     def response(self, data: bytes, earlier: bytes | None = None) -> ReadResponse | NeedsEarlier:
-        """Reads a response. earlier are the messages that it continues, as JSON; without them, a
-        response that continues another one is not read."""
-        body = parse(ResponsesBody, self._object(data, "input"))
-        if body.previous_response_id is not None and earlier is None:
-            return NeedsEarlier(body.previous_response_id)
+        """Reads a response. earlier is what `Store.earlier` returned for it; without it, a response
+        that continues another one or refers to stored items is not read."""
+        read = self._conversation(ResponsesBody, data, earlier)
+        if isinstance(read, NeedsEarlier):
+            return read
+        body, before = read
         with own_names():
-            messages = self._conversation(body, earlier)
+            messages = [*before, *messages_of(body.input, body.offer)]
             job = self._prepare(body.request(messages, self.tokenizer))
         return ReadResponse(
             plan=body.plan(job.held_inputs),
@@ -129,11 +134,12 @@ class Reader:
     ) -> FinishedReply | NeedsEarlier:
         """Returns the reply to a question how many tokens the prompt of a response would have.
         earlier is as for `response`."""
-        body = parse(InputTokensBody, self._object(data, "input"))
-        if body.previous_response_id is not None and earlier is None:
-            return NeedsEarlier(body.previous_response_id)
+        read = self._conversation(InputTokensBody, data, earlier)
+        if isinstance(read, NeedsEarlier):
+            return read
+        body, before = read
         with own_names():
-            messages = self._conversation(body, earlier)
+            messages = [*before, *messages_of(body.input, body.offer)]
             variables = body.thinking.variables(self.tokenizer)
             prompt = body.prompt(messages).with_defaults(variables)
             if body.truncation == "auto":
@@ -143,9 +149,25 @@ class Reader:
         reply: Json = {"object": "response.input_tokens", "input_tokens": num_tokens}
         return FinishedReply(replies.encode(reply))
 
-    def _conversation(self, body: InputTokensBody, earlier: bytes | None) -> list[ChatMessage]:
-        """Returns the messages that a body continues, and its own."""
-        return [*json.loads(earlier or b"[]"), *messages_of(body.input, body.offer)]
+    def _conversation(
+        self, kind: type[ResponseBody], data: bytes, earlier: bytes | None
+    ) -> tuple[ResponseBody, list[ChatMessage]] | NeedsEarlier:
+        """Returns a body with the stored items that it refers to, and the messages before it."""
+        fields = self._object(data, "input")
+        ids = item_ids(fields.get("input"))
+        if earlier is not None:
+            stored = json.loads(earlier)
+            fields["input"] = (
+                with_items(fields["input"], stored["items"]) if ids else fields["input"]
+            )
+            return parse(kind, fields), stored["messages"]
+        previous = fields.get("previous_response_id")
+        if ids:
+            return NeedsEarlier(previous if isinstance(previous, str) else None, ids)
+        body = parse(kind, fields)
+        if previous is not None:
+            return NeedsEarlier(body.previous_response_id, [])
+        return body, []
 
     def ollama_chat(self, data: bytes) -> Job | FinishedReply:
         body = parse(OllamaChatBody, self._object(data))

@@ -296,13 +296,28 @@ def _as_items(given: Any) -> Any:
 
 def _with_type(item: Any) -> Any:
     """An item without a type is a message."""
-    if not isinstance(item, dict):
-        return item
-    if item.get("type") == "item_reference":
-        refuse("must not have an item_reference: send the whole item")
-    if item.get("type") is None:
+    if isinstance(item, dict) and item.get("type") is None:
         return {**item, "type": "message"}
     return item
+
+
+def item_ids(given: Any) -> list[str]:
+    """Returns the ids of the stored items that an input refers to."""
+    references = filter(_is_reference, given if isinstance(given, list) else [])
+    return [reference["id"] for reference in references]
+
+
+def with_items(given: list[Any], stored: Json) -> list[Any]:
+    """Returns an input with the stored items, by their ids, in place of the references to them."""
+    return [stored[item["id"]] if _is_reference(item) else item for item in given]
+
+
+def _is_reference(item: Any) -> bool:
+    """An item without a type is a reference if an id is all that it has."""
+    if not isinstance(item, dict) or not isinstance(item.get("id"), str):
+        return False
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and item.keys() <= {"type", "id"})
 
 
 Item = Annotated[

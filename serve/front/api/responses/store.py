@@ -1,10 +1,11 @@
-"""The stored responses, which later requests can continue or read.
+"""The stored responses, which later requests can continue, read or refer to.
 
 They are kept as JSON that is never parsed here, in the event loop: a client may have put megabytes
 into one item.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from serve.core.errors import NotFoundError, RequestError
@@ -16,14 +17,16 @@ MAX_STORED_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A response, and the messages of its conversation up to its end, both as JSON."""
+    """A response, the messages of its conversation up to its end, and the items of its output by
+    their ids, all as JSON."""
 
     response: bytes
     messages: bytes
+    items: dict[str, bytes]
 
     @property
     def num_bytes(self) -> int:
-        return len(self.response) + len(self.messages)
+        return len(self.response) + len(self.messages) + sum(map(len, self.items.values()))
 
 
 class Store:
@@ -34,10 +37,13 @@ class Store:
         self._max_num = max_num
         self._max_bytes = max_bytes
         self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._items: dict[str, bytes] = {}  # of all outputs
         self._num_bytes = 0
 
     def put(self, response: Json, messages: bytes) -> None:
-        stored = Stored(encode(response), messages)
+        items = {item["id"]: encode(item) for item in response.get("output", ())}
+        stored = Stored(encode(response), messages, items)
+        self._items |= items
         self._stored[response["id"]] = stored
         self._num_bytes += stored.num_bytes
         while len(self._stored) > self._max_num or self._num_bytes > self._max_bytes:
@@ -50,8 +56,14 @@ class Store:
         self._stored.move_to_end(id)
         return self._stored[id]
 
-    def earlier(self, id: str) -> bytes:
-        """Returns the messages that a new response continues. Raises RequestError."""
+    def earlier(self, previous_id: str | None, item_ids: Iterable[str]) -> bytes:
+        """Returns, as JSON, the messages that a new response continues, and the items that it
+        refers to. Raises RequestError."""
+        messages = b"[]" if previous_id is None else self._messages(previous_id)
+        items = [encode(id) + b":" + self._item(id) for id in dict.fromkeys(item_ids)]
+        return b'{"messages":' + messages + b',"items":{' + b",".join(items) + b"}}"
+
+    def _messages(self, id: str) -> bytes:
         try:
             return self.get(id).messages
         except NotFoundError as error:
@@ -61,7 +73,19 @@ class Store:
                 code="previous_response_not_found",
             ) from error
 
+    def _item(self, id: str) -> bytes:
+        if id not in self._items:
+            raise RequestError(
+                f"The item {id[:80]!r} is not stored: send the whole item.",
+                param="input",
+                code="item_not_found",
+            )
+        return self._items[id]
+
     def delete(self, id: str) -> None:
         """Forgets a stored response. Raises NotFoundError."""
-        self._num_bytes -= self.get(id).num_bytes
+        stored = self.get(id)
+        self._num_bytes -= stored.num_bytes
+        for item_id in stored.items:
+            del self._items[item_id]
         del self._stored[id]

@@ -1,6 +1,7 @@
 """The store of responses, which forgets."""
 
 import json
+import tracemalloc
 
 import pytest
 
@@ -22,7 +23,7 @@ def test_what_was_used_longest_ago_is_forgotten_first() -> None:
     with pytest.raises(NotFoundError):
         store.get("b")
     with pytest.raises(RequestError) as caught:
-        store.earlier("b")
+        store.earlier("b", ())
     assert (caught.value.http_status, caught.value.param) == (400, "previous_response_id")
 
 
@@ -37,7 +38,20 @@ def test_bytes_are_bounded() -> None:
     with pytest.raises(NotFoundError):
         store.get("huge")
     put(store, "small")
-    assert store.earlier("small")
+    assert store.earlier("small", ())
+
+
+def test_earlier_does_not_parse_the_items_that_it_returns() -> None:
+    """The store is read in the event loop, for each reference that a client writes."""
+    store = Store()
+    item = {"id": "msg_1", "type": "message"}
+    store.put({"id": "a", "tools": [[]] * 200_000, "output": [item]}, b"[]")
+    tracemalloc.start()
+    earlier = store.earlier(None, ["msg_1"] * 1000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert json.loads(earlier) == {"messages": [], "items": {"msg_1": item}}
+    assert peak < 1 << 20
 
 
 def test_deleted_is_gone_and_counts_no_more() -> None:
