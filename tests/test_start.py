@@ -8,7 +8,8 @@ from typing import BinaryIO
 import pytest
 
 from serve.cli import start
-from serve.core.messages import Status
+from serve.core.messages import Loaded, Status
+from serve.core.types import StageState
 from serve.front.pipeline.status import StageStatus
 
 URL = "http://127.0.0.1:8080"
@@ -16,7 +17,7 @@ URL = "http://127.0.0.1:8080"
 
 def stage(rank: int, state: str, done: int = 0, total: int = 0) -> StageStatus:
     status = StageStatus(rank, "127.0.0.1")
-    status.update(Status(state, done, total), ring=[0, 1], now=0.0)
+    status.update(Status(StageState(state), done, total), ring=[0, 1], now=0.0)
     return status
 
 
@@ -117,7 +118,7 @@ def test_the_last_line_of_a_start_says_where_to_ask_for_what(
 ) -> None:
     view = start.TerminalView(URL, "org/tiny [chat]")
     status = stage(0, "ready")
-    status.bytes_owned, status.bytes_fetched = 3_000_000, 1_000_000
+    status.loaded = Loaded(3_000_000, None, 1_000_000, 0, "any")
     view.loaded([status, status], 203_640)
     view.ready()
     loaded, ready = capsys.readouterr().out.splitlines()

@@ -55,8 +55,8 @@ class TerminalView:
         print_table(plan_table(stages))
 
     def loaded(self, stages: Sequence[StageStatus], room: int) -> None:
-        owned = format_bytes(sum(stage.bytes_owned for stage in stages))
-        fetched = sum(stage.bytes_fetched for stage in stages)
+        owned = format_bytes(sum(stage.loaded.bytes_owned for stage in stages))
+        fetched = sum(stage.loaded.bytes_fetched for stage in stages)
         more = ""
         if fetched:
             more = f", {format_bytes(fetched)} of them fetched"
@@ -80,10 +80,12 @@ class TerminalView:
         )
 
     def progressed(self, stage: StageStatus) -> None:
-        if not stage.total:
+        if not stage.latest.total:
             self._hide(stage.rank)
         else:
-            self._bars.update(self._task(stage), completed=stage.done, total=stage.total)
+            self._bars.update(
+                self._task(stage), completed=stage.latest.done, total=stage.latest.total
+            )
         self._show(self._bars)
 
     def warming_up(self, done: int, total: int) -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from serve.core.layouts import Link as LinkSpeed
 from serve.core.plan import DraftSource, PlanRequest, StagePlan
-from serve.core.types import Embedding, Pooling, Sampling, Score, Step, SumCounts
+from serve.core.types import Embedding, Pooling, Sampling, Score, StageState, Step, SumCounts
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -113,7 +113,7 @@ class Order(Message, frozen=True):
 class Renew(Message, frozen=True):
     """Rank 0's parent asks another parent for an engine without a ring. With keep, this is the old
     engine if it leaves its ring in time, which answers Left. Otherwise it is a new one, and the
-    answer is the Status "starting". With dump, the stacks of the old one are logged first."""
+    answer is the Status STARTING. With dump, the stacks of the old one are logged first."""
 
     life: int
     dump: bool
@@ -324,9 +324,9 @@ class Activity(msgspec.Struct, frozen=True, array_like=True):
 
 class Status(Message, frozen=True):
     """Every engine reports its state four times a second. While it fetches or loads, done and total
-    are bytes. A parent reports the states "starting" and "leaving" for its engine."""
+    are bytes. A parent reports the states STARTING and LEAVING for its engine."""
 
-    state: str
+    state: StageState
     done: int = 0
     total: int = 0
     loaded: Loaded | None = None

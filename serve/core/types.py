@@ -6,6 +6,7 @@ its sums. Stage is in serve.model.stage, Transport in serve.ring.transport.
 
 import itertools
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Annotated, Literal
 
 import msgspec
@@ -416,6 +417,18 @@ class Embedding(msgspec.Struct, frozen=True, array_like=True):
 
     sequence: int
     numbers: bytes | None
+
+
+class StageState(StrEnum):
+    """What the engine of a stage does."""
+
+    RENEWING = "renewing"  # It is asked to end or to leave its ring.
+    LEAVING = "leaving"  # It waits for its last step to end.
+    STARTING = "starting"
+    JOINING = "joining"
+    FETCHING = "fetching"
+    LOADING = "loading"
+    READY = "ready"
 
 
 class SumCounts(msgspec.Struct, frozen=True, array_like=True):

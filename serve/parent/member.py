@@ -31,6 +31,7 @@ from serve.core.messages import (
     Stop,
     ToRank,
 )
+from serve.core.types import StageState
 from serve.parent.control import Identity, engine_ended, fault_of, join
 from serve.parent.engine import EngineProcess
 from serve.parent.link import Link
@@ -203,7 +204,7 @@ class _Member:
             await self._stop_engine()
             await self._start_engine()
         self._life = message.life
-        self._tell(Status("starting"))
+        self._tell(Status(StageState.STARTING))
 
     async def _stays(self, life: int) -> bool:
         """Whether the engine outlives the fault: it leaves its ring, or has left it in an earlier
@@ -221,7 +222,7 @@ class _Member:
                 await asyncio.wait({leaving}, timeout=_SIGN_SECONDS)
                 if not leaving.done() and self._left is None:
                     # It may compute for long, and rank 0 has to know that this parent lives.
-                    self._send(Report(life, Status("leaving")))
+                    self._send(Report(life, Status(StageState.LEAVING)))
         finally:
             leaving.cancel()
         return leaving.result() is not None

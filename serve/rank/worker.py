@@ -40,7 +40,7 @@ from serve.core.messages import (
     Status,
     ToEngine,
 )
-from serve.core.types import Step
+from serve.core.types import StageState, Step
 from serve.lora.table import Adapters
 from serve.rank.joining import join
 from serve.rank.loading import Engine, load, why_it_cannot_stay
@@ -60,7 +60,7 @@ class Worker:
         self.order = order
         self.transport: Transport | None = None
         self.loop: StepLoop | None = None  # while steps may come
-        self.status = Status("joining")
+        self.status = Status(StageState.JOINING)
         # A thread of its own, so that no stream waits while an adapter is read.
         self.reader = ThreadPoolExecutor(1, "adapters")
         self._engine: Engine | None = None
@@ -152,7 +152,7 @@ class Worker:
                 self._leave_ring(loop, reason)
                 del loop  # The next order may name other layers: then its stage has to go.
                 self.order = self._next_order()
-                self.status = Status("joining")
+                self.status = Status(StageState.JOINING)
         except Exception as error:  # The top of the thread: the process ends with it.
             fail(self.parent, error, self.order.name)
 
@@ -179,7 +179,7 @@ class Worker:
         if loop.prefix_store:
             loop.prefix_store.wait()
         with self._reports:
-            self.status = Status("starting")
+            self.status = Status(StageState.STARTING)
             self._leaving = None
             self.parent.send(Left(leave.life, loop.caches.positions))
 
@@ -187,7 +187,7 @@ class Worker:
         """Joins the ring of the order, and loads what the order names and is not loaded yet."""
         order = self.order
         transport = self.transport = join(order, self._streams)
-        self.status = Status("loading")
+        self.status = Status(StageState.LOADING)
         engine, self._engine = self._engine, None
         if engine is None:
             engine = load(order, transport, self._loading, self.parent.send)
@@ -212,10 +212,10 @@ class Worker:
         if loop.prefix_store:
             self.parent.send(loop.prefix_store.files())
         self.loop = loop
-        self.status = Status("ready", loaded=loaded)
+        self.status = Status(StageState.READY, loaded=loaded)
 
     def _loading(self, state: str, done: int, total: int) -> None:
-        self.status = Status(state, done, total)
+        self.status = Status(StageState(state), done, total)
 
     # --- reports to the parent
 

@@ -18,6 +18,7 @@ from serve.core.config import Address
 from serve.core.errors import AddressError, ClusterError
 from serve.core.messages import (
     Challenge,
+    Fault,
     FromRank,
     Hello,
     Ping,
@@ -30,6 +31,7 @@ from serve.core.messages import (
     ToRank,
     Welcome,
 )
+from serve.core.types import StageState
 from serve.core.wire import frame
 from serve.parent import control, pings
 from serve.parent.control import ControlServer, Gone, Heard, Identity, Joined, join
@@ -76,10 +78,10 @@ async def test_all_ranks_join_in_any_order() -> None:
         assert centre.joined == {1, 2}
         centre.send(1, RENEW)
         assert await links[1].receive() == RENEW
-        links[0].send(Report(3, Status("loading")))
+        links[0].send(Report(3, Status(StageState.LOADING)))
         await until(lambda: len(heard) == 3)
         joined = [(rank, Joined(rank, MINE.facts)) for rank in (2, 1)]
-        assert heard == [*joined, (2, Report(3, Status("loading")))]
+        assert heard == [*joined, (2, Report(3, Status(StageState.LOADING)))]
         for link in links:
             await link.close()
 
@@ -260,7 +262,7 @@ async def test_a_greeting_that_is_too_large_is_refused_before_it_is_received() -
 async def test_a_rank_that_has_joined_may_send_large_messages() -> None:
     async with control_server() as (_, address, heard):
         link = await join(address, replace(MINE, rank=1), 5)
-        report = Report(0, Status("loading " * control.MAX_HELLO_BYTES))
+        report = Report(0, Fault(1, "reason " * control.MAX_HELLO_BYTES))
         link.send(report)
         await until(lambda: len(heard) == 2)
         assert heard[1] == (1, report)
@@ -416,7 +418,7 @@ async def test_measure_takes_the_time_of_pongs_and_not_of_reports() -> None:
 
         async def answer() -> None:
             while isinstance(await link.receive(), Ping):
-                link.send(Report(0, Status("starting")))
+                link.send(Report(0, Status(StageState.STARTING)))
                 await asyncio.sleep(0.02)
                 link.send(Pong())
 

@@ -14,6 +14,7 @@ from launcher.process import free_ports
 from serve.core.config import Address, Cluster, ServeConfig
 from serve.core.errors import ClusterError
 from serve.core.messages import Fault, FromEngine, Left, Renew, Report, Status, Stop, ToRank
+from serve.core.types import StageState
 from serve.parent import control as control_module
 from serve.parent import member as member_module
 from serve.parent.control import ControlServer, Identity
@@ -212,7 +213,7 @@ async def test_member_signs_while_its_engine_computes_and_not_after_it_has_left(
         played.give_order()
         played.control.messages.put_nowait(KEEP)
         await played.until(lambda: len(played.control.sent) > 3)
-        assert set(map(repr, played.control.sent)) == {repr(Report(1, Status("leaving")))}
+        assert set(map(repr, played.control.sent)) == {repr(Report(1, Status(StageState.LEAVING)))}
         played.engines[0].may_leave.set()
         await played.until(lambda: "Left" in played.said())
         await asyncio.sleep(0.05)

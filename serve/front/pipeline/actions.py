@@ -43,7 +43,7 @@ class MeasureLinks:
 
 @dataclass(frozen=True, slots=True)
 class RenewRank:
-    """Tells a rank's parent to start a new engine, which reports the state "starting". With dump,
+    """Tells a rank's parent to start a new engine, which reports the state STARTING. With dump,
     the old one writes its stacks first. With keep, it stays if it leaves its ring in time, and
     reports Left."""
 

@@ -111,7 +111,7 @@ def token_cost(stages: list[StageStatus]) -> float | None:
 def draft_model_costs(stages: list[StageStatus]) -> ModelCosts | None:
     """Returns what the draft model costs, or None if there is none. Until its times are known, it
     is expected to be faster than the model by the size of its weights."""
-    draft_bytes = stages[0].draft_bytes
+    draft_bytes = stages[0].loaded.draft_bytes
     if not draft_bytes:
         return None
     pace = stages[0].pace
@@ -120,7 +120,7 @@ def draft_model_costs(stages: list[StageStatus]) -> ModelCosts | None:
         guess_seconds = pace.draft_cost.seconds(1)
         guess = guess_seconds / seconds
     else:
-        model_bytes = sum(stage.bytes_owned for stage in stages)
+        model_bytes = sum(stage.loaded.bytes_owned for stage in stages)
         guess = draft_bytes / model_bytes
     if seconds and pace.reading_seconds_per_token is not None:
         reading = pace.reading_seconds_per_token / seconds
@@ -175,8 +175,8 @@ def _free_beside_scoring(stage: StageStatus, prefill_chunk: int) -> int:
     """Returns the bytes that are free while a prompt is scored in chunks of this size. Only
     scoring has more than one row of logits for a sequence."""
     num_tokens = int(MAX_CHUNK_SHARE * prefill_chunk)
-    logits_bytes = num_tokens * stage.logits_bytes_per_token
-    return stage.free_bytes - logits_bytes - stage.scoring_bytes
+    logits_bytes = num_tokens * stage.loaded.logits_bytes_per_token
+    return stage.loaded.free_bytes - logits_bytes - stage.loaded.scoring_bytes
 
 
 def better_split(stages: list[StageStatus]) -> list[int] | None:

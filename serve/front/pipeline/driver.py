@@ -263,7 +263,9 @@ class Driver:
         nonce = secrets.randbits(31)
         ring = tuple(stage.rank for stage in stages)
         adapters = self._adapters.wanted_versions()
-        positions = self._requests.keep([stage.positions for stage in self._lifecycle.stages])
+        positions = self._requests.keep(
+            [stage.stays.positions or {} for stage in self._lifecycle.stages]
+        )
         for stage in stages:
             message = replace(
                 order(self._config, self._cluster, ring, stage, nonce, self._copies.name),

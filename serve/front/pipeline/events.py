@@ -10,6 +10,7 @@ from typing import TypeAlias
 from serve.core.errors import BrigadeError
 from serve.core.layouts import Link
 from serve.core.messages import Left, Report
+from serve.core.types import StageState
 from serve.parent.control import Gone, Joined
 
 
@@ -44,9 +45,12 @@ OVER = {State.FAILED, State.CLOSED}
 # For states that wait for all stages: the states of a stage that count as done, and the words for
 # what a late rank has not done.
 AWAITED = {
-    State.STARTING: ({"starting"}, "start an engine"),
-    State.JOINING: ({"fetching", "loading", "ready"}, "join the ring"),
-    State.LOADING: ({"ready"}, "load its layers"),
+    State.STARTING: ({StageState.STARTING}, "start an engine"),
+    State.JOINING: (
+        {StageState.FETCHING, StageState.LOADING, StageState.READY},
+        "join the ring",
+    ),
+    State.LOADING: ({StageState.READY}, "load its layers"),
 }
 
 

@@ -31,6 +31,7 @@ from serve.core.messages import (
     Status,
 )
 from serve.core.plan import StagePlan
+from serve.core.types import StageState
 from serve.front.pipeline import actions, events
 from serve.front.pipeline.events import LastFault, State
 from serve.front.pipeline.machine import Machine
@@ -202,16 +203,16 @@ class Lifecycle(Machine):
                 self._judge()
 
     def _on_status(self, stage: StageStatus, status: Status) -> None:
-        before = stage.state, stage.done
-        files = stage.files
+        before = stage.state, stage.latest.done
+        files = stage.loaded.files
         stage.update(status, self.ring, self._now)
-        if files and files != stage.files and self._have_stayed:
+        if files and files != stage.loaded.files and self._have_stayed:
             reason = f"The model's files on rank {stage.rank} have changed: all ranks read them."
             self._fault(ClusterError(reason))
         if stage.state != before[0]:
             self._log(logging.INFO, stage.line())
-        # A parent repeats "leaving" as a sign that it still waits for a step to end.
-        if (stage.state, stage.done) == before and stage.state != "leaving":
+        # A parent repeats LEAVING as a sign that it still waits for a step to end.
+        if (stage.state, stage.latest.done) == before and stage.state is not StageState.LEAVING:
             return
         self._do(actions.ShowProgress(stage.rank))
         if self.state in events.AWAITED:
@@ -258,7 +259,7 @@ class Lifecycle(Machine):
                 else:
                     self._ask_for_plan()
             case State.RENEWING:
-                self.stages[0].state = "starting"
+                self.stages[0].latest = Status(StageState.STARTING)
                 if left:
                     self._on_left(self.stages[0], left)
                 self._gather()
@@ -446,10 +447,10 @@ class Lifecycle(Machine):
 
     def _on_late(self) -> None:
         # The others may only be waiting for an engine that still starts.
-        stage = min(self._late_stages(), key=lambda stage: stage.state != "starting")
+        stage = min(self._late_stages(), key=lambda stage: stage.state is not StageState.STARTING)
         error = self._no_progress(stage, self._patience_seconds)
         # A parent that does not react has to join again.
-        does_not_react = stage.state in ("renewing", "leaving")
+        does_not_react = stage.state in (StageState.RENEWING, StageState.LEAVING)
         self._fault(error)
         if does_not_react:
             self._probe([stage], even_if_it_answers=True)
@@ -496,7 +497,9 @@ class Lifecycle(Machine):
     def _look_for_silence(self, patience_seconds: float) -> None:
         """Notices a parent that has stopped while its engine still works. A stall is noticed
         earlier, because it says more."""
-        silent = [stage for stage in self.stages if self._now - stage.heard_at > patience_seconds]
+        silent = [
+            stage for stage in self.stages if self._now - stage.timeline.heard_at > patience_seconds
+        ]
         if silent:
             self._stuck = stuck_ranks(self.stages, self._now)
             self._fault(ClusterError(f"Rank {silent[0].rank} on {silent[0].host} is silent."))

@@ -10,6 +10,7 @@ from serve.core.errors import BrigadeError, ClusterError
 from serve.core.layouts import Link, shard_counts
 from serve.core.messages import Planned
 from serve.core.plan import StagePlan
+from serve.core.types import StageState
 from serve.front.pipeline import actions, events
 from serve.front.pipeline.events import LastFault, State
 from serve.front.pipeline.orders import replan_request
@@ -102,7 +103,9 @@ class Machine:
         """Returns one line that says which rank is awaited, or None if all stages are ready."""
         if self.missing:
             return f"waiting for rank {self.missing[0]}"
-        return next((stage.doing for stage in self.stages if stage.state != "ready"), None)
+        return next(
+            (stage.doing for stage in self.stages if stage.state is not StageState.READY), None
+        )
 
     def _is_outdated(self, answer: events.Answer) -> bool:
         """Whether the life or the state to which an answer belongs is over."""
@@ -151,7 +154,9 @@ class Machine:
         match self.state:
             case State.STARTING:
                 return RENEW_SECONDS
-            case State.JOINING if not any(stage.state == "starting" for stage in self.stages):
+            case State.JOINING if not any(
+                stage.state is StageState.STARTING for stage in self.stages
+            ):
                 return self._config.join_timeout
             case _:
                 return self._config.constants.load_timeout

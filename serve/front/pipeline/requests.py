@@ -126,7 +126,7 @@ class Requests:
         poolings = [prompt.pooling for prompt in prompts if prompt.pooling]
         if not poolings:
             return
-        size = self._stages[0].hidden_size
+        size = self._stages[0].loaded.hidden_size
         if not size:
             raise RequestError(
                 "This model cannot make embeddings: its hidden states are not accessible.",
@@ -201,11 +201,11 @@ class Requests:
         )
         if self._config.enable_prefix_caching:
             # All stages get the same steps, so the one that can reuse the least decides.
-            reuses: list[Reuse] = [cast(Reuse, stage.reuse) for stage in stages]
+            reuses: list[Reuse] = [cast(Reuse, stage.loaded.reuse) for stage in stages]
             self.scheduler.reuse = min(reuses, key=get_args(Reuse)[::-1].index)
         # All stages must be able to forget wrong drafts.
         self._speculation.is_possible = all(
-            stage.can_rewind and stage.is_causal for stage in stages
+            stage.loaded.can_rewind and stage.loaded.is_causal for stage in stages
         )
         self._speculation.model_costs = draft_model_costs(self._stages)
         if self._config.has_drafter and not self._speculation.is_possible:
@@ -277,7 +277,7 @@ class Requests:
         """
         if not self._stages or self._fault_blame.alone is not None:
             return {}
-        can_rewind = all(stage.can_rewind for stage in self._stages)
+        can_rewind = all(stage.loaded.can_rewind for stage in self._stages)
         positions: dict[int, int] = {}
         kept: list[Sequence] = []
         for sequence in self.scheduler.waiting:

@@ -14,7 +14,7 @@ import msgspec
 from serve.core.errors import PlanError
 from serve.core.messages import Activity, Loaded, Span, Status
 from serve.core.plan import StagePlan
-from serve.core.types import Step, SumCounts
+from serve.core.types import StageState, Step
 from serve.front.drafts.step_cost import StepCost
 
 _WINDOW_SECONDS = 10.0
@@ -95,148 +95,53 @@ class RemoteClock:
         return [moved(span, offset) for span in spans]
 
 
-@dataclass(slots=True)
-class StageStatus:
-    """The status of one stage, as its engine last reported it."""
+NOTHING_LOADED = Loaded(bytes_owned=0, bytes_read=None, bytes_fetched=0, free_bytes=0, reuse="none")
 
-    rank: int
-    host: str
-    plan: StagePlan | None = None
-    pid: int | None = None
-    has_stayed: bool = False  # whether its engine outlived the latest fault
-    num_stays: int = 0  # faults that engines of this rank have outlived
-    # What the engine held of each sequence, in tokens, when it left its ring.
-    positions: Mapping[int, int] = field(default_factory=dict)
-    state: str = "starting"
-    done: int = 0  # bytes fetched or loaded so far
-    total: int = 0  # bytes to fetch or load in all
-    bytes_owned: int = 0
-    bytes_read: int | None = None
-    bytes_fetched: int = 0
-    bytes_kept: int = 0  # those of bytes_owned that its engine had in memory already
-    free_bytes: int = 0
-    objection: str | None = None  # the reason why its engine cannot outlive a fault
-    files: str = ""  # identifies the model's files as the engine has read them
-    sharding: str = ""  # identifies how the engine has divided the layers among shards
-    logits_bytes_per_token: int = 0  # on rank 0, which has the head
-    scoring_bytes: int = 0  # further bytes that scoring a prompt takes
-    hidden_size: int = 0
-    shared_head_tokens: int = 0  # steps of up to as many tokens share the head among shards
-    reuse: str = "none"
-    can_rewind: bool = False
-    is_causal: bool = True  # whether tokens fed together give the same logits as one by one
-    draft_bytes: int = 0  # the weights of the draft model on rank 0
-    kv_bytes: int = 0
-    adapter_bytes: int = 0
-    num_hops: int = 0
-    hop_seconds: float = 0.0
-    sums: SumCounts | None = None  # between the shards of this stage
-    busy_seconds: float = 0.0
-    num_steps: int = 0
-    # The ranks (from, to) of the hop whose tensor has not arrived yet.
-    waits_on: tuple[int, int] | None = None
-    step: int | None = None  # the step that the stage is computing
-    pace: Pace = field(default_factory=Pace)
+NO_ACTIVITY = Activity(
+    busy_seconds=0.0,
+    num_steps=0,
+    adapter_bytes=0,
+    num_hops=0,
+    hop_seconds=0.0,
+    waits_on=None,
+    step=None,
+    kv_bytes=0,
+    spans=[],
+    sent_at=0.0,
+)
+
+
+@dataclass(slots=True)
+class Timeline:
+    """What the reports of a rank's engines say about time. heard_at is the time of the latest one,
+    and num_spans the number of spans since the server started, of which spans has the latest."""
+
     heard_at: float = 0.0
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_NUM_SPANS))
-    clock: RemoteClock = field(default_factory=RemoteClock)
-    num_spans: int = 0  # since the server started, including those no longer in spans
-    _busy: deque[tuple[float, float]] = field(default_factory=deque)
+    num_spans: int = 0
+    _clock: RemoteClock = field(default_factory=RemoteClock)
+    _busy: deque[tuple[float, float]] = field(default_factory=deque)  # times and busy seconds
 
-    def update(self, status: Status, ring: Sequence[int], now: float) -> None:
-        """Takes over the values of a report. ring has the ranks that take part, in order. now is a
-        time of the monotonic clock."""
-        self.state = status.state
-        self.done = status.done
-        self.total = status.total
+    def take_spans(self, activity: Activity, now: float) -> None:
+        """Adds the spans of a report that arrived now."""
+        self._clock.note(activity.sent_at, now)
+        self.spans.extend(self._clock.convert(activity.spans))
+        self.num_spans += len(activity.spans)
+
+    def note_busy(self, now: float, busy_seconds: float) -> None:
+        """Notes for how long the engine has computed until now."""
         self.heard_at = now
-        if status.loaded:
-            self._note_loaded(status.loaded)
-        if status.activity:
-            self._note_activity(status.activity, ring, now)
-        self._busy.append((now, self.busy_seconds))
+        self._busy.append((now, busy_seconds))
         while len(self._busy) > 2:
             second_time, _ = self._busy[1]
             if second_time >= now - _WINDOW_SECONDS:
                 break
             self._busy.popleft()
 
-    def _note_loaded(self, loaded: Loaded) -> None:
-        self.files = loaded.files
-        self.sharding = loaded.sharding
-        self.objection = loaded.objection
-        self.bytes_owned = loaded.bytes_owned
-        self.bytes_read = loaded.bytes_read
-        self.bytes_fetched = loaded.bytes_fetched
-        self.bytes_kept = loaded.bytes_kept
-        self.free_bytes = loaded.free_bytes
-        self.reuse = loaded.reuse
-        self.can_rewind = loaded.can_rewind
-        self.is_causal = loaded.is_causal
-        self.draft_bytes = loaded.draft_bytes
-        if loaded.draft_bytes and not self.pace.draft_cost.is_known:
-            self.pace.draft_cost.note(1, loaded.draft_seconds)
-        self.logits_bytes_per_token = loaded.logits_bytes_per_token
-        self.scoring_bytes = loaded.scoring_bytes
-        self.hidden_size = loaded.hidden_size
-        self.shared_head_tokens = loaded.shared_head_tokens
-
-    def _note_activity(self, activity: Activity, ring: Sequence[int], now: float) -> None:
-        self.busy_seconds = activity.busy_seconds
-        self.num_steps = activity.num_steps
-        self.adapter_bytes = activity.adapter_bytes
-        self.num_hops = activity.num_hops
-        self.hop_seconds = activity.hop_seconds
-        self.sums = activity.sums
-        self.step = activity.step
-        self.waits_on = None
-        if activity.waits_on:
-            source, target = activity.waits_on
-            self.waits_on = ring[source], ring[target]
-        if activity.kv_bytes is not None:
-            self.kv_bytes = activity.kv_bytes
-        self.clock.note(activity.sent_at, now)
-        self.spans.extend(self.clock.convert(activity.spans))
-        self.num_spans += len(activity.spans)
-        self.pace.update(activity.spans)
-
-    def assign(self, plan: StagePlan) -> None:
-        """Gives the stage a plan for another ring. What its engine holds of sequences belongs to
-        its earlier layers, so no sequence can go on with it."""
-        self.plan = plan
-        self.pace = Pace()
-        self.positions = {}
-
     def renew(self) -> None:
-        """Resets the status: the engine has been ended or leaves its ring."""
-        self.state = "renewing"
-        self.has_stayed = False
-        self.positions = {}
-        self.done = 0
-        self.total = 0
-        self.kv_bytes = 0
-        self.adapter_bytes = 0
-        self.num_steps = 0
-        self.waits_on = None
-        self.step = None
+        """Notes that another engine will report, perhaps after its host was started again."""
         self._busy.clear()
-        self.clock = RemoteClock()  # The host may have been started again.
-
-    def stay(self, positions: Mapping[int, int]) -> None:
-        """Notes that the engine has left its ring and waits for an order, as a new one would."""
-        self.state = "starting"
-        self.positions = positions
-        self.has_stayed = True
-        self.num_stays += 1
-
-    @property
-    def memory_bytes(self) -> int:
-        """The memory for weights, keys and values when the stage was loaded, with that of the draft
-        model; 0 before that."""
-        if not self.free_bytes:
-            return 0
-        draft_bytes = self.plan.draft_bytes if self.plan else 0
-        return self.free_bytes + self.bytes_owned + draft_bytes
+        self._clock = RemoteClock()
 
     @property
     def busy_share(self) -> float:
@@ -250,12 +155,110 @@ class StageStatus:
             return 0.0
         return min(1.0, (last_busy - first_busy) / seconds)
 
+
+@dataclass(slots=True)
+class Stays:
+    """The number of faults that engines of a rank have outlived. positions is what the engine held
+    of each sequence, in tokens, when it left its ring; None if it did not outlive the latest
+    fault."""
+
+    num: int = 0
+    positions: Mapping[int, int] | None = None
+
+
+@dataclass(slots=True)
+class StageStatus:
+    """The status of one stage, as its engine last reported it. latest is that report; loaded and
+    activity are the latest ones that a report had. activity has no spans, its hop waits_on is one
+    of ranks of the launch, and its kv_bytes are never None."""
+
+    rank: int
+    host: str
+    plan: StagePlan | None = None
+    pid: int | None = None
+    latest: Status = Status(StageState.STARTING)
+    loaded: Loaded = NOTHING_LOADED
+    activity: Activity = NO_ACTIVITY
+    stays: Stays = field(default_factory=Stays)
+    pace: Pace = field(default_factory=Pace)
+    timeline: Timeline = field(default_factory=Timeline)
+
+    @property
+    def state(self) -> StageState:
+        return self.latest.state
+
+    def update(self, status: Status, ring: Sequence[int], now: float) -> None:
+        """Takes over the values of a report. ring has the ranks that take part, in order. now is a
+        time of the monotonic clock."""
+        self.latest = status
+        if status.loaded:
+            self._note_loaded(status.loaded)
+        if status.activity:
+            self._note_activity(status.activity, ring, now)
+        self.timeline.note_busy(now, self.activity.busy_seconds)
+
+    def _note_loaded(self, loaded: Loaded) -> None:
+        self.loaded = loaded
+        if loaded.draft_bytes and not self.pace.draft_cost.is_known:
+            self.pace.draft_cost.note(1, loaded.draft_seconds)
+
+    def _note_activity(self, activity: Activity, ring: Sequence[int], now: float) -> None:
+        waits_on = None
+        if activity.waits_on:
+            source, target = activity.waits_on
+            waits_on = ring[source], ring[target]
+        kv_bytes = activity.kv_bytes
+        if kv_bytes is None:
+            kv_bytes = self.activity.kv_bytes
+        self.activity = msgspec.structs.replace(
+            activity, waits_on=waits_on, kv_bytes=kv_bytes, spans=[]
+        )
+        self.timeline.take_spans(activity, now)
+        self.pace.update(activity.spans)
+
+    def assign(self, plan: StagePlan) -> None:
+        """Gives the stage a plan for another ring. What its engine holds of sequences belongs to
+        its earlier layers, so no sequence can go on with it."""
+        self.plan = plan
+        self.pace = Pace()
+        if self.has_stayed:
+            self.stays.positions = {}
+
+    def renew(self) -> None:
+        """Resets the status: the engine has been ended or leaves its ring."""
+        self.latest = Status(StageState.RENEWING)
+        self.stays.positions = None
+        self.activity = msgspec.structs.replace(
+            self.activity, kv_bytes=0, adapter_bytes=0, num_steps=0, waits_on=None, step=None
+        )
+        self.timeline.renew()
+
+    def stay(self, positions: Mapping[int, int]) -> None:
+        """Notes that the engine has left its ring and waits for an order, as a new one would."""
+        self.latest = Status(StageState.STARTING)
+        self.stays.positions = positions
+        self.stays.num += 1
+
+    @property
+    def has_stayed(self) -> bool:
+        """Whether its engine outlived the latest fault."""
+        return self.stays.positions is not None
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory for weights, keys and values when the stage was loaded, with that of the draft
+        model; 0 before that."""
+        if not self.loaded.free_bytes:
+            return 0
+        draft_bytes = self.plan.draft_bytes if self.plan else 0
+        return self.loaded.free_bytes + self.loaded.bytes_owned + draft_bytes
+
     @property
     def doing(self) -> str:
         """The state as text, with the progress of loading."""
-        if not self.total:
+        if not self.latest.total:
             return f"rank {self.rank}: {self.state}"
-        share = self.done / self.total
+        share = self.latest.done / self.latest.total
         return f"rank {self.rank}: {self.state} {share:.0%}"
 
     def line(self) -> str:
@@ -267,44 +270,45 @@ class StageStatus:
             words.append(f"layers={start}-{end - 1}")
             if self.plan.num_shards > 1:
                 words.append(f"shard={self.plan.shard}")
-        counts = {
-            "bytes_owned": self.bytes_owned,
-            "bytes_read": self.bytes_read,
-            "bytes_fetched": self.bytes_fetched,
-            "bytes_kept": self.bytes_kept,
-            "shared_head_tokens": self.shared_head_tokens,
-        }
-        if self.state == "ready":
-            words += [f"{key}={value}" for key, value in counts.items() if value]
+        if self.state is StageState.READY:
+            counts = {
+                "bytes_owned": self.loaded.bytes_owned,
+                "bytes_read": self.loaded.bytes_read,
+                "bytes_fetched": self.loaded.bytes_fetched,
+                "bytes_kept": self.loaded.bytes_kept,
+                "shared_head_tokens": self.loaded.shared_head_tokens,
+            }
+            words += [f"{name}={value}" for name, value in counts.items() if value]
         return " ".join(words)
 
     def to_json(self) -> dict[str, Any]:
+        loaded, activity = self.loaded, self.activity
         return {
             "rank": self.rank,
             "stage": self.plan.stage if self.plan else None,
             "shard": self.plan.shard if self.plan else None,
             "host": self.host,
             "pid": self.pid,
-            "cannot_stay": self.objection,
+            "cannot_stay": loaded.objection,
             "has_stayed": self.has_stayed,
-            "num_stays": self.num_stays,
+            "num_stays": self.stays.num,
             "layers": list(self.plan.layers) if self.plan else None,
-            "state": self.state,
-            "bytes_done": self.done,
-            "bytes_total": self.total,
-            "bytes_owned": self.bytes_owned,
-            "bytes_read": self.bytes_read,
-            "bytes_fetched": self.bytes_fetched,
-            "bytes_kept": self.bytes_kept,
-            "busy_share": round(self.busy_share, 3),
-            "busy_seconds": round(self.busy_seconds, 3),
+            "state": self.state.value,
+            "bytes_done": self.latest.done,
+            "bytes_total": self.latest.total,
+            "bytes_owned": loaded.bytes_owned,
+            "bytes_read": loaded.bytes_read,
+            "bytes_fetched": loaded.bytes_fetched,
+            "bytes_kept": loaded.bytes_kept,
+            "busy_share": round(self.timeline.busy_share, 3),
+            "busy_seconds": round(activity.busy_seconds, 3),
             "decode_seconds": self.pace.decode_seconds and round(self.pace.decode_seconds, 5),
-            "kv_bytes": self.kv_bytes,
-            "adapter_bytes": self.adapter_bytes,
-            "num_hops": self.num_hops,
-            "hop_seconds": round(self.hop_seconds, 5),
-            "all_reduce": self.sums and self.sums.to_json(),
-            "shared_head_tokens": self.shared_head_tokens,
+            "kv_bytes": activity.kv_bytes,
+            "adapter_bytes": activity.adapter_bytes,
+            "num_hops": activity.num_hops,
+            "hop_seconds": round(activity.hop_seconds, 5),
+            "all_reduce": activity.sums and activity.sums.to_json(),
+            "shared_head_tokens": loaded.shared_head_tokens,
         }
 
 
@@ -322,10 +326,11 @@ def shard_disagreement(stages: Sequence[StageStatus]) -> PlanError | None:
     for stage in stages:
         assert stage.plan is not None
         other = first.setdefault(stage.plan.stage, stage)
-        if stage.sharding != other.sharding:
+        if stage.loaded.sharding != other.loaded.sharding:
             return PlanError(
                 f"Rank {other.rank} on {other.host} and rank {stage.rank} on {stage.host} divide "
-                f"the layers of their stage differently ({other.sharding} and {stage.sharding}), "
+                f"the layers of their stage differently ({other.loaded.sharding} and "
+                f"{stage.loaded.sharding}), "
                 "because their processors round differently: use hosts of the same kind for the "
                 "shards of a stage, or leave out --tensor-parallel-size."
             )
@@ -335,7 +340,7 @@ def shard_disagreement(stages: Sequence[StageStatus]) -> PlanError | None:
 def is_silent(stage: StageStatus, now: float) -> bool:
     """Whether the engine of a stage has stopped reporting. Engines report four times a second,
     whatever they compute."""
-    return stage.state == "ready" and now - stage.heard_at > _SILENT_SECONDS
+    return stage.state is StageState.READY and now - stage.timeline.heard_at > _SILENT_SECONDS
 
 
 def stuck_ranks(stages: Sequence[StageStatus], now: float) -> frozenset[int]:
@@ -343,7 +348,8 @@ def stuck_ranks(stages: Sequence[StageStatus], now: float) -> frozenset[int]:
     finish a step. The others wait for a step, so they can leave their ring at once."""
     stuck: set[int] = set()
     for stage in stages:
-        is_busy = stage.step is not None or stage.waits_on is not None
+        activity = stage.activity
+        is_busy = activity.step is not None or activity.waits_on is not None
         if is_busy or is_silent(stage, now):
             stuck.add(stage.rank)
     return frozenset(stuck)
@@ -354,20 +360,21 @@ def stall_cause(stages: list[StageStatus], now: float) -> str:
     not arrive, or else a rank that is computing, or else the rank that has finished the fewest
     steps."""
     for stage in stages:
-        silent_seconds = now - stage.heard_at
+        silent_seconds = now - stage.timeline.heard_at
         if silent_seconds > _SILENT_SECONDS:
             return f"rank {stage.rank} on {stage.host} has been silent for {silent_seconds:.1f} s"
     for stage in stages:
-        if stage.waits_on:
-            source, target = stage.waits_on
+        if stage.activity.waits_on:
+            source, target = stage.activity.waits_on
             return f"the hop from rank {source} to rank {target} is stuck"
 
     def lag(stage: StageStatus) -> tuple[bool, int, int]:
-        is_idle = stage.step is None
-        return is_idle, stage.num_steps, -stage.rank
+        is_idle = stage.activity.step is None
+        return is_idle, stage.activity.num_steps, -stage.rank
 
     behind = min(stages, key=lag)
-    doing = "is behind" if behind.step is None else f"does not finish step {behind.step}"
+    step = behind.activity.step
+    doing = "is behind" if step is None else f"does not finish step {step}"
     return f"rank {behind.rank} on {behind.host} {doing}"
 
 
@@ -422,8 +429,8 @@ def spans_after(
     has for its rank, the latest first. Times are those of rank 0's monotonic clock."""
     found: list[StageSpan] = []
     for stage in stages:
-        number = stage.num_spans
-        for span in reversed(stage.spans):
+        number = stage.timeline.num_spans
+        for span in reversed(stage.timeline.spans):
             if number <= numbers.get(stage.rank, 0) or span.end < since:
                 break
             found.append(StageSpan(stage.rank, number, span, log.sequences(span.step)))
@@ -454,7 +461,7 @@ def _events(stage: StageStatus, since: float, offset: float) -> Iterator[dict[st
         "pid": stage.rank,
         "args": {"name": label},
     }
-    for span in stage.spans:
+    for span in stage.timeline.spans:
         if span.end >= since:
             arguments: dict[str, float] = {
                 "step": span.step,

@@ -11,6 +11,7 @@ import pytest
 from launcher.process import free_ports
 from serve.core.checkpoint import read_checkpoint
 from tests.cluster.recovery.test_links import Ranks, engine_pids
+from tests.cluster.recovery.test_prefixes_on_disk import TEXT, ask, disk, wait_until_written
 from tests.cluster.recovery.test_recovery import check_same, run_streams
 from tests.cluster.servers import TINY_CHAT, Server, started
 
@@ -159,3 +160,20 @@ def test_replan_to_a_lone_rank_and_back_keeps_its_engine(tmp_path: Path) -> None
         check_same(run_streams(cluster.server), expected)
         assert cluster.engines()[0] == engine
         check_kept(alone, cluster.stages())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_prefixes_on_disk_are_used_again_when_their_split_returns(tmp_path: Path) -> None:
+    flags = ["--prefix-cache-dir", str(tmp_path / "kept"), "--prefix-cache-disk", "1GB"]
+    with three_ranks(tmp_path, *flags) as cluster:
+        server = cluster.server
+        expected, _ = ask(server, TEXT)
+        wait_until_written(server, 2)
+        cluster.others[2].process.kill()
+        server.wait_for_log("event=going_on")
+        assert ask(server, TEXT) == (expected, 0)
+        cluster.others[2] = cluster.start(2)
+        cluster.wait_until_working(3, 2)
+        assert ask(server, TEXT)[0] == expected
+        assert disk(server)["num_reads"] == 1

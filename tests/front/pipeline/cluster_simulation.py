@@ -28,7 +28,7 @@ from serve.core.messages import (
 )
 from serve.core.plan import PlanRequest, StagePlan, even_split
 from serve.core.types import Event as Answer
-from serve.core.types import Sampling, Step
+from serve.core.types import Sampling, StageState, Step
 from serve.front.pipeline import actions, events
 from serve.front.pipeline.events import State
 from serve.front.pipeline.generation import Generation
@@ -56,7 +56,7 @@ class PlayedEngine:
     rank: int
     order: int | None = None
     has_left: bool = False
-    state: str = ""
+    state: StageState = StageState.STARTING
     is_stopped: bool = False
     is_dead: bool = False
     is_stuck: bool = False
@@ -223,7 +223,7 @@ class PlayedCluster:
             events.Interrupted(life, 1),
             events.Probed(life, frozenset({1})),
             events.Heard(0, Report(life, fault)),
-            events.Heard(1, Report(life, Status("ready"))),
+            events.Heard(1, Report(life, Status(StageState.READY))),
         ]
         if lifecycle.state is not State.PREPARING:
             late += [events.Prepared(life + 1), events.Settled(life + 1)]
@@ -279,7 +279,7 @@ class PlayedCluster:
                 ring = [stage.rank for stage in stages]
                 self._todo.clear()
                 self._outbox = Outbox(self._todo.append)
-                held = [stage.positions for stage in self.lifecycle.stages]
+                held = [stage.stays.positions or {} for stage in self.lifecycle.stages]
                 positions = self.requests.keep(held)
                 for rank in ring:
                     engine = self.engine_of(rank)
@@ -317,7 +317,7 @@ class PlayedCluster:
 
     def leave_ring(self, engine: PlayedEngine, life: int) -> Left:
         self.num_stays += not engine.has_left
-        engine.order, engine.state, engine.has_left = None, "starting", True
+        engine.order, engine.state, engine.has_left = None, StageState.STARTING, True
         positions = {id: len(tokens) for id, tokens in engine.model.held.items()}
         if engine.is_confused:
             engine.is_confused = False
@@ -395,7 +395,7 @@ class PlayedCluster:
         parent.engine.is_dead = True
         parent.engine = PlayedEngine(rank)
         parent.life = life
-        self.say(rank, life, Status("starting"))
+        self.say(rank, life, Status(StageState.STARTING))
 
     def obey(
         self,
@@ -420,7 +420,7 @@ class PlayedCluster:
         if any(len(engine.model.held.get(id, ())) < num for id, num in positions.items()):
             self.kill(engine.rank)  # It refuses the order.
             return
-        engine.order, engine.state, engine.has_left = life, "joining", False
+        engine.order, engine.state, engine.has_left = life, StageState.JOINING, False
         kept = {id: tokens for id, tokens in engine.model.held.items() if id in positions}
         for id, position in positions.items():
             if id in self.requests.scheduler._live:
@@ -435,7 +435,7 @@ class PlayedCluster:
         """It joins the ring when all others have, and then loads."""
         others = [self.engine_of(rank) for rank in ring]
         if all(other and other.order == life for other in others):
-            engine.state = "loading"
+            engine.state = StageState.LOADING
             if engine.loaded_for is None:
                 engine.files = self.files
             elif engine.loaded_for != ring and engine.files != self.files:
@@ -448,7 +448,7 @@ class PlayedCluster:
 
     def loaded(self, engine: PlayedEngine, life: int, ring: list[int]) -> None:
         if engine.order == life:
-            engine.state, engine.loaded_for = "ready", ring
+            engine.state, engine.loaded_for = StageState.READY, ring
 
     def settle(self, life: int) -> None:
         try:
@@ -542,7 +542,7 @@ class PlayedCluster:
         self.say(
             engine.rank,
             life,
-            Status(engine.state, loaded=loaded if engine.state == "ready" else None),
+            Status(engine.state, loaded=loaded if engine.state is StageState.READY else None),
         )
 
     # --- steps

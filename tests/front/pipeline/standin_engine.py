@@ -31,7 +31,7 @@ from serve.core.messages import (
     ToEngine,
 )
 from serve.core.plan import StagePlan, even_split
-from serve.core.types import Step
+from serve.core.types import StageState, Step
 from serve.core.wire import FrameReader, frame
 from serve.rank.outbox import Outbox
 from tests.front.pipeline.simulation import StageModel, next_token, result_of
@@ -111,7 +111,7 @@ class Standin:
         self.outbox = Outbox(self.run)
         self.todo.clear()
         with self.lock:
-            self.status = Status("ready", activity=COMPUTING)
+            self.status = Status(StageState.READY, activity=COMPUTING)
         time.sleep(float(os.environ.get("LEAVE_SECONDS", "0")))
         positions = {id: len(tokens) for id, tokens in self.model.held.items()}
         with self.lock:
@@ -127,7 +127,7 @@ class Standin:
             self.send(Fault(exit_code, f"Rank {rank} cannot."))
             os._exit(exit_code)
         loaded = Loaded(0, None, 0, free_bytes=1 << 30, reuse="any")
-        self.status = Status("ready", loaded=loaded)
+        self.status = Status(StageState.READY, loaded=loaded)
 
     def load_adapter(self, message: LoadAdapter) -> None:
         time.sleep(float(os.environ.get("READ_SECONDS", "0")))

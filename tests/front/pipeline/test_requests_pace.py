@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from serve.core.config import ServeConfig
-from serve.core.messages import Result
+from serve.core.messages import Loaded, Result
 from serve.core.plan import StagePlan
 from serve.core.types import Step
 from serve.front.pipeline.interface import Prompt
@@ -21,7 +21,8 @@ def test_chunks_follow_the_speed_of_the_stages_from_the_first_prompt_on() -> Non
         send_to_all=lambda message: None,
         adapter_contents=lambda version: None,
     )
-    stage = StageStatus(0, "h", StagePlan(0, (0, 4), 0, 0, 10, 0, 0, 0.5, None), free_bytes=10**6)
+    stage = StageStatus(0, "h", StagePlan(0, (0, 4), 0, 0, 10, 0, 0, 0.5, None))
+    stage.loaded = Loaded(0, None, 0, 10**6, "none")
     stage.pace.decode_seconds, stage.pace.prefill_seconds_per_token = 0.1, 0.01
     requests.settle([stage])
     requests.resume()

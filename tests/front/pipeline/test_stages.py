@@ -11,7 +11,7 @@ from serve.core.config import ServeConfig
 from serve.core.errors import PlanError
 from serve.core.messages import Activity, Loaded, Span, Status
 from serve.core.plan import KvRoom, StagePlan
-from serve.core.types import Row, Step
+from serve.core.types import Row, StageState, Step
 from serve.front.pipeline.capacity import (
     better_split,
     chunk_beside_decoding,
@@ -31,11 +31,17 @@ from serve.front.pipeline.status import (
 from tests.configs import serve_config
 
 
+def load(stage: StageStatus, **changes: int) -> None:
+    """Changes what loading a stage has found."""
+    stage.loaded = msgspec.structs.replace(stage.loaded, **changes)
+
+
 def make_stage(
     rank: int, layers: tuple[int, int], decode: float, prefill: float = 0.001, steps: int = 500
 ) -> StageStatus:
     plan = StagePlan(rank, layers, 100, 0, 10, 1000, 100, 0.5, None, rank)
-    stage = StageStatus(rank, "127.0.0.1", plan, free_bytes=300_000 * (rank + 1))
+    stage = StageStatus(rank, "127.0.0.1", plan)
+    load(stage, free_bytes=300_000 * (rank + 1))
     stage.pace.update([Span(n, 0, 4, 4, 0.0, decode) for n in range(steps)])
     stage.pace.update([Span(9999, 5, 1, 100, 0.0, decode + 100 * prefill)])
     return stage
@@ -78,10 +84,10 @@ def test_chunk_beside_decoding_keeps_to_a_time_between_tokens() -> None:
 def test_stage_status_logs_bytes_only_of_an_engine_that_is_ready() -> None:
     stage = make_stage(0, (4, 8), 0.1)
     loaded = Loaded(100, 120, 0, 1000, "any")
-    stage.update(Status("ready", loaded=loaded), (0,), 1.0)
+    stage.update(Status(StageState.READY, loaded=loaded), (0,), 1.0)
     assert "bytes_owned=100 bytes_read=120" in stage.line()
     stage.renew()
-    stage.update(Status("loading"), (0,), 2.0)
+    stage.update(Status(StageState.LOADING), (0,), 2.0)
     assert stage.line() == "event=stage_loading rank=0 layers=4-7"
 
 
@@ -129,7 +135,7 @@ def test_room_leaves_out_what_scoring_a_prompt_takes() -> None:
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
     flags: dict[str, Any] = {"prefill_chunk": 64}
     before = room(stages, **flags)
-    stages[0].logits_bytes_per_token, stages[0].scoring_bytes = 1000, 10_000
+    load(stages[0], logits_bytes_per_token=1000, scoring_bytes=10_000)
     after = room(stages, **flags)
     assert 10 * (before - after) == pytest.approx((80 * 1000 + 10_000) / 1.5, abs=10)
     assert room(stages, **flags, memory="1GB") == after
@@ -160,14 +166,14 @@ def test_no_split_is_suggested_before_there_are_enough_steps() -> None:
 
 def stalled(**changes: dict[int, object]) -> tuple[str, set[int]]:
     """Returns the cause and the stuck ranks of four stages that reported just now. changes are
-    fields of ranks."""
-    stages = [
-        StageStatus(rank, f"h{rank}", state="ready", num_steps=10, heard_at=100.0)
-        for rank in range(4)
-    ]
-    for name, of_ranks in changes.items():
-        for rank, value in of_ranks.items():
-            setattr(stages[rank], name, value)
+    fields of the activity of ranks, or the times of their reports."""
+    stages: list[StageStatus] = []
+    for rank in range(4):
+        own = {name: of_ranks[rank] for name, of_ranks in changes.items() if rank in of_ranks}
+        heard_at = own.pop("heard_at", 100.0)
+        stage = StageStatus(rank, f"h{rank}")
+        stage.update(ready(**{"num_steps": 10, **own}), range(4), heard_at)
+        stages.append(stage)
     return stall_cause(stages, 100.2), set(stuck_ranks(stages, 100.2))
 
 
@@ -203,16 +209,19 @@ def test_stall_cause_and_stuck_ranks(
 
 def ready(**changes: Any) -> Status:
     idle = Activity(0.0, 0, 0, 0, 0.0, None, None, None, [], 1.0)
-    return Status("ready", activity=msgspec.structs.replace(idle, **changes))
+    return Status(StageState.READY, activity=msgspec.structs.replace(idle, **changes))
 
 
 def test_a_new_engine_starts_from_nothing_but_what_was_learned_stays() -> None:
     stage = make_stage(0, (4, 8), 0.1)
     stage.update(ready(kv_bytes=5, waits_on=(1, 0), step=4), [0, 2], 1.0)
-    assert (stage.kv_bytes, stage.waits_on, stage.step) == (5, (2, 0), 4)
+    activity = stage.activity
+    assert (activity.kv_bytes, activity.waits_on, activity.step) == (5, (2, 0), 4)
     stage.renew()
-    assert (stage.state, stage.kv_bytes, stage.waits_on, stage.step) == ("renewing", 0, None, None)
-    assert (stage.busy_share, stage.num_steps) == (0, 0)
+    assert stage.state is StageState.RENEWING
+    activity = stage.activity
+    assert (activity.kv_bytes, activity.waits_on, activity.step) == (0, None, None)
+    assert (stage.timeline.busy_share, activity.num_steps) == (0, 0)
     assert stage.pace.decode_seconds == pytest.approx(0.1)
     assert stage.plan is not None
 
@@ -260,8 +269,8 @@ def test_the_draft_models_memory_is_not_room_for_keys_and_values() -> None:
 def test_draft_model_costs_are_shares_of_a_step_of_all_stages() -> None:
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
     assert draft_model_costs(stages) is None
-    stages[0].bytes_owned = stages[1].bytes_owned = 1000
-    stages[0].draft_bytes = 100
+    load(stages[0], bytes_owned=1000, draft_bytes=100)
+    load(stages[1], bytes_owned=1000)
     assert draft_model_costs(stages) == pytest.approx((0.05, 0.005))
     runs = [Span(n, 0, 1, 3, 0.0, 0.06, 3, is_draft=True) for n in range(20)]
     reading = Span(0, 0, 1, 100, 0.0, 0.5, 0, is_draft=True)
@@ -293,7 +302,7 @@ def test_spans_after_gives_each_span_once_with_its_sequences() -> None:
 
 def test_spans_after_counts_those_that_are_no_longer_kept() -> None:
     stage = make_stage(0, (0, 4), 0.1)
-    max_spans = stage.spans.maxlen
+    max_spans = stage.timeline.spans.maxlen
     assert max_spans
     stage.update(ready(spans=[Span(n, 0, 1, 1, n, n + 1) for n in range(max_spans + 9)]), [0], 1.0)
     found = spans_after([stage], {}, 0.0, StepLog())
@@ -311,14 +320,14 @@ def test_times_of_other_hosts_are_converted_to_those_of_rank_0() -> None:
     report(1, 510.0, 511.0, 12.0)
     report(2, 512.0, 513.0, 13.25)
     report(3, 514.0, 515.0, 19.0)
-    spans = [(span.start, span.end) for span in stage.spans]
+    spans = [(span.start, span.end) for span in stage.timeline.spans]
     assert spans == [(10.0, 11.0), (11.25, 12.25), (13.25, 14.25)]
     stage.renew()  # The host was restarted, and its clock begins at 0.
     report(4, 2.0, 3.0, 23.0)
-    assert stage.spans[-1].end == 22.0
+    assert stage.timeline.spans[-1].end == 22.0
     stage.renew()
     report(5, 25.0, 25.5, 25.5625)  # It comes from this host.
-    assert stage.spans[-1].end == 25.0
+    assert stage.timeline.spans[-1].end == 25.0
 
 
 def test_step_log_forgets_old_steps() -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from serve.core.config import ServeConfig
-from serve.core.messages import ForgetPrefixFiles, PrefixFile, PrefixFiles, ToPrefixCache
+from serve.core.messages import ForgetPrefixFiles, Loaded, PrefixFile, PrefixFiles, ToPrefixCache
 from serve.core.plan import StagePlan
 from serve.front.pipeline.requests import Requests
 from serve.front.pipeline.status import StageStatus
@@ -22,7 +22,7 @@ def two_shards(sent: list[ToPrefixCache]) -> Requests:
     stages = []
     for rank in range(2):
         plan = StagePlan(rank, (0, 4), 0, 0, 10, 0, 0, 0.5, None, num_shards=2, shard=rank)
-        stages.append(StageStatus(rank, "h", plan, free_bytes=10**6, reuse="any"))
+        stages.append(StageStatus(rank, "h", plan, loaded=Loaded(0, None, 0, 10**6, "any")))
     requests.settle(stages)
     return requests
 
