@@ -149,6 +149,14 @@ def kv_bytes(server: Server) -> list[int]:
     return [stage["kv_bytes"] for stage in server.get("/admin/pipeline")["stages"]]
 
 
+def wait_until_nothing_is_held(server: Server) -> None:
+    """Ranks report their memory once in a while."""
+    deadline = time.monotonic() + 60
+    while any(kv_bytes(server)):
+        assert time.monotonic() < deadline, kv_bytes(server)
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -173,7 +181,7 @@ def test_rows_of_a_client_that_goes_are_free_within_two_steps(
     assert max(steps.values()) <= allowed, steps
     pipeline = slow.get("/admin/pipeline")
     assert (pipeline["num_running"], pipeline["kv_tokens"]) == (0, 0)
-    assert kv_bytes(slow) == [0, 0]
+    wait_until_nothing_is_held(slow)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -191,7 +199,7 @@ def test_a_client_that_goes_while_it_waits_never_runs(slow: Server, stream: bool
     wait_for(slow, num_running=0)
     assert begun(slow, sent, "prefill") == {0: 0, 1: 0}
     assert max(begun(slow, sent, "decode").values()) > 1
-    assert kv_bytes(slow) == [0, 0]
+    wait_until_nothing_is_held(slow)
 
 
 def wait_for(server: Server, **state: int) -> None:

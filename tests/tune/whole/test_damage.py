@@ -263,6 +263,7 @@ def test_full_tuning_in_half_precision_learns_and_resumes_bit_for_bit(
         assert finite(state.optimizer)
 
 
+@pytest.mark.slow
 def test_half_precision_learns_nearly_as_float32(folder: Path, tmp_path: Path, half: Path) -> None:
     """Without master weights nearly nothing is learned at this learning rate."""
     losses = {}
@@ -282,6 +283,7 @@ def test_the_forecast_counts_master_weights(folder: Path, tmp_path: Path, half: 
     assert finished.peak_bytes == pytest.approx(finished.forecast.peak_bytes, rel=0.15)
 
 
+@pytest.mark.slow
 def test_packed_rows_train_in_half_precision(folder: Path, tmp_path: Path, half: Path) -> None:
     changes = {"packing": True, "max_seq_length": 128, "batch_size": 2, "iters": 4}
     run(config(folder, tmp_path / "out", half, **changes), Cluster(), lambda _: None)

@@ -118,14 +118,10 @@ RANKS_AND_WORDS = {
     "dora, shards": (2, [*WORDS, "--fine-tune-type", "dora", "--tensor-parallel-size", "2"]),
     "full": (2, [*WITHOUT_DROPOUT, "--fine-tune-type", "full", "--num-layers", "-1"]),
 }
-SEEDS = {
-    (name, seed): [] if (name, seed) == ("1f1b", 1) else [pytest.mark.slow]
-    for name in RANKS_AND_WORDS
-    for seed in (1, 2)
-}
-CELLS = [pytest.param(*cell, marks=marks) for cell, marks in SEEDS.items()]
+CELLS = [(name, seed) for name in RANKS_AND_WORDS for seed in (1, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "seed"), CELLS)
 def test_ranks_that_are_killed_at_random_change_nothing(
     train: Train, whole: Whole, tmp_path: Path, name: str, seed: int
@@ -168,7 +164,9 @@ FULL = ["--fine-tune-type", "full", "--num-layers", "-1"]
 ENDS = [
     pytest.param("serve.tune.results.card:write", [0, 1], [], id="all"),
     pytest.param("serve.tune.results.card:write", [1], [], id="rank 1", marks=pytest.mark.slow),
-    pytest.param("serve.tune.results.whole:write", [0], FULL, id="rank 0, full"),
+    pytest.param(
+        "serve.tune.results.whole:write", [0], FULL, id="rank 0, full", marks=pytest.mark.slow
+    ),
     pytest.param("serve.cli.report_to:Reports.close", [0], [], id="rank 0, the others have ended"),
 ]
 
