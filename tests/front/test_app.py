@@ -524,7 +524,7 @@ def test_too_many_answers_are_refused_before_prompts_are_encoded(
         raise AssertionError("a prompt was encoded")
 
     monkeypatch.setattr(engine.tokenizer, "encode", never)
-    with Running(engine, max_queue=4, max_num_sequences=2) as server:
+    with Running(engine, max_queue=4, max_num_seqs=2) as server:
         body = {"model": "tiny", "prompt": ["a b"] * 4, "n": 2}
         replies = [
             httpx2.post(server.url + "/v1/completions", json=body, timeout=10),
