@@ -146,7 +146,7 @@ def test_an_engine_with_other_layers_reads_the_files(tmp_path: Path, parents: li
         assert sorted(name for answer in answers for name in answer.own) == whole[0].own
         expected = Pipeline(LLAMA, cuts)
         for own in expected.adapters:
-            own.read(1, str(folder), None, 64)
+            own.read(1, str(folder), None)
         for one, other in zip(pipeline.logits([1, 0]), expected.logits([1, 0]), strict=True):
             assert mx.array_equal(one, other)
 

@@ -77,7 +77,7 @@ def test_shards_keep_their_parts_of_an_adapter(tmp_path: Path) -> None:
     with without_sums():
         own = Shard(LLAMA, StandIn(2))
     (table,) = own.adapters
-    _, read = table.read(1, str(folder), None, 64)
+    _, read = table.read(1, str(folder), None)
     for name, array in adapters.read(folder)[0].items():
         module, _, part = name.rpartition(".")
         matrices = read[module]
@@ -100,10 +100,10 @@ def test_shards_use_no_copies_of_other_shards_or_of_whole_layers(tmp_path: Path)
     folder = adapters.save_adapter(tmp_path / "a", LLAMA(), keys=ALL)
     with without_sums():
         made = [Shard(LLAMA, StandIn(2)), Shard(LLAMA, SecondOfTwo(2)), Pipeline(LLAMA, [])]
-    asked = LoadAdapter(1, str(folder), None, None, 64, [1])
+    asked = LoadAdapter(1, str(folder), None, None, [1])
     for own in (0, 1, 2, 0, 2, 1):
         (table,) = made[own].adapters
-        expected = table.read(1, str(folder), None, 64)[1]
+        expected = table.read(1, str(folder), None)[1]
         table.keep_only([])
         table._copies = tmp_path / "copies"
         table._copies.mkdir(exist_ok=True)

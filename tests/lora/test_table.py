@@ -205,7 +205,7 @@ def test_table_keeps_only_some_versions_and_does_not_read_them_again(tmp_path: P
     answers = {}
     for version in (1, 2, 3):
         folder = adapters.save_adapter(tmp_path / str(version), LLAMA(), version)
-        asked = LoadAdapter(version, str(folder), None, None, 64, [])
+        asked = LoadAdapter(version, str(folder), None, None, [])
         answers[version] = own.answer(asked)
         if version < 3:
             step = Step(version, 0, (Row(0, 0, 1, version),), (0,), True)
@@ -213,10 +213,10 @@ def test_table_keeps_only_some_versions_and_does_not_read_them_again(tmp_path: P
     mx.eval(own.keep_only([2, 3]))
     shutil.rmtree(tmp_path)
     for version in (2, 3):
-        asked = LoadAdapter(version, str(tmp_path / str(version)), None, None, 64, [])
+        asked = LoadAdapter(version, str(tmp_path / str(version)), None, None, [])
         assert own.answer(asked) is answers[version]
         mx.eval(own.apply(Step(9, 0, (Row(0, 0, 1, version),), (0,), True)))
-    gone = LoadAdapter(1, str(tmp_path / "1"), None, None, 64, [])
+    gone = LoadAdapter(1, str(tmp_path / "1"), None, None, [])
     assert isinstance(own.answer(gone), AdapterRefused)
     with pytest.raises(EngineError, match="version 1"):
         own.apply(Step(9, 0, (Row(0, 0, 1, 1),), (0,), True))
@@ -246,7 +246,7 @@ def test_a_mistake_in_reading_is_that_adapters_alone() -> None:
     with here, there:
         order = Order(1, (0, 1), ("a", "b"), [], 0, ".", None, None, ".", (0, 2), None, 1.0)
         worker = Worker(Parent(here), order)
-        asked = LoadAdapter(3, "a", None, None, 8, [])
+        asked = LoadAdapter(3, "a", None, None, [])
         worker._read_adapter(asked, Broken())  # type: ignore[arg-type]
         (answer,) = FrameReader(AdapterRefused).feed(there.recv(1 << 16))
     assert answer == AdapterRefused(3, "reading failed (BufferError)", 500)
@@ -259,7 +259,7 @@ def test_what_rank_0_gets_to_know(tmp_path: Path, is_peft: bool) -> None:
     if is_peft:
         shutil.move(folder, tmp_path / "mlx")
         adapters.as_peft(tmp_path / "mlx", folder)
-    asked = LoadAdapter(3, "a", str(tmp_path), None, 4, [])
+    asked = LoadAdapter(3, "a", str(tmp_path), None, [])
 
     def read(number: int, asked: LoadAdapter) -> AdapterRead:
         answer = pipeline.adapters[number].answer(asked)
@@ -405,7 +405,7 @@ def test_half_precision_and_only_the_own_layers_are_read(tmp_path: Path) -> None
     half = {name: array.astype(mx.bfloat16) for name, array in tensors.items()}
     adapters.write(tmp_path / "half", "adapters.safetensors", half, config)
     pipeline = Pipeline(LLAMA, [1])
-    names = [set(own.read(1, str(tmp_path / "half"), None, 64)[1]) for own in pipeline.adapters]
+    names = [set(own.read(1, str(tmp_path / "half"), None)[1]) for own in pipeline.adapters]
     assert {name.split(".")[2] for name in names[0]} == {"0"}
     assert {name.split(".")[2] for name in names[1]} == {"1", "2", "3"}
     whole = load_adapters(LLAMA(), str(tmp_path / "half"))
