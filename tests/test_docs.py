@@ -7,7 +7,6 @@ from pathlib import Path
 
 from serve.core import errors
 from serve.core.config import ServeConfig
-from serve.core.tool_parsers import call_formats
 from serve.core.types import SumCounts
 from serve.front.api.anthropic.body import MessagesBody
 from serve.front.api.fields import NEUTRAL
@@ -165,12 +164,6 @@ def test_pages_for_operators_name_flags_and_metrics_that_there_are() -> None:
     named = set(re.findall(r"\bbrigade_\w+", text))
     assert named
     assert all(f"\n{name}" in metrics for name in named)
-
-
-def test_api_gives_every_tool_parser() -> None:
-    text = (ROOT / "docs" / "api" / "tools-and-grammars.md").read_text()
-    section = text.split("## Tool parsers")[1].split("\n## ")[0]
-    assert tuple(re.findall(r"`(\w+)`", section.split("names the format:")[1])) == call_formats()
 
 
 def parameters(text: str) -> list[str]:
