@@ -68,9 +68,15 @@ def with_shards(words: Sequence[str], num_shards: str) -> list[str]:
     """Adds the launcher's --tensor-parallel-size to the words after `--`. Raises UsageError."""
     name = "--tensor-parallel-size"
     if any(word.partition("=")[0] == name for word in words):
-        raise UsageError(f"{name} is given before and after `{words[0]}`: leave out one of them.")
+        raise UsageError(
+            f"{name} is given before and after `{words[0]}`: leave out one of them.",
+            code="exclusive_flags",
+        )
     if num_shards == "auto" and words[:1] == ["fine-tune"]:
-        raise UsageError(f"{name} auto is for `serve` only: give `fine-tune` a number of ranks.")
+        raise UsageError(
+            f"{name} auto is for `serve` only: give `fine-tune` a number of ranks.",
+            code="exclusive_flags",
+        )
     return [*words, name, num_shards] if words else []
 
 
@@ -111,9 +117,14 @@ def check_variable(word: str, where: str) -> tuple[str, str]:
     """Returns the name and the value in NAME=VALUE. Raises UsageError."""
     name, equals, text = word.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\0" in text:
-        raise UsageError(f"{where}: {word!r} is not a variable: write NAME=VALUE.")
+        raise UsageError(
+            f"{where}: {word!r} is not a variable: write NAME=VALUE.", code="malformed"
+        )
     if name in RANK_VARIABLES:
-        raise UsageError(f"{where}: {name} is set for each rank by the launcher: leave it out.")
+        raise UsageError(
+            f"{where}: {name} is set for each rank by the launcher: leave it out.",
+            code="reserved_name",
+        )
     return name, text
 
 
@@ -131,5 +142,8 @@ def exit_code(returncode: int) -> int:
 
 def check_num_ranks(num_ranks: int) -> int:
     if num_ranks < 1:
-        raise UsageError(f"-n {num_ranks} is out of range: give a number of ranks, 1 or more.")
+        raise UsageError(
+            f"-n {num_ranks} is out of range: give a number of ranks, 1 or more.",
+            code="out_of_range",
+        )
     return num_ranks

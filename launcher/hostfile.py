@@ -61,7 +61,9 @@ def read_hostfile(path: Path) -> Hostfile:
         text = path.read_text("utf-8")
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UsageError(f"--hostfile {path} cannot be read: {reason}.") from error
+        raise UsageError(
+            f"--hostfile {path} cannot be read: {reason}.", code="unreadable"
+        ) from error
     return parse_hostfile(text, str(path))
 
 

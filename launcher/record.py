@@ -145,7 +145,8 @@ def _chosen(pid: int | None) -> Launch:
     if chosen:
         raise UsageError(
             f"launches {numbers} are running: choose one, as in --stop {running[0].pid} "
-            "(--status shows what each one serves)."
+            "(--status shows what each one serves).",
+            code="several_launches",
         )
     raise UsageError(f"you have no running launch {pid} on this machine, only {numbers}.")
 

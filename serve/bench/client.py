@@ -159,7 +159,8 @@ async def _model_name(http: AsyncClient, url: str, wanted: str | None) -> str:
         return str(models[0]["id"])
     except (HTTPStatusError, ValueError, LookupError, TypeError) as error:
         raise UsageError(
-            f"{url} names no model at /v1/models (status {response.status_code}): give --model."
+            f"{url} names no model at /v1/models (status {response.status_code}): give --model.",
+            code="model_not_found",
         ) from error
 
 

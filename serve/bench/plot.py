@@ -16,7 +16,7 @@ def check_plot(path: Path) -> None:
     if path.suffix not in _SUFFIXES:
         raise UsageError(f"--plot {path}: the name must end in {' or '.join(_SUFFIXES)}.")
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib: pip install matplotlib.")
+        raise UsageError("--plot needs matplotlib: pip install matplotlib.", code="missing_package")
 
 
 def draw(

@@ -47,14 +47,19 @@ def read_questions(path: Path) -> list[str]:
                 if question is not None:
                     questions.append(question)
     except OSError as error:
-        raise UsageError(f"--prompts {path} cannot be read: {error.strerror}.") from error
+        raise UsageError(
+            f"--prompts {path} cannot be read: {error.strerror}.", code="unreadable"
+        ) from error
     except (ValueError, LookupError, TypeError) as error:
         raise UsageError(
             f"--prompts {path} is not ShareGPT's JSON: a list of "
-            '{"conversations": [{"from": "human", "value": "…"}, …]}.'
+            '{"conversations": [{"from": "human", "value": "…"}, …]}.',
+            code="wrong_format",
         ) from error
     if not questions:
-        raise UsageError(f"--prompts {path} has no conversation that begins with a human.")
+        raise UsageError(
+            f"--prompts {path} has no conversation that begins with a human.", code="no_examples"
+        )
     return questions
 
 

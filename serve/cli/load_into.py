@@ -30,7 +30,7 @@ def check_server(url: str, folder: Path, name: str) -> None:
     """Raises UsageError unless a server listens at url that would load an adapter with this name
     from below this folder."""
     if not _SERVER.fullmatch(url):
-        raise UsageError(f"--load-into {url!r} is not http://HOST:PORT.")
+        raise UsageError(f"--load-into {url!r} is not http://HOST:PORT.", code="malformed")
     _call(url, "/v1/lora_adapters", None, UsageError)
     # The server checks the name and the path before it looks for the files.
     absent = _body(folder / _ABSENT, name)

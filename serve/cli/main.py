@@ -78,7 +78,8 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
     config = parse(ServeConfig, argv, "brigade serve", __doc__)
     if config.adapter_root and not is_folder(config.adapter_root):
         raise UsageError(
-            f"--adapter-root {config.adapter_root} is not a folder: create it on each host."
+            f"--adapter-root {config.adapter_root} is not a folder: create it on each host.",
+            code="no_folder",
         )
     for name, _, path in (word.partition("=") for word in config.lora_modules):
         of_hub = hub_id(Path(path))
@@ -102,7 +103,10 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
     check_num_ranks(checkpoint.num_layers, num_stages)
     asked, context = config.max_model_len, checkpoint.max_context
     if asked and context and asked > context:
-        raise UsageError(f"--max-model-len {asked} is more than the model's context of {context}.")
+        raise UsageError(
+            f"--max-model-len {asked} is more than the model's context of {context}.",
+            code="out_of_range",
+        )
     if config.split not in ("auto", "even"):
         parse_split(config.split, checkpoint.num_layers, num_stages)
     for name in ("memory", "adapter_memory", "prefix_cache_disk"):

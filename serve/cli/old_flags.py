@@ -52,7 +52,7 @@ def current(program: str, words: Sequence[str]) -> list[str]:
     for word in words:
         name, equals, value = word.partition("=")
         if name in _REMOVED and not trains:
-            raise UsageError(f"{name} was removed: {_REMOVED[name]}.")
+            raise UsageError(f"{name} was removed: {_REMOVED[name]}.", code="removed_flag")
         if name in _RENAMED:
             print(f"brigade {program}: {name} is called {_RENAMED[name]}.", file=sys.stderr)
             first, *more = _RENAMED[name].split()

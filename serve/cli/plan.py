@@ -94,11 +94,13 @@ class PlanConfig(ModelSource):
         if self.compares and self.link is None:
             raise UsageError(
                 "--explain and --tensor-parallel-size auto need --link MS,MB/S, such as "
-                "--link 0.2,1100: `brigade doctor --hostfile hosts.json` measures both."
+                "--link 0.2,1100: `brigade doctor --hostfile hosts.json` measures both.",
+                code="needs_flag",
             )
         if not self.compares and (self.link or self.memory_speed):
             raise UsageError(
-                "--link and --memory-speed are for --explain and --tensor-parallel-size auto."
+                "--link and --memory-speed are for --explain and --tensor-parallel-size auto.",
+                code="needs_flag",
             )
 
     @property

@@ -31,9 +31,11 @@ def services(config: FineTuneConfig) -> list[str]:
         if name not in _LIBRARIES:
             raise UsageError(f"--report-to {name} is unknown: choose {', '.join(_LIBRARIES)}.")
         if importlib.util.find_spec(_LIBRARIES[name]) is None:
-            raise UsageError(f"--report-to {name}: pip install {_LIBRARIES[name]} first.")
+            raise UsageError(
+                f"--report-to {name}: pip install {_LIBRARIES[name]} first.", code="missing_package"
+            )
     if config.project_name and "wandb" not in found:
-        raise UsageError("--project-name is for --report-to wandb.")
+        raise UsageError("--project-name is for --report-to wandb.", code="needs_flag")
     return found
 
 

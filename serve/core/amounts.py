@@ -19,7 +19,8 @@ def parse_memory(text: str, num_ranks: int, flag: str = "--memory") -> list[int]
     amounts = _amounts(text, flag)
     if len(amounts) not in (1, num_ranks):
         raise UsageError(
-            f"{flag} {text} has {len(amounts)} amounts for {num_ranks} ranks: give one for each."
+            f"{flag} {text} has {len(amounts)} amounts for {num_ranks} ranks: give one for each.",
+            code="wrong_count",
         )
     if len(amounts) == 1:
         return amounts * num_ranks
@@ -45,10 +46,12 @@ def _parse_bytes(text: str, flag: str) -> int:
         amount = float(number) * _UNITS[amount_text[len(number) :]]
     except (ValueError, KeyError):
         raise UsageError(
-            f"{flag} {text!r} is not an amount: write one such as 24GB or 16GiB."
+            f"{flag} {text!r} is not an amount: write one such as 24GB or 16GiB.", code="malformed"
         ) from None
     if not 0 < amount < 2**60:
-        raise UsageError(f"{flag} {text!r} is out of range: write an amount such as 24GB.")
+        raise UsageError(
+            f"{flag} {text!r} is out of range: write an amount such as 24GB.", code="out_of_range"
+        )
     return int(amount)
 
 

@@ -73,20 +73,23 @@ def not_a_folder(model: Path) -> str:
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Reads the description of a model folder. Raises ModelError if it is not a complete model."""
     if not is_folder(folder):
-        raise ModelError(not_a_folder(folder))
+        raise ModelError(not_a_folder(folder), code="no_folder")
     config_file = folder / "config.json"
     config = read_json(config_file)
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        raise ModelError(f"{config_file} has no model_type: is this a language model?")
+        raise ModelError(
+            f"{config_file} has no model_type: is this a language model?", code="missing_setting"
+        )
     if config.get("model_file"):
         raise ModelError(
             f"{config_file} requires its own code ({config['model_file']}), which Brigade "
-            "never runs: use a model that mlx-lm supports."
+            "never runs: use a model that mlx-lm supports.",
+            code="own_code",
         )
     num_layers = _first_number(config, _LAYER_KEYS)
     if num_layers is None:
-        raise ModelError(f"{config_file} has no num_hidden_layers.")
+        raise ModelError(f"{config_file} has no num_hidden_layers.", code="missing_setting")
     tensors: dict[str, TensorRange] = {}
     config_text = json.dumps(config, sort_keys=True)
     digest = hashlib.sha256(config_text.encode())
@@ -98,7 +101,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         # Building these layers would take minutes, only to find that their tensors are missing.
         raise ModelError(
             f"{config_file} says that the model has {num_layers} layers, but its files contain "
-            f"only {len(tensors)} tensors: correct num_hidden_layers, or fetch the model again."
+            f"only {len(tensors)} tensors: correct num_hidden_layers, or fetch the model again.",
+            code="missing_tensor",
         )
     return Checkpoint(
         folder=folder,
@@ -124,10 +128,11 @@ def read_json(path: Path) -> dict[str, Any]:
             return read_json_from(stream, path)
     except FileNotFoundError as error:
         raise ModelError(
-            f"{path.absolute()} is missing: the folder is not a model's, or not complete."
+            f"{path.absolute()} is missing: the folder is not a model's, or not complete.",
+            code="missing_file",
         ) from error
     except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
+        raise ModelError(f"{path} cannot be read: {error.strerror}.", code="unreadable") from error
 
 
 def read_json_from(stream: BinaryIO, path: Path) -> dict[str, Any]:
@@ -135,15 +140,19 @@ def read_json_from(stream: BinaryIO, path: Path) -> dict[str, Any]:
     OSError."""
     text = stream.read(MAX_JSON_BYTES + 1)
     if len(text) > MAX_JSON_BYTES:
-        raise ModelError(f"{path} is larger than {MAX_JSON_BYTES} bytes: fetch it again.")
+        raise ModelError(
+            f"{path} is larger than {MAX_JSON_BYTES} bytes: fetch it again.", code="too_large"
+        )
     try:
         value = json.loads(text)
     except RecursionError as error:
         raise ModelError(f"{path} is nested too deeply: fetch it again.") from error
     except ValueError as error:
-        raise ModelError(f"{path} is not JSON ({error}): fetch it again.") from error
+        raise ModelError(
+            f"{path} is not JSON ({error}): fetch it again.", code="wrong_format"
+        ) from error
     if not isinstance(value, dict):
-        raise ModelError(f"{path} is not a JSON object: fetch it again.")
+        raise ModelError(f"{path} is not a JSON object: fetch it again.", code="wrong_format")
     return value
 
 
@@ -164,7 +173,7 @@ def _read_header(file: Path) -> tuple[bytes, int]:
         with file.open("rb") as stream:
             return _header_of(stream, file)
     except OSError as error:
-        raise ModelError(f"{file} cannot be read: {error.strerror}.") from error
+        raise ModelError(f"{file} cannot be read: {error.strerror}.", code="unreadable") from error
 
 
 def _header_of(stream: BinaryIO, file: Path) -> tuple[bytes, int]:
@@ -205,7 +214,9 @@ def parse_header(
         raise _not_safetensors(file, error) from error
     expected = max((tensor.end for tensor in tensors.values()), default=0)
     if file_bytes < expected:
-        raise ModelError(f"{file} has {file_bytes} of {expected} bytes: fetch it again.")
+        raise ModelError(
+            f"{file} has {file_bytes} of {expected} bytes: fetch it again.", code="cut_short"
+        )
     return tensors
 
 
@@ -216,7 +227,9 @@ def _parse_entry(entry: dict[str, Any], file: Path, data_start: int) -> TensorRa
 
 
 def _not_safetensors(file: Path, reason: object) -> ModelError:
-    return ModelError(f"{file} is not a safetensors file ({reason}): fetch it again.")
+    return ModelError(
+        f"{file} is not a safetensors file ({reason}): fetch it again.", code="wrong_format"
+    )
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -248,7 +261,9 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.exists():
         shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict):
-            raise ModelError(f"{index} has no weight_map: fetch the model again.")
+            raise ModelError(
+                f"{index} has no weight_map: fetch the model again.", code="wrong_format"
+            )
         if not all(isinstance(shard, str) for shard in shards.values()):
             raise ModelError(f"{index} has a file name that is not text: fetch the model again.")
         names = sorted(set(shards.values()))
@@ -256,7 +271,10 @@ def _weight_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         refuse_pickles(str(folder), [path.name for path in folder.iterdir()])
-        raise ModelError(f"{folder} has no model*.safetensors: convert or fetch the weights.")
+        raise ModelError(
+            f"{folder} has no model*.safetensors: convert or fetch the weights.",
+            code="missing_file",
+        )
     return files
 
 
@@ -267,7 +285,8 @@ def refuse_pickles(place: str, names: Iterable[str]) -> None:
         if Path(name).suffix in _PICKLE_SUFFIXES:
             raise ModelError(
                 f"{place} has its weights only as pickles ({name}), which could run code when "
-                "they are read: convert them to safetensors."
+                "they are read: convert them to safetensors.",
+                code="pickles",
             )
 
 

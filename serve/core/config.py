@@ -256,7 +256,8 @@ def _check_origins(origins: tuple[str, ...]) -> None:
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
             raise UsageError(
-                f"--allowed-origins {origin!r} is not an origin: write https://HOST[:PORT], or *."
+                f"--allowed-origins {origin!r} is not an origin: write https://HOST[:PORT], or *.",
+                code="malformed",
             )
 
 
@@ -265,7 +266,8 @@ def _check_hosts(hosts: tuple[str, ...]) -> None:
         if not _HOST_NAME.fullmatch(name):
             raise UsageError(
                 f"--allowed-host {name!r} is not a host: write a name such as llm.example.org "
-                "or an address, without http:// and port, or * for any."
+                "or an address, without http:// and port, or * for any.",
+                code="malformed",
             )
 
 
@@ -274,9 +276,11 @@ def _check_adapters(words: tuple[str, ...], model_name: str) -> None:
     for word in words:
         name, separator, path = word.partition("=")
         if not (name and separator and path):
-            raise UsageError(f"--lora-modules {word!r} is wrong: write NAME=PATH.")
+            raise UsageError(
+                f"--lora-modules {word!r} is wrong: write NAME=PATH.", code="malformed"
+            )
         if not may_name_adapter(name, model_name):
-            raise UsageError(f"--lora-modules {name!r} {NO_ADAPTER_NAME}")
+            raise UsageError(f"--lora-modules {name!r} {NO_ADAPTER_NAME}", code="adapter_name")
         if name in names:
             raise UsageError(f"--lora-modules has the name {name!r} twice: give each its own.")
         names.add(name)
@@ -323,7 +327,9 @@ def check_range(name: str, value: Any, checks: Mapping[str, Any]) -> None:
     if value is None:
         return
     if among and value not in among:
-        raise UsageError(f"{flag_name} {value} is not one of {', '.join(map(str, among))}.")
+        raise UsageError(
+            f"{flag_name} {value} is not one of {', '.join(map(str, among))}.", code="unknown_name"
+        )
     # NaN is neither larger nor smaller than a bound, and must be refused.
     is_large_enough = lower is None or value >= lower
     is_small_enough = upper is None or value <= upper
@@ -332,7 +338,9 @@ def check_range(name: str, value: Any, checks: Mapping[str, Any]) -> None:
             bounds = f"at least {lower}"
         else:
             bounds = f"from {lower} to {upper}"
-        raise UsageError(f"{flag_name} {value} is out of range: it must be {bounds}.")
+        raise UsageError(
+            f"{flag_name} {value} is out of range: it must be {bounds}.", code="out_of_range"
+        )
 
 
 # --- keys
@@ -372,7 +380,9 @@ def _check_keys(source: str, keys: tuple[str, ...]) -> None:
     """Raises UsageError if a source has no key, or an empty one: it must not open the server to
     everybody."""
     if not keys or not all(_KEY.fullmatch(key) for key in keys):
-        raise UsageError(f"{source} has no key: give 1 to 512 characters without spaces.")
+        raise UsageError(
+            f"{source} has no key: give 1 to 512 characters without spaces.", code="no_key"
+        )
 
 
 def _read_lines(file: Path, flag_name: str) -> tuple[str, ...]:
@@ -380,7 +390,9 @@ def _read_lines(file: Path, flag_name: str) -> tuple[str, ...]:
         lines = [line.strip() for line in file.read_text("utf-8").splitlines()]
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UsageError(f"{flag_name} {file} cannot be read: {reason}.") from error
+        raise UsageError(
+            f"{flag_name} {file} cannot be read: {reason}.", code="unreadable"
+        ) from error
     return tuple(filter(None, lines))
 
 
@@ -436,7 +448,10 @@ def read_cluster(environment: Mapping[str, str]) -> Cluster:
         )
     ring, addresses = _read_hostfile(Path(hostfile))
     if rank not in range(max(1, len(ring))):
-        raise UsageError(f"MLX_RANK={rank} is not one of the {len(ring)} ranks in {hostfile}.")
+        raise UsageError(
+            f"MLX_RANK={rank} is not one of the {len(ring)} ranks in {hostfile}.",
+            code="out_of_range",
+        )
     if len(ring) <= 1:
         return Cluster(leash=leash)
     # mlx.launch numbers its ports upwards from rank 0's, so it does not use the port below.
@@ -456,14 +471,19 @@ def read_cluster(environment: Mapping[str, str]) -> Cluster:
 def parse_address(text: str, where: str) -> Address:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) not in range(1, 65536):
-        raise UsageError(f"{where}: {text!r} is not an address: write HOST:PORT, port 1 to 65535.")
+        raise UsageError(
+            f"{where}: {text!r} is not an address: write HOST:PORT, port 1 to 65535.",
+            code="malformed",
+        )
     return Address(host, int(port))
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
     if not text.isdecimal():
-        raise UsageError(f"{name}={text!r} is not a number: it is set by the launcher.")
+        raise UsageError(
+            f"{name}={text!r} is not a number: it is set by the launcher.", code="malformed"
+        )
     return int(text)
 
 
@@ -478,6 +498,7 @@ def _read_hostfile(path: Path) -> tuple[list[Address], tuple[tuple[str, ...], ..
         raise UsageError(f"MLX_HOSTFILE={path} cannot be read: {error.strerror}.") from error
     except (msgspec.MsgspecError, ValueError, LookupError) as error:
         raise UsageError(
-            f"MLX_HOSTFILE={path} is not a JSON list of lists of 'ip:port': {error}."
+            f"MLX_HOSTFILE={path} is not a JSON list of lists of 'ip:port': {error}.",
+            code="wrong_format",
         ) from error
     return first, entries

@@ -38,7 +38,8 @@ def quick_start(text: str) -> Constants:
         name, _, value = word.partition("=")
         if name not in names:
             raise UsageError(
-                f"--quick-start {name} is not a constant: use one of {', '.join(names)}."
+                f"--quick-start {name} is not a constant: use one of {', '.join(names)}.",
+                code="unknown_name",
             )
         changes[name] = value
     try:

@@ -24,48 +24,47 @@ The message is one line: what is wrong, where, and how to fix it.
 
 class BrigadeError(Exception):
     """The base of all errors that a person or a client can meet. param names the field of a
-    request that is wrong; code is OpenAI's error code."""
+    request that is wrong. code is one word for the reason, OpenAI's where OpenAI has one; the
+    class's word is for reasons that need not be told apart."""
 
     exit_code = 1
     http_status = 500
     type = "server_error"
-    code: str | None = None
+    code = "internal_error"
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(" ".join(message.split()))
         self.param = param
+        if code is not None:
+            self.code = code
 
 
 class UsageError(BrigadeError):
     exit_code = 2
     http_status = 400
     type = "invalid_request_error"
+    code = "usage"
 
 
 class RequestError(UsageError):
     """An error of one request. It is reported to the client and never ends a process. The message
     may quote what the client wrote, so it is not logged; code must not, and is."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-    ) -> None:
-        super().__init__(message, param=param)
-        self.code = code
+    code = "invalid_value"
 
 
 class NotFoundError(RequestError):
     http_status = 404
+    code = "not_found"
 
 
 class AdapterError(RequestError):
     """An adapter named by a client or on the command line cannot be used. status is HTTP's."""
 
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message, param="lora_path")
+    code = "adapter"
+
+    def __init__(self, message: str, status: int = 400, *, code: str | None = None) -> None:
+        super().__init__(message, param="lora_path", code=code)
         self.http_status = status
 
 
@@ -73,12 +72,10 @@ class RequestCancelledError(RequestError):
     """An operator ended this request. Clients do not repeat a request after this status."""
 
     http_status = 410
+    code = "request_cancelled"
 
     def __init__(self) -> None:
-        super().__init__(
-            "The operator of this server cancelled the request.",
-            code="request_cancelled",
-        )
+        super().__init__("The operator of this server cancelled the request.")
 
 
 class OverflowedError(RequestError):
@@ -86,45 +83,52 @@ class OverflowedError(RequestError):
 
     http_status = 500
     type = "server_error"
+    code = "numbers_overflowed"
 
     def __init__(self, sequence: int, adapter: str | None) -> None:
         where = f"the adapter {adapter!r}" if adapter else "no adapter"
         super().__init__(
             f"The numbers of sequence {sequence} ({where}) overflowed, so that no token could be "
-            "sampled: use a model in bfloat16 or float32, or an adapter with smaller weights.",
-            code="numbers_overflowed",
+            "sampled: use a model in bfloat16 or float32, or an adapter with smaller weights."
         )
 
 
 class OverloadedError(RequestError):
     http_status = 429
     type = "rate_limit_error"
+    code = "overloaded"
     retry_after_seconds = 1
 
 
 class ModelError(BrigadeError):
     exit_code = 3
     http_status = 503
+    code = "model"
 
 
 class PlanError(BrigadeError):
     exit_code = 4
     http_status = 503
+    code = "plan"
 
 
 class AddressError(BrigadeError):
     exit_code = 5
     http_status = 503
+    code = "address"
 
 
 class ClusterError(BrigadeError):
     exit_code = 6
     http_status = 503
     type = "service_unavailable"
+    code = "cluster"
 
 
 class DisagreementError(ClusterError):
     """Ranks have different files or versions. rows has each rank's value of each such fact."""
+
+    code = "ranks_differ"
 
     def __init__(self, rows: dict[str, dict[int, str]]) -> None:
         self.rows = rows
@@ -143,15 +147,18 @@ class LostRankError(ClusterError):
     """A training run has lost a rank, and ends. A launcher starts all ranks again."""
 
     exit_code = 75
+    code = "lost_rank"
 
 
 class UnavailableError(ClusterError):
+    code = "unavailable"
     retry_after_seconds = 2
 
 
 class EngineError(BrigadeError):
     exit_code = 7
     http_status = 503
+    code = "engine"
 
 
 class GivenUpError(BrigadeError):

@@ -148,7 +148,8 @@ def parse_num_shards(text: str) -> int | None:
         return None
     if not text.isdecimal() or not int(text):
         raise UsageError(
-            f"--tensor-parallel-size {text} is not a number of ranks: give 1 or more, or auto."
+            f"--tensor-parallel-size {text} is not a number of ranks: give 1 or more, or auto.",
+            code="malformed",
         )
     return int(text)
 
@@ -165,7 +166,8 @@ def check_layout(num_shards: int | None, split: str) -> None:
     if num_shards is None and split not in ("auto", "even"):
         raise UsageError(
             "--split with numbers of layers needs a number of stages: give "
-            "--tensor-parallel-size a number instead of auto."
+            "--tensor-parallel-size a number instead of auto.",
+            code="needs_flag",
         )
 
 
@@ -178,6 +180,7 @@ def parse_link(text: str) -> Link:
     if not (0 < milliseconds < 1e5 and 0 < megabytes < 1e7):
         raise UsageError(
             f"--link {text!r} is not a link: give its round trip in milliseconds and its MB/s, as "
-            "`brigade doctor` reports them, such as 0.2,1100."
+            "`brigade doctor` reports them, such as 0.2,1100.",
+            code="malformed",
         )
     return Link(milliseconds / 1e3, megabytes * 1e6)

@@ -377,6 +377,7 @@ class AdapterRefused(Message, frozen=True):
     version: int
     message: str
     status: int
+    code: str = "adapter"
 
 
 class PrefixFile(msgspec.Struct, frozen=True, array_like=True):

@@ -201,13 +201,15 @@ def parse_split(text: str, num_layers: int, num_stages: int) -> list[LayerRange]
     if not all(size.strip().isdecimal() for size in sizes):
         raise UsageError(
             f"--split {text} is not a split: give auto, even, or the number of layers of each "
-            "stage, rank 0's first, such as 20,12."
+            "stage, rank 0's first, such as 20,12.",
+            code="malformed",
         )
     if len(sizes) != num_stages:
         stages = "is 1 stage" if num_stages == 1 else f"are {num_stages} stages"
         raise UsageError(
             f"--split {text} has {len(sizes)} numbers, but there {stages}: "
-            "give one number of layers for each stage, auto or even."
+            "give one number of layers for each stage, auto or even.",
+            code="wrong_count",
         )
     return split_of([int(size) for size in sizes], num_layers)
 
@@ -218,7 +220,8 @@ def split_of(sizes: Sequence[int], num_layers: int) -> list[LayerRange]:
     if min(sizes) < 1 or sum(sizes) != num_layers:
         raise PlanError(
             f"--split {','.join(map(str, sizes))} makes {sum(sizes)} layers, the model has "
-            f"{num_layers}: give each rank one or more, {num_layers} in all."
+            f"{num_layers}: give each rank one or more, {num_layers} in all.",
+            code="split_sum",
         )
     ends = [num_layers - sum(sizes[:rank]) for rank in range(len(sizes))]
     return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
@@ -228,7 +231,8 @@ def check_num_ranks(num_layers: int, num_ranks: int) -> None:
     if num_ranks > num_layers:
         raise PlanError(
             f"{num_ranks} ranks are more than the model's {num_layers} layers: "
-            f"start at most {num_layers} ranks."
+            f"start at most {num_layers} ranks.",
+            code="too_many_ranks",
         )
 
 
@@ -237,7 +241,8 @@ def count_stages(num_ranks: int, num_shards: int) -> int:
     if num_ranks % num_shards:
         raise UsageError(
             f"--tensor-parallel-size {num_shards} does not divide the number of ranks: start "
-            f"{num_shards} ranks, or a multiple of {num_shards}, not {num_ranks}."
+            f"{num_shards} ranks, or a multiple of {num_shards}, not {num_ranks}.",
+            code="uneven_ranks",
         )
     return num_ranks // num_shards
 
@@ -273,7 +278,8 @@ def balanced_split(
     if 0 not in best and not memory:
         raise PlanError(
             f"This model cannot be cut into {num_ranks} stages: no cut is possible before "
-            f"layers {sorted(forbidden)}. Start fewer ranks."
+            f"layers {sorted(forbidden)}. Start fewer ranks.",
+            code="no_cut",
         )
     if 0 not in best:
         raise _does_not_fit(cost, num_ranks, demand, memory)
@@ -482,7 +488,8 @@ def check_room(num_tokens: int, needed: int = MIN_KV_TOKENS) -> None:
     if num_tokens < needed:
         raise PlanError(
             f"There is room for keys and values of {max(0, num_tokens):,} tokens, but "
-            f"{needed:,} are needed: raise --memory or add ranks."
+            f"{needed:,} are needed: raise --memory or add ranks.",
+            code="no_memory",
         )
 
 
@@ -513,7 +520,8 @@ def _does_not_fit(
         f"The model does not fit into {room} on {num_ranks} rank{'s' * (num_ranks > 1)}: "
         f"it has {format_bytes(whole.weight_bytes)} of weights, and needs "
         f"{format_bytes(with_slack(whole.cache_bytes))} for keys and values of "
-        f"{_described(demand)}.{where} {_remedy(demand, whole)}"
+        f"{_described(demand)}.{where} {_remedy(demand, whole)}",
+        code="no_memory",
     )
 
 

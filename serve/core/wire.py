@@ -30,7 +30,8 @@ def frame(message: AnyMessage) -> bytes:
     if len(body) > MAX_BODY_BYTES:
         kind = type(message).__name__
         raise ClusterError(
-            f"A {kind} message of {len(body)} bytes is larger than the limit of {MAX_BODY_BYTES}."
+            f"A {kind} message of {len(body)} bytes is larger than the limit of {MAX_BODY_BYTES}.",
+            code="too_large",
         )
     return _HEADER.pack(_MAGIC, VERSION, len(body)) + body
 
@@ -70,20 +71,27 @@ class FrameReader(Generic[Received]):
         try:
             return self._decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ClusterError(f"A peer sent a message that cannot be read: {error}.") from error
+            raise ClusterError(
+                f"A peer sent a message that cannot be read: {error}.", code="unreadable_message"
+            ) from error
 
 
 def _check_header(magic: bytes, version: int, size: int, max_size: int) -> None:
     if magic != _MAGIC:
-        raise ClusterError("A peer does not speak Brigade's protocol: check the address and port.")
+        raise ClusterError(
+            "A peer does not speak Brigade's protocol: check the address and port.",
+            code="foreign_protocol",
+        )
     if version != VERSION:
         raise ClusterError(
             f"A peer uses wire version {version}, this rank {VERSION}: install the same "
-            "mlx-brigade on all hosts."
+            "mlx-brigade on all hosts.",
+            code="wire_version",
         )
     if size > max_size:
         raise ClusterError(
-            f"A peer sent a frame of {size} bytes, larger than the limit of {max_size}."
+            f"A peer sent a frame of {size} bytes, larger than the limit of {max_size}.",
+            code="too_large",
         )
 
 
@@ -104,5 +112,6 @@ class LineReader(Generic[Received]):
             return self._decoder.decode(text)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise ClusterError(
-                f"A message cannot be read ({error}): install the same mlx-brigade on all hosts."
+                f"A message cannot be read ({error}): install the same mlx-brigade on all hosts.",
+                code="unreadable_message",
             ) from error

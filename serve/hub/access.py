@@ -32,6 +32,7 @@ class HubError(ModelError):
     """The hub cannot be reached. The model is not at fault, and a later start may succeed."""
 
     exit_code = EngineError.exit_code
+    code = "no_hub"
 
 
 class Retry(Exception):
@@ -50,6 +51,31 @@ FAILURES: tuple[type[Exception], ...] = (
 )
 """All errors that a call of huggingface_hub or of its HTTP client raises, and Retry."""
 
+# The errors that one word explains, the special ones before their bases.
+_REASONS = (
+    (GatedRepoError, "licence", "{repo} is gated: accept its licence at {page} and set HF_TOKEN."),
+    (RevisionNotFoundError, "not_on_hub", "{repo} has no such revision: see {page}."),
+    (
+        OfflineModeIsEnabled,
+        "hub_offline",
+        "{repo} is only partly in the cache, and HF_HUB_OFFLINE is set: unset it once.",
+    ),
+    (
+        LocalEntryNotFoundError,
+        "no_hub",
+        "{repo} is only partly in the cache, and {hub} cannot be reached.",
+    ),
+    (
+        EntryNotFoundError,
+        "missing_file",
+        "{repo} lacks a file that it should have: see {page}/tree/main.",
+    ),
+    (
+        HFValidationError,
+        "malformed",
+        "{repo} is neither a folder here nor a name on the hub, such as OWNER/NAME.",
+    ),
+)
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})
 _FIRST_WAIT_SECONDS = 0.5
 _MAX_WAIT_SECONDS = 30.0
@@ -122,20 +148,22 @@ def explain(error: Exception, repo: str) -> ModelError:
     """Turns a failure into one line for the user, which says what is wrong and what to do."""
     if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
-    reason = _reason_by_type(error, repo)
-    if reason is not None:
-        return ModelError(reason)
+    known = _by_type(error, repo)
+    if known is not None:
+        return known
     page = f"{constants.ENDPOINT}/{repo}"
     status = _status(error)
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
         return ModelError(
             f"{repo} is not a folder here, and is not found at {page}: check the name, or set "
-            "HF_TOKEN if it is private."
+            "HF_TOKEN if it is private.",
+            code="not_on_hub",
         )
     if status == 403:
         return ModelError(
             f"{constants.ENDPOINT} refuses {repo} to this token: accept the licence at {page} "
-            "and set an HF_TOKEN that may read it."
+            "and set an HF_TOKEN that may read it.",
+            code="licence",
         )
     reason = (
         f"{repo} is not a folder here, and cannot be fetched from {constants.ENDPOINT}: {error}"
@@ -145,20 +173,11 @@ def explain(error: Exception, repo: str) -> ModelError:
     return ModelError(reason)
 
 
-def _reason_by_type(error: Exception, repo: str) -> str | None:
-    page = f"{constants.ENDPOINT}/{repo}"
-    if isinstance(error, GatedRepoError):
-        return f"{repo} is gated: accept its licence at {page} and set HF_TOKEN."
-    if isinstance(error, RevisionNotFoundError):
-        return f"{repo} has no such revision: see {page}."
-    if isinstance(error, OfflineModeIsEnabled):
-        return f"{repo} is only partly in the cache, and HF_HUB_OFFLINE is set: unset it once."
-    if isinstance(error, LocalEntryNotFoundError):
-        return f"{repo} is only partly in the cache, and {constants.ENDPOINT} cannot be reached."
-    if isinstance(error, EntryNotFoundError):
-        return f"{repo} lacks a file that it should have: see {page}/tree/main."
-    if isinstance(error, HFValidationError):
-        return f"{repo} is neither a folder here nor a name on the hub, such as OWNER/NAME."
+def _by_type(error: Exception, repo: str) -> ModelError | None:
+    for kind, code, reason in _REASONS:
+        if isinstance(error, kind):
+            hub = constants.ENDPOINT
+            return ModelError(reason.format(repo=repo, hub=hub, page=f"{hub}/{repo}"), code=code)
     return None
 
 

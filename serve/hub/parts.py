@@ -76,7 +76,7 @@ def _fill(file: FileIO, view: memoryview, path: Path) -> None:
     while view:
         num_read = file.readinto(view)
         if not num_read:
-            raise ModelError(f"{path} ends too early: fetch it again.")
+            raise ModelError(f"{path} ends too early: fetch it again.", code="cut_short")
         view = view[num_read:]
 
 

@@ -129,7 +129,8 @@ class RemoteFile:
 
     def _changed(self, how: str) -> ModelError:
         return ModelError(
-            f"{self.file.name} of {self.repo} changed while it was fetched ({how}): start again."
+            f"{self.file.name} of {self.repo} changed while it was fetched ({how}): start again.",
+            code="changed_file",
         )
 
     def _other_size(self, size: object) -> str:

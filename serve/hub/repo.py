@@ -96,10 +96,15 @@ class Snapshot(msgspec.Struct, frozen=True):
             names = self._names_in(index)
         for name in names:
             if name not in self.files:
-                raise ModelError(f"{self.repo} has no {name}{self._where}; its {INDEX} names it.")
+                raise ModelError(
+                    f"{self.repo} has no {name}{self._where}; its {INDEX} names it.",
+                    code="missing_file",
+                )
         if not names:
             refuse_pickles(self.repo, self.files)
-            raise ModelError(f"{self.repo} has no safetensors of {kind.what}{self._where}.")
+            raise ModelError(
+                f"{self.repo} has no safetensors of {kind.what}{self._where}.", code="missing_file"
+            )
         return names
 
     @property
@@ -114,7 +119,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     def _names_in(self, index: Path) -> list[str]:
         shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict) or not shards:
-            raise ModelError(f"{INDEX} of {self.repo} has no weight_map.")
+            raise ModelError(f"{INDEX} of {self.repo} has no weight_map.", code="wrong_format")
         return sorted({str(shard) for shard in shards.values()})
 
 
@@ -149,7 +154,8 @@ def resolve(
         raise failure
     if known is None:
         raise ModelError(
-            f"{repo} is not in the cache and HF_HUB_OFFLINE is set: unset it to fetch {kind.what}."
+            f"{repo} is not in the cache and HF_HUB_OFFLINE is set: unset it to fetch {kind.what}.",
+            code="hub_offline",
         )
     _logger.warning("event=hub_not_asked repo=%s commit=%s", repo, known.commit)
     return known

@@ -165,8 +165,10 @@ def read_adapter(
                 samples = _samples(stream)
         else:
             tensors = read_header(file)
-    except (ModelError, OSError) as error:
-        raise AdapterError(str(error)) from error
+    except ModelError as error:
+        raise AdapterError(str(error), code=error.code) from error
+    except OSError as error:
+        raise AdapterError(str(error), code="unreadable") from error
     if is_peft:
         settings = _peft(config)
         pattern = _PEFT_NAME
@@ -232,7 +234,7 @@ def _open(path: Path, given: str, root: str | None) -> BinaryIO:
     root could replace a folder or the file by a link at any moment. Raises AdapterError."""
     resolved = _resolve(path, given, root)
     if not resolved.is_file():
-        raise AdapterError(f"{path.name} of {given} is not a file.")
+        raise AdapterError(f"{path.name} of {given} is not a file.", code="not_a_file")
     folder = os.open(resolved.anchor, os.O_RDONLY)
     try:
         for part in resolved.parts[1:-1]:
@@ -254,16 +256,18 @@ def _resolve(path: Path, given: str, root: str | None) -> Path:
             inside = resolved.is_relative_to(Path(root).resolve())
         exists = resolved.exists()
     except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, a loop of links
-        raise AdapterError(f"{given!r} is not a path: {error}.") from error
+        raise AdapterError(f"{given!r} is not a path: {error}.", code="malformed") from error
     if not inside:
-        raise AdapterError(f"{given} is not below --adapter-root.", 403)
+        raise AdapterError(f"{given} is not below --adapter-root.", 403, code="not_allowed")
     if not exists:
         where = "below --adapter-root" if root else "on this host"
         if path == Path(root or ".") / given:
             missing = f"there is no such folder {where}"
         else:
             missing = f"its folder has no {path.name}"
-        raise AdapterError(f"No adapter found for {given}: {missing}.", 404)
+        raise AdapterError(
+            f"No adapter found for {given}: {missing}.", 404, code="adapter_not_found"
+        )
     return resolved
 
 
@@ -287,20 +291,27 @@ def _targets(
         match = pattern.fullmatch(name)
         part = _PARTS[match["part"]] if match else None
         if not match or part not in wanted:
-            raise AdapterError(f"{name[:300]} is not a tensor of a LoRA adapter.")
+            raise AdapterError(
+                f"{name[:300]} is not a tensor of a LoRA adapter.", code="wrong_tensor"
+            )
         if tensor.dtype not in _DTYPES:
             known = ", ".join(_DTYPES)
-            raise AdapterError(f"{name} is {tensor.dtype}, not one of {known}.")
+            raise AdapterError(
+                f"{name} is {tensor.dtype}, not one of {known}.", code="wrong_tensor"
+            )
         if part in parts.setdefault(match["module"], {}):
-            raise AdapterError(f"{name} occurs twice, under two names.")
+            raise AdapterError(f"{name} occurs twice, under two names.", code="wrong_tensor")
         parts[match["module"]][part] = name
     if not parts:
-        raise AdapterError("The adapter has no tensors.")
+        raise AdapterError("The adapter has no tensors.", code="missing_tensor")
     targets: dict[str, Target] = {}
     for module, found in parts.items():
         missing = wanted - found.keys()
         if missing:
-            raise AdapterError(f"{module} has no matrix {min(missing)!r}: the file is incomplete.")
+            raise AdapterError(
+                f"{module} has no matrix {min(missing)!r}: the file is incomplete.",
+                code="missing_tensor",
+            )
     for module, found in parts.items():
         rank, scale = settings.rank_and_scale(module)
         targets[module] = Target(rank, scale, found)
@@ -313,19 +324,21 @@ def _targets(
 def _mlx(config: dict[str, Any]) -> _Settings:
     kind = config.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora"):
-        raise AdapterError(f"fine_tune_type is {kind!r}: an adapter is lora or dora.")
+        raise AdapterError(
+            f"fine_tune_type is {kind!r}: an adapter is lora or dora.", code="unsupported_setting"
+        )
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, dict):
-        raise AdapterError(f"{CONFIG_FILE} has no lora_parameters.")
+        raise AdapterError(f"{CONFIG_FILE} has no lora_parameters.", code="missing_setting")
     _check_known(parameters, _MLX_LORA_FIELDS, f"lora_parameters in {CONFIG_FILE}")
     rank = _rank(parameters.get("rank"))
     scale = _number("scale", parameters.get("scale"))
     keys = parameters.get("keys")
     if keys is not None and not _is_all(keys, str):
-        raise AdapterError(f"keys in {CONFIG_FILE} must be a list of names.")
+        raise AdapterError(f"keys in {CONFIG_FILE} must be a list of names.", code="wrong_setting")
     num_layers = config.get("num_layers")
     if type(num_layers) is not int:
-        raise AdapterError(f"{CONFIG_FILE} has no num_layers.")
+        raise AdapterError(f"{CONFIG_FILE} has no num_layers.", code="missing_setting")
 
     def expects(name: str, layer: int | None, inside: str, total: int) -> bool:
         if keys and name in keys:
@@ -341,18 +354,23 @@ def _mlx(config: dict[str, Any]) -> _Settings:
 
 def _peft(config: dict[str, Any]) -> _Settings:
     if config["peft_type"] != "LORA":
-        raise AdapterError(f"peft_type is {config['peft_type']!r}: only LORA is supported.")
+        raise AdapterError(
+            f"peft_type is {config['peft_type']!r}: only LORA is supported.",
+            code="unsupported_setting",
+        )
     _check_known(config, _PEFT_READ | _PEFT_HARMLESS, CONFIG_FILE)
     if config.get("bias", "none") != "none":
         raise AdapterError(
-            f"bias is {config['bias']!r} in {CONFIG_FILE}: only 'none' is supported."
+            f"bias is {config['bias']!r} in {CONFIG_FILE}: only 'none' is supported.",
+            code="unsupported_setting",
         )
     initial = config.get("init_lora_weights")
     if initial not in _PEFT_INITS:
         raise AdapterError(
             f"init_lora_weights is {_short(initial)} in {CONFIG_FILE}: such an adapter may "
             "belong to changed weights of the model: save it with "
-            "path_initial_model_for_weight_conversion."
+            "path_initial_model_for_weight_conversion.",
+            code="unsupported_setting",
         )
     rank = config.get("r")
     alpha = config.get("lora_alpha")
@@ -374,7 +392,9 @@ def _peft(config: dict[str, Any]) -> _Settings:
     if type(layers) is int:
         layers = [layers]
     if layers is not None and not _is_all(layers, int):
-        raise AdapterError(f"layers_to_transform in {CONFIG_FILE} must be a list of numbers.")
+        raise AdapterError(
+            f"layers_to_transform in {CONFIG_FILE} must be a list of numbers.", code="wrong_setting"
+        )
 
     def expects(name: str, layer: int | None, _: str, __: int) -> bool:
         if layers is not None and layer not in layers:
@@ -390,7 +410,8 @@ def _check_known(config: dict[str, Any], known: set[str], place: str) -> None:
         if config[name] not in _EMPTY:
             raise AdapterError(
                 f"{name[:100]} in {place} is {_short(config[name])}: this is not supported, and "
-                "could change what the model answers."
+                "could change what the model answers.",
+                code="unsupported_setting",
             )
 
 
@@ -407,7 +428,7 @@ def _is_named(name: str, wanted: Any) -> bool:
 def _pattern(config: dict[str, Any], name: str) -> dict[str, Any]:
     pattern = config.get(name) or {}
     if not isinstance(pattern, dict):
-        raise AdapterError(f"{name} in {CONFIG_FILE} is not an object.")
+        raise AdapterError(f"{name} in {CONFIG_FILE} is not an object.", code="wrong_setting")
     return pattern
 
 
@@ -426,7 +447,9 @@ def _matches(pattern: str, name: str) -> bool:
         return regex.fullmatch(pattern, name, timeout=_MATCH_SECONDS) is not None
     except (regex.error, OverflowError, RecursionError, TimeoutError) as error:
         raise AdapterError(
-            f"{pattern[:100]!r} in {CONFIG_FILE} is not a regular expression that could be matched."
+            f"{pattern[:100]!r} in {CONFIG_FILE} is not a regular expression that could be "
+            "matched.",
+            code="wrong_setting",
         ) from error
 
 
@@ -439,7 +462,8 @@ def _is_all(value: Any, kind: type) -> bool:
 def _rank(value: Any) -> int:
     if type(value) is not int or not 0 < value <= _MAX_RANK:
         raise AdapterError(
-            f"The rank in {CONFIG_FILE} is {_short(value)}, not a number from 1 to {_MAX_RANK}."
+            f"The rank in {CONFIG_FILE} is {_short(value)}, not a number from 1 to {_MAX_RANK}.",
+            code="wrong_setting",
         )
     return value
 
@@ -449,7 +473,10 @@ def _number(name: str, value: Any) -> float:
     # math.isfinite fails for very large integers.
     is_usable = is_number and abs(value) < _MAX_NUMBER
     if not is_usable:
-        raise AdapterError(f"{name} in {CONFIG_FILE} is {_short(value)}, not a usable number.")
+        raise AdapterError(
+            f"{name} in {CONFIG_FILE} is {_short(value)}, not a usable number.",
+            code="wrong_setting",
+        )
     return float(value)
 
 

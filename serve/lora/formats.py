@@ -26,7 +26,9 @@ def convert(source: Path, target: Path) -> str:
     """Writes the adapter in the folder source to the new folder target. Returns the name of
     its new format. Raises AdapterError."""
     if target.exists():
-        raise AdapterError(f"{target} exists already: give the name of a new folder.", 409)
+        raise AdapterError(
+            f"{target} exists already: give the name of a new folder.", 409, code="file_exists"
+        )
     files = read_adapter(str(source))
     if files.is_peft:
         config = _mlx_config(files)
@@ -47,7 +49,7 @@ def convert(source: Path, target: Path) -> str:
         text = json.dumps(config, indent=2)
         (target / CONFIG_FILE).write_text(f"{text}\n")
     except (OSError, RuntimeError) as error:
-        raise AdapterError(f"{target} cannot be written: {error}.") from error
+        raise AdapterError(f"{target} cannot be written: {error}.", code="unwritable") from error
     return format_name
 
 
@@ -58,7 +60,10 @@ def _converted(files: AdapterFiles, tensors: dict[str, mx.array]) -> dict[str, m
         for part, name in target.parts.items():
             array = tensors[name]
             if array.ndim > 2:
-                raise AdapterError(f"{name} is for experts, which PEFT's format does not support.")
+                raise AdapterError(
+                    f"{name} is for experts, which PEFT's format does not support.",
+                    code="not_convertible",
+                )
             is_matrix = part in ("a", "b")
             name_in_target = _new_name(files, module, part)
             if is_matrix:
@@ -89,7 +94,8 @@ def _mlx_config(files: AdapterFiles) -> dict[str, Any]:
         if not is_same:
             raise AdapterError(
                 f"{name} has another rank or scale than {first_name}: mlx-lm's format "
-                "allows only one."
+                "allows only one.",
+                code="not_convertible",
             )
     base_model = files.config.get("base_model_name_or_path")
     dropout = files.config.get("lora_dropout", 0.0)
@@ -138,7 +144,10 @@ def _alpha(rank: int, scale: float) -> tuple[float, bool]:
     alpha = _dividend(math.sqrt(rank), scale)
     if alpha is not None:
         return alpha, True
-    raise AdapterError(f"No lora_alpha gives the scale {scale} at rank {rank} in PEFT's format.")
+    raise AdapterError(
+        f"No lora_alpha gives the scale {scale} at rank {rank} in PEFT's format.",
+        code="not_convertible",
+    )
 
 
 def _dividend(divisor: float, quotient: float) -> float | None:

@@ -75,7 +75,8 @@ def check_fit(name: str, place: Place, files: AdapterFiles, target: Target) -> N
         file_format = "PEFT" if files.is_peft else "mlx-lm"
         kind = "DoRA" if files.is_dora else "LoRA"
         raise AdapterError(
-            f"{name} is a {type(module).__name__}: {file_format}'s {kind} on it is not supported."
+            f"{name} is a {type(module).__name__}: {file_format}'s {kind} on it is not supported.",
+            code="unsupported_layer",
         )
     _check_division(name, place, files)
     shape = module["weight"].shape
@@ -125,7 +126,8 @@ def _check_division(name: str, place: Place, files: AdapterFiles) -> None:
     if division.axis != -1 or files.is_dora:
         raise AdapterError(
             f"{name} is divided among shards in a way that {kind} does not support: use another "
-            "adapter, or serve without --tensor-parallel-size."
+            "adapter, or serve without --tensor-parallel-size.",
+            code="unsupported_layer",
         )
 
 
@@ -141,11 +143,13 @@ def _check_shape(
         return
     if _matches_with_any_rank(found, pattern):
         raise AdapterError(
-            f"{tensor} has the shape {found}, but rank {rank} in {CONFIG_FILE} needs {shape}."
+            f"{tensor} has the shape {found}, but rank {rank} in {CONFIG_FILE} needs {shape}.",
+            code="wrong_shape",
         )
     raise AdapterError(
         f"This adapter was made for another model: {tensor} has the shape {found}, this model "
-        f"needs {shape}."
+        f"needs {shape}.",
+        code="other_model",
     )
 
 
@@ -189,7 +193,9 @@ def read_matrices(
         reason = str(error).rstrip(".")
         raise AdapterError(f"{files.file.name} cannot be read: {reason}.") from error
     if has_changed:
-        raise AdapterError(f"{files.file.name} changed while it was read: load it again.", 409)
+        raise AdapterError(
+            f"{files.file.name} changed while it was read: load it again.", 409, code="changed_file"
+        )
     return matrices
 
 
@@ -228,5 +234,7 @@ def _matrices(
     mx.eval(a, b, gain, finite)
     for part, is_finite in finite.items():
         if not is_finite.item():
-            raise AdapterError(f"{target.parts[part]} has values that are not finite numbers.")
+            raise AdapterError(
+                f"{target.parts[part]} has values that are not finite numbers.", code="not_finite"
+            )
     return Matrices(a, b, gain)

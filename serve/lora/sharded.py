@@ -265,7 +265,8 @@ def _divide_in_block(name: str, lora: Any, division: Division, *, is_initial: bo
         raise PlanError(
             f"--tensor-parallel-size: the shards of this model cannot train DoRA on {name}, "
             "because each has only some of its inputs: use LoRA, or name other modules in keys of "
-            "lora_parameters."
+            "lora_parameters.",
+            code="unsupported_layer",
         )
     if has_some_inputs:
         lora.lora_a = division.own_part(lora.lora_a, axis_of_a)
@@ -301,7 +302,7 @@ def _parts_in_blocks(model: nn.Module, sharding: Sharding, num_shards: int) -> T
             parts.partial.add(path)
             if division is not None and key == "bias":
                 # Each shard adds a part of it, of which the optimizer would know nothing.
-                raise PlanError(_cannot_train(path))
+                raise PlanError(_cannot_train(path), code="unsupported_layer")
     return parts
 
 
@@ -325,7 +326,7 @@ def _check_shapes(before: Shapes, model: nn.Module, parts: TrainedParts) -> None
     """Raises PlanError if the model's own code has divided a trained array in an unknown way."""
     for name, array in _trained_arrays(model).items():
         if name not in parts.divided and array.shape != before[name]:
-            raise PlanError(_cannot_train(name))
+            raise PlanError(_cannot_train(name), code="unsupported_layer")
 
 
 def _trained_arrays(model: nn.Module) -> dict[str, mx.array]:
@@ -339,7 +340,7 @@ def _check_gradients(model: nn.Module, sharding: Sharding) -> None:
     for name, module in matrices_of_layers(model).items():
         is_of_mlx = isinstance(module, DIVIDED)
         if is_of_mlx == bool(sharding.blocks):
-            raise PlanError(_cannot_train(name))
+            raise PlanError(_cannot_train(name), code="unsupported_layer")
 
 
 def _cannot_train(name: str) -> str:
@@ -355,7 +356,7 @@ def _replace(model: nn.Module, modules: dict[str, nn.Module]) -> None:
 
 def _check_division(name: str, division: Division, num_shards: int) -> None:
     if division.axis not in (-1, -2):
-        raise PlanError(_cannot_train(name))
+        raise PlanError(_cannot_train(name), code="unsupported_layer")
     _check_share(name, division, num_shards)
 
 
@@ -365,7 +366,8 @@ def _check_share(name: str, division: Division, num_shards: int) -> None:
         raise PlanError(
             f"--tensor-parallel-size {num_shards}: {name} is divided among the shards in a way in "
             "which it cannot be trained: name other modules in keys of lora_parameters, or use "
-            "fewer shards."
+            "fewer shards.",
+            code="unsupported_layer",
         )
 
 

@@ -95,7 +95,8 @@ class Adapters:
         files = read_adapter(folder, root, is_whole=partial is None)
         if files.rank > _MAX_RANK:
             raise AdapterError(
-                f"The adapter has rank {files.rank}: at most {_MAX_RANK} can be used."
+                f"The adapter has rank {files.rank}: at most {_MAX_RANK} can be used.",
+                code="out_of_range",
             )
         self._check_targets(files)
         targets: dict[str, Target] = {}
@@ -120,23 +121,24 @@ class Adapters:
             f"{self._num_layers}."
         )
         if num_layers > self._num_layers:
-            raise AdapterError(other)
+            raise AdapterError(other, code="other_model")
         for name, place in self._places.items():
             wanted = files.expects(name, place.layer, place.inside, self._num_layers)
             if not wanted or name in files.targets:
                 continue
             if num_layers and (place.layer or 0) >= num_layers:
-                raise AdapterError(other)
+                raise AdapterError(other, code="other_model")
             raise AdapterError(
                 f"The adapter has no tensors for {name}, which its {CONFIG_FILE} names: it is "
-                "incomplete, or was made for another model."
+                "incomplete, or was made for another model.",
+                code="missing_tensor",
             )
 
     def _open(self, repo: str, commit: str) -> PartialModel:
         try:
             return open_partial(repo, commit, self._cache_dir, kind=ADAPTER)
         except ModelError as error:
-            raise AdapterError(str(error)) from error
+            raise AdapterError(str(error), code=error.code) from error
 
     def answer(self, asked: LoadAdapter) -> AdapterRead | AdapterRefused:
         """Reads an adapter, and returns the answer to rank 0. A version that is held here already
@@ -156,7 +158,7 @@ class Adapters:
         try:
             files, matrices = self.read(version, asked.path, asked.root, asked.commit)
         except AdapterError as error:
-            return AdapterRefused(version, str(error), error.http_status)
+            return AdapterRefused(version, str(error), error.http_status, error.code)
         targets = files.targets
         scales = {target.scale for target in targets.values()}
         kinds = {name.rpartition(".")[2] for name in targets}
@@ -226,7 +228,9 @@ class Adapters:
     def _install(self, version: int) -> None:
         modules = self._read.pop(version, None)
         if modules is None:
-            raise EngineError(f"A step names adapter version {version}, which is not here.")
+            raise EngineError(
+                f"A step names adapter version {version}, which is not here.", code="out_of_step"
+            )
         taken = set(self._slots.values())
         free = (number for number in itertools.count(1) if number not in taken)
         slot = next(free)

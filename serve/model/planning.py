@@ -113,7 +113,8 @@ def make_plan(folder: Path, request: PlanRequest) -> Plan:
         if not shows_hidden_states(model):
             raise PlanError(
                 "--tensor-parallel-size does not work with this model, because the code that calls "
-                "its layers also computes the logits: leave the option out."
+                "its layers also computes the logits: leave the option out.",
+                code="no_shards",
             )
         whole_bytes = _layer_bytes(model)
         # Shard 0 has the largest part. The plan is the same for all shards of a stage.
@@ -230,7 +231,8 @@ def _memory_for_model(request: PlanRequest, draft_bytes: int) -> list[int] | Non
         needed = format_bytes(draft_bytes)
         raise PlanError(
             f"The draft model needs {needed} on rank 0, which may use only "
-            f"{format_bytes(memory[0])}: choose a smaller one, or raise --memory."
+            f"{format_bytes(memory[0])}: choose a smaller one, or raise --memory.",
+            code="no_memory",
         )
     if memory:
         memory[0] -= draft_bytes

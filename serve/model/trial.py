@@ -103,15 +103,22 @@ class Trial:
                 output = self.model(self.tokens, cache=caches)
         except FAILURES as error:
             raise PlanError(
-                f"This model cannot be split: mlx-lm's own forward fails ({error})."
+                f"This model cannot be split: mlx-lm's own forward fails ({error}).",
+                code="unsplittable",
             ) from error
         if list(self.given) != list(range(len(self.layers))):
-            raise PlanError("This model cannot be split: its forward does not call each layer.")
+            raise PlanError(
+                "This model cannot be split: its forward does not call each layer.",
+                code="unsplittable",
+            )
         self._outputs = trace.arrays_in(output)
 
     def _record(self, i: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
         if i in self.given:
-            raise PlanError("This model cannot be split: it runs its layers more than once.")
+            raise PlanError(
+                "This model cannot be split: it runs its layers more than once.",
+                code="unsplittable",
+            )
         arguments = (*args, *kwargs.values())
         for j, cache in enumerate(self.caches):
             if any(cache is argument for argument in arguments):
@@ -172,7 +179,7 @@ def crossings(trials: Sequence[Trial], cut: int) -> dict[bool, tuple[Crossing, .
             hint = f"The nearest possible cuts are {' and '.join(near)}."
         else:
             hint = "It has no possible cut."
-        raise PlanError(f"{error} {hint}") from error
+        raise PlanError(f"{error} {hint}", code="no_cut") from error
 
 
 def _first_cut(trials: Sequence[Trial], candidates: Iterable[int]) -> int | None:

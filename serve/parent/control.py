@@ -274,7 +274,8 @@ async def join(
                 raise ClusterError(
                     f"Rank {mine.rank} could not reach rank 0 at {address} within "
                     f"{max_seconds:g} s ({reason}): did rank 0 start? Does another program use "
-                    "that port?"
+                    "that port?",
+                    code="unreachable",
                 ) from error
         await asyncio.sleep(_RETRY_SECONDS)
 
@@ -303,7 +304,7 @@ async def _introduce(link: Link[ToRank], mine: Identity, address: Address) -> No
     link.send(Hello(mine.rank, mine.num_ranks, mine.pid, mine.facts, nonce, proof))
     match await link.receive():
         case Refused(reason):
-            raise ClusterError(f"Rank 0 refused this rank: {reason}.")
+            raise ClusterError(f"Rank 0 refused this rank: {reason}.", code="rank_refused")
         case Welcome(proof) if hmac.compare_digest(
             proof.encode(),
             mine.proof("rank 0", nonce).encode(),
@@ -316,7 +317,8 @@ async def _introduce(link: Link[ToRank], mine: Identity, address: Address) -> No
 def _not_rank_0(address: Address) -> ClusterError:
     return ClusterError(
         f"What listens on {address} is not rank 0 of this launch: does another program or "
-        "cluster use that port? Choose other ports."
+        "cluster use that port? Choose other ports.",
+        code="other_launch",
     )
 
 

@@ -110,7 +110,8 @@ class GroupCaches:
             if held < take.num_tokens:
                 raise EngineError(
                     f"Step {step.number} takes {take.num_tokens} tokens of sequence {take.source}, "
-                    f"this stage holds {held} tokens of it: the ranks are out of step."
+                    f"this stage holds {held} tokens of it: the ranks are out of step.",
+                    code="out_of_step",
                 )
             self._set_apart(take.sequence, take.source, take.num_tokens, take.checkpoint)
         for sequence in step.drop:
@@ -178,7 +179,8 @@ class GroupCaches:
             held = self._positions.get(sequence, 0)
             if held < num_tokens:
                 raise EngineError(
-                    f"Sequence {sequence} is to go on at {num_tokens} tokens, and {held} are held."
+                    f"Sequence {sequence} is to go on at {num_tokens} tokens, and {held} are held.",
+                    code="out_of_step",
                 )
             self._set_apart(sequence, sequence, num_tokens)
         self._floors.clear()
@@ -203,7 +205,8 @@ class GroupCaches:
         if num_held < write.end or is_behind:
             raise EngineError(
                 f"{write.end} tokens of sequence {sequence} are to be written, and {num_held} are "
-                "held here."
+                "held here.",
+                code="out_of_step",
             )
         if write.is_state and has_checkpoint:
             states = self._states(write.checkpoint, write.end, 0)
@@ -260,7 +263,8 @@ class GroupCaches:
             if not floor <= row.position <= held:
                 raise EngineError(
                     f"Step {step.number} feeds sequence {row.sequence} at position {row.position}, "
-                    f"this stage holds {held} tokens of it: the ranks are out of step."
+                    f"this stage holds {held} tokens of it: the ranks are out of step.",
+                    code="out_of_step",
                 )
 
     def _assigned(self, step: Step) -> dict[int, list[int]]:

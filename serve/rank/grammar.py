@@ -192,7 +192,9 @@ class Constraint:
         seconds = time.thread_time() - began - _SECONDS_PER_TOKEN * len(tokens)
         self._late_seconds = max(0.0, self._late_seconds + seconds)
         if self._late_seconds > _MAX_LATE_SECONDS:
-            raise RequestError("The grammar of this request takes too long to follow.")
+            raise RequestError(
+                "The grammar of this request takes too long to follow.", code="grammar_too_slow"
+            )
         return mask
 
     def _consume(self, matcher: LLMatcher, token: int) -> None:
@@ -214,7 +216,9 @@ class Constraint:
             return self._look(self._without_forcing())
         if matcher.is_error():
             reason = matcher.get_error().partition("<state>")[0]
-            raise RequestError(f"The grammar of this request cannot be followed: {reason}")
+            raise RequestError(
+                f"The grammar of this request cannot be followed: {reason}", code="grammar"
+            )
         mask[self._grammars.tokenizer.eos_token] = False  # llguidance's guess
         ends = [id for id in self._sampling.end_ids if id < mask.size]
         # A stop token that the grammar allows may come before the grammar is complete, as in vLLM.

@@ -169,7 +169,8 @@ def _check_files(order: Order, before: str, after: str) -> None:
     if before != after:
         raise ClusterError(
             f"{order.name}: the model's files have changed since they were read, so all ranks read "
-            "them again."
+            "them again.",
+            code="changed_file",
         )
 
 

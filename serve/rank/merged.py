@@ -89,7 +89,7 @@ class MergedBatch:
 
 def _trim(caches: list[Any], num_tokens: int) -> None:
     if not can_trim_prompt_cache(caches):
-        raise EngineError("A sequence with such caches cannot go back.")
+        raise EngineError("A sequence with such caches cannot go back.", code="cannot_rewind")
     trim_prompt_cache(caches, num_tokens)
 
 

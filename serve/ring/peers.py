@@ -272,7 +272,8 @@ class Reception:
         if not ready or time.monotonic() > deadline:
             raise ClusterError(
                 f"Rank {self._grid.rank} waited in vain for its neighbours {sorted(expected)}: "
-                "timed out."
+                "timed out.",
+                code="missing_rank",
             )
         for key, _ in ready:
             if key.fileobj is self._listening:

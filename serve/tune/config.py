@@ -310,7 +310,8 @@ class FineTuneConfig(ModelSource):
         if not iters:
             raise UsageError(
                 f"--epochs {self.epochs} over {count} examples are {batches} batches: fewer than "
-                f"--grad-accumulation-steps {self.grad_accumulation_steps}."
+                f"--grad-accumulation-steps {self.grad_accumulation_steps}.",
+                code="too_few_examples",
             )
         return replace(self, iters=iters)
 
@@ -335,7 +336,8 @@ class FineTuneConfig(ModelSource):
         if self.batch_size % count:
             raise UsageError(
                 f"--data-parallel-size {layout.num_replicas} does not divide --batch-size "
-                f"{self.batch_size}: give a --batch-size that is a multiple of {count}."
+                f"{self.batch_size}: give a --batch-size that is a multiple of {count}.",
+                code="uneven_batches",
             )
         check_shares(num_batches * count, layout.num_replicas)
         return count
@@ -378,9 +380,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"--config {path} cannot be read: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path} is not YAML: {error}.") from error
+        raise UsageError(f"--config {path} is not YAML: {error}.", code="wrong_format") from error
     if not isinstance(values, dict):
-        raise UsageError(f"--config {path} is not a list of `name: value` lines.")
+        raise UsageError(
+            f"--config {path} is not a list of `name: value` lines.", code="wrong_format"
+        )
     known = {each.name: each for each in fields(FineTuneConfig)}
     del known["config"]
     unknown = [str(name) for name in values if name not in known]

@@ -57,7 +57,9 @@ def open_inputs(config: FineTuneConfig, links: Links) -> Inputs:
     unpacked = splits.get("train")
     if unpacked is not None:
         if config.early_stop and "valid" not in splits:
-            raise UsageError(f"--early-stop needs {config.data / 'valid.jsonl'}.")
+            raise UsageError(
+                f"--early-stop needs {config.data / 'valid.jsonl'}.", code="needs_flag"
+            )
         train = unpacked
         if config.packing:
             train = pack(unpacked, config.max_seq_length)

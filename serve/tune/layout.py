@@ -87,7 +87,8 @@ def layout_of(num_ranks: int, num_shards: int, num_replicas: int) -> Layout:
     verb = "do" if len(flags) > 1 else "does"
     raise UsageError(
         f"{' and '.join(flags)}{together} {verb} not divide the number of ranks: start {size} "
-        f"ranks, or a multiple of {size}, not {num_ranks}."
+        f"ranks, or a multiple of {size}, not {num_ranks}.",
+        code="uneven_ranks",
     )
 
 
@@ -97,5 +98,6 @@ def check_shares(num_micro_batches: int, num_replicas: int) -> None:
         raise UsageError(
             f"--data-parallel-size {num_replicas} does not divide the number of micro-batches of "
             f"an update, {num_micro_batches}: see --micro-batches, --batch-size and "
-            "--grad-accumulation-steps."
+            "--grad-accumulation-steps.",
+            code="uneven_batches",
         )

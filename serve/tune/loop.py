@@ -105,7 +105,10 @@ class Trainer:
         notes = exchange(groups.pipeline, TrainedNames(own_names))
         holders = _holders(notes)
         if not holders:
-            raise UsageError("Nothing is trained: see num_layers, and keys of lora_parameters.")
+            raise UsageError(
+                "Nothing is trained: see num_layers, and keys of lora_parameters.",
+                code="no_examples",
+            )
         first_trained = min(min(numbers) for numbers in holders.values())
         self.shape = Shape(groups.layout.pipeline_size, 1, len(stages), first_trained)
         self.shared: set[str] = set()

@@ -118,7 +118,8 @@ def _unfreeze(model: nn.Module, num_layers: int) -> None:
         if not mx.issubdtype(array.dtype, mx.floating):
             raise UsageError(
                 f"--fine-tune-type full: {name} is quantised, and cannot be trained: use the "
-                "model without quantisation, or train an adapter."
+                "model without quantisation, or train an adapter.",
+                code="unsupported_layer",
             )
 
 
@@ -133,7 +134,8 @@ def _check_keys(keys: Sequence[str], model: nn.Module) -> None:
             continue
         similar = difflib.get_close_matches(str(key), sorted(in_layers), 3, 0)
         raise UsageError(
-            f"lora_parameters: keys: {key} is not a module: there are {', '.join(similar)}, …."
+            f"lora_parameters: keys: {key} is not a module: there are {', '.join(similar)}, ….",
+            code="unknown_name",
         )
 
 
@@ -144,7 +146,9 @@ def load_adapter(weights: Arrays, name: str, model: nn.Module) -> None:
     for key in sorted(trained.keys() | weights.keys()):
         is_in_both = key in trained and key in weights
         if not is_in_both or trained[key].shape != weights[key].shape:
-            raise UsageError(f"{name} belongs to another model or other settings: see {key}.")
+            raise UsageError(
+                f"{name} belongs to another model or other settings: see {key}.", code="other_model"
+            )
     cast = []
     for key, array in weights.items():
         dtype = trained[key].dtype
@@ -196,7 +200,8 @@ def of_adapter(config: FineTuneConfig) -> FineTuneConfig:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
             f"{path} does not describe an adapter to test ({reason}): give the folder of an "
-            "adapter as --adapter-path."
+            "adapter as --adapter-path.",
+            code="adapter_not_found",
         ) from error
 
 

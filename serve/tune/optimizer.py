@@ -53,7 +53,8 @@ def make_optimizer(config: FineTuneConfig) -> Any:
         return optimizer
     except (ArithmeticError, TypeError, ValueError, LookupError) as error:
         raise UsageError(
-            f"optimizer_config or lr_schedule does not fit {config.optimizer}: {error}."
+            f"optimizer_config or lr_schedule does not fit {config.optimizer}: {error}.",
+            code="wrong_setting",
         ) from error
 
 

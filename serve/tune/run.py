@@ -188,7 +188,9 @@ def _update(
     window.add(update, time.perf_counter() - began)
     progress.has_learned = progress.has_learned or not update.is_skipped
     if window.has_failed:
-        raise EngineError(f"{window.failure} {saving.what_is_kept(session, progress)}")
+        raise EngineError(
+            f"{window.failure} {saving.what_is_kept(session, progress)}", code="not_finite"
+        )
     progress.done += num_accumulated
     return update
 

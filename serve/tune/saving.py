@@ -116,7 +116,8 @@ def check_finite(session: Session, progress: Progress, moment: str) -> None:
         if note.name is not None:
             raise EngineError(
                 f"Not all numbers of {note.name} on rank {rank} are finite {moment}, so nothing "
-                f"was written. {what_is_kept(session, progress)}"
+                f"was written. {what_is_kept(session, progress)}",
+                code="not_finite",
             )
 
 
@@ -146,7 +147,7 @@ def check_sound(
     validated = dict(progress.history.losses).get(progress.done, math.nan)
     is_loss_finite = math.isfinite(update.loss) or math.isfinite(validated)
     if update.is_skipped and not is_loss_finite:
-        raise EngineError(f"{window.failure} {what_is_kept(session, progress)}")
+        raise EngineError(f"{window.failure} {what_is_kept(session, progress)}", code="not_finite")
 
 
 def what_is_kept(session: Session, progress: Progress) -> str:

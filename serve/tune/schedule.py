@@ -98,11 +98,14 @@ SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
 def make_schedule(kind: str, shape: Shape) -> Schedule:
     """Raises UsageError if there is no such schedule for these ranks and micro-batches."""
     if shape.num_chunks > 1 and kind not in ("interleaved", "forward"):
-        raise UsageError(f"Several stages per rank need --schedule interleaved, not {kind}.")
+        raise UsageError(
+            f"Several stages per rank need --schedule interleaved, not {kind}.", code="needs_flag"
+        )
     if kind == "interleaved" and shape.num_micro_batches % shape.num_ranks:
         raise UsageError(
             f"--schedule interleaved needs a multiple of {shape.num_ranks} micro-batches (one "
-            f"or more for each rank), not {shape.num_micro_batches}: see --micro-batches."
+            f"or more for each rank), not {shape.num_micro_batches}: see --micro-batches.",
+            code="uneven_batches",
         )
     if kind == "forward":
         shape = replace(shape, first_trained=shape.num_stages)
@@ -198,10 +201,16 @@ def check(schedule: Schedule) -> None:
         missing.subtract(ops)
         wrong = [op for op, count in missing.items() if count]
         if wrong:
-            raise PlanError(f"{schedule.kind}: position {position} does not do {wrong[0]} once.")
+            raise PlanError(
+                f"{schedule.kind}: position {position} does not do {wrong[0]} once.",
+                code="task_not_once",
+            )
         promised = max_in_flight(schedule.kind, shape, position)
         if schedule.in_flight[position] > promised:
-            raise PlanError(f"{schedule.kind}: position {position} holds more than {promised}.")
+            raise PlanError(
+                f"{schedule.kind}: position {position} holds more than {promised}.",
+                code="too_many_held",
+            )
     equal_costs = [OpCost()] * shape.num_stages
     simulate(schedule, equal_costs)
 
@@ -293,5 +302,5 @@ def simulate(schedule: Schedule, costs: Sequence[OpCost], hop: float = 0.0) -> T
                 spans.append((op, start, ends[op]))
         if len(ends) == num_before:
             stuck = next(ops[-1] for ops in left if ops)
-            raise PlanError(f"{schedule.kind}: {stuck} waits forever.")
+            raise PlanError(f"{schedule.kind}: {stuck} waits forever.", code="deadlock")
     return timeline

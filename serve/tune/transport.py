@@ -78,7 +78,7 @@ class Inbox(Generic[Message]):
         with self._changed:
             self._num_peers -= 1
             if self._num_peers <= 0:
-                self.fail(ClusterError(f"Rank {peer} has ended."))
+                self.fail(ClusterError(f"Rank {peer} has ended.", code="lost_rank"))
 
     def take(self, tag: str) -> Message:
         """Waits for a message. Raises RingLostError if a neighbour is lost, and ClusterError if it
@@ -169,7 +169,8 @@ def _expected(kind: type[AnyKind], note: AnyNote) -> AnyKind:
         return note
     found = type(note).__name__
     raise ClusterError(
-        f"A rank sent {found} instead of {kind.__name__}: the ranks are out of step."
+        f"A rank sent {found} instead of {kind.__name__}: the ranks are out of step.",
+        code="out_of_step",
     )
 
 
@@ -401,7 +402,7 @@ class TcpLinks:
                 )
         num_read = connection.recv_into(view)
         if not num_read:
-            raise RingLostError(f"Rank {peer} has ended: look at its log.")
+            raise RingLostError(f"Rank {peer} has ended: look at its log.", code="lost_rank")
         return num_read
 
 

@@ -74,7 +74,7 @@ def checked(answers: dict[int, AdapterRead | AdapterRefused]) -> dict[int, Adapt
     for rank, answer in sorted(answers.items()):
         if isinstance(answer, AdapterRefused):
             where = f"Rank {rank}: " if rank else ""
-            raise AdapterError(where + answer.message, answer.status)
+            raise AdapterError(where + answer.message, answer.status, code=answer.code)
         read[rank] = answer
     digests = {answer.digest for answer in read.values()}
     if len(digests) > 1:
@@ -86,6 +86,7 @@ def checked(answers: dict[int, AdapterRead | AdapterRefused]) -> dict[int, Adapt
         if name not in known:
             raise AdapterError(
                 f"This adapter was made for another model: it changes {name}, which this model "
-                "does not have."
+                "does not have.",
+                code="other_model",
             )
     return read

@@ -136,6 +136,7 @@ class AdapterLoader:
                 "This server loads no adapters over HTTP: start it with --adapter-root "
                 "for folders, or with --allow-hub-adapters for adapters on the hub.",
                 403,
+                code="not_allowed",
             )
         source = Source(path, None if commit else str(root), commit)
         return await self._add(name, source, in_place)
@@ -156,7 +157,7 @@ class AdapterLoader:
                 status = 503
             else:
                 status = 400
-            raise AdapterError(str(error), status) from error
+            raise AdapterError(str(error), status, code=error.code) from error
         return pinned.snapshot.commit
 
     async def _add(self, name: str, source: Source, in_place: bool) -> bool:
@@ -218,7 +219,8 @@ class AdapterLoader:
             if not self._evict(loaded.num_bytes, instead_of):
                 raise OverloadedError(
                     "All adapters in --adapter-memory are pinned or in use: try later, or unpin "
-                    "or unload one."
+                    "or unload one.",
+                    code="adapters_in_use",
                 )
         except BaseException as error:
             if isinstance(error, _RefusedByAll):
@@ -251,6 +253,7 @@ class AdapterLoader:
         raise AdapterError(
             f"The engines ended {_MAX_TRIES} times while they read the adapter.",
             503,
+            code="engines_ended",
         )
 
     async def _ask(self, version: int, source: Source) -> dict[int, AdapterRead]:
@@ -279,14 +282,14 @@ class AdapterLoader:
                     raise _Interrupted
         except TimeoutError as error:
             late = [rank for rank in self._ranks.ring() if rank not in answers]
-            raise _Late(f"Rank {late[0]} does not answer.", 503) from error
+            raise _Late(f"Rank {late[0]} does not answer.", 503, code="silent_rank") from error
         finally:
             del self._answers[version]
         try:
             return checked(answers)
         except AdapterError as error:
             if all(isinstance(answer, AdapterRefused) for answer in answers.values()):
-                raise _RefusedByAll(str(error), error.http_status) from error
+                raise _RefusedByAll(str(error), error.http_status, code=error.code) from error
             raise
 
     def on_answer(self, rank: int, answer: AdapterRead | AdapterRefused) -> None:
@@ -321,7 +324,9 @@ class AdapterLoader:
                     raise AdapterError(f"The files in {loaded.source} have changed.")
                 self.registry.hold(version, LoadedVersion(loaded.source, answers))
             except _Late as error:
-                raise ClusterError(str(error)) from error  # New engines may answer.
+                raise ClusterError(
+                    str(error), code=error.code
+                ) from error  # New engines may answer.
             except AdapterError as error:
                 self._lose(version, error)
             if not self.registry.is_wanted(version):  # It was unloaded meanwhile.

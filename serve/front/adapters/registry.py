@@ -66,13 +66,16 @@ class AdapterRegistry:
         RequestError if an adapter cannot have this name, or if the name is taken and must not be
         replaced."""
         if not may_name_adapter(name, self._model_name):
-            raise RequestError(f"{name[:100]!r} {NO_ADAPTER_NAME}", param="lora_name")
+            raise RequestError(
+                f"{name[:100]!r} {NO_ADAPTER_NAME}", param="lora_name", code="adapter_name"
+            )
         old = self.by_name.get(name)
         if old and not in_place:
             raise RequestError(
                 f"The lora adapter '{name}' has already been loaded. If you want to load the "
                 "adapter in place, set 'load_inplace' to True.",
                 param="lora_name",
+                code="name_taken",
             )
         return old
 
@@ -85,7 +88,11 @@ class AdapterRegistry:
     def remove(self, name: str) -> Adapter:
         adapter = self.by_name.pop(name, None)
         if adapter is None:
-            raise NotFoundError(f"The lora adapter '{name}' cannot be found.", param="lora_name")
+            raise NotFoundError(
+                f"The lora adapter '{name}' cannot be found.",
+                param="lora_name",
+                code="adapter_not_found",
+            )
         self.statistics.num_requests.pop(name, None)
         return adapter
 
@@ -180,7 +187,8 @@ class AdapterRegistry:
         limits = memory_of(self._memory, ring)
         if not _fits([num_bytes], limits):
             raise AdapterError(
-                f"The adapter has {max(num_bytes)} bytes, more than --adapter-memory."
+                f"The adapter has {max(num_bytes)} bytes, more than --adapter-memory.",
+                code="no_memory",
             )
         others = [adapter for adapter in self.by_name.values() if adapter is not old]
         idle = [adapter for adapter in others if self._is_idle(adapter)]

@@ -184,6 +184,7 @@ def _constraint(request: ChatRequest, tokenizer: Tokenizer, is_thinking: bool) -
             "reasoning with a single token: turn reasoning off (chat_template_kwargs), "
             "or demand no format and no tool.",
             param=request.grammar_param,
+            code="unsupported_by_model",
         )
     if demanded is None:
         can_follow = not is_late and not request.samplings[0].allowed_ids

@@ -173,6 +173,7 @@ def _allowed(tools: list[Tool], allowed: Allowed) -> list[Tool]:
         raise RequestError(
             f"tool_choice allows {min(unknown)[:80]!r}, which is not among the tools.",
             param="tool_choice",
+            code="unknown_tool",
         )
     return [tool for tool in tools if tool.function.name in names]
 

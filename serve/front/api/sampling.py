@@ -279,6 +279,7 @@ def check_ids(name: str, ids: Any, vocab_size: int) -> None:
             raise RequestError(
                 f"{name}: {id} is not a token id: the vocabulary has {vocab_size}.",
                 param=name,
+                code="unknown_token",
             )
 
 

@@ -56,6 +56,7 @@ class Thinking:
                 "and not with special tokens, so a budget cannot be enforced: leave it "
                 "out.",
                 param=self.budget_param,
+                code="unsupported_by_model",
             )
         start = tuple(tokenizer.encode(marks.start))
         end = tuple(tokenizer.encode(marks.end))

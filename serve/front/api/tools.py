@@ -89,6 +89,7 @@ def _tool_named(name: str, tools: Sequence[Tool]) -> Tool:
     raise RequestError(
         f"tool_choice names {name[:80]!r}, which is not among the tools.",
         param="tool_choice",
+        code="unknown_tool",
     )
 
 
@@ -102,6 +103,7 @@ def _check_strict(tools: Sequence[Tool]) -> None:
                 f"tools[{number}] is strict, but {min(changed)!r} in its schema has a value that "
                 "is not valid or not supported: change it, or leave out strict.",
                 param=f"tools[{number}]",
+                code="unsupported_schema",
             )
         keyword = inexpressible_keyword(_parameters(tool))
         if keyword:
@@ -109,6 +111,7 @@ def _check_strict(tools: Sequence[Tool]) -> None:
                 f"tools[{number}] is strict, but no grammar can express {keyword!r} in "
                 "its schema: leave out one of the two.",
                 param=f"tools[{number}]",
+                code="unsupported_schema",
             )
 
 

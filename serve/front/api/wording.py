@@ -65,9 +65,13 @@ def request_error(error: ValidationError, body: dict[str, Any]) -> RequestError:
     is_missing = kind == "missing"
     path = _path(first["loc"], body, is_missing) or context.get("param") or ""
     if kind == "extra_forbidden":
-        return RequestError(f"Unknown field {path!r}: it is not supported.", param=path)
+        return RequestError(
+            f"Unknown field {path!r}: it is not supported.", param=path, code="unknown_parameter"
+        )
     if is_missing:
-        return RequestError(f"The field {path!r} is missing.", param=path)
+        return RequestError(
+            f"The field {path!r} is missing.", param=path, code="missing_required_parameter"
+        )
     if kind == "refused":
         return _refused(context["message"], path)
     where = path or "The body"

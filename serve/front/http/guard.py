@@ -174,7 +174,7 @@ async def _collect(receive: Receive, max_bytes: int, pace: asyncio.Lock) -> Part
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise StatusError(CLIENT_LEFT, "The client left.")
+            raise StatusError(CLIENT_LEFT, "The client left.", code="client_left")
         parts.append(message.get("body", b""))
         num_bytes += len(parts[-1])
         if num_bytes > max_bytes:
@@ -198,7 +198,7 @@ async def unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise StatusError(CLIENT_LEFT, "The client left.")
+            raise StatusError(CLIENT_LEFT, "The client left.", code="client_left")
         return working.result()
     finally:
         working.cancel()

@@ -82,6 +82,7 @@ def check_local(scope: Scope) -> None:
             "Without a key, only programs on this host may make admin calls, directly at "
             "http://127.0.0.1 or http://localhost: to allow others, start the server "
             "with --admin-key-file.",
+            code="invalid_api_key",
         )
 
 

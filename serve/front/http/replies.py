@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
@@ -17,6 +18,7 @@ Json = dict[str, Any]
 
 _SLICE = 64  # items of a list that are encoded at a time
 
+_STATUS_CODES = {status.value: status.name.lower() for status in HTTPStatus}
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -87,7 +89,7 @@ class StatusError(RequestError):
     def __init__(
         self, status: int, message: str, headers: Mapping[str, str] = {}, code: str | None = None
     ) -> None:
-        super().__init__(message, code=code)
+        super().__init__(message, code=code or _STATUS_CODES.get(status))
         self.http_status, self.headers = status, dict(headers)
 
 

@@ -84,11 +84,14 @@ class Choice:
         if event.finish_reason == "error":
             raise BrigadeError("No token could be drawn: rank 0's log has the reason.")
         if event.finish_reason == "refused":
-            raise RequestError("The grammar cannot be followed any further: make it simpler.")
+            raise RequestError(
+                "The grammar cannot be followed any further: make it simpler.", code="grammar"
+            )
         if event.finish_reason == "conflict":
             raise RequestError(
                 "The grammar allows no token of allowed_token_ids any more: allow more tokens.",
                 param="allowed_token_ids",
+                code="grammar_conflict",
             )
         if event.finish_reason not in (None, "stop", "length"):
             raise EngineError(f"A generation ended with {event.finish_reason}.")

@@ -144,7 +144,8 @@ class Machine:
         seconds = self._return_seconds
         hint = " (--join-timeout)" if seconds == self._config.join_timeout else ""
         return ClusterError(
-            f"Ranks {self.missing} did not join within {seconds:g} s: look at their logs{hint}."
+            f"Ranks {self.missing} did not join within {seconds:g} s: look at their logs{hint}.",
+            code="missing_rank",
         )
 
     @property

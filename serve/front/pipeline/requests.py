@@ -131,6 +131,7 @@ class Requests:
             raise RequestError(
                 "This model cannot make embeddings: its hidden states are not accessible.",
                 param="model",
+                code="unsupported_by_model",
             )
         for pooling in poolings:
             if pooling.num_dimensions is not None and pooling.num_dimensions > size:

@@ -59,7 +59,9 @@ def _of_schema_text(text: str, param: str) -> str:
         reason = f"is not a JSON object: {error}"
         if "recursion limit" in str(error):
             reason = "is nested too deeply."
-        raise RequestError(f"The schema {reason}", param=param) from error
+        raise RequestError(
+            f"The schema {reason}", param=param, code="unsupported_schema"
+        ) from error
 
 
 def of_regex(pattern: str) -> str:
@@ -88,6 +90,7 @@ def _lark_of_gbnf(text: str, param: str) -> str:
             f"{_MAX_GBNF_RULES} rules and {_MAX_GBNF_CHARACTERS} characters: write the grammar "
             "in Lark.",
             param=param,
+            code="grammar",
         )
     try:
         return gbnf_to_lark(text)
@@ -100,6 +103,7 @@ def _lark_of_gbnf(text: str, param: str) -> str:
     raise RequestError(
         f"The grammar looks like GBNF and cannot be read: {reason[:_MAX_REASON_CHARACTERS]}",
         param=param,
+        code="grammar",
     )
 
 
@@ -128,10 +132,13 @@ class Grammars:
                 f"The grammar has {len(grammar)} characters, but only "
                 f"{MAX_GRAMMAR_CHARACTERS} are allowed.",
                 param=param,
+                code="grammar",
             )
         checked = self._checked(grammar)
         if checked.reason is not None:
-            raise RequestError(f"The grammar cannot be followed: {checked.reason}", param=param)
+            raise RequestError(
+                f"The grammar cannot be followed: {checked.reason}", param=param, code="grammar"
+            )
         return checked.unenforced
 
     def _checked(self, grammar: str) -> GrammarChecked:

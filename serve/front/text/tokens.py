@@ -81,7 +81,8 @@ class Tokenizer:
             num_same = len(own.items() & others.items())
             raise ModelError(
                 f"--draft-model {folder}: only {num_same:,} of its {len(others):,} tokens are the "
-                f"same as the model's {len(own):,}: choose a model with the same tokenizer."
+                f"same as the model's {len(own):,}: choose a model with the same tokenizer.",
+                code="other_tokenizer",
             )
 
     def render(
@@ -100,7 +101,9 @@ class Tokenizer:
                 )
         if not self.can_chat:
             raise RequestError(
-                "This model has no chat template, so it cannot chat.", param="messages"
+                "This model has no chat template, so it cannot chat.",
+                param="messages",
+                code="unsupported_by_model",
             )
         messages = self._prepared(messages, tools or [])
         variables = {
@@ -264,7 +267,8 @@ class Tokenizer:
         if unknown is not None:
             raise RequestError(
                 f"{self.token_name(unknown)!r} is token {unknown}, but the model's "
-                f"vocabulary has only {self.vocab_size} tokens: leave it out."
+                f"vocabulary has only {self.vocab_size} tokens: leave it out.",
+                code="unknown_token",
             )
         return ids
 
@@ -292,7 +296,8 @@ class Tokenizer:
             raise ModelError(
                 f"The tokenizer in {self.folder} does not match the model: a plain chat "
                 f"has token {unknown} ({self.token_name(unknown)!r}), and config.json "
-                f"says vocab_size {self.vocab_size}. Fetch the model again."
+                f"says vocab_size {self.vocab_size}. Fetch the model again.",
+                code="other_tokenizer",
             )
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -376,6 +381,7 @@ def _first_that_works(attempts: Sequence[Callable[[], str]]) -> str:
     raise RequestError(
         f"The model's chat template refuses these messages: {reason}",
         param="messages",
+        code="template_refusal",
     ) from refused[0]
 
 
@@ -403,7 +409,7 @@ def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
 
 def _load(folder: Path) -> Any:
     if not folder.is_dir():
-        raise ModelError(not_a_folder(folder))
+        raise ModelError(not_a_folder(folder), code="no_folder")
     # It advises to install PyTorch, which is not needed here.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     # Imported here: it takes two seconds, in which the engine can start already.
@@ -433,7 +439,7 @@ def _load(folder: Path) -> Any:
             reason = "there is no tokenizer.json"
             mend = "fetch the model again"
         raise ModelError(
-            f"The tokenizer in {folder} cannot be loaded ({reason}): {mend}."
+            f"The tokenizer in {folder} cannot be loaded ({reason}): {mend}.", code="unreadable"
         ) from error
     if getattr(loaded, "backend_tokenizer", None) is None:
         raise ModelError(f"{folder} has no tokenizer.json, which is needed: fetch the model again.")

@@ -134,7 +134,8 @@ def read_tokenizer(folder: Path) -> Any:
     except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         reason, _, _ = str(error).strip().partition("\n")
         raise ModelError(
-            f"The tokenizer in {folder} cannot be read ({reason}): are its files there?"
+            f"The tokenizer in {folder} cannot be read ({reason}): are its files there?",
+            code="unreadable",
         ) from error
 
 
@@ -159,7 +160,8 @@ def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
             lines_of_error = str(error).splitlines()
             reason = lines_of_error[0] if lines_of_error else type(error).__name__
             raise UsageError(
-                f"{path}:{number}: the model's chat template rejects this chat ({reason})."
+                f"{path}:{number}: the model's chat template rejects this chat ({reason}).",
+                code="template_refusal",
             ) from error
         length = len(example.tokens)
         shortest = min(shortest, length)
@@ -178,7 +180,8 @@ def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
     if not examples:
         raise UsageError(
             f"{path}: no example has anything to learn within --max-seq-length "
-            f"{config.max_seq_length}: the shortest has {shortest} tokens."
+            f"{config.max_seq_length}: the shortest has {shortest} tokens.",
+            code="no_examples",
         )
     short_digest = digest.hexdigest()[:16]
     return Split(examples, num_cut, num_dropped, short_digest)
@@ -281,7 +284,8 @@ def batch_at(split: Split, number: int, batch_size: int, seed: int) -> list[int]
         unit = "packed rows" if split.is_packed else "examples"
         raise UsageError(
             f"train.jsonl has {count} {unit} to learn from, fewer than --batch-size "
-            f"{batch_size}: use {count} or less."
+            f"{batch_size}: use {count} or less.",
+            code="too_few_examples",
         )
     num_batches = count // batch_size
     epoch, in_epoch = divmod(number, num_batches)

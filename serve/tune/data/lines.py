@@ -18,17 +18,20 @@ def read_lines(path: Path, config: FineTuneConfig) -> list[Line]:
     lines = list(_parsed(path))
     if not lines:
         optional = " Or remove the file: it is optional." if path.stem == "valid" else ""
-        raise UsageError(f"{path} has no examples: write a JSON object on each line.{optional}")
+        raise UsageError(
+            f"{path} has no examples: write a JSON object on each line.{optional}",
+            code="no_examples",
+        )
     number, first = lines[0]
     keys = _keys(first, config)
     if keys is None:
         kinds = _kinds(config)
-        raise UsageError(f"{path}:{number}: {kinds}")
+        raise UsageError(f"{path}:{number}: {kinds}", code="wrong_example")
     for number, item in lines:
         try:
             _check(keys, item, config)
         except UsageError as error:
-            raise UsageError(f"{path}:{number}: {error}") from error
+            raise UsageError(f"{path}:{number}: {error}", code=error.code) from error
     return lines
 
 
@@ -36,9 +39,11 @@ def _parsed(path: Path) -> Iterator[Line]:
     try:
         text = path.read_text("utf-8-sig")
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}: see --data.") from error
+        raise UsageError(
+            f"{path} cannot be read: {error.strerror}: see --data.", code="unreadable"
+        ) from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text: {error}.") from error
+        raise UsageError(f"{path} is not UTF-8 text: {error}.", code="wrong_format") from error
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -47,12 +52,13 @@ def _parsed(path: Path) -> Iterator[Line]:
             json.dumps(item, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise UsageError(
-                f"{path}:{number}: has half of a surrogate pair (a lone \\ud…)."
+                f"{path}:{number}: has half of a surrogate pair (a lone \\ud…).",
+                code="wrong_format",
             ) from error
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path}:{number}: not JSON: {error}.") from error
+            raise UsageError(f"{path}:{number}: not JSON: {error}.", code="wrong_format") from error
         if not isinstance(item, dict):
-            raise UsageError(f"{path}:{number}: not a JSON object.")
+            raise UsageError(f"{path}:{number}: not a JSON object.", code="wrong_format")
         yield number, item
 
 
@@ -82,21 +88,21 @@ def _check(keys: tuple[str, ...], item: Object, config: FineTuneConfig) -> None:
     is_text = keys == (config.text_feature,)
     for key in keys:
         if key not in item:
-            raise UsageError(f"has no {key!r}, but the first line has.")
+            raise UsageError(f"has no {key!r}, but the first line has.", code="wrong_example")
         value = item[key]
         if is_chat:
             _check_messages(key, value)
         elif not isinstance(value, str):
-            raise UsageError(f"{key!r} is not a string.")
+            raise UsageError(f"{key!r} is not a string.", code="wrong_example")
         elif is_text and not value:
-            raise UsageError(f"{key!r} is empty: remove the line.")
+            raise UsageError(f"{key!r} is empty: remove the line.", code="no_examples")
 
 
 def _check_messages(key: str, messages: Any) -> None:
     """Raises UsageError for a message without text. Templates ignore what is missing, so nobody
     would notice that it is not learned."""
     if not isinstance(messages, list) or not messages:
-        raise UsageError(f"{key!r} is not a list of messages.")
+        raise UsageError(f"{key!r} is not a list of messages.", code="wrong_example")
     for number, message in enumerate(messages, start=1):
         role = message.get("role") if isinstance(message, dict) else None
         if not isinstance(role, str):

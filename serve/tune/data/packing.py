@@ -105,7 +105,10 @@ def check_stage(stage: Stage, name: str) -> None:
     kinds = {type(cache) for cache in stage.make_cache()}
     others = [kind.__name__ for kind in kinds.difference(_PLAIN_CACHES)]
     if others:
-        raise PlanError(f"--packing: {name} keeps more than keys and values ({min(others)}).")
+        raise PlanError(
+            f"--packing: {name} keeps more than keys and values ({min(others)}).",
+            code="not_packable",
+        )
     cut = stage.cuts[True]
     segments = mx.zeros(cut.tokens.shape, mx.int32)
     packed = caches(stage, segments)
@@ -147,13 +150,15 @@ def check_exact(
     if not abs(one - other) <= max_difference / 10:
         raise PlanError(
             f"--packing: in {name} an example attends to the one before it in its row "
-            f"(its loss is {one:.6f} or {other:.6f}): leave out --packing."
+            f"(its loss is {one:.6f} or {other:.6f}): leave out --packing.",
+            code="not_packable",
         )
     if not abs(one - alone) <= max_difference:
         raise PlanError(
             f"--packing: in {name} the loss of an example depends on its place in the row "
             f"({alone:.6f} at the start, {one:.6f} after {num_before} tokens): leave out "
-            "--packing."
+            "--packing.",
+            code="not_packable",
         )
 
 

@@ -151,7 +151,9 @@ def load_last(folder: Path, settings: dict[str, Any]) -> Checkpoint:
         advice = ""
         if earlier:
             advice = f" Without that folder, --resume continues from {earlier[-1]}."
-        raise UsageError(f"--resume: {last} cannot be read: {error}.{advice}") from error
+        raise UsageError(
+            f"--resume: {last} cannot be read: {error}.{advice}", code="unreadable"
+        ) from error
     former = state["settings"]
     as_json = json.loads(json.dumps(settings))
     differences = []
@@ -209,7 +211,9 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"--adapter-path {folder} cannot be written: {reason}.") from error
+        raise UsageError(
+            f"--adapter-path {folder} cannot be written: {reason}.", code="unwritable"
+        ) from error
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:

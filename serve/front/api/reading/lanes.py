@@ -87,7 +87,8 @@ class Lanes:
             if error.is_overrun:
                 raise RequestError(
                     f"The request takes more than {process.MAX_SECONDS:g} s to read: "
-                    "make it smaller."
+                    "make it smaller.",
+                    code="request_too_slow",
                 ) from None
             raise BrigadeError(f"The process that parses requests failed: {error}") from None
         match answer:

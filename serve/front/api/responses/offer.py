@@ -135,6 +135,7 @@ class Offer:
             raise RequestError(
                 f"tool_choice names {name[:80]!r}, which is not among the tools.",
                 param="tool_choice",
+                code="unknown_tool",
             )
         return known
 
@@ -264,6 +265,7 @@ class NamedChoice(Tolerant):
             raise RequestError(
                 f"tool_choice demands {self.type[:80]!r}, which is never offered: {reason}.",
                 param="tool_choice",
+                code="unknown_tool",
             )
         if self.name is None and kind in ("function", "custom"):
             raise RequestError("tool_choice needs the name of a tool.", param="tool_choice")

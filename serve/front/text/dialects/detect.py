@@ -135,7 +135,9 @@ def _named(name: str) -> Dialect:
         return NAMED[name]
     if name not in tool_parsers():
         known = ", ".join(call_formats())
-        raise UsageError(f"--tool-call-parser {name} is not known: give one of {known}.")
+        raise UsageError(
+            f"--tool-call-parser {name} is not known: give one of {known}.", code="unknown_name"
+        )
     return mlx_lm_dialect(name, None)
 
 
