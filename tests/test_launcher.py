@@ -502,6 +502,7 @@ DIES = "os.kill(os.getpid(), signal.SIGKILL)"
 # Once rank 0 has ended with 0, the launcher starts no other rank, so all have to be there before.
 MEET = """
 def meet(folder, num_ranks):
+    os.makedirs(folder, exist_ok=True)
     open(os.path.join(folder, str(rank)), 'w').close()
     while len(os.listdir(folder)) < num_ranks:
         time.sleep(0.01)
@@ -515,7 +516,7 @@ def test_all_ranks_start_again_after_the_loss_of_one(
 ) -> None:
     """Also one that does not end by itself, such as a shard in a sum."""
     deaf = f"if rank == {(lost + 1) % 3}:\n    {DEAF}"
-    meet = f"{MEET}if is_again: meet({str(tmp_path)!r}, 3)\n"
+    meet = f"{MEET}if is_again: meet({str(tmp_path / 'met')!r}, 3)\n"
     launched = train(3, f"{AGAIN}{TELL}{meet}{deaf}{SLEEP}").see("up", 3)
     os.kill(launched.pids[lost], signal.SIGKILL)
     assert launched.end()[0] == 0
@@ -536,7 +537,7 @@ def test_a_rank_that_ends_because_another_one_is_lost_does_not_end_the_launch(
 ) -> None:
     """It may end before the launcher hears of the other one, which can be on another host."""
     code = LostRankError.exit_code
-    meet = f"{MEET}if is_again: meet({str(tmp_path)!r}, 2)\n"
+    meet = f"{MEET}if is_again: meet({str(tmp_path / 'met')!r}, 2)\n"
     launched = train(2, f"{AGAIN}{meet}if rank == 0: sys.exit({code})\n{SLEEP}")
     assert launched.end()[0] == 0
     assert launched.text.count("event=rank_started") == 4
