@@ -64,22 +64,6 @@ def rank_command(words: Sequence[str], python: str = sys.executable) -> list[str
     return [python, "-m", PROGRAMS[words[0]], *words[1:]]
 
 
-def with_shards(words: Sequence[str], num_shards: str) -> list[str]:
-    """Adds the launcher's --tensor-parallel-size to the words after `--`. Raises UsageError."""
-    name = "--tensor-parallel-size"
-    if any(word.partition("=")[0] == name for word in words):
-        raise UsageError(
-            f"{name} is given before and after `{words[0]}`: leave out one of them.",
-            code="exclusive_flags",
-        )
-    if num_shards == "auto" and words[:1] == ["fine-tune"]:
-        raise UsageError(
-            f"{name} auto is for `serve` only: give `fine-tune` a number of ranks.",
-            code="exclusive_flags",
-        )
-    return [*words, name, num_shards] if words else []
-
-
 def rank_environment(
     base: Mapping[str, str],
     ring: Ring,
@@ -138,12 +122,3 @@ def exit_code(returncode: int) -> int:
     if returncode < 0:
         return 128 - returncode
     return returncode
-
-
-def check_num_ranks(num_ranks: int) -> int:
-    if num_ranks < 1:
-        raise UsageError(
-            f"-n {num_ranks} is out of range: give a number of ranks, 1 or more.",
-            code="out_of_range",
-        )
-    return num_ranks

@@ -64,6 +64,7 @@ def parse(
     program: str,
     description: str,
     given: Mapping[str, Any] | None = None,
+    usage: str = "",
 ) -> Config:
     """Parses a command line into a config, whose fields are made with serve.core.config.flag.
     Raises UsageError.
@@ -93,7 +94,7 @@ def parse(
         parser.set_defaults(**{name: str(value) if is_number else value})
     required = [action for action in parser._actions if action.required]
     needed = [f"{action.option_strings[-1]} {action.metavar}" for action in required]
-    parser.usage = " ".join(["%(prog)s", *needed, "[options]"])
+    parser.usage = usage or " ".join(["%(prog)s", *needed, "[options]"])
     flags = vars(parser.parse_args(argv))
     for name, value in flags.items():
         if isinstance(value, list):
@@ -141,6 +142,9 @@ def _add_flag(
             help=field.metadata["help"],
         )
         return
+    may_be_alone = {}
+    if "alone" in field.metadata:
+        may_be_alone = {"nargs": "?", "const": field.metadata["alone"]}
     shown = ""
     if default is not None:
         text = f"{default:g}" if kind is float else default
@@ -152,6 +156,7 @@ def _add_flag(
         default=default,
         metavar=_metavar(field, kind),
         help=field.metadata["help"] + shown,
+        **may_be_alone,
     )
 
 

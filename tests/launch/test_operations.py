@@ -155,8 +155,8 @@ def test_there_are_commands_in_every_section() -> None:
 def understood(words: list[str]) -> ServeConfig:
     """Raises if a flag is not one of Brigade's."""
     assert words[:2] == ["/opt/brigade/bin/brigade", "launch"]
-    own, command = cli.split_at_dashes(words[1:])
-    cli.build_parsers()[0].parse_args(own)
+    own, command = cli.split_at_command(words[2:])
+    parse(cli.LaunchFlags, own, "launch", "")
     assert command[0] == "serve"
     return parse(ServeConfig, command[1:], "serve", "")
 
