@@ -9,15 +9,30 @@ mlx.distributed_config writes. Each error says file, entry, reason and what to w
 import ipaddress
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
+
+import msgspec
 
 from launcher.command import HOST, check_variable
 from serve.core.errors import UsageError
 
 _SSH = re.compile(r"[^\s\x00-\x1f\x7f-][^\s\x00-\x1f\x7f]*")  # A name with a dash would be a flag.
+_FORM = 'write [{"ssh": "studio-1", "ips": ["10.0.0.1"]}, …]'
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    ssh: str
+    ips: Annotated[list[str], msgspec.Meta(min_length=1)]
+    rdma: list[Any] = []
+
+
+class _Content(msgspec.Struct, forbid_unknown_fields=True):
+    hosts: Annotated[list[_Entry], msgspec.Meta(min_length=1)]
+    backend: str = "ring"
+    envs: list[str] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,81 +85,53 @@ def read_hostfile(path: Path) -> Hostfile:
 def parse_hostfile(text: str, path: str) -> Hostfile:
     try:
         content = json.loads(text)
+        if isinstance(content, list):
+            content = {"hosts": content}
+        read = msgspec.convert(content, _Content)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{path}: {error}: {_FORM}.") from error
     except (ValueError, RecursionError) as error:
-        _wrong(path, "the file", f"is not JSON ({error})", 'write [{"ssh": …, "ips": […]}, …]')
-    if isinstance(content, list):
-        content = {"hosts": content}
-    if not isinstance(content, dict):
-        _wrong(path, "the file", "is not a list", 'write [{"ssh": …, "ips": […]}, …]')
-    _check_names(path, "the file", content, {"hosts", "backend", "envs"})
-    entries = content.get("hosts")
-    if not isinstance(entries, list) or not entries:
-        _wrong(path, "hosts", "is not a list of hosts", 'write [{"ssh": …, "ips": […]}, …]')
-    if content.get("backend", "ring") not in ("", "ring"):
+        raise UsageError(f"{path}: the file is not JSON ({error}): {_FORM}.") from error
+    if read.backend not in ("", "ring"):
         fix = 'write "backend": "ring", or leave it out'
-        _wrong(path, "backend", f"is {content['backend']!r}, and only a ring is supported", fix)
-    hosts = tuple(_host(path, rank, entry) for rank, entry in enumerate(entries))
+        _wrong(path, "backend", f"is {read.backend!r}, and only a ring is supported", fix)
+    names = [entry.ssh for entry in read.hosts]
+    hosts = []
+    for rank, entry in enumerate(read.hosts):
+        _check_entry(path, rank, entry)
+        ips = tuple(dict.fromkeys(entry.ips))
+        hosts.append(Host(rank, entry.ssh, ips, names.count(entry.ssh) > 1))
     _check_together(path, hosts)
-    names = [host.ssh for host in hosts]
-    hosts = tuple(replace(host, is_shared=names.count(host.ssh) > 1) for host in hosts)
-    return Hostfile(hosts, _environment(path, content.get("envs", [])))
+    environment = dict(check_variable(word, f"{path}: envs") for word in read.envs)
+    return Hostfile(tuple(hosts), environment)
 
 
-def _host(path: str, rank: int, entry: Any) -> Host:
-    where = f"rank {rank}"
-    if not isinstance(entry, dict):
-        _wrong(path, where, "is not an object", 'write {"ssh": "name", "ips": ["10.0.0.1"]}')
-    ssh = entry.get("ssh")
-    ips = entry.get("ips")
-    rdma = entry.get("rdma", [])
-    if not isinstance(ssh, str) or not _SSH.fullmatch(ssh):
-        _wrong(path, where, f"has ssh {ssh!r}", "write the name that `ssh NAME` takes")
-    where = f"rank {rank} ({ssh})"
-    _check_names(path, where, entry, {"ssh", "ips", "rdma"})
-    if not isinstance(ips, list) or not ips:
-        _wrong(path, where, f"has ips {ips!r}", 'write a list of addresses: "ips": ["10.0.0.1"]')
-    for ip in ips:
-        reason = _not_an_address(ip)
-        if reason:
-            _wrong(
-                path,
-                where,
-                f"has {ip!r} among its ips, {reason}",
-                "write it in the form 10.0.0.1",
-            )
-    if not isinstance(rdma, list):
-        _wrong(path, where, f"has rdma {rdma!r}", 'write a list, or leave "rdma" out')
-    return Host(rank, ssh, tuple(dict.fromkeys(ips)))
-
-
-def _not_an_address(ip: Any) -> str | None:
-    try:
-        if isinstance(ip, str):
+def _check_entry(path: str, rank: int, entry: _Entry) -> None:
+    if not _SSH.fullmatch(entry.ssh):
+        fix = "write the name that `ssh NAME` takes"
+        _wrong(path, f"rank {rank}", f"has ssh {entry.ssh!r}", fix)
+    for ip in entry.ips:
+        try:
             address = ipaddress.IPv4Address(ip)
-        else:
-            address = None
-    except ValueError:
-        address = None
-    if address is None:
-        return "which is not an IPv4 address"
-    if address.is_unspecified or address.is_multicast or ip == "255.255.255.255":
-        return "which is not the address of one host"
-    return None
+            is_one_host = not (address.is_unspecified or address.is_multicast)
+            reason = "not the address of one host"
+        except ValueError:
+            is_one_host = False
+            reason = "not an IPv4 address"
+        if not is_one_host or ip == "255.255.255.255":
+            what = f"has {ip!r} among its ips, which is {reason}"
+            _wrong(path, f"rank {rank} ({entry.ssh})", what, "write it in the form 10.0.0.1")
 
 
-def _check_together(path: str, hosts: tuple[Host, ...]) -> None:
+def _check_together(path: str, hosts: Sequence[Host]) -> None:
     names: dict[str, Host] = {}
     for host in hosts:
         for ip in host.ips:
             other = names.setdefault(ip, host)
             if other.ssh != host.ssh:
                 what = f"has {ip}, and so does rank {other.rank} ({other.ssh})"
-                _wrong(
-                    path,
-                    f"rank {host.rank} ({host.ssh})",
-                    what,
-                    "give each host its own address",
-                )
+                fix = "give each host its own address"
+                _wrong(path, f"rank {host.rank} ({host.ssh})", what, fix)
     loopback = [host for host in hosts for ip in host.ips if _is_loopback(ip)]
     if loopback and not all(_is_loopback(ip) for host in hosts for ip in host.ips):
         host = loopback[0]
@@ -154,24 +141,6 @@ def _check_together(path: str, hosts: tuple[Host, ...]) -> None:
 
 def _is_loopback(ip: str) -> bool:
     return ipaddress.IPv4Address(ip).is_loopback
-
-
-def _environment(path: str, words: Any) -> dict[str, str]:
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        _wrong(path, "envs", "is not a list of strings", 'write "envs": ["NAME=VALUE", …]')
-    return dict(check_variable(word, f"{path}: envs") for word in words)
-
-
-def _check_names(
-    path: str,
-    where: str,
-    entry: Mapping[str, Any],
-    known: set[str],
-) -> None:
-    unknown = sorted(entry.keys() - known)
-    if unknown:
-        fix = "the names are " + ", ".join(sorted(known))
-        _wrong(path, where, f"has {unknown[0]!r}, which is not a known field", fix)
 
 
 def _wrong(path: str, where: str, what: str, fix: str) -> NoReturn:

@@ -57,7 +57,7 @@ OWNERS = {
     "transformers": ["serve.front.text.tokens", "serve.hub.model_config"],
     "tokenizers": ["serve.front.text.tokens"],
     "prometheus_client": ["serve.front.http.metrics"],
-    "msgspec": ["serve.*", "launcher.checks"],
+    "msgspec": ["serve.*", "launcher.checks", "launcher.hostfile"],
     "pydantic": ["serve.front.*"],
     "pydantic_core": ["serve.front.*"],
     "huggingface_hub": ["serve.hub.*"],
