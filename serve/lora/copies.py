@@ -28,11 +28,8 @@ def write(
     answer: AdapterRead,
     division: str,
 ) -> None:
-    """Writes a copy of one version of an adapter, with the answer that rank 0 gets about it.
-    division identifies the part of each module that this shard has.
-
-    When the disk is full there is no copy, and the next engine reads the adapter's own files.
-    """
+    """Copies one version of an adapter, with the answer about it, for this division. On a full disk
+    there is no copy, and the next engine reads the adapter's own files."""
     arrays: dict[str, mx.array] = {}
     for name, own in matrices.items():
         for part in _PARTS:
@@ -61,11 +58,8 @@ def read(
     held: Collection[int],
     division: str,
 ) -> tuple[ModuleMatrices, AdapterRead] | None:
-    """Reads a copy: its matrices, which are lazy, and the answer. Returns None without a copy, or
-    if it was made for another division of the modules among shards.
-
-    held are the versions that earlier engines may have read: copies of all others are removed.
-    """
+    """Reads a copy: its lazy matrices, and the answer; None without one for this division. Copies
+    of versions that are not held are removed."""
     held_names = {str(each) for each in held}
     for copy in folder.glob("*.safetensors"):
         if copy.stem not in held_names:

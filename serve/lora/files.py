@@ -96,8 +96,7 @@ Expects = Callable[[str, int | None, str, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The matrices for one module. parts has the names in the file of "a", "b" and, with DoRA, of
-    the magnitudes "m"."""
+    """The matrices of one module: parts names "a", "b" and, with DoRA, the magnitudes "m"."""
 
     rank: int
     scale: float
@@ -106,12 +105,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """The checked config and tensors of an adapter on disk.
-
-    In PEFT's format a is (rank, in) and b (out, rank), in mlx-lm's (in, rank) and (rank, out).
-    digest covers the config and samples of the file, which are enough to detect another adapter:
-    after another training run all numbers differ. stamp differs if the file has changed since.
-    """
+    """The checked config and tensors of an adapter on disk. a is (rank, in) and b (out, rank) in
+    PEFT's format, (in, rank) and (rank, out) in mlx-lm's. digest covers config and samples, which
+    tell adapters apart: training changes all numbers. stamp changes with the file."""
 
     folder: Path
     file: Path
@@ -143,9 +139,8 @@ def read_adapter(
     *,
     is_whole: bool = True,
 ) -> AdapterFiles:
-    """Reads the description of the adapter in the folder at path. With a root, the folder must
-    lie below it after resolving links. If the file is not whole, it has only the tensors of one
-    rank. Raises AdapterError."""
+    """Reads the adapter in the folder at path, below root if one is given. A file that is not whole
+    has one rank's tensors. Raises AdapterError."""
     given = Path(root or ".") / path
     folder = _resolve(given, path, root)
     stamp = None
@@ -228,10 +223,8 @@ def _stamp(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _open(path: Path, given: str, root: str | None) -> BinaryIO:
-    """Opens a regular file. Others, such as pipes, could block their reader.
-
-    No link is followed after the path has been resolved and checked: whoever can write below the
-    root could replace a folder or the file by a link at any moment. Raises AdapterError."""
+    """Opens a regular file: a pipe, for example, could block. No link is followed, because whoever
+    can write below the root could make one at any moment. Raises AdapterError."""
     resolved = _resolve(path, given, root)
     if not resolved.is_file():
         raise AdapterError(f"{path.name} of {given} is not a file.", code="not_a_file")
@@ -416,8 +409,7 @@ def _check_known(config: dict[str, Any], known: set[str], place: str) -> None:
 
 
 def _is_named(name: str, wanted: Any) -> bool:
-    """Whether target_modules names a module, as PEFT reads it: a list has the ends of names, a
-    string is one regular expression."""
+    """Whether target_modules names a module, as in PEFT: ends of names, or one expression."""
     if isinstance(wanted, str):
         return wanted != "all-linear" and _matches(wanted, name)
     if not _is_all(wanted, str):
@@ -441,8 +433,7 @@ def _by_pattern(patterns: dict[str, Any], name: str, otherwise: Any) -> Any:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Matches a regular expression with a time limit: some would run forever and block all
-    requests."""
+    """Matches a regular expression with a time limit, because some run forever."""
     try:
         return regex.fullmatch(pattern, name, timeout=_MATCH_SECONDS) is not None
     except (regex.error, OverflowError, RecursionError, TimeoutError) as error:

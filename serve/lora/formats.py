@@ -23,8 +23,7 @@ _PEFT_PARTS_OF_EMBEDDINGS = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 
 
 def convert(source: Path, target: Path) -> str:
-    """Writes the adapter in the folder source to the new folder target. Returns the name of
-    its new format. Raises AdapterError."""
+    """Writes the adapter in source to a new folder, and returns its format. Raises AdapterError."""
     if target.exists():
         raise AdapterError(
             f"{target} exists already: give the name of a new folder.", 409, code="file_exists"
@@ -84,10 +83,8 @@ def _new_name(files: AdapterFiles, module: str, part: str) -> str:
 
 
 def _mlx_config(files: AdapterFiles) -> dict[str, Any]:
-    """Returns the config in mlx-lm's format, which has one rank and scale, and full names as keys.
-
-    Raises AdapterError if modules of the adapter differ in rank or scale.
-    """
+    """Returns mlx-lm's config, whose keys are full names. Raises AdapterError if modules differ in
+    rank or scale, of which it has one."""
     (first_name, first), *others = files.targets.items()
     for name, target in others:
         is_same = target.rank == first.rank and target.scale == first.scale
@@ -133,11 +130,8 @@ def _peft_config(files: AdapterFiles) -> dict[str, Any]:
 
 
 def _alpha(rank: int, scale: float) -> tuple[float, bool]:
-    """Returns the lora_alpha that gives exactly this scale, and whether the adapter is
-    rank-stabilised.
-
-    PEFT divides lora_alpha by the rank or, in rank-stabilised adapters, by the root of the rank.
-    """
+    """Returns the lora_alpha of exactly this scale, and whether the adapter is rank-stabilised:
+    PEFT then divides it by the root of the rank, and otherwise by the rank."""
     alpha = _dividend(rank, scale)
     if alpha is not None:
         return alpha, False
@@ -151,8 +145,7 @@ def _alpha(rank: int, scale: float) -> tuple[float, bool]:
 
 
 def _dividend(divisor: float, quotient: float) -> float | None:
-    """Returns the number that gives exactly this quotient in floating point, as an integer if it is
-    one."""
+    """Returns the number, an integer if possible, with exactly this quotient as a float."""
     product = divisor * quotient
     above = math.nextafter(product, math.inf)
     below = math.nextafter(product, -math.inf)

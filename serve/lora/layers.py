@@ -23,12 +23,9 @@ EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """The matrices of one adapter for one module, in float32.
-
-    a is (in, rank), b is (rank, out) and already multiplied with the scale. For experts they are
-    (experts, in, rank) and (experts, rank, out). gain (1, out) is only there with DoRA: the
-    factor by which its magnitudes change each output, minus one.
-    """
+    """The matrices of one adapter for one module, in float32: a (in, rank) and b (rank, out), which
+    contains the scale; (experts, in, rank) and (experts, rank, out) for experts. gain (1, out)
+    exists with DoRA: the factor by which its magnitudes change each output, minus one."""
 
     a: mx.array
     b: mx.array
@@ -41,12 +38,9 @@ ModuleMatrices = dict[str, Matrices]
 
 @dataclass(slots=True)
 class Rows:
-    """The slots of the rows of the current forward.
-
-    used is the set of their slots. If all rows have the same slot, alone has it and index is None;
-    otherwise index (B,) has the slot of each row. Inside a module of experts, routed (B, ..., M)
-    has the experts of each token.
-    """
+    """The slots of the rows of the current forward, and the set `used` of them. If all rows have
+    the same slot, alone has it and index is None; otherwise index is (B,). Inside a module of
+    experts, routed (B, ..., M) has the experts of each token."""
 
     used: Set[int] = frozenset()
     alone: int | None = 0
@@ -54,8 +48,7 @@ class Rows:
     routed: mx.array | None = None
 
     def apart(self, x: mx.array, name: str) -> mx.array:
-        """Reshapes (B, ..., D) or (B * L, D) to (B, L, D), if rows have different slots. Raises
-        EngineError if the number of rows does not fit."""
+        """Reshapes (B, ..., D) or (B * L, D) to (B, L, D), if slots differ. Raises EngineError."""
         if self.index is None:
             return x
         num_rows = self.index.size
@@ -67,8 +60,7 @@ class Rows:
         return x.reshape(num_rows, -1, x.shape[-1])
 
     def for_experts(self, is_sorted: bool) -> mx.array:
-        """Returns the slot of each pair of a token and an expert, in the order of mlx-lm's
-        SwitchGLU."""
+        """Returns the slot of each pair of token and expert, in mlx-lm's SwitchGLU's order."""
         assert self.index is not None
         assert self.routed is not None
         pairs_per_row = self.routed.size // self.index.size
@@ -92,12 +84,9 @@ class Rows:
 
 
 class Adapted:
-    """One module, to whose output the adapters of the rows are added. If no row has an adapter for
-    the module, only the plain module runs.
-
-    Its tables are a (slots, in, rank), b (slots, rank, out) and with DoRA gain (slots, 1, out).
-    For experts they are (slots, experts, in, rank) and (slots, experts, rank, out).
-    """
+    """A module, to whose output the adapters of the rows are added; without them it runs plain. Its
+    tables are a (slots, in, rank), b (slots, rank, out) and with DoRA gain (slots, 1, out); (slots,
+    experts, in, rank) and (slots, experts, rank, out) for experts."""
 
     def __init__(self, name: str, module: nn.Module, rows: Rows) -> None:
         self._name = name
@@ -201,8 +190,7 @@ class Adapted:
         return output.reshape(y.shape)
 
     def _project_and_sum(self, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
-        """Adds the adapter's change before the sum over the shards, so that the change needs no sum
-        of its own."""
+        """Adds the adapter's change before the sum over shards, so that it needs no other."""
         if not self._is_used():
             plain: mx.array = call(*args, **kwargs)
             return plain
@@ -273,8 +261,7 @@ class Adapted:
 
 
 def times_own_weight(x: mx.array, module: Any) -> mx.array:
-    """Returns the outputs of one of the modules in SUMMING, before they are summed over the
-    shards."""
+    """Returns the outputs of a module in SUMMING before they are summed over the shards."""
     weight = module["weight"]
     y: mx.array
     if "scales" not in module:

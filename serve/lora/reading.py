@@ -21,9 +21,8 @@ _ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *DIVIDED, *EMBEDDINGS, *EXPERTS)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A module of the stage. layer is the number of its layer, and inside is its name in that
-    layer; outside of layers they are None and "". router is the module that chooses experts, if
-    this one holds experts. division is this shard's part of the module, None if it is whole."""
+    """A module of the stage. layer is its layer's number and inside its name there; None and ""
+    outside of layers. router chooses its experts. division is this shard's part, None for all."""
 
     module: nn.Module
     layer: int | None
@@ -52,8 +51,7 @@ def places(stage: Stage, divisions: Divisions) -> Iterator[tuple[str, Place]]:
 
 
 def checksum(files_digest: str, modules: ModuleMatrices) -> str:
-    """Computes a checksum of matrices, which differs if the adapter's files change between two
-    reads."""
+    """Computes a checksum of matrices, to notice files that change between two reads."""
     digest = hashlib.sha256(files_digest.encode())
     for name, matrices in sorted(modules.items()):
         digest.update(name.encode())
@@ -117,8 +115,7 @@ def _is_supported(place: Place, files: AdapterFiles) -> bool:
 
 
 def _check_division(name: str, place: Place, files: AdapterFiles) -> None:
-    """Raises AdapterError if a shard cannot apply its part of the adapter alone. The magnitudes of
-    DoRA need whole rows of the weight, which no shard has if the inputs are divided."""
+    """Raises AdapterError if a shard cannot apply its part alone: DoRA needs whole rows."""
     division = place.division
     if division is None or division.axis == -2:
         return
@@ -178,9 +175,8 @@ def read_matrices(
     targets: Mapping[str, Target],
     own_places: Mapping[str, Place],
 ) -> ModuleMatrices:
-    """Reads the matrices for these targets, and nothing else of the file. Of a module that is
-    divided among shards, it keeps this shard's part. They are evaluated here, because a lazy array
-    belongs to the thread that made it. Raises AdapterError."""
+    """Reads these targets' matrices, and nothing else; of a divided module, this shard's part. They
+    are evaluated, because lazy arrays belong to a thread. Raises AdapterError."""
     matrices: ModuleMatrices = {}
     try:
         tensors = mx.load(str(files.file))

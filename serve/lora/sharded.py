@@ -48,8 +48,7 @@ class Part:
         return tuple(sizes)
 
     def among_zeros(self, own: mx.array) -> mx.array:
-        """Returns an array of the whole shape that is zero outside of this shard's part. The sum of
-        those of all shards is the whole array."""
+        """Returns an array of the whole shape, zero outside of this shard's part."""
         shape = self.whole_shape(own.shape)
         whole = mx.zeros(shape, own.dtype)
         before = [slice(None)] * (self.axis % own.ndim)
@@ -68,19 +67,15 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(slots=True)
 class TrainedParts:
-    """The names of trained arrays that are not the same on all shards: those that are divided among
-    the shards, and those of which each shard computes only a part of the gradient."""
+    """The names of trained arrays that are divided, or whose gradients the shards add up."""
 
     divided: dict[str, Part]
     partial: set[str]
 
 
 class ShardedLoRALinear(nn.Module):
-    """This shard's part of a linear module with a LoRA adapter.
-
-    The adapter's product is added before the sum over the shards, so that it needs no sum of its
-    own. linear is one of MLX's modules that are divided.
-    """
+    """This shard's part of a linear module of MLX's with a LoRA adapter, whose product is added
+    before the sum over the shards, so that it needs no sum of its own."""
 
     def __init__(
         self,
@@ -114,11 +109,9 @@ class ShardedLoRALinear(nn.Module):
 
 
 class ShardedDoRALinear(ShardedLoRALinear):
-    """This shard's part of a linear module with a DoRA adapter.
-
-    The magnitudes m belong to the outputs, and so do the norms that they replace. Where the inputs
-    are divided, the squares of these norms are added up over the shards, and m is whole.
-    """
+    """This shard's part of a linear module with a DoRA adapter. The magnitudes m belong to the
+    outputs, as do the norms that they replace. Where the inputs are divided, the squares of the
+    norms are added up over the shards, and m is whole."""
 
     def __init__(
         self,
@@ -157,8 +150,7 @@ class ShardedDoRALinear(ShardedLoRALinear):
         return y
 
     def set_magnitudes(self) -> None:
-        """Sets m to its initial value. Where that takes a sum over the shards, all of them have to
-        call this."""
+        """Sets m to its initial value, on all shards at once where that takes a sum."""
         weight = dequantized(self.linear)
         self.m = self._norms(weight.astype(mx.float32))
 
@@ -188,9 +180,8 @@ def shard_trained(
     *,
     is_initial: bool = True,
 ) -> tuple[Sharding, TrainedParts]:
-    """Divides a lazy model that was made trainable among the shards. is_initial says that its
-    adapter was not loaded from a file. Raises PlanError if the shards could not compute its
-    gradients."""
+    """Divides a lazy model that was made trainable. is_initial: its adapter is not from a file.
+    Raises PlanError if the shards could not compute its gradients."""
     adapted = _take_adapters(model)
     shapes = {name: array.shape for name, array in _trained_arrays(model).items()}
     trained = shapes.keys()
@@ -220,8 +211,7 @@ def shard_trained(
 
 
 def _take_adapters(model: nn.Module) -> dict[str, Any]:
-    """Puts the plain modules into the places of those with adapters, and returns the latter by
-    name."""
+    """Puts plain modules in the place of those with adapters, and returns these by name."""
     adapted: dict[str, Any] = {}
     for name, module in model.named_modules():
         if isinstance(module, (LoRALinear, LoRASwitchLinear, DoRALinear)):
@@ -231,8 +221,7 @@ def _take_adapters(model: nn.Module) -> dict[str, Any]:
 
 
 def _train_in_new_modules(model: nn.Module, trained: Set[str]) -> None:
-    """Makes exactly these arrays trainable in MLX's own modules, which are new ones after the
-    model was divided."""
+    """Makes exactly these arrays trainable in MLX's modules, which are new after a division."""
     for name, module in model.named_modules():
         if not isinstance(module, DIVIDED):
             continue
@@ -256,8 +245,7 @@ def _divided(
 
 
 def _divide_in_block(name: str, lora: Any, division: Division, *, is_initial: bool) -> None:
-    """Reduces a module with an adapter, whose plain module is divided already, to this shard's
-    part. The block computes the sums. Raises PlanError."""
+    """Reduces the adapter of a divided module to this shard's part. Raises PlanError."""
     axis_of_a, axis_of_b = _axes(lora)
     is_dora = isinstance(lora, DoRALinear)
     has_some_inputs = division.axis == -1
@@ -279,16 +267,14 @@ def _divide_in_block(name: str, lora: Any, division: Division, *, is_initial: bo
 
 
 def _axes(lora: nn.Module) -> tuple[int, int]:
-    """Returns the axis of the inputs in lora_a, and that of the outputs in lora_b. The matrices of
-    experts are transposed."""
+    """Returns the axes of lora_a's inputs and lora_b's outputs; experts' are transposed."""
     if isinstance(lora, LoRASwitchLinear):
         return -1, -2
     return 0, 1
 
 
 def _parts_in_blocks(model: nn.Module, sharding: Sharding, num_shards: int) -> TrainedParts:
-    """Finds how the weights themselves are divided that are trained, in a model that is divided in
-    blocks. Raises PlanError."""
+    """Finds how trained weights are divided in a model with blocks. Raises PlanError."""
     parts = TrainedParts({}, set())
     for path, array in _trained_arrays(model).items():
         name = owner_of(path)
@@ -307,8 +293,7 @@ def _parts_in_blocks(model: nn.Module, sharding: Sharding, num_shards: int) -> T
 
 
 def _parts_of_weights(trained: Set[str], sharding: Sharding, num_shards: int) -> TrainedParts:
-    """Finds how the weights themselves are divided that are trained, in a model that MLX's own
-    modules divide. Raises PlanError."""
+    """Finds how trained weights are divided by MLX's own modules. Raises PlanError."""
     parts = TrainedParts({}, set())
     for name, division in sharding.divisions.items():
         weight = f"{name}.weight"

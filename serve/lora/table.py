@@ -46,12 +46,9 @@ _MAX_RANK = 512  # All slots are as large as the largest rank.
 
 
 class Adapters:
-    """The adapters of one stage, by version, a number that rank 0 assigns.
-
-    `read` may be called from another thread than the rest, which belongs to the step loop.
-    cache_dir stores parts of hub adapters; copies is a folder that outlives this process.
-    divisions has the modules that are divided among shards.
-    """
+    """The adapters of a stage, by version, a number of rank 0's. `read` may run in another thread
+    than the rest. cache_dir stores parts of hub adapters; copies is a folder that outlives this
+    process. divisions has the modules that are divided among shards."""
 
     def __init__(
         self,
@@ -113,8 +110,7 @@ class Adapters:
         return files, matrices
 
     def _check_targets(self, files: AdapterFiles) -> None:
-        """Raises AdapterError if the adapter is for a model with another number of layers, or has
-        no tensors for a module that its config names."""
+        """Raises AdapterError for another number of layers, or a named module without tensors."""
         num_layers = files.num_layers
         other = (
             f"This adapter was made for another model: it has {num_layers} layers, this model has "
@@ -141,9 +137,8 @@ class Adapters:
             raise AdapterError(str(error), code=error.code) from error
 
     def answer(self, asked: LoadAdapter) -> AdapterRead | AdapterRefused:
-        """Reads an adapter, and returns the answer to rank 0. A version that is held here already
-        is not read again, and one that an earlier engine of this rank has read comes from its
-        copy."""
+        """Reads an adapter, and returns the answer to rank 0. A version that is held here, or has a
+        copy of an earlier engine's, is not read again."""
         version = asked.version
         if version in self._answers:
             return self._answers[version]
@@ -183,8 +178,7 @@ class Adapters:
         version: int,
         held: Collection[int],
     ) -> tuple[ModuleMatrices, AdapterRead] | None:
-        """Returns the copy of a version that an earlier engine of this rank has made; None if there
-        is none, or if that engine had other layers or another part of them."""
+        """Returns an earlier engine's copy of a version; None if it had other layers or parts."""
         assert self._copies
         copy = copies.read(self._copies, version, held, self._division)
         if not copy:
@@ -196,8 +190,7 @@ class Adapters:
         return copy
 
     def copy(self) -> None:
-        """Keeps a copy of the adapter that was read last. It is called after the answer was sent to
-        rank 0, so that no request waits for the disk."""
+        """Keeps a copy of the adapter that was read last, after rank 0 has its answer."""
         if self._copies and self._uncopied:
             copies.write(self._copies, *self._uncopied, self._division)
         self._uncopied = None
@@ -205,9 +198,8 @@ class Adapters:
     # --- in the step loop
 
     def apply(self, step: Step) -> list[mx.array]:
-        """Frees the versions that a step unloads and installs those that its rows need. Returns the
-        arrays to evaluate before the forward: lazy arrays would keep tables from being written in
-        place."""
+        """Frees the versions that a step unloads and installs those of its rows. Returns arrays to
+        evaluate before the forward: lazy ones keep tables from being written in place."""
         needed = {row.adapter_version for row in step.rows}
         new = needed.difference(self._slots, {0})
         for version in step.unload:
@@ -263,8 +255,7 @@ class Adapters:
             self._move(moved, self._num_slots // 2)
 
     def select(self, step: Step, rows: Sequence[int | None]) -> None:
-        """Selects the adapters for the next forward, which has these rows of the step; None is a
-        padding row."""
+        """Selects the adapters of the next forward, of these rows; None is a padding row."""
         if not self._slots:
             return  # Then every module is the plain one, whatever was selected before.
         slots: list[int] = []

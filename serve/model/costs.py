@@ -44,10 +44,8 @@ def measure(
     kv_bits: int | None = None,
     divisions: Divisions | None = None,
 ) -> ModelCost:
-    """Measures a model that was built on the lazy arrays of checkpoint. The model cannot be used
-    afterwards. divisions has the modules that are divided among shards; the costs are then those of
-    one shard. Raises PlanError, also if its attention does not support caches of kv_bits bits per
-    value."""
+    """Measures a model on the lazy arrays of checkpoint; it cannot be used afterwards. With
+    divisions, the costs are one shard's. Raises PlanError, also if kv_bits are not supported."""
     stand_in_for_weights(model)  # Graphs then show who uses a weight, not how it is made.
     layers = list(model.layers)
     outside = _outside_bytes(model, layers)
@@ -190,8 +188,7 @@ def _needs_outside(
     outside: Collection[str],
     run: _Run,
 ) -> tuple[set[str], set[str], set[str]]:
-    """Returns the names of arrays outside of layers that the first layer's input is computed from,
-    that the head uses, and that other layers use."""
+    """Returns the arrays outside of layers that the first input, the head and others use."""
     arrays: trace.Arrays = {}
     for name, array in named_arrays(model):
         if name in outside:
@@ -245,8 +242,7 @@ def _shapes_given(model: nn.Module, layers: Layers, caches: list[Any]) -> _Shape
 
 
 def _cache_cost(caches: list[Any]) -> dict[str, Any]:
-    """Returns the fields of LayerCost for these caches, which a lazy run has filled. Caches of keys
-    and values grow with each token, up to their maximum; others have one size."""
+    """Returns LayerCost's fields for caches that a lazy run has filled; some grow with tokens."""
     parts = [part for cache in caches for part in _parts(cache)]
     growing = [part for part in parts if getattr(part, "keys", None) is not None]
     fixed = [part for part in parts if part not in growing]
@@ -272,8 +268,7 @@ def _parts(cache: Any) -> list[Any]:
 
 
 def _expert_cost(layer: nn.Module, arguments: Any) -> dict[str, Any]:
-    """Returns the cost of a layer's experts, of which a token reads few: mlx-lm keeps all experts
-    of a layer in its switch layers."""
+    """Returns the cost of the experts, mlx-lm's switch layers, of which a token reads few."""
     switches = [module for module in layer.modules() if isinstance(module, _SWITCHES)]
     names = [name for name in _EXPERTS_OF_A_TOKEN if hasattr(arguments, name)]
     if not switches or not names:

@@ -52,10 +52,9 @@ class HeadCall:
 
 
 class SharedHead:
-    """The head of a last stage. Inside of `shared` this shard computes its part of the logits;
-    otherwise it computes all of them, as without shards. All shards evaluate what `take` returns,
-    in the same order as their sums. max_tokens is the largest number of tokens of a step for which
-    sharing pays; only rank 0 needs it."""
+    """The head of a last stage. Inside of `shared` a shard computes its part of the logits,
+    otherwise all. All shards evaluate what `take` returns, in the order of their sums. Rank 0
+    shares steps of at most max_tokens tokens, for which that pays."""
 
     def __init__(
         self,
@@ -92,15 +91,13 @@ class SharedHead:
             self._is_shared = False
 
     def take(self) -> mx.array:
-        """Returns the gathered logits of the last shared call, not evaluated. They are given once,
-        because they would stay in memory."""
+        """Returns the gathered logits of the last shared call, once and not evaluated."""
         gathered, self._gathered = self._gathered, None
         assert gathered is not None, "take() follows a shared call"
         return gathered
 
     def saved_seconds(self) -> float:
-        """Measures how much sooner this shard has its part of the logits of one token than the
-        logits of the whole vocabulary."""
+        """Measures how much sooner a shard has its part of a token's logits than all."""
         compute_all = getattr(self._whole, self._method)
         compute_own = getattr(self._part, self._method)
         seconds_of_all = _seconds(compute_all, self._example)

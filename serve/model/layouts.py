@@ -16,8 +16,7 @@ _MIN_DIVIDED_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The plans of all possible layouts by name, such as "2 x 1", and their forecasts for one
-    client and for many. refused has the reasons why other layouts are not possible."""
+    """The plans and forecasts of possible layouts such as "2 x 1"; refused says why not others."""
 
     plans: dict[str, Plan]
     one_client: dict[str, Forecast]
@@ -58,8 +57,7 @@ class Comparison:
 
 
 def compare(folder: Path, request: PlanRequest, speeds: Speeds) -> Comparison:
-    """Plans and forecasts every layout of the request's ranks. Raises PlanError if there is
-    none."""
+    """Plans and forecasts every layout of the request's ranks. Raises PlanError without one."""
     found = Comparison({}, {}, {}, {}, speeds)
     for num_shards in range(1, request.num_ranks + 1):
         num_stages, rest = divmod(request.num_ranks, num_shards)
@@ -86,10 +84,9 @@ def plan_with_fewer_shards(
     request: PlanRequest,
     shard_counts: Sequence[int],
 ) -> tuple[Plan, str]:
-    """Plans with the first of these numbers of shards that is possible. One that is smaller than
-    the request's must also divide most of the weights. Returns the plan and, with shards, a
-    sentence that says why it has this layout. Raises PlanError with all reasons if no number is
-    possible."""
+    """Plans with the first possible number of shards; one smaller than the request's must divide
+    most of the weights. Returns the plan and, with shards, a sentence that says why. Raises
+    PlanError with all reasons."""
     wanted = request.num_shards
     num_ranks = request.num_ranks
     if wanted == 1:

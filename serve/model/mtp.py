@@ -179,8 +179,7 @@ def family_of(checkpoint: Checkpoint) -> Family:
 
 
 def head_bytes(folder: Path, demand: Demand) -> int:
-    """Returns the memory that the prediction head of a model needs: its weights and, for the
-    demand, keys and values. Raises ModelError if the model has none."""
+    """Returns a head's memory: weights and, for the demand, keys and values. Raises ModelError."""
     checkpoint = read_checkpoint(folder)
     variant = _variant(family_of(checkpoint), checkpoint)
     whole = build_model(folder, variant=variant)
@@ -197,8 +196,7 @@ def load_head(
     progress: Progress,
     prepare: Callable[[nn.Module], None],
 ) -> PredictionHead:
-    """Loads the prediction head of a model. prepare may look at the lazy model around it. Raises
-    ModelError."""
+    """Loads a model's prediction head. prepare may look at the lazy model. Raises ModelError."""
     folder = model if isinstance(model, Path) else model.folder
     checkpoint = read_checkpoint(folder)
     family = family_of(checkpoint)

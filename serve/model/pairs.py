@@ -46,9 +46,8 @@ _Options = list[tuple[tuple[str, str], tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """How the layers of a model are divided among shards, by the names of modules. The shards add
-    up the outputs of the modules in summed, and those of row-parallel matrices outside of them, of
-    which there are none with in_blocks."""
+    """How layers are divided among shards, by names of modules. The shards add up the outputs of
+    the modules in summed, and of row-parallel matrices elsewhere (none with in_blocks)."""
 
     roles: Roles
     summed: tuple[str, ...]
@@ -93,8 +92,7 @@ class _Search:
         return Pairs(roles, self._summed(roles))
 
     def _proved(self, kinds: list[Roles]) -> list[Roles]:
-        """Finds those pairs with which the whole model computes the same. Another layer may, for
-        example, use the keys and values of a pair."""
+        """Finds the pairs with which the whole model computes the same: layers may share values."""
         if self.probe.is_equal(_union(kinds), self.num_shards):
             return kinds
         alone = [roles for roles in kinds if self.probe.is_equal(roles, self.num_shards)]
@@ -174,9 +172,8 @@ class _Layer:
             yield roles.renamed(partial(_cut_off, self.prefix))
 
     def _possible_parts(self, name: str) -> Iterator[Slices]:
-        """Yields the ways to divide the inputs of a matrix among the shards: equal parts first,
-        else parts of whole units, the smallest units first. Quantized weights are cut only between
-        their groups."""
+        """Yields ways to divide a matrix's inputs: equal parts, then whole units, the smallest
+        first. Quantized weights are cut only between groups."""
         module = self.probe.matrices[name]
         if not isinstance(module, (*LINEAR, *EXPERTS)):
             return
@@ -200,8 +197,7 @@ class _Layer:
                 yield cut_units(num_inputs, num_units, self.num_shards)
 
     def _numbers(self) -> set[int]:
-        """Returns the positive numbers that the modules of the layer have as attributes. Those of
-        heads are among them."""
+        """Returns the positive numbers among the attributes of the layer's modules."""
         numbers: set[int] = set()
         for name, module in self.probe.modules.items():
             if not f"{name}.".startswith(self.prefix):
@@ -223,8 +219,7 @@ class _Layer:
             return False
 
     def _pair(self, matrix: str) -> Roles | None:
-        """Returns the pair of a row-parallel matrix, if there are column-parallel ones and a run
-        proves it."""
+        """Returns the pair of a row-parallel matrix, if a run proves it."""
         for parts in self._possible_parts(matrix):
             try:
                 roles = self._pair_of_parts(matrix, parts)
@@ -319,8 +314,7 @@ class _Layer:
         return found
 
     def _is_worth_a_sum(self, matrix: str, column_parallel: Iterable[str]) -> bool:
-        """Whether the weights are many beside the numbers that a sum sends. Those of pairs of low
-        rank, for example, are not."""
+        """Whether the weights are many beside the numbers that a sum sends: not for low rank."""
         num_weights = 0
         for name in (matrix, *column_parallel):
             call = self.probe.calls[name][0]
@@ -332,8 +326,7 @@ class _Layer:
         return num_weights >= num_summed**2 / 2
 
     def _possible_numbers(self, scope: str, parts: Slices) -> Iterator[Numbers]:
-        """Combinations of new values for the numbers that the modules in a scope have, those with
-        the fewest changes first."""
+        """Yields combinations of new values for a scope's numbers, fewest changes first."""
         options: list[_Options] = []
         for name, attribute in self._attributes_read(scope):
             module = self.probe.modules[name]
@@ -349,8 +342,7 @@ class _Layer:
         return itertools.islice(combinations, _MAX_TRIALS)
 
     def _attributes_read(self, scope: str) -> list[tuple[str, str]]:
-        """Returns the attributes that the layer reads of the modules in a scope, other than
-        matrices."""
+        """Returns the attributes, except matrices, that the layer reads of a scope's modules."""
         names: list[str] = []
         modules: list[nn.Module] = []
         for name, module in self.probe.modules.items():
@@ -369,8 +361,7 @@ class _Layer:
 
 
 def _is_additive(probe: Probe, i: int, module_name: str, matrices: Sequence[str]) -> bool:
-    """Whether the outputs of a module in layer i for parts of the outputs of these matrices add up
-    to its output for the whole ones."""
+    """Whether a module's outputs, for parts of these matrices' outputs, add up to the whole."""
     module = probe.modules[module_name]
     outputs: list[Any] = []
 
@@ -418,9 +409,8 @@ def _is_not_of_heads(option: _Options) -> bool:
 
 
 def _num_aligned_units(size: int, max_units: int, num_shards: int) -> int:
-    """Returns into how many equal units an axis should be cut: units of a power of two, because
-    matrices of odd sizes are multiplied more slowly, and enough for parts of nearly the same
-    size."""
+    """Returns how many equal units to cut an axis into: of a power of two, which multiply faster,
+    and enough for parts of nearly the same size."""
     num_units = max_units
     while size // num_units < _ALIGNED and num_units % 2 == 0:
         if num_units // 2 < _MIN_ALIGNED_UNITS * num_shards:

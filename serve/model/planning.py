@@ -219,8 +219,7 @@ def _plan(
 
 
 def _smallest(memory: Sequence[int], num_shards: int) -> list[int]:
-    """Returns the memory of the smallest rank of each stage, because all of its ranks have parts of
-    the same layers."""
+    """Returns the memory of each stage's smallest rank: all have parts of the same layers."""
     starts = range(0, len(memory), num_shards)
     return [min(memory[start : start + num_shards]) for start in starts]
 
@@ -269,9 +268,8 @@ def balance(
     demands: Sequence[Demand],
     memory: Sequence[int] | None,
 ) -> list[LayerRange]:
-    """Returns the best split for the first of the demands that fits, without impossible cuts and,
-    if there is one, without cuts that would send the whole context's keys and values in each
-    step."""
+    """Returns the best split for the first demand that fits, without impossible cuts and, if there
+    is one, without cuts that send the context's keys and values each step."""
     layers = list(model.layers)
     trial = Trial(model, layers, cached=True)
     growing = growing_values(model, layers)

@@ -48,10 +48,9 @@ attribute."""
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Describes what a shard does differently from the whole model, by the names of modules.
-    column_parallel has matrices with some of their outputs, row_parallel those with some of their
-    inputs, whose outputs all shards add up. arrays are divided along an axis. numbers has new
-    values of attributes."""
+    """What a shard does differently, by the names of modules: column_parallel matrices have some
+    outputs, row_parallel ones some inputs, whose outputs are added up; arrays are divided along an
+    axis, and numbers are attributes with new values."""
 
     column_parallel: dict[str, Slices] = field(default_factory=dict)
     row_parallel: dict[str, Slices] = field(default_factory=dict)
@@ -131,8 +130,7 @@ class Probe:
         return f"{self.names[id(self.layers[i])]}."
 
     def random(self, shape: Sequence[int]) -> mx.array:
-        """Returns random numbers of this shape. They differ from call to call, but not from rank to
-        rank."""
+        """Returns random numbers, different in each call but the same on each rank."""
         self._num_drawn += 1
         return mx.random.normal(shape, key=mx.random.key(self._num_drawn))
 
@@ -142,8 +140,7 @@ class Probe:
         return mx.random.uniform(0.5, 1.5, shape, key=mx.random.key(self._num_drawn))
 
     def record(self) -> None:
-        """Runs the whole model, and records the calls of matrices and layers. Raises one of
-        FAILURES if its code fails."""
+        """Runs the whole model, and records calls of matrices and layers. Raises FAILURES."""
 
         def draw(name: str, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
             lazy = call(*args, **kwargs)
@@ -317,9 +314,8 @@ class Probe:
         return value
 
     def _fill_small_arrays(self) -> None:
-        """Fills the arrays outside of matrices, such as the weights of norms. Integers may be
-        indices, such as the experts of each token, so they become zero: others would make MLX read
-        outside of arrays, which can end the process."""
+        """Fills arrays outside of matrices, such as norms. Integers become zero: as indices, others
+        would make MLX read outside of arrays, which can end the process."""
         matrices = {id(module) for module in self.matrices.values()}
         for module in self.model.modules():
             if id(module) in matrices:
@@ -348,8 +344,7 @@ def _replaced(changes: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[No
 
 
 def _copies(value: Value) -> Value:
-    """Returns the same value with new objects for its arrays, because code such as `x *= 2` changes
-    them."""
+    """Returns the value with new objects for its arrays, which code such as `x *= 2` changes."""
     arrays = trace.places_in(value)
     copies: trace.Arrays = {}
     for place, array in arrays.items():

@@ -58,10 +58,9 @@ class StandIn:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The part of a module's weight (..., outputs, inputs) that this shard has: ranges of the axis
-    -2 (outputs) or -1 (inputs), whose whole size is num_whole. Quantized weights pack several
-    inputs into one number, so their ranges count packed numbers. is_partition says that no other
-    shard has a copy of the part, and that the parts of all shards are the whole weight."""
+    """This shard's part of a module's weight (..., outputs, inputs): ranges of axis -2 or -1, of
+    num_whole numbers. Quantized inputs are counted as packed. is_partition: no part has a copy on
+    another shard, and together they are the whole."""
 
     axis: int
     num_whole: int
@@ -69,17 +68,13 @@ class Division:
     is_partition: bool = True
 
     def own_part(self, array: mx.array, axis: int) -> mx.array:
-        """Returns the shard's part of another array, one axis of which is divided in the same
-        proportions.
-
-        It is contiguous like every array that an update makes, because MLX multiplies a view in
-        another way, which may round differently. A view would also keep the whole array in memory.
-        """
+        """Returns the shard's part of another array, one axis of which is divided alike. It is
+        contiguous, as after an update: MLX may round a view in another way, and a view would keep
+        the whole array in memory."""
         return mx.contiguous(taken(array, axis, self.ranges_of(array.shape[axis])))
 
     def ranges_of(self, size: int) -> Ranges:
-        """Returns the shard's ranges of an axis of this size, which is divided in the same
-        proportions. Raises ValueError if that is not possible between whole numbers."""
+        """Returns the shard's ranges of an axis of this size, divided alike. Raises ValueError."""
         return scaled(self.ranges, size, self.num_whole)
 
     @property
@@ -87,9 +82,8 @@ class Division:
         return size_of(self.ranges) / self.num_whole
 
     def before_repetition(self, num_whole: int) -> "Division":
-        """Returns the same part of a weight of num_whole rows, of which this one is a repetition.
-        mlx-lm repeats heads of keys and values until every shard has one: all copies of the first
-        head, then all copies of the next."""
+        """Returns the part of a weight of num_whole rows that this one repeats: mlx-lm repeats
+        heads of keys and values, all copies of one after the other."""
         ((start, end),) = self.ranges
         size_of_head = end - start
         num_copies = self.num_whole // num_whole
@@ -496,8 +490,7 @@ def _numbers(module: nn.Module) -> _Numbers:
 
 
 def _check_numbers(before: _Numbers, after: _Numbers, num_shards: int) -> None:
-    """Raises PlanError if a number of heads is not divisible: mlx-lm rounds it down, and then
-    computes wrong results."""
+    """Raises PlanError for heads that cannot be divided: mlx-lm would compute wrong results."""
     for name, whole in before.items():
         part = after.get(name, whole)
         is_even = part * num_shards == whole

@@ -44,8 +44,7 @@ class Slices:
         return taken(array, axis, self.ranges[shard])
 
     def possible_numbers(self, whole: int) -> list[tuple[int, ...]]:
-        """Returns the values that an attribute with the value `whole` may have on the shards, if
-        they have these parts of an axis, the likeliest values first."""
+        """Returns the values that an attribute may have on shards, the likeliest first."""
         num_shards = len(self.ranges)
         if whole <= 0:
             return []
@@ -94,8 +93,7 @@ def cut_units(size: int, num_units: int, num_shards: int) -> Slices:
 
 
 def own_ranges(size: int, segments: Segments, shard: int, num_shards: int) -> Ranges:
-    """Returns the ranges of an axis that belong to a shard. Raises ValueError if the parts of a
-    segment are not equal, or if Slices of another size are not cut between whole numbers."""
+    """Returns a shard's ranges of an axis. Raises ValueError if they are not whole or not equal."""
     if isinstance(segments, Slices):
         return scaled(segments.ranges[shard], size, segments.num_whole)
     ranges: list[tuple[int, int]] = []
@@ -113,8 +111,7 @@ def own_ranges(size: int, segments: Segments, shard: int, num_shards: int) -> Ra
 
 
 def scaled(ranges: Ranges, size: int, num_whole: int) -> Ranges:
-    """Returns the same ranges of an axis of another size. Raises ValueError if it cannot be cut
-    there."""
+    """Returns the same ranges of an axis of another size. Raises ValueError if it has none."""
     found: list[tuple[int, int]] = []
     for start, end in ranges:
         first, rest_of_first = divmod(start * size, num_whole)
@@ -152,9 +149,8 @@ def _segment_ends(size: int, segments: int | Sequence[int | float]) -> list[int]
 
 
 def slices_of(supports: Sequence[mx.array], axis: int, parts: Slices) -> Slices | None:
-    """Returns the ranges of an axis on which each shard's part of another axis depends: where its
-    support is not zero. None if a part depends on everything or on nothing, or if the sizes are not
-    in the proportions of the parts."""
+    """Returns the ranges on which each shard's part of another axis depends: where its support is
+    not zero. None if that is everything, nothing, or not in proportion."""
     num_whole = supports[0].shape[axis]
     ranges: list[Ranges] = []
     for support in supports:

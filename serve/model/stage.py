@@ -23,8 +23,7 @@ _NOTHING = (0,)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The arrays that a stage receives from the previous one and sends to the next. Received arrays
-    are put into copies of given, which earlier layers gave in the trial."""
+    """The arrays that a stage receives, as copies of given in the trial, and those it sends."""
 
     tokens: mx.array
     given: dict[int, Any]
@@ -84,8 +83,7 @@ class Stage:
         return dict(named_arrays(self.model))
 
     def put(self, held: trace.Arrays) -> set[int]:
-        """Replaces weights of the stage by arrays that are held already, where name, shape and type
-        are the same. Returns the ids of the arrays that it has put there."""
+        """Replaces weights by held ones of the same name, shape and type. Returns their ids."""
         own = self.weights()
         # By identity, so that tied weights stay tied.
         found: dict[int, mx.array] = {}
@@ -120,9 +118,8 @@ class Stage:
             trace.open_seam(self._backbone, self._note_hidden)
 
     def take_hidden(self) -> mx.array | None:
-        """Returns the hidden states (B, L, D) of the last call, after the norm and not evaluated;
-        None if none were kept, as of a model that computes its logits where it calls its layers.
-        They are given once: their graph would keep the caches from being written in place."""
+        """Returns the hidden states (B, L, D) of the last call, after the norm, once and not
+        evaluated; None if the model computes logits where it calls its layers."""
         hidden, self._hidden = self._hidden, None
         return hidden
 
@@ -132,9 +129,8 @@ class Stage:
         cache: list[Any] | None,
         received: Sequence[mx.array],
     ) -> list[mx.array]:
-        """Runs the stage lazily. tokens is (B, L), received has the arrays that the previous stage
-        returned ([] for the first). Returns the arrays for the next stage; the last stage returns
-        [logits (B, L, vocabulary)]."""
+        """Runs the stage lazily on tokens (B, L) and on the previous stage's arrays ([] for the
+        first). Returns arrays for the next; the last returns [logits (B, L, vocabulary)]."""
         if cache is None:
             return self._run(tokens, None, received)
         outputs = self._run(tokens, self._caching.as_model_expects(cache), received)
@@ -243,9 +239,8 @@ def _backbone(model: nn.Module, layers: Layers) -> nn.Module | None:
 
 
 class _Caching:
-    """Decides which of the model's caches a stage keeps: those of its own layers, those that only
-    the forward itself reads, and one ghost for each kind that only other layers have. A ghost
-    counts positions and holds no keys or values. j numbers the model's caches."""
+    """Decides which caches (numbered j) a stage keeps: of its layers, those that only the forward
+    reads, and for each other kind a ghost, which counts positions and holds nothing."""
 
     def __init__(self, whole: Trial, start: int, end: int) -> None:
         kinds = [_kind(cache) for cache in whole.caches]
@@ -274,8 +269,7 @@ class _Caching:
         return [caches[j] for j in self._kept]
 
     def as_model_expects(self, cache: list[Any]) -> list[Any]:
-        """Returns the list with a cache for every layer: in place of a cache of another stage it
-        has one of the same kind."""
+        """Returns a cache for every layer; another stage's is replaced by one of its kind."""
         return [cache[slot] for slot in self._slots]
 
     def advance_ghosts(
@@ -315,9 +309,8 @@ def _advance(cache: Any, num_rows: int, num_tokens: int) -> None:
 
 
 def _keep_own_weights(stage: Stage, used: set[str]) -> None:
-    """Takes every array that the stage does not need out of the module tree. The stage's layers,
-    and modules outside of layers that the outputs depend on, are kept whole; of other layers only
-    arrays that the outputs depend on."""
+    """Takes arrays that the stage does not need out of the module tree. Its layers, and modules
+    outside that outputs depend on, stay whole; other layers keep such arrays."""
     owners = _owners(stage)
     keep = used & owners.keys()  # A forward may have made arrays that are gone by now.
     kept_outside = [name for name in keep if owners[name] is None]

@@ -204,8 +204,7 @@ class Graph(Generic[Key]):
             self._parents[child].append(parent)
 
     def used(self, known: Collection[Key], *, and_theirs: bool = False) -> set[Key]:
-        """Returns the known sources that the outputs are computed from directly. With and_theirs
-        also the known sources that those are computed from."""
+        """Returns the sources that the outputs use directly; with and_theirs, theirs too."""
         known_by_name: dict[str, set[Key]] = {}
         for name, keys in self._keys.items():
             known_by_name[name] = {key for key in keys if key in known}
@@ -225,8 +224,7 @@ class Graph(Generic[Key]):
 
 
 def edges(named: Mapping[str, mx.array]) -> Iterator[tuple[str, str]]:
-    """Yields the edges (parent, child) of the lazy graph of these arrays, which appear by their
-    names."""
+    """Yields the edges (parent, child) of these arrays' lazy graph, by their names."""
     dot = io.StringIO()
     mx.export_to_dot(dot, **named)
     for line in dot.getvalue().splitlines():
@@ -238,8 +236,7 @@ def edges(named: Mapping[str, mx.array]) -> Iterator[tuple[str, str]]:
 
 
 def depends_on(outputs: Sequence[mx.array], sources: Mapping[Key, mx.array]) -> set[Key]:
-    """Returns the keys of the sources that the outputs are computed from, for any number of
-    arrays."""
+    """Returns the keys of the sources that the outputs are computed from."""
     size = _EXPORT_LIMIT // 2
     entries = list(sources.items())
     found: set[Key] = set()

@@ -38,9 +38,8 @@ _NUM_TOKENS_OF_MANY_BLOCKS = 256
 
 
 class Trial:
-    """A run of the whole model, with caches or without. given has the values that each layer gives
-    to others: its output, and the arguments that it writes to. users has the layers that get each
-    cache. Raises PlanError if the model cannot be split."""
+    """A run of the whole model, with caches or without: the values that each layer gives to others
+    (output, and written arguments), and the users of each cache. Raises PlanError."""
 
     def __init__(
         self,
@@ -63,8 +62,7 @@ class Trial:
         return None
 
     def crossing(self, cut: int) -> tuple[Crossing, ...]:
-        """Returns the arrays that layers before `cut` give and the rest of the model uses. Raises
-        PlanError if the model cannot be cut there."""
+        """Returns the arrays that cross a cut. Raises PlanError if there can be none."""
         if cut in (0, len(self.layers)):
             return ()
         for users in self.users.values():
@@ -136,8 +134,7 @@ class Trial:
         return output
 
     def _check_rest(self, cut: int, keys: tuple[Crossing, ...]) -> None:
-        """Raises PlanError if the layers from `cut` on need more than the arrays that cross the
-        cut."""
+        """Raises PlanError if the layers from `cut` on need more than what crosses it."""
         blanks: dict[Crossing, mx.array] = {}
         for i, place in keys:
             array = trace.places_in(self.given[i])[place]
@@ -198,8 +195,7 @@ def writable(
     kwargs: dict[str, Any],
     caches: Sequence[Any],
 ) -> list[Any]:
-    """Returns the objects among a layer's arguments that the layer may write to, other than
-    caches."""
+    """Returns a layer's arguments that it may write to, other than caches."""
     cache_types = {type(cache) for cache in caches}
     excluded = (mx.array, nn.Module, tuple, *cache_types)
     found: list[Any] = []
@@ -223,8 +219,7 @@ def refill(i: int, value: Any, arrays: dict[Crossing, Any]) -> Any:
 
 
 def blank(array: mx.array) -> mx.array:
-    """Returns an array of this shape and dtype that takes no memory: NaN, so no result may use
-    it."""
+    """Returns an array of this shape and dtype without memory: NaN, so nothing may use it."""
     nan = mx.array(float("nan")).astype(array.dtype)
     return mx.broadcast_to(nan, array.shape)
 

@@ -41,8 +41,7 @@ Prepare = Callable[[nn.Module], Sharding | None]
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Another model on the same files: changes of the config, and of the class that mlx-lm has for
-    the model."""
+    """Another model on the same files: changes of the config, and of mlx-lm's class."""
 
     config: dict[str, Any]
     changed: Callable[[Any], Any]
@@ -50,10 +49,9 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
-    """A stage with its weights, how its modules are divided among shards, and how many bytes it
-    took. sharding_digest is the one of Sharding; "" without shards. bytes_read is what the process
-    really read from files; it is None where the system does not count that (Linux does).
-    bytes_fetched came from the hub. bytes_kept of bytes_owned were in memory before."""
+    """A stage with its weights, its divided modules, and bytes. sharding_digest is Sharding's, or
+    "". bytes_read is what was really read (None where that is not counted), bytes_fetched came from
+    the hub, and bytes_kept of bytes_owned were in memory before."""
 
     stage: Stage
     divisions: Divisions
@@ -69,8 +67,7 @@ def open_model(
     commit: str | None,
     cache_dir: str | None,
 ) -> Path | PartialModel:
-    """Returns the folder of a model, with a commit the partial one of a hub model. Raises
-    ModelError."""
+    """Returns a model's folder, partial for a commit of a hub model. Raises ModelError."""
     if commit is None:
         return Path(model)
     cache = Path(cache_dir) if cache_dir else None
@@ -85,10 +82,10 @@ def load_stage(
     prepare: Prepare = lambda _: None,
     held: Arrays | None = None,
 ) -> LoadedStage:
-    """Builds layers [start, end) and reads their weights. Raises ModelError or PlanError. prepare
-    may change the whole lazy model before it is cut. held has the evaluated weights of an earlier
-    stage of the same files, without shards, by their names: those that are needed are not read
-    again, and the others can leave the memory, because held is emptied."""
+    """Builds layers [start, end) and reads their weights. prepare may change the lazy model before.
+    held has an earlier stage's evaluated weights by name, without shards: those needed are not read
+    again, and the others leave the memory, because held is emptied. Raises ModelError or
+    PlanError."""
 
     def cut(whole: nn.Module) -> _Cut:
         sharding = prepare(whole)
@@ -137,8 +134,7 @@ def load_variant(
     make: Callable[[nn.Module], Made],
     weights: Callable[[Made], Iterable[mx.array]],
 ) -> Made:
-    """Builds another model on the same files, applies make to it, and reads the weights that are
-    left. Raises ModelError."""
+    """Builds a model on the same files, applies make, and reads what is left. Raises ModelError."""
     made, _ = _build(model, progress, make, weights, {}, variant)
     folder = model if isinstance(model, Path) else model.folder
     _read(list(weights(made)), {}, folder, progress)
@@ -178,8 +174,7 @@ class _Cut:
                 yield array
 
     def parts(self, raw: Arrays, tensors: Mapping[str, TensorRange]) -> Parts:
-        """Finds the arrays of a shard that are plain parts of a tensor in the files. Other arrays
-        are computed from whole tensors."""
+        """Finds a shard's arrays that are plain parts of a file's tensor."""
         if self.sharding is None:
             return {}
         names = {id(array): name for name, array in raw.items()}
@@ -347,8 +342,7 @@ def _computed_from(weights: Sequence[mx.array], raw: Mapping[str, mx.array]) -> 
 
 
 def _evaluated(raw: Mapping[str, mx.array]) -> set[str]:
-    """Returns the names of the arrays that are not lazy any more: their graph has no Load before
-    them."""
+    """Returns the arrays that are not lazy any more: no Load is before them."""
     found: set[str] = set()
     for batch in _batches(raw.items()):
         nodes: Arrays = {}

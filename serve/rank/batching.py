@@ -39,9 +39,8 @@ def can_batch(model: nn.Module) -> bool:
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Whether tokens that are fed together give the same logits as one after the other, so that
-    guesses can be verified together. It cannot be tried without weights; tests try every
-    architecture."""
+    """Whether tokens fed together give the same logits as one by one, so that guesses can be
+    verified. It cannot be tried without weights; tests try every architecture."""
     return type(model).__module__.rpartition(".")[2] not in _NOT_CAUSAL
 
 
@@ -70,8 +69,7 @@ def _trial_step(number: int, feeds: dict[int, int], positions: dict[int, int]) -
 
 
 def _runs(model: nn.Module, step: Step, part: Part) -> bool:
-    """Whether the model gives an output for each token of a part of a step. It may raise
-    FAILURES."""
+    """Whether the model gives an output for each token of a part. It may raise FAILURES."""
     tokens = part.tokens(step)
     rows = [step.rows[n] for n in part.rows if n is not None]
     is_ragged = len({row.position for row in rows}) > 1

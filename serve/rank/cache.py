@@ -36,8 +36,7 @@ class Part:
     caches: list[Any]
 
     def tokens(self, step: Step) -> mx.array:
-        """Returns the tokens (B, L) of these rows. New rows are padded on the left, others on the
-        right."""
+        """Returns the tokens (B, L). New rows are padded on the left, others on the right."""
         tokens_fed = step.tokens_fed
         own = [() if n is None else tokens_fed[n] for n in self.rows]
         length = max(map(len, own))
@@ -53,8 +52,7 @@ class Part:
         return mx.array(padded)
 
     def outputs_of_rows(self, step: Step, output: mx.array) -> dict[int, mx.array]:
-        """Divides an output (B, L, ...) among the rows of the step, by their indices: each gets
-        (num_tokens, ...), without padding."""
+        """Divides an output (B, L, ...) among the step's rows: (num_tokens, ...) by index."""
         are_new = self._are_new(step)
         outputs = {}
         for i, n in enumerate(self.rows):
@@ -77,9 +75,8 @@ class Part:
 
 
 class GroupCaches:
-    """The caches of all sequences of a stage. It decides which rows of a step share a batch, and
-    which rows have to move for that. make_cache returns the plain caches of one new row. can_batch
-    says whether several rows can share a batch; otherwise each row runs in a part of its own."""
+    """The caches of all sequences of a stage. It decides which rows of a step share a batch (none,
+    unless can_batch), and which move for that. make_cache returns those of a new row."""
 
     def __init__(
         self,
@@ -128,8 +125,7 @@ class GroupCaches:
 
     @property
     def reuse(self) -> str:
-        """Whether a sequence can begin as "any" part of another one, or only where there are
-        "checkpoints", and as all of it."""
+        """Whether a sequence can begin as "any" part of another, or at "checkpoints" or its end."""
         return "any" if self._can_cut else "checkpoints"
 
     @property
@@ -167,12 +163,9 @@ class GroupCaches:
 
     def keep_only(self, positions: Mapping[int, int]) -> None:
         """Keeps the first tokens of these sequences, as many as positions says, and nothing else.
-        Raises EngineError if fewer are held, or if a sequence cannot go back that far.
-
-        Each sequence gets a batch of its own. When a ring is lost, some ranks have run steps that
-        others have not, so their batches may differ. But in later steps each part needs the same
-        rows in the same order on all ranks.
-        """
+        Raises EngineError if fewer are held, or if one cannot go back that far. Each gets a batch
+        of its own: when a ring is lost, ranks may have run different steps, and later steps need
+        the same rows in the same order on all of them."""
         for sequence in self._positions.keys() - positions.keys():
             self._drop(sequence)
         for sequence, num_tokens in sorted(positions.items()):
@@ -188,8 +181,7 @@ class GroupCaches:
         self._checkpoints.clear()
 
     def rewind(self, sequence: int, num_tokens: int) -> None:
-        """Makes a sequence forget all but its first num_tokens tokens. Steps do this through their
-        positions; a draft model, which nothing has to keep in step, calls it."""
+        """Cuts a sequence to num_tokens, for a draft model; steps do this by their positions."""
         surplus = self._positions[sequence] - num_tokens
         self._batch_of(sequence).rewind(sequence, surplus)
         self._positions[sequence] = num_tokens
@@ -219,10 +211,9 @@ class GroupCaches:
         return contents.segment(caches, write.start, write.end)
 
     def moved(self) -> list[list[mx.array]]:
-        """Returns the arrays of each layer's caches whose rows were copied. They have to be
-        evaluated before the forward: while a copy is lazy, MLX cannot write to the buffers in
-        place. If one layer is evaluated after the other, only one of them has its old and its new
-        arrays at a time."""
+        """Returns each layer's arrays whose rows were copied. They are evaluated before the
+        forward: a lazy copy keeps MLX from writing in place. If layers are evaluated one after the
+        other, only one has its old and new arrays at a time."""
         keys = sorted(self._moved & self._batches.keys())
         self._moved.clear()
         batches = [self._batches[key].caches for key in keys]
@@ -268,11 +259,8 @@ class GroupCaches:
                 )
 
     def _assigned(self, step: Step) -> dict[int, list[int]]:
-        """Divides the rows of a step among batches. Returns their indices by the batch's key.
-
-        New rows do not share a batch with old ones: to some models an empty state is not the same
-        as the zeros that it would become in a batch.
-        """
+        """Divides the rows of a step among batches. Returns their indices by the batch's key. New
+        rows do not join old ones: to some models, an empty state is not the same as zeros."""
         if not step.rows:
             return {}
         new: list[int] = []
@@ -306,8 +294,7 @@ class GroupCaches:
         return [[n] for n in new]
 
     def _forget_groups(self) -> None:
-        """Forgets groups without a batch when there are many. Each prompt has a group of its own
-        until its rows join another group, so their number would grow without a limit."""
+        """Forgets groups without a batch when there are many: each prompt begins with its own."""
         if len(self._keys_of_group) <= _MANY_GROUPS:
             return
         for group, keys in list(self._keys_of_group.items()):
@@ -318,8 +305,7 @@ class GroupCaches:
                 del self._keys_of_group[group]
 
     def _gather(self, step: Step, rows: list[int], rows_of: dict[int, list[int]]) -> None:
-        """Gathers the rows of a group. Rows of the group's last step stay in their batches, others
-        join them where there is room."""
+        """Gathers a group's rows: those of its last step stay, others join where there is room."""
         known_keys = self._keys_of_group.get(step.group, [])
         keys = [key for key in known_keys if key in self._batches]
         index_of = {step.rows[n].sequence: n for n in rows}
@@ -343,8 +329,7 @@ class GroupCaches:
         self._keys_of_group[step.group] = keys
 
     def _join(self, sequence: int, keys: list[int]) -> int:
-        """Moves a sequence to the first of these batches that has room, or to a new one, whose key
-        is added to them. Returns the key of its batch."""
+        """Moves a sequence to the first batch with room, or to a new one. Returns its key."""
         length = self._positions[sequence]
         caches = self._batch_of(sequence).extract(sequence, length)
         self._leave(sequence)
@@ -420,8 +405,7 @@ class GroupCaches:
         self._moved.add(self._key_of[sequence])
 
     def _states(self, checkpoint: int, length: int, num_caches: int) -> list[Any]:
-        """Returns the states of a checkpoint. Without a checkpoint, all caches have to be ones that
-        can be cut."""
+        """Returns a checkpoint's states. Without one, all caches must be ones that can be cut."""
         if checkpoint == NO_CHECKPOINT and self._can_cut:
             return [None] * num_caches
         found = self._checkpoints.get(checkpoint)

@@ -17,9 +17,8 @@ _CUTTABLE = (KVCache, QuantizedKVCache, BatchKVCache)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The states of all caches of a stage after a sequence's first num_tokens tokens. A state is
-    None for a cache that can be cut, a list for a cache that consists of several, and else a copy
-    of the cache."""
+    """The states of a stage's caches after num_tokens tokens: None for a cache that can be cut, a
+    list for one of several, else a copy."""
 
     num_tokens: int
     states: list[Any]
@@ -72,8 +71,7 @@ def arrays(states: list[Any]) -> list[mx.array]:
 
 
 def _cut(cache: Any, num_surplus: int) -> None:
-    """Cuts a cache and its arrays. If only its offset were smaller, the next token would copy all
-    tokens of the source."""
+    """Cuts a cache and its arrays: with a smaller offset alone, the next token would copy all."""
     cache.trim(num_surplus)
     if cache.keys is None:
         return
@@ -83,8 +81,7 @@ def _cut(cache: Any, num_surplus: int) -> None:
 
 
 def _compact(cache: Any) -> Any:
-    """Removes from a copy what it does not need: tokens of a prompt's chunk that are older than the
-    window, and large buffers of which its arrays are small parts."""
+    """Removes from a copy tokens older than the window, and large buffers of small arrays."""
     if type(cache) is RotatingKVCache and not cache.keep:
         _cut_to_window(cache)
     for name, value in vars(cache).items():

@@ -68,8 +68,7 @@ class Chooser:
         num_prompt: int,
         tokens: list[int],
     ) -> None:
-        """Begins a sequence. An earlier try of the same sequence may not have been dropped yet, but
-        none of its steps samples any more."""
+        """Begins a sequence. An earlier try may not be dropped yet, but samples no more."""
         with self._lock:
             self._samplers[sequence] = Sampler(sampling, num_prompt, tokens, self._grammars)
             self._num_begun[sequence] += 1
@@ -97,8 +96,7 @@ class Chooser:
             return self._samplers[sequence]
 
     def num_known(self, sequence: int) -> int | None:
-        """Returns the number of known tokens of a sequence; None if it has not been admitted,
-        because its prompt is embedded."""
+        """Returns a sequence's number of known tokens; None if its prompt is embedded."""
         with self._lock:
             sampler = self._samplers.get(sequence)
         return None if sampler is None else len(sampler.tokens)
@@ -123,13 +121,10 @@ class Chooser:
         parts: list[Part],
         logits: list[mx.array],
     ) -> Iterator[list[mx.array]]:
-        """Yields lazy arrays, computed from each part's logits (B, L, vocabulary): the tokens (B,)
-        if the step samples, and the scores. For a step with neither, it yields nothing, and the
-        head is never evaluated.
-
-        Prompts are scored in slices. The caller evaluates one slice before it asks for the next,
-        because scoring takes several times the memory of the logits.
-        """
+        """Yields lazy arrays, from each part's logits (B, L, vocabulary): tokens (B,) if the step
+        samples, and scores. Without them the head is never evaluated. Prompts are scored in slices,
+        each to be evaluated before the next, because scoring takes several times the memory of the
+        logits."""
         self._verification = None
         if step.num_drafts:
             self._verification = self._verify(step, parts, logits)
@@ -294,8 +289,7 @@ def _outputs_of_rows(
 
 
 def _followers(row: Row, sampler: Sampler) -> list[int]:
-    """Returns the token that follows each fed token, as far as it is part of the prompt: an answer
-    that is computed again has been scored already."""
+    """Returns the token after each fed token of the prompt; an answer is not scored again."""
     first = row.position + 1
     end = min(first + row.num_tokens, sampler.num_prompt)
     return sampler.tokens[first:end]

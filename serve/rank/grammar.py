@@ -53,8 +53,7 @@ class Grammars:
         return LLTokenizer(tokenizer_source(self._folder))
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """Returns a matcher at the beginning of a grammar. Matchers of the same grammar share the
-        parts that are slow to make."""
+        """Returns a matcher at a grammar's beginning. Those of one grammar share slow parts."""
         return self._compiled(grammar).deep_copy()
 
     def _compile(self, grammar: str) -> LLMatcher:
@@ -84,8 +83,7 @@ def _lark_of(part: dict[str, Any]) -> str:
 
 
 def _deep_threads() -> ThreadPoolExecutor:
-    """Makes threads with more stack than the check of grammars had, whatever the system's limits
-    are."""
+    """Makes threads with more stack than the check of grammars had, on any system."""
     threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
     all_started = threading.Barrier(_NUM_THREADS + 1)
     before = threading.stack_size(FOLLOW_STACK_BYTES)
@@ -125,8 +123,8 @@ class Constraint:
         return only
 
     def _without_ends(self, logits: mx.array) -> mx.array:
-        """Replaces an end of the answer by the end of the thoughts, because the part that follows
-        the grammar is still to come."""
+        """Replaces an end of the answer by the end of the thoughts: the grammar is still to
+        come."""
         mark = self._sampling.free_until
         ends = [id for id in self._sampling.end_ids if id < logits.size and id != mark]
         if ends:
@@ -136,8 +134,7 @@ class Constraint:
         return logits
 
     def num_allowed(self, tokens: tuple[int, ...]) -> int:
-        """Returns how many of these tokens, from the first on, the grammar allows to come next. An
-        end token counts as allowed: only the mask says whether it is."""
+        """Returns how many of these tokens, from the first, may come next; an end token counts."""
         try:
             self._mask.result()  # The matcher must not change while it is asked.
         except RequestError:
@@ -198,8 +195,7 @@ class Constraint:
         return mask
 
     def _consume(self, matcher: LLMatcher, token: int) -> None:
-        """A budget may end the reasoning within a character. The grammar allows no mark there, so
-        it forgets the first bytes of the character."""
+        """Forgets the first bytes of a character that a budget has cut: no mark may stand there."""
         reasoning = self._sampling.reasoning
         if reasoning is not None and reasoning.budget is not None and token == reasoning.end[0]:
             for _ in range(_MAX_BYTES_OF_A_CHARACTER - 1):

@@ -34,8 +34,7 @@ Report = Callable[[FromPrefixCache], None]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Facts about a model that hold for all of its layers: whether rows of different lengths can
-    share a forward, and whether tokens fed together give the same logits as one by one."""
+    """Whether rows of different lengths can share a forward, and tokens can be fed together."""
 
     batchable: bool
     causal: bool
@@ -64,9 +63,8 @@ class Engine:
     draft: LoadedDraft | None
 
     def take_apart(self, order: Order) -> Leftovers:
-        """Returns what can be kept for another order, and ends the rest. Keys and values belong to
-        the old layers, so none are kept. The caller drops this object, which frees them. Raises
-        EngineError if the order allows nothing to be kept."""
+        """Returns what another order can keep, and ends the rest; keys and values belong to the old
+        layers. The caller drops this object. Raises EngineError if nothing can be kept."""
         if order.positions or not _can_keep_layers(order, self.order):
             raise EngineError(
                 f"{order.name} cannot follow its new order with what it has loaded: the orders "
@@ -89,9 +87,8 @@ def load(
     report: Report,
     leftovers: Leftovers | None = None,
 ) -> Engine:
-    """Loads the layers of an order, except for those that are left over from the engine's earlier
-    order. progress is as for load_stage. Raises ModelError, PlanError, or ClusterError if the
-    model's files have changed since that order."""
+    """Loads an order's layers, except those left over. progress is as for load_stage. Raises
+    ModelError, PlanError, or ClusterError if the files have changed since."""
     # The old stage is part of a reference cycle. Without a collection, its layers would stay in
     # memory beside the new ones.
     gc.collect()
@@ -150,8 +147,7 @@ def _shared_head(stage: Stage, transport: Transport) -> SharedHead | None:
 
 
 def _can_keep_layers(order: Order, earlier: Order) -> bool:
-    """Whether layers of the earlier order can be kept: the orders differ only in their rings and
-    layers, and have no shards."""
+    """Whether layers can be kept: the orders differ in rings and layers only, without shards."""
     same = msgspec.structs.replace(
         order,
         rank=earlier.rank,
@@ -164,8 +160,7 @@ def _can_keep_layers(order: Order, earlier: Order) -> bool:
 
 
 def _check_files(order: Order, before: str, after: str) -> None:
-    """Raises ClusterError if the model's files have changed, because the stage would then have
-    layers of two models."""
+    """Raises ClusterError if the files have changed: a stage would have layers of two models."""
     if before != after:
         raise ClusterError(
             f"{order.name}: the model's files have changed since they were read, so all ranks read "

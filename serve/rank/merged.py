@@ -13,9 +13,8 @@ from serve.rank.slots import Joining
 
 
 class MergedBatch:
-    """Works with all of mlx-lm's caches. A lone row has plain caches, several rows have batch
-    caches, which are copied when a row joins or leaves. So a row always has room, and never
-    waits."""
+    """Works with all of mlx-lm's caches. A lone row has plain caches, several have batch caches,
+    which are copied when a row joins or leaves. So a row always has room."""
 
     def __init__(self) -> None:
         self.sequences: list[int] = []

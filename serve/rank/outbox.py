@@ -14,9 +14,8 @@ from serve.core.types import LAST_TOKEN, Step, tokens_of_rows
 
 
 class Outbox:
-    """Sends steps in the order in which they come, except that some have to wait for a token. A
-    step overtakes a waiting one if they have no sequence, checkpoint or group in common. It is
-    thread-safe."""
+    """Sends steps in order, but some have to wait for a token. Later ones overtake them if they
+    have no sequence, checkpoint or group in common. It is thread-safe."""
 
     def __init__(self, send: Callable[[Step], None]) -> None:
         self._send = send

@@ -26,9 +26,8 @@ _MIN_TOP_P = 1e-30  # 0 in float32 would leave no token
 
 
 class Sampler:
-    """Chooses the tokens of one sequence. tokens are those of its prompt and of its answer so far,
-    to which each chosen token is added. They may be empty if the sampling does not read them; then
-    none is added. grammars is needed if the sampling has a grammar."""
+    """Chooses the tokens of one sequence, and adds them to tokens: its prompt and its answer, or
+    nothing if the sampling does not read them. grammars is needed if it has a grammar."""
 
     def __init__(
         self,
@@ -169,10 +168,9 @@ def sample(
     samplers: Sequence[Sampler],
     positions: Sequence[int],
 ) -> mx.array:
-    """Returns the next token ids (B,), lazily, from the logits (B, vocabulary) of the rows' last
-    tokens. positions are those of the next tokens. A row gets OVERFLOWED_TOKEN if a logit is NaN or
-    the largest is infinite. Logits of -inf are fine: some models give them to tokens that do not
-    exist."""
+    """Returns the next token ids (B,), lazily, from logits (B, vocabulary). positions are those of
+    these tokens. A row gets OVERFLOWED_TOKEN if a logit is NaN or the largest is infinite; -inf is
+    fine, and some models give it to tokens that do not exist."""
     tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
     largest = _largest(logits, tokens)
     is_finite = mx.isfinite(largest)
@@ -225,9 +223,8 @@ def _key(seed: int, position: int) -> mx.array:
 
 
 def score(logits: mx.array, tokens: mx.array, num_top: int) -> list[mx.array]:
-    """Returns the log-probabilities (n,) of tokens (n,), lazily, from logits (n, vocabulary), and
-    the ids and log-probabilities (n, num_top) of the likeliest tokens, best first.
-    Log-probabilities are NaN where the logits are not finite; logits of -inf are fine."""
+    """Returns log-probabilities (n,) of tokens (n,), lazily, from logits (n, vocabulary), and ids
+    and log-probabilities (n, num_top) of the likeliest; NaN for logits that are NaN or infinite."""
     logits = logits.astype(mx.float32)
     total = mx.logsumexp(logits, axis=-1, keepdims=True)
     is_finite = mx.isfinite(total)

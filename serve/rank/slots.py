@@ -87,8 +87,7 @@ def _size(held: Buffer) -> tuple[int, int]:
 
 
 def num_slots(num_rows: int) -> int:
-    """Returns the number of slots for this many rows, in steps, so that few joins need larger
-    buffers."""
+    """Returns the slots for this many rows, in steps, so that few joins need larger buffers."""
     for size in _CLASSES:
         if size >= num_rows:
             return size
@@ -190,13 +189,12 @@ class SlotCache(BatchKVCache):
 
     @property  # type: ignore[misc]
     def state(self) -> Any:
-        """The arrays to evaluate after a forward. Offsets are not among them, because SlotBatch
-        sets new ones before each forward."""
+        """The arrays to evaluate after a forward, without the offsets, which are set before
+        each."""
         return self.keys, self.values
 
     def reserve(self, rows: int, columns: int, keys: Buffer, values: Buffer) -> None:
-        """Makes room for this number of rows and columns like the given ones. It grows by a share
-        of the present size, because growing copies everything."""
+        """Makes room for rows and columns like these, and some more, because growing copies all."""
         held_rows, held = _size(self.keys)
         if rows <= held_rows and columns <= held:
             return
@@ -238,8 +236,7 @@ class SlotCache(BatchKVCache):
         self._idx += by
 
     def write(self, slot: int, start: int, keys: Buffer, values: Buffer) -> None:
-        """Writes a row of keys and values (1, heads, length, D) to a slot, and clears the columns
-        before it."""
+        """Writes a row (1, heads, length, D) to a slot, and clears the columns before it."""
         _, length = _size(keys)
         rows = slice(slot, slot + 1)
         columns = slice(start, start + length)
@@ -282,8 +279,7 @@ class SlotCache(BatchKVCache):
 
 
 class QuantizedSlotCache(SlotCache):
-    """A SlotCache of quantised keys and values. mlx-lm's attention recognises it by `group_size`
-    and `bits`."""
+    """A SlotCache of quantised values, which mlx-lm recognises by `group_size` and `bits`."""
 
     def __init__(self, rows: int, group_size: int, bits: int) -> None:
         super().__init__(rows)
@@ -348,8 +344,7 @@ class SlotBatch:
         self._fed = list(sequences)
 
     def in_the_way(self) -> list[int]:
-        """Returns idle rows that should get caches of their own before another row joins, because
-        no slot is free, or because there are more idle rows than others."""
+        """Returns idle rows to move before another joins: if no slot is free, or most are idle."""
         idle = [s for s in self._starts if s not in self._fed]
         count = len(self._slots)
         is_full = None not in self._slots and count == num_slots(count)
@@ -436,8 +431,7 @@ class SlotBatch:
         return [None] * len(self.caches)
 
     def to_park(self, sequences: list[int], num_tokens: int) -> list[int]:
-        """Returns the idle rows that are in the way of the next forward, which feeds these
-        sequences."""
+        """Returns the idle rows in the way of a forward that feeds these sequences."""
         if not isinstance(self.caches[0], SlotCache):
             return []
         if self._end + num_tokens > self.caches[0].num_columns:
@@ -451,8 +445,7 @@ class SlotBatch:
         return idle[:num_parked]
 
     def arrange(self, feeds: Mapping[int, int]) -> list[int | None]:
-        """Makes these sequences the rows of the next forward. Returns them in the order of the
-        batch, with None for a row that is only padding."""
+        """Makes these the rows of the next forward. Returns them in order; None is padding."""
         sequences = self._fed = list(feeds)
         num_tokens = max(feeds.values())
         self.has_grown = False
@@ -502,8 +495,7 @@ class SlotBatch:
         self._end = max(self._ends.values())
 
     def _align_if_no_drafts_come(self, num_tokens: int) -> None:
-        """Moves rows to end in one column. This copies them, so it waits for several steps without
-        drafts."""
+        """Moves rows to end in one column. It copies, so it waits for steps without drafts."""
         if num_tokens > 1 or not self._clears_behind:
             self._num_steps_without_drafts = 0
             return

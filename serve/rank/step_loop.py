@@ -78,9 +78,8 @@ class StepLoop:
         self.step: int | None = None  # the number of the step that is being computed
 
     def rejoin(self, transport: Transport, order: Order) -> None:
-        """Begins again in another ring, with the same layers, and with the adapters and sequences
-        that the order names. Raises EngineError if fewer tokens of a sequence are held than the
-        order says."""
+        """Begins again in another ring, with the adapters and sequences of the order. Raises
+        EngineError if fewer tokens of a sequence are held."""
         caches = self.caches
         self._begin(transport)
         if order.positions:
@@ -95,8 +94,7 @@ class StepLoop:
             self.prefix_store.forget_loaded()
 
     def put(self, step: Step) -> None:
-        """Takes a step on rank 0, and sends it as soon as the tokens that it feeds are known. It
-        may be called while earlier steps run."""
+        """Takes a step on rank 0, even while others run, and sends it once its tokens are known."""
         step = self.chooser.cut_drafts(step)
         if self.shared_head and step.sample and len(step.tokens) <= self.shared_head.max_tokens:
             step = msgspec.structs.replace(step, shares_head=True)
@@ -128,12 +126,8 @@ class StepLoop:
             self._keep(step)
 
     def forward(self, step: Step, received: list[mx.array]) -> list[mx.array]:
-        """Runs a step and returns the arrays for the next stage, or on rank 0 the tokens (B,) and
-        their scores.
-
-        Stages divide the rows into the same parts, so the arrays of one part follow those of the
-        other. The other shards of the last stage return nothing.
-        """
+        """Runs a step and returns arrays for the next stage, part by part; on rank 0 the tokens
+        (B,) and their scores. The other shards of the last stage return nothing."""
         for load in step.load:
             self.caches.begin(load.sequence, self._store().take(load.sequence), load.num_tokens)
         parts = self.caches.apply(step)
@@ -194,11 +188,8 @@ class StepLoop:
             mx.eval(arrays)
 
     def _keep(self, step: Step) -> None:
-        """Makes the checkpoints of a step, then its files.
-
-        The outputs of the step have left already, so that no other stage waits for this. The next
-        step must not be received before: its rows are written to the same buffers.
-        """
+        """Makes a step's checkpoints, then its files. Its outputs have left, so no stage waits; the
+        next step must not be received before, because it writes to the same buffers."""
         if not step.save and not step.write:
             return
         started = time.monotonic()
@@ -210,8 +201,7 @@ class StepLoop:
             self.busy_seconds += time.monotonic() - started
 
     def _write(self, step: Step) -> None:
-        """Hands the files of a step to the store, which writes them while later steps run. One that
-        cannot be made costs only speed, so it does not end the engine."""
+        """Hands a step's files to the store. One that cannot be made costs only speed."""
         for write in step.write:
             try:
                 content = self.caches.content(write)

@@ -74,11 +74,8 @@ class Verification:
         return self._draw(mx.concatenate([self.logits[n] for n in rows]), samplers, positions)
 
     def _right_ones(self, n: int, drawn: Iterable[int]) -> list[int]:
-        """Takes the tokens drawn for a row until one of them differs from the draft.
-
-        A draft whose numbers overflow may spoil the logits of all tokens before it, although they
-        give it no weight. So an overflow counts only in a row without drafts.
-        """
+        """Takes the tokens drawn for a row until one differs from the draft. A draft that overflows
+        may spoil the logits of tokens before it, so an overflow counts only without drafts."""
         drafts = self._drafts[n]
         tokens: list[int] = []
         for token, draft in zip(drawn, [*drafts, None], strict=True):
@@ -92,8 +89,7 @@ class Verification:
         return tokens
 
     def _one_by_one(self, n: int) -> Iterator[int]:
-        """Draws the tokens of a row lazily: its sampler has to know each token before the next is
-        drawn."""
+        """Draws a row's tokens lazily, each once the sampler knows the one before."""
         row = self._step.rows[n]
         for i in range(row.num_tokens):
             logits = self.logits[n][i : i + 1]

@@ -121,8 +121,7 @@ class Worker:
             self.transport.close()
 
     def _read_adapter(self, message: LoadAdapter, adapters: Adapters) -> None:
-        """Reads an adapter and answers rank 0. No step uses the adapter yet, so an error here ends
-        nothing else."""
+        """Reads an adapter and answers rank 0. No step uses it yet, so an error ends nothing."""
         answer: AdapterRead | AdapterRefused
         try:
             answer = adapters.answer(message)
@@ -168,8 +167,7 @@ class Worker:
         return f"{order.name}: its right neighbour is gone, rank {right}."
 
     def _leave_ring(self, loop: StepLoop, reason: str) -> None:
-        """Leaves a lost ring, and answers the parent when it sends Leave. If this blocks or fails,
-        the parent ends this process."""
+        """Leaves a lost ring, and answers Leave. If this blocks, the parent ends this process."""
         if self._leaves.empty():
             self.parent.send(RingLost(reason))
         loop.transport.leave()

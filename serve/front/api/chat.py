@@ -28,11 +28,8 @@ def prepare(
     max_context: int,
     finds_boundaries: bool = False,
 ) -> Job:
-    """Renders and encodes the messages. This is slow: call it in a thread. If finds_boundaries, the
-    prompt also gets its boundaries, which takes longer.
-
-    Raises RequestError if the messages do not fit into max_context tokens.
-    """
+    """Renders and encodes the messages, with the prompt's boundaries if finds_boundaries. This is
+    slow: call it in a thread. Raises RequestError if they do not fit into max_context tokens."""
     encoded = _encoded(request, tokenizer, max_context)
     is_thinking = _is_thinking(encoded.text, tokenizer.dialect)
     constraint = _constraint(request, tokenizer, is_thinking)
@@ -78,8 +75,7 @@ def prepare(
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A prompt: its parts, its text and its tokens, and the limit of the answer's tokens. If
-    is_cut, the tokens at the start of the text were left out."""
+    """A prompt, and the limit of its answer in tokens. If is_cut, its first tokens are left out."""
 
     parts: ChatPrompt
     text: str
@@ -106,8 +102,7 @@ def _encoded(request: ChatRequest, tokenizer: Tokenizer, max_context: int) -> _E
 def _samplings(
     request: ChatRequest, tokenizer: Tokenizer, text: str, constraint: "_Constraint"
 ) -> tuple[Sampling, ...]:
-    """Returns the samplings of the request with the marks of reasoning and the grammar of the
-    answers."""
+    """Returns the request's samplings with the marks of reasoning and the grammar."""
     reasoning = request.thinking.reasoning(tokenizer, text)
     samplings: list[Sampling] = []
     for sampling in request.samplings:
@@ -122,8 +117,7 @@ def _samplings(
 
 
 def _boundaries(encoded: _Encoded, request: ChatRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns the positions at which later prompts may begin to differ from this one. There are
-    none for a short prompt, or for one that was cut."""
+    """Returns where later prompts may begin to differ; nowhere in a short or a cut prompt."""
     if encoded.is_cut or len(encoded.ids) <= MIN_TOKENS:
         return ()
     later = _rendered(encoded.parts.later(), tokenizer)
@@ -170,8 +164,7 @@ class _Constraint:
 
 
 def _constraint(request: ChatRequest, tokenizer: Tokenizer, is_thinking: bool) -> _Constraint:
-    """Returns the grammar that the request demands, and that of tools which the model may call.
-    Raises RequestError."""
+    """Returns the grammar that is demanded, or that of the tools. Raises RequestError."""
     reasoning = tokenizer.dialect.reasoning
     free_until: int | None = None
     if reasoning and is_thinking:
@@ -255,8 +248,7 @@ def _of_forced_calls(
 def _of_format(
     demanded: str, request: ChatRequest, tokenizer: Tokenizer, free_until: int | None
 ) -> _Constraint:
-    """Returns the grammar of a format. If the model may also call tools, the answer is either calls
-    or text in the format."""
+    """Returns the grammar of a format, or of calls instead if the model may call tools."""
     use = request.tool_use
     schema = schema_of(demanded)
     either = None

@@ -16,8 +16,7 @@ _DEFAULT_MAX_TOKENS = 16
 
 
 def prepare(body: CompletionBody, tokenizer: Tokenizer, max_context: int) -> Job:
-    """Encodes the prompts. This is slow: call it in a thread. Raises RequestError if a prompt does
-    not fit into max_context tokens."""
+    """Encodes the prompts; slow, so call it in a thread. Raises RequestError if one is too long."""
     window = ContextWindow(max_context, "prompt", body.truncate_prompt_tokens)
     grammars = body.grammars()
     samplings = body.samplings(tokenizer, grammars, body.logprobs, body.num_scored)

@@ -14,17 +14,15 @@ _WHOSE = {
 
 
 def asked_tokens(given: int | None, default: int | None) -> int | None:
-    """Returns the limit of an answer that a request asks for; None for as many tokens as fit, which
-    a request writes as -1."""
+    """Returns the limit that a request sets; None for as many tokens as fit, written as -1."""
     limit = default if given is None else given
     return None if limit == -1 else limit
 
 
 @dataclass(frozen=True, slots=True)
 class ContextWindow:
-    """The max_context tokens that a prompt and its answer share. param is the field that holds the
-    prompt. keep is how many of the prompt's last tokens are used; None for all of them. Without an
-    answer, min_answer is 0."""
+    """The max_context tokens of a prompt and its answer (none if min_answer is 0). param is the
+    field with the prompt. Only its last keep tokens are used, if keep is not None."""
 
     max_context: int
     param: str

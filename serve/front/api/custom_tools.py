@@ -115,8 +115,7 @@ class NamedCustom(Body):
 
 
 def custom_input(text: str) -> str:
-    """Returns the input of a custom tool by the arguments that the model wrote: its one string, or
-    else the whole text."""
+    """Returns the one string in the arguments that the model wrote, or else the whole text."""
     arguments = as_object(text)
     if arguments is not None and isinstance(arguments.get("input"), str):
         return str(arguments["input"])

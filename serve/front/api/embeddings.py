@@ -56,8 +56,7 @@ class EmbeddingJob(msgspec.Struct, frozen=True, tag=True):
 
 
 def prepare(body: EmbeddingBody, tokenizer: Tokenizer, max_context: int) -> EmbeddingJob:
-    """Encodes the inputs. This is slow: call it in a thread. Raises RequestError if one does not
-    fit into max_context tokens."""
+    """Encodes the inputs; slow, so call it in a thread. Raises RequestError if one is too long."""
     window = ContextWindow(max_context, "input", body.truncate_prompt_tokens, min_answer=0)
     adds_special = body.add_special_tokens is not False
     prompts: list[Prompt] = []
@@ -75,9 +74,8 @@ def to_embed(ids: list[int]) -> Prompt:
 
 
 def encode(job: EmbeddingJob, embeddings: Sequence[bytes]) -> bytes:
-    """Returns the reply as JSON. embeddings are float32 numbers in little-endian bytes. Call it in
-    a thread if there are many: each embedding is encoded by itself, so that other threads get their
-    turn."""
+    """Returns the reply as JSON. embeddings are float32 numbers in little-endian bytes, encoded one
+    by one: call it in a thread if there are many."""
     frame = {
         "object": "list",
         "data": [],

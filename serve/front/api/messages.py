@@ -121,8 +121,7 @@ class ToolCall(Tolerant):
 
 
 class Message(Tolerant):
-    """A message of any role. function_call and the role function are OpenAI's older names for a
-    call and its result; reasoning is vLLM's name for reasoning_content."""
+    """A message of any role. The role function and function_call are OpenAI's older names."""
 
     role: Annotated[str, Field(min_length=1, max_length=MAX_ROLE_CHARACTERS)]
     content: AnyContent = None
@@ -181,8 +180,7 @@ class CallPart(TypedDict):
 
 
 class ChatMessage(TypedDict):
-    """A message in the form of OpenAI's chat. Empty fields are absent. parts is set if
-    a part of the content has fields beside its text."""
+    """A message of OpenAI's chat without empty fields; parts only if they have more than text."""
 
     role: str
     content: NotRequired[str]
@@ -195,8 +193,7 @@ class ChatMessage(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class AssistantPart:
-    """A part of an assistant's message in an API that lists texts, thoughts and calls one by one.
-    One of the fields is set."""
+    """A part of an assistant's message. One of the fields is set."""
 
     text: str | None = None
     thought: str | None = None
@@ -210,8 +207,7 @@ def called(id: str, name: str, arguments: str) -> AssistantPart:
 
 
 def plain_messages(given: Iterable[Message]) -> list[ChatMessage]:
-    """Returns the messages of a validated request of OpenAI's API, without empty fields. The older
-    fields for calls and their results become those for tools."""
+    """Returns OpenAI's messages without empty fields, and with tools in place of functions."""
     messages: list[ChatMessage] = []
     last_id = ""
     for number, message in enumerate(given):
@@ -234,8 +230,7 @@ def plain_messages(given: Iterable[Message]) -> list[ChatMessage]:
 
 
 def _add_thoughts_and_calls(plain: ChatMessage, message: Message, number: int) -> str:
-    """Adds the fields that only an assistant's message has. Returns the id of its last call, or an
-    empty string."""
+    """Adds the fields of an assistant's message. Returns the id of its last call, or ""."""
     if message.thought is not None:
         plain["reasoning_content"] = message.thought
     given = message.tool_calls or []
@@ -293,9 +288,8 @@ def _assistant_message(parts: list[AssistantPart]) -> ChatMessage:
 def template_message(
     message: ChatMessage, reads: Callable[[str], bool] = lambda _: False
 ) -> dict[str, Any]:
-    """Converts a message for chat templates: the role developer becomes system, and the arguments
-    of a call become an object. A template that reads one of the further fields of content parts
-    gets the parts."""
+    """Converts a message for chat templates: developer becomes system, and arguments an object. A
+    template that reads further fields of parts gets the parts."""
     fields: dict[str, Any] = {**message}
     parts = fields.pop("parts", [])
     names = {name for part in parts for name in part}
@@ -327,6 +321,5 @@ def arguments_object(text: str) -> dict[str, Any]:
 
 
 def invalid_arguments(text: str) -> dict[str, Any]:
-    """Returns an object around text that is not a JSON object, as Anthropic advises. A call that
-    was cut off has one too: the part that could be read would look like all of it."""
+    """Returns an object around text that is no JSON object, or was cut, as Anthropic advises."""
     return {"INVALID_JSON": text}

@@ -24,8 +24,7 @@ _NO_TIME = re.compile(r"0+(\.0*)?([nuµm]?s|m|h)?")
 
 
 class Options(Body):
-    """The values are checked as those of a chat. Options of Ollama's own engine, such as num_ctx
-    and num_gpu, are ignored."""
+    """Checked as the fields of a chat. Options of Ollama's engine, such as num_ctx, are ignored."""
 
     model_config = ConfigDict(extra="ignore", json_schema_extra={"additionalProperties": True})
 
@@ -42,8 +41,7 @@ class Options(Body):
 
 
 class _OllamaBody(Lenient):
-    """keep_alive says how long Ollama keeps a model in memory. This server always keeps it. shift
-    lets an answer go on beyond the context, where it always ends here."""
+    """keep_alive and shift have no effect: the model stays, and answers end with the context."""
 
     model: str = DEFAULT_MODEL
     stream: bool | None = None
@@ -69,8 +67,7 @@ class _OllamaBody(Lenient):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def num_kept(self, max_context: int) -> int:
-        """Returns the length of a prompt that is shortened, in tokens. The rest of the context is
-        for the answer."""
+        """Returns the number of tokens of a shortened prompt, which leaves room for the answer."""
         num_answer = max(1, max_context // _ANSWER_PART)
         limit = self.options.num_predict if self.options else None
         if limit is not None and limit > 0:
@@ -78,9 +75,8 @@ class _OllamaBody(Lenient):
         return max_context - num_answer
 
     def shortened_if_needed(self, prepare: Callable[[int | None], Job], max_context: int) -> Job:
-        """Returns the job of the whole prompt, or that of a shorter one if the prompt does not fit
-        into the context. prepare makes the job, with at most the given number of prompt tokens.
-        Raises RequestError."""
+        """Returns the job that prepare makes, with fewer prompt tokens if it does not fit into the
+        context. Raises RequestError."""
         try:
             return prepare(None)
         except RequestError as error:

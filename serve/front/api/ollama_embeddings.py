@@ -63,8 +63,7 @@ class OllamaEmbeddingsBody(_EmbeddingsBody):
         return not self.prompt
 
     def job(self, tokenizer: Tokenizer, max_context: int) -> EmbeddingJob:
-        """Encodes the prompt. This is slow: call it in a thread. Raises RequestError if it does not
-        fit into max_context tokens."""
+        """Encodes the prompt; slow, so call it in a thread. Raises RequestError if too long."""
         window = ContextWindow(max_context, "prompt", min_answer=0)
         ids = window.encode(self.prompt, tokenizer, add_special_tokens=True)
         window.check(ids)
@@ -82,9 +81,8 @@ def embeddings_reply() -> Json:
 
 
 def encode_embed(job: EmbeddingJob, embeddings: Sequence[bytes], seconds: float) -> bytes:
-    """Returns the reply of embed as JSON. embeddings are float32 numbers in little-endian bytes;
-    seconds is how long they took. Call it in a thread if there are many: each embedding is encoded
-    separately, so that other threads can run in between."""
+    """Returns the reply of embed as JSON. embeddings are float32 numbers in little-endian bytes,
+    which took seconds; call it in a thread if there are many."""
     frame = {
         **embed_reply(job.model),
         "total_duration": int(seconds * 1e9),

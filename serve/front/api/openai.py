@@ -150,8 +150,7 @@ GivenChoice = Literal["none", "auto", "required", "any"] | NamedTool | NamedCust
 
 
 def chosen(tools: list[Tool], given: GivenChoice | None) -> tuple[list[Tool], ToolChoice]:
-    """Returns the tools that are offered to the model, and the choice among them. Raises
-    RequestError for an allowed tool that was not declared."""
+    """Returns the offered tools, and the choice among them. Raises RequestError."""
     match given:
         case None:
             return tools, "auto"
@@ -371,8 +370,7 @@ class ChatBody(Templated, GenerationBody):
 
 
 def list_prompts(prompt: Any, limit: int = MAX_PROMPTS) -> Any:
-    """Returns one prompt or several, text or token ids: always a tuple of several. Raises
-    ValueError."""
+    """Returns one prompt or several, as a tuple. Raises ValueError."""
     is_one = isinstance(prompt, str) or (prompt and _is_prompt(prompt))
     prompts = [prompt] if is_one else prompt
     if not isinstance(prompts, list) or not prompts:
@@ -427,8 +425,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_scored(self) -> int | None:
-        """How many of the likeliest tokens are listed for each token of the prompt; None for no
-        scores."""
+        """How many likely tokens are listed for each token of the prompt; None for no scores."""
         counts = [self.prompt_logprobs]
         if self.echo:
             counts.append(self.logprobs)
@@ -460,8 +457,7 @@ Tokenizable = TokenizeBody | TokenizeChatBody
 
 
 def parse(kind: type[Parsed], body: dict[str, Any]) -> Parsed:
-    """Validates a body. null is the same as leaving a field out. Raises RequestError, which names
-    the first field that is wrong."""
+    """Validates a body without its nulls. Raises RequestError that names the first wrong field."""
     body = {name: value for name, value in body.items() if value is not None}
     if not issubclass(kind, Lenient):
         return _validated(kind, body)

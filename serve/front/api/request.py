@@ -38,9 +38,8 @@ class ChatPrompt:
         return replace(self, options={**options, **self.options})
 
     def later(self) -> Iterator["ChatPrompt"]:
-        """Prompts that may come later and share a prefix with this one: another chat with the same
-        system prompt and tools, and the next turns of this chat, without the thoughts of the
-        answer."""
+        """Yields prompts that may come later and share a prefix with this one: another chat with
+        the same system prompt and tools, and the next turns of this chat."""
         roles = [message["role"] for message in self.messages]
         is_system = [role in ("system", "developer") for role in roles]
         num_fixed = (*is_system, False).index(False)
@@ -73,10 +72,8 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools that the model may call, and whether it has to. If is_raw, the whole answer is the
-    input of the tool that it has to call. inputs are grammars for the one text that some tools
-    take, by the names of the tools; those of lark_inputs are left out where they cannot be
-    enforced."""
+    """The tools that the model may call, and whether it has to. If is_raw, the whole answer is a
+    tool's input. inputs are grammars of inputs by tool; those in lark_inputs are optional."""
 
     tools: list[Tool] = field(default_factory=list)
     choice: ToolChoice = "auto"
@@ -86,8 +83,7 @@ class ToolUse:
     lark_inputs: frozenset[str] = frozenset()
 
     def has_loose_inputs(self, held: Collection[str]) -> bool:
-        """Whether the model may call a tool whose input no grammar holds to its own. held are the
-        tools whose input is held."""
+        """Whether a tool may be called whose input no grammar holds; held are those held."""
         may_call = self.choice != "none" and not self.is_raw
         return may_call and not self.lark_inputs <= set(held)
 
@@ -112,8 +108,7 @@ class ToolUse:
         return declared(self.tools)
 
     def grammar(self) -> str | None:
-        """Returns the grammar of a forced call, or None if no call is forced or its input may be
-        any text. Raises RequestError."""
+        """Returns the grammar of a forced call, None if there is none. Raises RequestError."""
         if self.is_raw and isinstance(self.choice, NamedTool):
             return self.inputs.get(self.choice.function.name)
         return grammar_of_call(self.tools, self.choice, self.is_parallel)
@@ -157,12 +152,10 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """The decisions about a chat. There is an answer for each sampling. end_ids are the tokens at
-    which the engine ends an answer. grammar_param is the field that demands the samplings'
-    grammar. keep is how many of the prompt's last tokens are used; None for all of them. If
-    drops_oldest, the oldest messages are left out of a prompt that is too long, or has more tokens
-    than keep. prediction is the text that the client expects of the answers, which may make them
-    faster."""
+    """The decisions about a chat, with an answer for each sampling. The engine ends an answer at
+    end_ids. grammar_param is the field that demands the grammar. Only the prompt's last keep tokens
+    are used, if keep is not None; with drops_oldest, whole messages are left out. prediction is the
+    text that the client expects, which may make answers faster."""
 
     model: str
     prompt: ChatPrompt

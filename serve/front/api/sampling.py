@@ -74,8 +74,7 @@ def _read_biases(biases: Any) -> Any:
 
 
 def _limits(name: str, **others: Any) -> Any:
-    """Returns a pydantic field with the limits that core.types.Sampling declares for a
-    parameter."""
+    """Returns a pydantic field with the limits that core.types.Sampling declares."""
     parameter = PARAMETERS[name]
     limits: dict[str, Any] = {"le": parameter.range.max, **others}
     limits["gt" if parameter.range.excludes_min else "ge"] = parameter.range.min
@@ -113,8 +112,7 @@ else:
 
 
 class SamplingBody(NumbersBody):
-    """The sampling parameters of chats, completions and responses: PARAMETERS, and those below.
-    null is the same as leaving a field out."""
+    """The sampling parameters of chats, completions and responses: PARAMETERS and these."""
 
     logit_bias: Biases = {}
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
@@ -158,9 +156,8 @@ class SamplingBody(NumbersBody):
         logprobs: int | None,
         prompt_logprobs: int | None = None,
     ) -> tuple[Sampling, ...]:
-        """Returns the Sampling of each choice, with a seed of its own. grammars are those of this
-        body. Raises RequestError for values that do not fit the tokenizer. Whether a grammar can be
-        followed is left to Grammars.check."""
+        """Returns each choice's Sampling, with a seed of its own. Raises RequestError for values
+        that do not fit the tokenizer; grammars are checked later."""
         self._check_ids(tokenizer.vocab_size)
         basic = basic_sampling(tokenizer, {name: getattr(self, name) for name in PARAMETERS})
         allowed_ids = set(self.allowed_token_ids or ())
@@ -181,8 +178,7 @@ class SamplingBody(NumbersBody):
         return for_choices(first, self.num_choices)
 
     def grammars(self) -> dict[str, str]:
-        """Returns the grammars that an answer must follow, by the field that demands each. Raises
-        RequestError."""
+        """Returns the demanded grammars, by field. Raises RequestError."""
         found: dict[str, str] = {}
         if self.response_format:
             format_grammar = self.response_format.grammar()
@@ -219,8 +215,7 @@ def basic_sampling(
     numbers: Mapping[str, Any],
     grammar: str | None = None,
 ) -> Sampling:
-    """Returns the Sampling of an API that has no other parameters than these numbers, with a seed
-    of its own. A parameter that is None or missing has the model's default."""
+    """Returns the Sampling of these numbers, with a new seed. None means the model's default."""
     given = {name: number for name, number in numbers.items() if number is not None}
     chosen = {**tokenizer.sampling_defaults.numbers(), **given}
     chosen["top_k"] = max(0, chosen["top_k"])  # -1 turns it off, as 0 does.
@@ -233,8 +228,7 @@ def basic_sampling(
 
 
 def for_choices(first: Sampling, num_choices: int) -> tuple[Sampling, ...]:
-    """Returns the samplings of several answers to one prompt. Each has a seed of its own; the
-    prompt's scores are computed for the first one alone."""
+    """Returns the samplings of a prompt's answers, with their own seeds; scores are the first's."""
     samplings = [first]
     for number in range(1, num_choices):
         other = replace(first, seed=first.seed + number, prompt_logprobs=None)
@@ -243,16 +237,14 @@ def for_choices(first: Sampling, num_choices: int) -> tuple[Sampling, ...]:
 
 
 def first_banned_ids(tokenizer: Tokenizer, stop_ids: Iterable[int] = ()) -> tuple[int, ...]:
-    """Returns the end and stop tokens, which are banned before min_tokens; as in vLLM, also with
-    ignore_eos."""
+    """Returns the tokens banned before min_tokens, also with ignore_eos, as in vLLM."""
     ids = tokenizer.eos_ids.union(stop_ids)
     return tuple(sorted(id for id in ids if id < tokenizer.vocab_size))
 
 
 def only_grammar(grammars: Mapping[str, str]) -> str | None:
-    """Returns the grammar that answers must follow, out of those that the fields of a request
-    demand. The grammar of a forced call (tool_choice) comes first. Raises RequestError if there are
-    several others."""
+    """Returns the one grammar that answers must follow: that of a forced call (tool_choice) comes
+    first. Raises RequestError for several others."""
     if "tool_choice" in grammars:
         return grammars["tool_choice"]
     if len(grammars) > 1:

@@ -38,8 +38,7 @@ class _TagContent(Body):
 
 
 class StructuralTag(Body):
-    """A tag is JSON by a schema between `begin` and `end`. Newer versions of vLLM have the schema
-    in `content`."""
+    """JSON by a schema between `begin` and `end`. Newer vLLM has the schema in `content`."""
 
     type: Literal["tag"] | None = None
     begin: Grammar
@@ -71,8 +70,7 @@ class TriggeredTags(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's types; `schema` beside them, regex and grammar as llama.cpp, SGLang and others have
-    them; and vLLM's structural_tag, in its older and its newer form."""
+    """OpenAI's types; schema, regex and grammar of llama.cpp and SGLang; vLLM's structural_tag."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar", "structural_tag"]
     json_schema: JsonSchema | None = None
@@ -137,8 +135,7 @@ _FIELDS_OF_TYPES: dict[str, list[set[str]]] = {
 
 
 def _given_names(body: Body) -> Iterator[str]:
-    """Yields the names of the fields that were given and are not null, as the client writes
-    them."""
+    """Yields the names of fields that are not null, as the client writes them."""
     for name, value in body:
         if value is not None:
             yield type(body).model_fields[name].alias or name
@@ -182,8 +179,7 @@ class StructuredOutputs(Body):
 
 
 class OtherServersGrammars(Body):
-    """The fields in which llama.cpp, SGLang, TGI and older vLLM take a grammar. Each means the same
-    as one field of structured_outputs. A null is the same as leaving a field out."""
+    """A grammar in the fields of llama.cpp, SGLang, TGI and older vLLM. A null has no effect."""
 
     json_schema: Schema | Grammar | None = None
     regex: Grammar | None = None

@@ -24,12 +24,8 @@ _UNMARKED = interface.Reasoning(
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The reasoning that a request asks for; None leaves each part of it to the model.
-
-    effort is one of OpenAI's API ("none" to "xhigh"). is_wanted turns reasoning on or off. budget
-    is the number of tokens after which the engine ends an answer's reasoning (0: no reasoning),
-    and budget_param is the field that it comes from.
-    """
+    """The reasoning that a request asks for; None leaves it to the model. effort is OpenAI's. After
+    budget tokens (0: none) the engine ends the reasoning; budget_param is its field."""
 
     effort: str | None = None
     budget: int | None = None
@@ -37,15 +33,13 @@ class Thinking:
     budget_param: str = "thinking_token_budget"
 
     def variables(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Returns the variables of the chat template that turn reasoning on or off. Those that it
-        does not read have no effect."""
+        """Returns the template's variables for reasoning. Unknown ones have no effect."""
         marks = tokenizer.dialect.reasoning or _UNMARKED
         return marks.variables(self.effort, self.is_wanted)
 
     def reasoning(self, tokenizer: Tokenizer, prompt: str) -> Reasoning | None:
-        """Returns the marks and the budget of the answers; None if the model marks no reasoning, so
-        that a budget has no effect. prompt is the rendered text. Raises RequestError if the
-        request's budget cannot be kept."""
+        """Returns the marks and the budget; None if the model marks no reasoning. prompt is the
+        rendered text. Raises RequestError if the request's budget cannot be kept."""
         marks = tokenizer.dialect.reasoning
         if marks is None:
             return None

@@ -24,8 +24,7 @@ MIN_BOUND = 1 << 20
 def tokenize(
     fields: dict[str, Any], tokenizer: Tokenizer, max_context: int
 ) -> tuple[Tokenizable, Json]:
-    """Returns the body and the reply, for a prompt, or for messages as the chat template renders
-    them."""
+    """Returns the body and the reply, for a prompt or the messages of a chat."""
     body: Tokenizable
     if "messages" in fields:
         body = parse(TokenizeChatBody, fields)

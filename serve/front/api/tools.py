@@ -21,8 +21,7 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 
 
 class Function(Tolerant):
-    """The declaration of a function. Further keys are hints to other servers, such as
-    cache_control."""
+    """The declaration of a function. Further keys are hints to other servers."""
 
     name: ToolName
     description: str | None = None
@@ -116,8 +115,7 @@ def _check_strict(tools: Sequence[Tool]) -> None:
 
 
 def _call_schema(number: int, tool: Tool) -> dict[str, Any]:
-    """Returns the schema of a call. Because of its $id, references inside the parameters
-    (`#/$defs/...`) stay inside them."""
+    """Returns the schema of a call. Its $id keeps references (`#/$defs/...`) inside it."""
     parameters = {**_parameters(tool), "$id": f"urn:tool:{number}"}
     return {
         "type": "object",

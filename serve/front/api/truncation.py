@@ -8,12 +8,8 @@ from serve.front.text.tokens import Tokenizer
 
 
 def fitting(prompt: ChatPrompt, tokenizer: Tokenizer, max_tokens: int) -> ChatPrompt:
-    """Returns the prompt without its oldest messages: as few are left out as max_tokens tokens
-    require.
-
-    System messages at the start and the last message stay; a call and its results go together.
-    If even that is too long, the shortest prompt is returned.
-    """
+    """Returns the prompt without its oldest messages, as few as max_tokens requires. System
+    messages at the start and the last message stay, even if they are too long."""
     cuts = _cuts(prompt.messages)
     if _fits(prompt, tokenizer, max_tokens) or not cuts:
         return prompt
@@ -46,8 +42,7 @@ def _num_fixed(messages: list[ChatMessage]) -> int:
 
 
 def _cuts(messages: list[ChatMessage]) -> list[int]:
-    """Returns the indexes of the messages with which a shorter conversation may begin. The result
-    of a call is none of them: its call would be missing."""
+    """Returns where a shorter chat may begin: not with a result, whose call would be missing."""
     start = _num_fixed(messages) + 1
     indexes = range(start, len(messages))
     return [index for index in indexes if messages[index]["role"] != "tool"]

@@ -79,8 +79,7 @@ def request_error(error: ValidationError, body: dict[str, Any]) -> RequestError:
 
 
 def _refused(message: str, path: str) -> RequestError:
-    """Returns the error for a message of our own validators. Some messages begin with the field's
-    name."""
+    """Returns the error for our own validators' message, which may begin with the field's name."""
     message = message.rstrip(".")
     says_where = not path or message.startswith(f"{path} ")
     if not says_where:
@@ -130,8 +129,7 @@ def _wanted(error: ErrorDetails) -> str | None:
 
 
 def _wrong_tag(context: Context, value: Any) -> str:
-    """Returns the rest of the sentence for an object of an unknown kind. One of its fields says
-    which kind it is, or a function of ours finds out."""
+    """Returns the rest of the sentence for an object of an unknown kind."""
     if not isinstance(value, dict):
         return f"must be an object, not {_shown(value)}"
     discriminator = context["discriminator"]
@@ -152,8 +150,7 @@ def _wrong_tag(context: Context, value: Any) -> str:
 
 
 def _wrong_length(context: Context, value: Any) -> str:
-    """Returns the rest of the sentence for a list, an object or a string that is too short or too
-    long."""
+    """Returns the rest of the sentence for a list, object or string of the wrong length."""
     unit = "items"
     if isinstance(value, dict):
         unit = "fields"
@@ -169,8 +166,7 @@ def _wrong_length(context: Context, value: Any) -> str:
 
 
 def _shown(value: Any, errors: Sequence[ErrorDetails] = ()) -> str:
-    """Returns the value that was sent, as the message shows it. Text is shown only where the field
-    allows a few fixed words, because elsewhere it may be private."""
+    """Returns the value as shown. Text may be private, except where fixed words are expected."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, int | float):
@@ -193,11 +189,7 @@ def _in_json(expected: str) -> str:
 
 
 def _steps(location: Location, body: Any, is_missing: bool) -> Location:
-    """Returns the steps that exist in body, without pydantic's own, such as the names of a union's
-    parts.
-
-    The last step to a missing field does not exist either.
-    """
+    """Returns the steps that exist in body, without pydantic's own, such as parts of unions."""
     steps: list[int | str] = []
     for number, step in enumerate(location):
         if isinstance(step, int) and isinstance(body, list):

@@ -38,9 +38,8 @@ class Acceptance:
         return num_right / (self._num_all[kind] + _PRIOR_WEIGHT)
 
     def gains(self, match_length: int, num_drafts: int) -> list[float]:
-        """Returns the chance of each of num_drafts consecutive drafts to be accepted. A draft is
-        accepted only if all drafts before it are, and each accepted draft makes the match
-        longer."""
+        """Returns the chance of each of num_drafts consecutive drafts, which needs all before
+        it."""
         chances = []
         chance = 1.0
         for n in range(num_drafts):
@@ -50,9 +49,8 @@ class Acceptance:
 
 
 class HitShares:
-    """The recent shares of tokens with a right guess, and with any guess: after a token that
-    continued no match, and after one that did. prior is another HitShares, from which these begin.
-    It gets the same counts, which weigh less there."""
+    """The recent shares of tokens with a right guess, and with any guess: after a token without and
+    with a match. They begin at prior, which gets the same counts."""
 
     def __init__(self, prior: "HitShares | None" = None) -> None:
         self._prior = prior
@@ -67,13 +65,11 @@ class HitShares:
             self._prior.note(had_match, has_guess, is_hit)
 
     def gain(self, had_match: bool, token_cost: float) -> float:
-        """Returns the tokens that a draft of the next token is expected to give, minus its cost,
-        which is token_cost tokens."""
+        """Returns the tokens that a draft is expected to give, minus its cost in tokens."""
         return self._hits[had_match] - token_cost * self._guesses[had_match]
 
 
 def net_gain(gains: Iterable[float], token_cost: float) -> float:
-    """Returns the tokens that drafts are expected to give, minus their cost, if as many are fed as
-    are worth it. gains has the chance of each draft to be accepted; token_cost is the cost of a
-    draft, in tokens."""
+    """Returns the tokens that drafts should give, minus their cost, if only those worth it are fed.
+    gains has the chance of each; token_cost is the cost of one, in tokens."""
     return sum(max(0.0, chance - token_cost) for chance in gains)

@@ -8,8 +8,7 @@ from serve.front.drafts.interface import Drafter
 
 @dataclass(slots=True)
 class DraftCounts:
-    """The numbers of drafts that the stages verified, and of those that became part of an answer,
-    by drafter."""
+    """The drafts that the stages verified, and those accepted, by drafter."""
 
     drafted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(Drafter), 0))
     accepted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(Drafter), 0))

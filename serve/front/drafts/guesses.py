@@ -36,15 +36,12 @@ class Guesses:
         self._guess: int | None = None
 
     def waiting_gain(self, token_cost: float) -> float:
-        """Returns the tokens that a draft of the token after the next one is expected to give,
-        minus what it costs. token_cost is the cost of a draft, in tokens. The estimate comes from
-        recent tokens that came after a match, if the newest token has one, and otherwise from the
-        others."""
+        """Returns the tokens that a draft of the token after the next should give, minus its cost
+        in tokens."""
         return self._hit_shares.gain(self._match is not None, token_cost)
 
     def next_gain(self, max_drafts: int, token_cost: float) -> float:
-        """Returns the tokens that drafts are expected to give behind the token that comes next,
-        minus what they cost. token_cost is the cost of a draft, in tokens."""
+        """Returns the tokens that drafts behind the next token should give, minus their cost."""
         if self._match is None:
             return max(0.0, self._hit_shares.gain(False, token_cost))
         length = self._match.length
@@ -52,8 +49,7 @@ class Guesses:
         return self._acceptance.share(length) * net_gain(gains, token_cost)
 
     def catch_up(self, sequence: Sequence) -> bool:
-        """Learns the tokens that have come, but only a part if there are many. Returns whether
-        nothing is left to learn."""
+        """Learns new tokens, a part if there are many. Returns whether nothing is left."""
         if self._to_add:
             for token in self._to_add[:_MAX_ADDED_AT_ONCE]:
                 self._suffixes.add(token)

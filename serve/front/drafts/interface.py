@@ -21,12 +21,10 @@ class Drafting(Protocol):
     """Makes drafts. It is pure: no clock, socket or array."""
 
     def propose(self, sequences: ReadableList[Sequence]) -> list[Draft]:
-        """Returns the draft of each row of a step. It is empty for a row whose newest token is not
-        known, and for a row of which the stages hold nothing."""
+        """Returns each row's draft, empty if its newest token or its text is not held yet."""
 
     def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
-        """Whether the next step of these rows should wait until their newest tokens are known, so
-        that it can have drafts."""
+        """Whether a step should wait until its newest tokens are known, to have drafts."""
 
     def ask(self, sequences: ReadableList[Sequence], num_busy_groups: int) -> list[int]:
         """Returns for each row of a step how many tokens rank 0's draft model should guess after

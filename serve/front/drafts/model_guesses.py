@@ -21,16 +21,14 @@ _MIN_RETURN = 2.0  # of the time in which it reads a text
 
 
 class ModelCosts(NamedTuple):
-    """The times of the draft model, as shares of a step with one token: of one guess, and of
-    reading one token of a text."""
+    """The draft model's times of a guess and of reading a token, as shares of a one-token step."""
 
     guess: float
     reading: float
 
 
 class ModelShare:
-    """The share of right guesses of the draft model. It begins at prior, the share of all
-    sequences."""
+    """The draft model's share of right guesses. It begins at prior, the share of all sequences."""
 
     def __init__(self, prior: "ModelShare | None" = None) -> None:
         self._prior = prior
@@ -54,8 +52,7 @@ class ModelGuesses:
         self._num_read = 0  # tokens of the text that the draft model has read
 
     def learn(self, sequence: Sequence) -> None:
-        """Compares the guesses with the tokens that have come. A guess behind a wrong one is not
-        counted, because it continues another text."""
+        """Compares the guesses with the new tokens, up to the first that is wrong."""
         new = sequence.output[self._num_known :]
         guesses = sequence.guesses
         if guesses:
@@ -90,14 +87,10 @@ def best_number(
     guess_cost: float = 0.0,
     min_gain: float = _MIN_GAIN,
 ) -> tuple[int, float]:
-    """Returns the number of guesses for each row at which a step gives the most tokens per time,
-    and how many tokens a row then gets in the time of a step without guesses. Rows with fewer
-    guesses get all of theirs. Returns 0 and 1 if a row would not get more than min_gain tokens.
-
-    gains has the chance of each guess of each row to be accepted. As shares of a step without
-    guesses, token_cost is the time to verify a guess, and guess_cost that of the draft model for
-    one guess of all rows.
-    """
+    """Returns how many guesses for each row give the most tokens per time, and how many tokens a
+    row then gets in the time of a step without guesses; 0 and 1 if not over min_gain. gains has the
+    chance of each row's guesses. token_cost, to verify a guess, and guess_cost, to make one for all
+    rows, are shares of a step without guesses."""
     num_rows = len(gains)
     tokens = float(num_rows)
     seconds = 1.0

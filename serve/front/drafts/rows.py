@@ -53,6 +53,5 @@ def take_guesses(
 
 
 def awaits_result(sequences: ReadableList[Sequence]) -> bool:
-    """Whether the next step of these rows depends on a result that is still to come: on how many
-    drafts are right, or on guesses of the draft model."""
+    """Whether the next step of these rows depends on results of drafts or guesses to come."""
     return any(sequence.drafts or sequence.num_asked for sequence in sequences)

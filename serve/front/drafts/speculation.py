@@ -26,9 +26,8 @@ _MIN_TOKEN_COST = 0.01  # Because of noise, it can be measured as nothing.
 
 
 class Speculation:
-    """Makes the drafts for the scheduler's steps. The caller sets is_possible (whether the stages
-    can forget wrong drafts), token_cost (the time of one more token, as a share of a step with one
-    token) and model_costs (None without a draft model)."""
+    """Makes drafts. The caller sets is_possible (stages can forget drafts), token_cost (the share
+    of a one-token step) and model_costs (None without a draft model)."""
 
     def __init__(self) -> None:
         self.is_possible = False
@@ -125,9 +124,8 @@ class Speculation:
         costs: ModelCosts,
         token_cost: float,
     ) -> list[float]:
-        """Returns the chance of each guess that the draft model could make behind the next token of
-        a row; none if that does not pay, or if the text itself is expected to give better
-        drafts."""
+        """Returns the chances of the draft model's guesses behind the next token; none if they do
+        not pay, or if the text gives better drafts."""
         max_guesses = min(MAX_GUESSES, sequence.num_left - 1)
         model_guesses = self._model_guesses_of(sequence)
         if max_guesses < 1 or not sequence.may_draft:

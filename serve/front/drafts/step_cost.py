@@ -38,7 +38,6 @@ class StepCost:
         return max(0.0, slope / (self._variance + _PRIOR_WEIGHT))
 
     def seconds(self, num_tokens: int) -> float:
-        """Returns the time of a step with num_tokens tokens. It is never less than half of the
-        mean."""
+        """Returns the time of a step with num_tokens tokens, at least half of the mean."""
         estimate = self._seconds + (num_tokens - self._tokens) * self.seconds_per_token
         return max(0.5 * self._seconds, estimate)

@@ -17,8 +17,7 @@ class Match:
 
 
 class Suffixes:
-    """A text to which tokens are added. A match has at least two tokens, because one token says too
-    little. Finding it takes a time that does not depend on the length of the text."""
+    """A growing text. Finding a match, of at least two tokens, takes constant time."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -53,8 +52,7 @@ class Suffixes:
         return best
 
     def draft(self, match: Match, max_tokens: int) -> list[int]:
-        """Returns the tokens that followed a match; the longer the match, the more. Where the text
-        ends, the part since the match is repeated."""
+        """Returns the tokens after a match, more after a longer one; at the end they repeat."""
         num_tokens = min(max_tokens, _DRAFTS_BY_MATCH * match.length)
         period = len(self._tokens) - match.place
         if num_tokens <= period:

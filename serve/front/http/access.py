@@ -23,8 +23,7 @@ class Access(Enum):
 
 
 class Dialect(Enum):
-    """The API whose error objects a call returns. BOTH is OpenAI's, or Anthropic's if the request
-    has a header anthropic-version."""
+    """The API of a call's errors. BOTH is Anthropic's with a header anthropic-version."""
 
     OPENAI = "openai"
     ANTHROPIC = "anthropic"
@@ -34,9 +33,8 @@ class Dialect(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The rules for a call. With ignores_load it is answered even while the server is draining or
-    has too many connections. is_endless marks a stream without an end: a drain does not wait for
-    it."""
+    """The rules for a call. ignores_load: it is answered while draining or overloaded. is_endless:
+    a drain does not wait for this stream."""
 
     access: Access
     dialect: Dialect = Dialect.OPENAI
@@ -48,9 +46,8 @@ CLIENT = Policy(Access.CLIENT)
 
 
 class Route(routing.Route):
-    """A route with the policy of its endpoint. It also matches paths without /v1, and paths with
-    one more, because clients leave it out, or append it to a base URL that ends with it. Raises
-    TypeError for an endpoint without a policy."""
+    """A route with its endpoint's policy. It also matches paths without /v1 or with one more, as
+    base URLs of clients make them. Raises TypeError for an endpoint without a policy."""
 
     def __init__(self, path: str, endpoint: Endpoint, methods: Sequence[str] = ("GET",)) -> None:
         super().__init__(path, endpoint, methods=methods)

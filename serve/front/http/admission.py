@@ -36,8 +36,7 @@ class Keys:
         return next((_digest(token).hex() for token in valid), "")
 
     def client_of(self, scope: Scope) -> str:
-        """Returns a name of the client that it cannot forge: its API key's digest, or else its
-        address, which all clients of a proxy share."""
+        """Returns the client's API key's digest, or else its address: neither can be forged."""
         address = scope.get("client") or ("",)
         return self.digest(scope) or str(address[0])
 
@@ -108,8 +107,7 @@ class AccessCheck:
             self._hosts.check(scope)
 
     def _check_room(self, policy: Policy, scope: Scope) -> None:
-        """Raises UnavailableError. Probes are always answered, because a supervisor might kill a
-        server that does not answer them, and all its answers would be lost."""
+        """Raises UnavailableError. Probes are always answered: supervisors kill without them."""
         if policy.ignores_load:
             return
         if self._draining:
@@ -121,8 +119,7 @@ class AccessCheck:
 
 
 class CheckedRoute(BaseRoute):
-    """A route that runs only after the check of its own policy. Starlette has matched it by then,
-    so no path can be checked as one call and run as another."""
+    """A route that runs only after the check of its own policy, once Starlette has matched it."""
 
     def __init__(self, route: Route, check: AccessCheck) -> None:
         self._route = route
@@ -138,8 +135,7 @@ class CheckedRoute(BaseRoute):
 
 
 class NoRoute:
-    """Answers 404 to what no route matches. policies has those of folders, whose calls return
-    other errors than OpenAI's."""
+    """Answers 404 to what no route matches, with the policy (and errors) of its folder."""
 
     def __init__(self, check: AccessCheck, policies: Mapping[str, Policy]) -> None:
         self._check = check

@@ -19,8 +19,7 @@ class Body(BaseModel):
 
 
 class Tolerant(Body):
-    """The base of objects whose unknown fields change nothing, such as the messages that a client
-    sends back as a server gave them: such fields are ignored."""
+    """Ignores unknown fields, such as those of messages that a client sends back."""
 
     model_config = ConfigDict(extra="ignore", json_schema_extra={"additionalProperties": True})
 

@@ -26,11 +26,9 @@ class _Waiting:
 
 
 class FairQueue:
-    """Threads for slow work, in one event loop. what names the work in errors.
-
-    A client has one thread at a time. A free thread goes to the client that was served longest
-    ago, for the smallest of its work; but urgent work, of any client, comes before the rest.
-    """
+    """Threads for slow work, in one event loop. what names the work in errors. A client has one
+    thread at a time. A free one goes to the client served longest ago, for its smallest work; but
+    urgent work, of any client, comes first."""
 
     def __init__(self, what: str, num_threads: int, max_waiting: int) -> None:
         self._what = what

@@ -38,8 +38,7 @@ _logger = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """The outermost application, which logs one line for each request and counts it. field_names
-    are the names of fields that the log may show."""
+    """The outermost application: logs and counts requests. The log may show field_names."""
 
     def __init__(
         self,
@@ -116,8 +115,7 @@ def error_reply(scope: Scope, error: BrigadeError) -> Mapping[str, Any]:
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
-    """Returns the body, joined: for small ones, parsed in the event loop. Raises as
-    `read_parts`."""
+    """Returns a small body, joined, to be parsed in the event loop. Raises as `read_parts`."""
     limits: Constants = scope[LIMITS]
     max_bytes = min(MAX_JOINED_BYTES, limits.max_body_bytes)
     return b"".join(await _receive(scope, receive, max_bytes))
@@ -125,8 +123,7 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
 
 async def read_parts(scope: Scope, receive: Receive) -> Parts:
     """Returns the body in the parts that arrived: joining megabytes would block the event loop.
-    Raises StatusError: before reading, 415 for another type than JSON and 413 for an announced size
-    over the limit; later 408 for a slow body."""
+    Raises StatusError: 415 for another type than JSON, 413 for its size, 408 if it is slow."""
     limits: Constants = scope[LIMITS]
     return await _receive(scope, receive, limits.max_body_bytes)
 
@@ -166,9 +163,8 @@ def _check_type(dialect: Dialect, headers: dict[bytes, bytes]) -> None:
 
 
 async def _collect(receive: Receive, max_bytes: int, pace: asyncio.Lock) -> Parts:
-    """Receives a body. All share pace, which lets large ones continue one at a time and one part in
-    a tick of the event loop: many at once delay other requests no more than one does. A body waits
-    only after a part of it has arrived, so a slow client delays nobody."""
+    """Receives a body. Large ones share pace and continue one at a time, a part in a tick of the
+    event loop, so that many delay others no more than one does."""
     parts: list[bytes] = []
     num_bytes = 0
     while True:
@@ -191,8 +187,7 @@ def _too_large(max_bytes: int) -> StatusError:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
-    """Returns the result of work, or cancels it and raises StatusError if the client leaves
-    first."""
+    """Returns the result of work. If the client leaves first, cancels it and raises StatusError."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_gone(receive))
     try:

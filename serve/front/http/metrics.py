@@ -26,8 +26,7 @@ _HOPS = ("brigade_hop_seconds", "Time from a hop's header to its tensors")
 
 
 class Metrics:
-    """The counters and histograms of the server. pipeline returns what /admin/pipeline shows; it is
-    called whenever the metrics are read."""
+    """The server's counters and histograms. pipeline is called whenever they are read."""
 
     def __init__(self, pipeline: Callable[[], dict[str, Any]]) -> None:
         self._registry = registry = CollectorRegistry()
@@ -78,8 +77,7 @@ class Metrics:
         self._request.observe(seconds)
 
     def request(self, endpoint: str, status: int) -> None:
-        """Counts a request. status is the HTTP status, or 499 if the client left. endpoint is a
-        path of this server or `other`, so that clients cannot add metrics."""
+        """Counts a request. endpoint is a known path or `other`; 499 means the client left."""
         self._requests.labels(endpoint=endpoint, status=str(status)).inc()
 
     def totals(self) -> dict[str, float]:

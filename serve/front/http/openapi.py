@@ -28,8 +28,7 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The description of a call: who may make it, the type of its body, if it has one, and the
-    schemas of the parameters in its query."""
+    """The description of a call: who may make it, the type of its body, and its query's schemas."""
 
     policy: Policy
     body: Any
@@ -65,8 +64,7 @@ def by_method(**endpoints: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def summaries(routes: Iterable[Route]) -> dict[str, str]:
-    """Returns the first line of each call's docstring, by its method and path, such as `GET
-    /ready`."""
+    """Returns the first line of each call's docstring, by its method and path (`GET /ready`)."""
     return {
         f"{method} {_template(route)}": _summary(_endpoint(route, method))
         for route in routes

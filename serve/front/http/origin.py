@@ -30,9 +30,8 @@ _FORWARDING = re.compile(
 
 
 class Hosts:
-    """The values of Host under which this server may be called without a key. DNS rebinding needs a
-    name, so a server that listens beyond loopback accepts every IP address. One on loopback accepts
-    loopback addresses and localhost only."""
+    """The values of Host that need no key. DNS rebinding needs a name, so a server beyond loopback
+    accepts every IP address; one on loopback only that and localhost."""
 
     def __init__(self, bound: str, allowed: Iterable[str]) -> None:
         names = [host_of(name) or name.lower() for name in (bound, *allowed)]
@@ -72,8 +71,7 @@ def own_names(host_name: str) -> set[str]:
 
 
 def check_local(scope: Scope) -> None:
-    """Raises StatusError 403 unless a process on this host sent the request directly: over
-    loopback, to a loopback name, with no sign of a proxy or of another site's web page."""
+    """Raises StatusError 403 unless a process on this host sent it directly, over loopback."""
     client = scope.get("client")
     is_here = client is not None and _is_loopback(client[0])
     if not (is_here and _names_loopback(scope) and not _was_forwarded(scope)):
@@ -97,8 +95,7 @@ def is_loopback_name(host: str) -> bool:
 
 
 def _names_loopback(scope: Scope) -> bool:
-    """Whether the only Host is a loopback name, and the request comes from no other site's web
-    page."""
+    """Whether Host is one loopback name, and no other site's web page sent the request."""
     hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
     if len(hosts) != 1 or len(origins) > 1:
         return False

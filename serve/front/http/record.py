@@ -22,9 +22,8 @@ _UNKNOWN_FIELD = "*"
 
 @dataclass(slots=True)
 class Record:
-    """The facts about a request that its log line shows; None if unknown. started is a time of
-    time.perf_counter. path is that of the route, and field_names are the names of fields that the
-    line may show, so nothing in it but the request's id was chosen by a client."""
+    """The facts that a request's log line shows; None if unknown. started is a time.perf_counter.
+    path is the route's and field_names limits param: clients choose nothing but the id."""
 
     request: str
     method: str
@@ -47,8 +46,7 @@ class Record:
     field_names: frozenset[str] = frozenset()
 
     def fail(self, error: BrigadeError) -> None:
-        """Notes why the request failed. The message of a RequestError may quote the client, so it
-        is for the client only; other errors are in the server's own words."""
+        """Notes why the request failed. A RequestError's message may quote the client."""
         self.code = error.code
         self.param = error.param and self._known(error.param)
         is_internal = error.http_status == BrigadeError.http_status  # logged with its traceback
@@ -68,8 +66,7 @@ class Record:
         return time.perf_counter() - self.started
 
     def line(self) -> str:
-        """Returns the log line, as key=value without unknown values. No value can contain a line
-        break."""
+        """Returns the log line, as key=value without unknown values or line breaks."""
         pairs = {
             "request": self.request,
             "client": self.client,

@@ -35,8 +35,7 @@ def encode(body: Mapping[str, Any] | Sequence[Any]) -> bytes:
 
 
 def encode_in_slices(body: Mapping[str, Any]) -> bytes:
-    """Encodes a long reply in a thread, with the same result as `encode`. It encodes a part at a
-    time, because json holds Python's lock for the whole of a call."""
+    """Encodes a long reply in a thread, like `encode`, but in parts: json holds Python's lock."""
     return "".join(_slices(body)).encode()
 
 
@@ -127,8 +126,7 @@ def error_headers(error: BrigadeError) -> dict[str, str]:
 
 
 def _public_message(error: BrigadeError) -> str:
-    """Returns the error's message if it is written for clients: others may contain paths and
-    addresses."""
+    """Returns the message if it is for clients: others may contain paths and addresses."""
     if isinstance(error, RequestError | UnavailableError | GivenUpError):
         return str(error)
     if error.http_status == UnavailableError.http_status:
@@ -150,8 +148,7 @@ def ignored_fields(names: Sequence[str]) -> dict[str, str]:
 
 
 def listed(header: str, names: Sequence[str]) -> dict[str, str]:
-    """Returns a header that lists names; `...` replaces those that do not fit, and without names
-    there is no header. The names are percent-encoded, because some of them are a client's text."""
+    """Returns a header that lists names, percent-encoded; `...` replaces those that do not fit."""
     shown: list[str] = []
     left = MAX_IGNORED_CHARACTERS
     for name in names:

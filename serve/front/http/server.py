@@ -71,13 +71,11 @@ class Config(uvicorn.Config):
 
 
 class RefusedError(h11.RemoteProtocolError):
-    """A request is valid for h11 but not for this server: it has more parts than are allowed, each
-    of which costs time, or names two servers. Its text is for the client."""
+    """A request that h11 allows but this server does not. Its text is for the client."""
 
 
 class Connection(h11.Connection):
-    """h11's connection, with bounds on the number of headers and of chunks, because each of them
-    takes time to parse."""
+    """h11's connection, with bounds on headers and chunks, each of which takes time to parse."""
 
     _num_chunks = 0
     _num_bytes = 0
@@ -107,9 +105,8 @@ class Connection(h11.Connection):
 
 
 def origin_form(request: h11.Request) -> h11.Request:
-    """Returns a request whose target is an absolute URL (RFC 9112, 3.2.2) as one whose target is a
-    path; another request as it is. Raises RefusedError if the URL and Host name different
-    servers."""
+    """Returns a request for an absolute URL (RFC 9112, 3.2.2) as one for a path; another one as it
+    is. Raises RefusedError if the URL and Host name different servers."""
     absolute = _ABSOLUTE.fullmatch(request.target)
     if absolute is None:
         return request
@@ -240,8 +237,7 @@ class Protocol(H11Protocol):
             self._sending.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses input that is not HTTP or has too many parts, with the status that h11
-        suggests."""
+        """Refuses input that is not HTTP or has too many parts, with h11's status."""
         error = sys.exc_info()[1]
         status = getattr(error, "error_status_hint", 400)
         self._refuse(replies.StatusError(status, self._objection(status, error or msg)))
@@ -338,8 +334,7 @@ class QuietServer(uvicorn.Server):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which calls drain at the first signal. The port stays open until
-    should_exit is set, so that new clients get an answer with the reason."""
+    """uvicorn's server. It calls drain at the first signal; the port is open until should_exit."""
 
     def __init__(self, app: Application, limits: Constants, drain: Callable[[], None]) -> None:
         super().__init__(Config(app, limits))
@@ -349,9 +344,8 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Installs handlers that are never removed. uvicorn's own handlers raise the signal again
-        at the end, which would kill the process before it has stopped its ranks; so would another
-        signal after they are removed."""
+        """Installs handlers for good. uvicorn's raise the signal again at the end, which would kill
+        the process before it has stopped its ranks."""
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
@@ -365,8 +359,7 @@ class Server(uvicorn.Server):
 
 
 def _allow_files(wanted: int) -> None:
-    """Raises the limit of open files, because each connection is one, and some systems allow a
-    process only 256 by default."""
+    """Raises the limit of open files: each connection is one, and some systems allow only 256."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:

@@ -149,8 +149,7 @@ class Answer(Running):
         self._num_tokens = 0
 
     async def updates(self) -> AsyncIterator[Update]:
-        """Yields what each event of the engine adds. Raises BrigadeError if the engine breaks or
-        the server stops."""
+        """Yields what each event of the engine adds. Raises BrigadeError if the engine breaks."""
         try:
             events: AsyncIterator[tuple[int, Event] | Progress] = aiter(self._generation)
             if self._lists_progress:
@@ -175,8 +174,7 @@ class Answer(Running):
 
     @property
     def prompt_progress(self) -> tuple[int, int] | None:
-        """The number of prompt tokens that are computed, and of all; None once the answer has
-        begun."""
+        """The computed prompt tokens, and all; None once the answer has begun."""
         return None if self._num_tokens else self._generation.progress
 
     async def guarded(

@@ -15,9 +15,8 @@ from serve.front.text.tokens import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """The rules that end an answer, beside its length and the model's end tokens. token_ids are
-    the stop tokens that are not end tokens. Stop strings do not count before min_tokens tokens.
-    keeps_stop leaves the stop string or token in the text."""
+    """What ends an answer beside its length and end tokens: stop strings (after min_tokens tokens)
+    and token_ids. keeps_stop leaves them in the text."""
 
     strings: tuple[str, ...] = ()
     token_ids: frozenset[int] = frozenset()
@@ -27,9 +26,8 @@ class StopRules:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of an answer that one event adds. Text may be held back; tokens and scores never
-    are. stop_reason is the stop string or stop token that ended the answer; None for an end
-    token."""
+    """What one event adds to an answer. Text may be held back, tokens and scores never. stop_reason
+    is the stop string or token that ended it; None for an end token."""
 
     text: str
     tokens: tuple[int, ...]
@@ -69,8 +67,7 @@ class Choice:
 
     @property
     def call_length(self) -> int | None:
-        """The characters so far of a call that the next piece may complete, and that has to be
-        parsed then; None outside of a call."""
+        """The characters of a call that the next piece may complete; None outside of one."""
         return self._splitter.call_length
 
     @property
@@ -79,8 +76,7 @@ class Choice:
         return self._reasoning.num_tokens if self._reasoning else 0
 
     def take(self, event: Event) -> Piece:
-        """Returns the piece that an event adds. A stop string may end the answer before the engine
-        does."""
+        """Returns the piece that an event adds. A stop string may end the answer early."""
         if event.finish_reason == "error":
             raise BrigadeError("No token could be drawn: rank 0's log has the reason.")
         if event.finish_reason == "refused":

@@ -62,8 +62,7 @@ class Conformance:
         self._collected: dict[int, _Collected] = {}
 
     async def checked(self, update: Update) -> Update:
-        """Returns the update; the one that ends an answer with the violations of the whole
-        answer."""
+        """Returns the update; the last one of an answer with all of its violations."""
         collected = self._collected.setdefault(update.number, _Collected())
         for delta in update.deltas:
             _note(collected, delta)

@@ -30,9 +30,8 @@ Reason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """The tokens of a request so far. cached_tokens are the prompt tokens that came from the prefix
-    cache. reasoning_tokens are the completion tokens between the marks of reasoning.
-    accepted_tokens are those that were guessed before, rejected_tokens are wrong guesses."""
+    """The tokens of a request so far: cached ones of its prompts, reasoning ones of its answers,
+    and how many were guessed before (accepted), or wrongly (rejected)."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -63,8 +62,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The first delta of an answer. prompt_scores are those of all prompt tokens except the first,
-    if the request asked for them."""
+    """The first delta of an answer. prompt_scores leave out the first token of the prompt."""
 
     usage: TokenUsage
     prompt_scores: tuple[Score, ...] = ()
@@ -80,9 +78,8 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The last delta of an answer. stop is the stop string or stop token that ended it, None for an
-    end token. usage counts the whole request, so that of its last answer is final. violations are
-    the rules of schemas that the answer breaks, where no grammar held it to them."""
+    """The last delta of an answer. stop is the stop string or token that ended it, if one did.
+    usage counts the whole request. violations are the rules of schemas that it breaks."""
 
     reason: Reason
     stop: str | int | None
@@ -100,9 +97,8 @@ Delta = Progress | Begin | Text | Thought | CallBegin | CallText | CallEnd | End
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The addition of one event of the engine to the answer with this number. Text may be held back
-    until it is clear what it is; tokens and their scores never are. A Progress is an update of its
-    own, which concerns all answers."""
+    """What an event of the engine adds to the answer with this number. Text may be held back,
+    tokens and scores never. A Progress concerns all answers, and comes alone."""
 
     number: int
     deltas: tuple[Delta, ...]

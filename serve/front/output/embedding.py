@@ -11,8 +11,7 @@ from serve.front.pipeline.interface import Generation, Prompt
 
 
 class Embeddings(Running):
-    """Embeds prompts a few at a time, so that a request with many does not fill the queue. submit
-    begins some of them."""
+    """Embeds prompts a few at a time, so that they do not fill the queue. submit begins some."""
 
     def __init__(
         self,
@@ -39,8 +38,7 @@ class Embeddings(Running):
 
     async def vectors(self) -> list[bytes]:
         """Returns the embedding of each prompt, as in an Event. Raises BrigadeError if the engine
-        breaks or the server stops. If it is cancelled, as when the client leaves, its generation
-        ends."""
+        breaks. Cancelling it ends its generation."""
         try:
             found: list[bytes] = []
             for start in range(0, len(self._prompts), self._num_at_once):

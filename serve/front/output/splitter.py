@@ -63,8 +63,7 @@ class Splitting:
 
 
 class Splitter:
-    """Splits one answer. num_calls counts its calls so far, dropped ones too. has_open_call says
-    that the last of them is not whole."""
+    """Splits one answer. num_calls counts all calls; has_open_call: the last is not whole."""
 
     def __init__(self, rules: Splitting, dialect: Dialect) -> None:
         self._rules = rules
@@ -74,8 +73,7 @@ class Splitter:
 
     @property
     def call_length(self) -> int | None:
-        """The characters so far of a call that is held until it can be parsed; None outside of
-        one."""
+        """The characters of a call that is held until it can be parsed; None outside of one."""
         return self._reader.call_length
 
     def feed(self, text: str) -> Iterator[Part]:
@@ -83,9 +81,8 @@ class Splitter:
         return self._shown(self._reader.feed(text))
 
     def finish(self, is_whole: bool) -> Iterator[Part]:
-        """Yields the deltas that were held back. is_whole says whether the answer ended by
-        itself. Of a demanded call that is cut off before its name nothing is shown: what was held
-        back is no text."""
+        """Yields what was held back, of an answer that is_whole or was cut off. A demanded call
+        that is cut off before its name shows nothing."""
         for part in self._shown(self._reader.finish(is_whole)):
             is_cut_call = self._rules.demands_call and not is_whole and isinstance(part, Text)
             if not is_cut_call:

@@ -50,8 +50,7 @@ class StopMatcher:
 
 
 class _Search:
-    """Looks for one string. num_matched is the length of its longest beginning that the text
-    so far ends with."""
+    """Looks for one string. num_matched is its longest beginning that the text ends with."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
@@ -59,8 +58,7 @@ class _Search:
         self._borders = borders(stop)
 
     def feed(self, delta: str) -> int | None:
-        """Returns how many characters of delta it takes to complete the string; None if all are not
-        enough."""
+        """Returns how many characters of delta complete the string; None if all do not."""
         stop, matched = self.stop, self.num_matched
         position = 0
         while position < len(delta):
@@ -81,8 +79,7 @@ class _Search:
 
 @lru_cache(_MAX_KNOWN_STOPS)
 def borders(text: str) -> tuple[int, ...]:
-    """Returns the length of the longest border of each prefix of text: the longest proper prefix
-    that is also a suffix."""
+    """Returns for each prefix its longest border: a proper prefix that is also a suffix."""
     found = [0]
     length = 0
     for character in text[1:]:

@@ -29,8 +29,7 @@ class PrefixCacheBody(Body):
 
 
 class AdminCalls:
-    """The calls of operators. begin_drain takes the number of seconds in which running answers may
-    finish."""
+    """The calls of operators. begin_drain takes the seconds in which answers may finish."""
 
     def __init__(
         self, engine: Engine, drain_seconds: float, begin_drain: Callable[[float], None]

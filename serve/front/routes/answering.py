@@ -88,8 +88,7 @@ class Answering:
         return [answer for answer in self._answers if answer.is_open]
 
     def running(self, max_num: int | None = None) -> list[Json]:
-        """Returns the requests that run or wait, the oldest first: all of them, or the first
-        max_num."""
+        """Returns the requests that run or wait, the oldest first, at most max_num."""
         answers = self.open_answers()
         answers.sort(key=lambda answer: answer.age_seconds, reverse=True)
         return [answer.describe() for answer in answers[:max_num]]
@@ -104,8 +103,7 @@ class Answering:
         self._grammars.close()
 
     async def read(self, request: Request, kind: Kind[Reading], *given: guard.Parts) -> Reading:
-        """Reads a request as a body of this kind. given are the arguments of the kind's method;
-        without them, it gets the request's body."""
+        """Reads a request as this kind of body. The kind's method gets given, or the body."""
         held = list(given) or [await guard.read_parts(request.scope, request.receive)]
         client = self._keys.client_of(request.scope)
         reader = replace(
@@ -144,8 +142,7 @@ class Answering:
         return Conformance(parameters, job.format_schema, self._checker, in_turn)
 
     async def _adapter(self, record: Record, job: Job | EmbeddingJob) -> tuple[int, dict[str, str]]:
-        """Returns the version of the adapter that a request names, or 0, and the headers of its
-        reply."""
+        """Returns the version of the adapter that a request names, or 0, and reply headers."""
         adapters = self._engine.adapters
         if job.model != self._model:
             record.adapter = job.model
@@ -203,8 +200,7 @@ class Answering:
         return structs.replace(job, not_enforced=tuple(not_enforced))
 
     async def _check(self, request: Request, grammar: str, param: str | None) -> tuple[str, ...]:
-        """Returns the keywords of schemas that the grammar does not hold. Raises RequestError for
-        the field param if no answer can follow it."""
+        """Returns keywords that the grammar does not hold. Raises RequestError for param."""
         check = partial(self.tokenizer.grammars.check, grammar, param)
         if self.tokenizer.grammars.is_known(grammar):
             return check()

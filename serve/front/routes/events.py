@@ -25,8 +25,7 @@ _WATCHING = Policy(access=Access.ADMIN, ignores_load=True, is_endless=True)
 
 
 class Observation:
-    """The state that watchers see. Its parts are set one after the other while the server starts;
-    doing says what happens while there is no engine."""
+    """The state that watchers see, set part by part. doing says what happens without an engine."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config

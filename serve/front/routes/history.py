@@ -15,8 +15,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Sample(NamedTuple):
-    """The state at a time by the server's clock, and what happened in the step before it. None
-    stands for a mean of nothing."""
+    """The state at a server's time, and what happened since the last. None: a mean of nothing."""
 
     time: float
     tokens_per_second: float
@@ -29,8 +28,7 @@ class Sample(NamedTuple):
 
 
 class History:
-    """The latest samples, the oldest first. pipeline returns what /admin/pipeline shows, and totals
-    the counters by their names."""
+    """The latest samples, the oldest first. pipeline is /admin/pipeline's, totals the counters."""
 
     def __init__(
         self, pipeline: Callable[[], dict[str, Any]], totals: Callable[[], dict[str, float]]

@@ -107,8 +107,7 @@ def _check_query(request: Request, known: Json) -> None:
 
 
 class _StoringWriter(ResponsesWriter):
-    """Stores the response before its client learns of its end, so that it can be continued at
-    once, unless the request has store=false."""
+    """Stores the response, unless store=false, before its client learns of its end."""
 
     def __init__(self, read: ReadResponse, tokenizer: Tokenizer, store: Store) -> None:
         super().__init__(read.plan, tokenizer)

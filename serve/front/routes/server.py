@@ -94,8 +94,7 @@ class ServerCalls:
         return json_response(self._described(found))
 
     def _page(self, names: list[str], query: Mapping[str, str]) -> Json:
-        """Returns a page of the list, which after_id or before_id may limit. Raises
-        RequestError."""
+        """Returns a page of the list, between after_id and before_id. Raises RequestError."""
         limit = _limit(query.get("limit", str(_PAGE)))
         start, end = 0, len(names)
         if "after_id" in query:

@@ -24,8 +24,7 @@ Made = TypeVar("Made")
 
 
 class Space(ServerSentEvent):
-    """A ping in a stream of lines of JSON, where white space before a line is allowed and an empty
-    line is not."""
+    """A ping in a stream of lines of JSON, which allows white space but no empty line."""
 
     def encode(self) -> bytes:
         return b" "
@@ -33,8 +32,7 @@ class Space(ServerSentEvent):
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """The form in which the events of an API are sent: encode turns an event into bytes, end
-    follows the last one, and ping is sent while there are no events."""
+    """How an API's events are sent: encode gives bytes, end follows the last, ping fills gaps."""
 
     encode: Callable[[Event], bytes]
     end: bytes = b""
@@ -86,8 +84,7 @@ async def _add_up(answer: Answer, writer: WholeWriter) -> None:
 
 
 async def sent_events(answer: Answer, writer: Writer, framing: Framing) -> AsyncIterator[bytes]:
-    """Yields the encoded events of a writer, with the end of the framing. An error midway is the
-    last event."""
+    """Yields the encoded events of a writer, and the end. An error midway is the last event."""
     events = _encoded_events(answer, writer, framing)
     async for event in answer.guarded(events, lambda error: framing.encode(writer.failed(error))):
         yield event
@@ -107,8 +104,7 @@ async def _encoded_events(answer: Answer, writer: Writer, framing: Framing) -> A
 
 
 async def _written(answer: Answer, writer: Writer | WholeWriter, update: Update) -> list[Event]:
-    """Returns the events of an update. The first one may list the scores of each token of a long
-    prompt."""
+    """Returns the events of an update. The first may have the scores of a long prompt."""
     is_long = answer.is_long and update.begin is not None
     return await _unless_long(is_long, lambda: list(writer.feed(update)))
 
@@ -121,8 +117,7 @@ async def _unless_long(is_long: bool, make: Callable[[], Made]) -> Made:
 
 
 class Stream(EventSourceResponse):
-    """A reply of encoded events. It ends the answer, if one is given, even if the client leaves
-    before the first event."""
+    """A reply of encoded events. It ends its answer, even if the client leaves at once."""
 
     def __init__(
         self,
@@ -142,8 +137,7 @@ class Stream(EventSourceResponse):
         self._comment = framing.comment
 
     def _sign_of_life(self) -> ServerSentEvent:
-        """Returns the ping: a comment with the progress of the prompt while the answer has not
-        begun, or the event that an API uses as a ping."""
+        """Returns a ping: an API's event, or a comment, with progress before the answer."""
         progress = self._answer.prompt_progress if self._answer else None
         if progress is None or self._plain_ping is not KEEP_ALIVE:
             return self._plain_ping

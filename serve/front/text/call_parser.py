@@ -25,16 +25,14 @@ _threads_of_long_calls = ThreadPoolExecutor(2, "long-calls")
 
 
 def threads_for(num_characters: int) -> ThreadPoolExecutor:
-    """Returns the threads in which a call of this length is read, each with a process of its
-    own."""
+    """Returns the threads, each with its own process, in which a call of this length is read."""
     if num_characters <= MAX_SHORT_CHARACTERS:
         return _threads_of_short_calls
     return _threads_of_long_calls
 
 
 class CallParser:
-    """mlx-lm's parser of this name, which reads calls in a process of its own for each thread that
-    calls it at the same time."""
+    """mlx-lm's parser of this name, in a process of its own for each thread that calls it."""
 
     def __init__(self, name: str) -> None:
         self._helpers: Helpers[CallsParsed | CallUnreadable]

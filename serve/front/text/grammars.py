@@ -47,8 +47,7 @@ def of_schema(schema: Schema | str, param: str = "structured_outputs") -> str:
 
 
 def of_tool_schema(schema: Schema) -> str:
-    """Returns the grammar of JSON by a schema made of tools' schemas. Keywords that no grammar can
-    express are left out."""
+    """Returns the grammar of JSON by tools' schemas, as far as a grammar can express them."""
     return _of_schema_text(expressible_text(schema), "tools")
 
 
@@ -75,8 +74,7 @@ def of_choice(texts: Sequence[str]) -> str:
 
 
 def of_grammar(text: str, param: str) -> str:
-    """Returns the grammar of a text in llguidance's variant of Lark, or in GBNF, which is
-    translated. Raises RequestError for the field param if that is not possible."""
+    """Returns the grammar of llguidance's Lark, or of GBNF. Raises RequestError for param."""
     if _GBNF_RULE.search(text):
         text = _lark_of_gbnf(text, param)
     return LLMatcher.grammar_from_lark(text)
@@ -124,9 +122,8 @@ class Grammars:
         return len(grammar) > MAX_GRAMMAR_CHARACTERS or _key(grammar) in self._known
 
     def check(self, grammar: str, param: str | None) -> tuple[str, ...]:
-        """Returns the keywords of schemas that the grammar does not hold. Raises RequestError if no
-        answer can follow the grammar, if it is invalid, or if it takes too much memory or
-        time."""
+        """Returns the keywords of schemas that the grammar does not hold. Raises RequestError if it
+        cannot be followed, is invalid or takes too much."""
         if len(grammar) > MAX_GRAMMAR_CHARACTERS:
             raise RequestError(
                 f"The grammar has {len(grammar)} characters, but only "

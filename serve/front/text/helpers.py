@@ -119,9 +119,8 @@ def answer_questions(
     answer: Callable[[Question, bytes], HelperMessage],
     max_seconds: float,
 ) -> None:
-    """Answers questions of the expected type until the standard input ends. answer also gets the
-    data that a question announces. SIGPROF ends the process when an answer takes more than
-    max_seconds of a core, however much else runs."""
+    """Answers questions of the expected type from standard input; answer also gets their data.
+    SIGPROF ends the process if one takes more than max_seconds of a core."""
     os.nice(_NICENESS)
     decoder = msgspec.json.Decoder(expected)
     while (question := read_frame(sys.stdin.buffer)) is not None:

@@ -28,9 +28,8 @@ _FIELDS = ("pooling_mode", "pooling", "emb_pooler")
 
 
 def pooling_of(folder: Path) -> PoolingKind:
-    """Returns the pooling of the model in a folder. A model whose files do not say is taken to be a
-    causal one: only its last token sees the whole prompt. Raises ModelError if the files ask for
-    something else than the three kinds."""
+    """Returns the pooling of the model in a folder; the last token's if its files do not say.
+    Raises ModelError for another one than the three kinds."""
     modules = folder / "modules.json"
     if not modules.exists():
         config = _read(folder / "config.json") if (folder / "config.json").exists() else {}

@@ -47,8 +47,7 @@ def references(schema: Any) -> Iterator[str]:
 
 
 def moved(schema: Any, place: str) -> Any:
-    """Returns the schema with its references for a document that is moved to this place in another
-    one, such as `#/$defs/A`."""
+    """Returns the schema with references for a document at this place, such as `#/$defs/A`."""
     if isinstance(schema, list):
         return [moved(part, place) for part in schema]
     if not isinstance(schema, dict):
@@ -66,10 +65,9 @@ def moved(schema: Any, place: str) -> Any:
 
 
 def bundled(document: Any) -> Any:
-    """Returns the schema without the `$id` and `$anchor` of its parts, and with references that do
-    not need them. In the given schema, references inside a part with an `$id` are relative to that
-    part, and all references may name a part by its URI. A reference that cannot be resolved, or
-    whose target has a long URI or path, is left as it is."""
+    """Returns the schema without `$id` and `$anchor`, and with references that need none: those
+    inside a part with an `$id` are relative to it, and any may name a part by URI. Ones that cannot
+    be resolved, or have a long target, stay."""
     paths: dict[str, str] = {}
     for uri, path in islice(_identified(document, "", ""), _MAX_IDENTIFIED):
         paths.setdefault(uri, path)
@@ -79,9 +77,8 @@ def bundled(document: Any) -> Any:
 
 
 def _identified(schema: Any, base: str, path: str) -> Iterator[tuple[str, str]]:
-    """Yields the URI and the path of the schema, and of each of its parts that has an `$id` or an
-    `$anchor`. base is the URI of the nearest part with an `$id` around the schema; path leads from
-    the document to the schema."""
+    """Yields the URI and the path of each part of the schema with an `$id` or an `$anchor`. base is
+    the URI around it; path leads to it from the document."""
     if len(path) > _MAX_PATH_CHARACTERS:
         return
     if isinstance(schema, list):

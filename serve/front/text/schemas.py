@@ -68,16 +68,14 @@ _ONLY_LIMITS = {"required", "type", "title", "description", "minProperties", "ma
 
 
 def closed(schema: Schema) -> Schema:
-    """Returns the schema with `additionalProperties: false` in every object that has `properties`
-    (also empty ones), unless it states which other keys are allowed or is a part of a
-    composition."""
+    """Returns the schema with `additionalProperties: false` in objects with `properties`, unless
+    they say otherwise or are parts of a composition."""
     result: Schema = _Closing(schema).close(schema)
     return result
 
 
 def closed_text(schema: Schema | str) -> str:
-    """Returns the JSON of a closed schema, which may be given as JSON too. A text that is not a
-    JSON object is returned as it is."""
+    """Returns the JSON of a closed schema, or a text that is no JSON object as it is."""
     if not isinstance(schema, str):
         return json.dumps(closed(schema))
     try:
@@ -93,8 +91,7 @@ def expressible_text(schema: Schema) -> str:
 
 
 def schema_of(grammar: str) -> str | None:
-    """Returns the JSON text of the schema that a grammar of llguidance is made of; None for
-    others."""
+    """Returns the JSON text of the schema that a grammar of llguidance is made of, or None."""
     try:
         parts = json.loads(grammar)
     except (ValueError, RecursionError):  # A client's own grammar may begin like JSON.
@@ -140,8 +137,7 @@ def without_inexpressible_patterns(schema: Any) -> Any:
 
 
 def left_out_of(tools: Sequence[Schema]) -> tuple[str, ...]:
-    """Returns the keywords of the tools' schemas that grammars of `expressible_text` do not
-    enforce, beside those that llguidance itself leaves out."""
+    """Returns the keywords of tools that `expressible_text` leaves out beside llguidance's."""
     tools, left_out = sound_tools(tools)
     schemas = [tool["function"].get("parameters") or {} for tool in tools]
     is_whole = all(without_inexpressible_patterns(schema) == schema for schema in schemas)
@@ -182,8 +178,7 @@ class _Closing:
         return isinstance(schema.get("$id"), str) and schema is not self._document
 
     def _parts_to_close(self, schema: Schema) -> tuple[str, ...]:
-        """Returns the keyword whose parts each describe the whole object, if there is one. pydantic
-        writes an allOf of one part."""
+        """Returns the keyword whose parts each describe the whole object, or None."""
         if not schema.keys().isdisjoint(("properties", *_REFERENCES)):
             return ()
         if not schema.keys().isdisjoint(("not", "if", "dependentSchemas")):
@@ -198,8 +193,7 @@ class _Closing:
         return tuple(kinds)
 
     def _open_parts(self) -> Iterator[int]:
-        """Yields the ids of all schemas that describe an object together with others, and of the
-        schemas that they refer to: none of them may forbid the keys of the others."""
+        """Yields the ids of schemas that together describe an object, and so must stay open."""
         waiting = list(self._shared_parts(self._document))
         seen: set[int] = set()
         while waiting:
@@ -231,8 +225,7 @@ class _Closing:
             yield from self._shared_parts(child)
 
     def _target(self, schema: Schema) -> Any:
-        """Resolves the reference of a schema; returns the whole document if that is not
-        possible."""
+        """Resolves a schema's reference; returns the whole document if it cannot."""
         references = [schema[name] for name in _REFERENCES if name in schema]
         reference = references[0] if references else None
         if not isinstance(reference, str):
@@ -242,8 +235,7 @@ class _Closing:
 
 
 def _children(schema: Schema, parts: tuple[str, ...]) -> Iterator[Any]:
-    """Yields the schemas directly inside a schema: those of other values, and its own parts with
-    these names."""
+    """Yields the schemas directly inside one: of other values, and its parts of these names."""
     for _, named in _present(schema, _MAPS, dict):
         yield from named.values()
     for _, listed in _present(schema, (*_LISTS, *parts), list):
@@ -253,8 +245,7 @@ def _children(schema: Schema, parts: tuple[str, ...]) -> Iterator[Any]:
 
 
 def _present(schema: Schema, names: Iterable[str], kind: type[Kind]) -> Iterator[tuple[str, Kind]]:
-    """Yields the name and the value of each of these keywords that the schema has, if it is of this
-    kind."""
+    """Yields those of these keywords that the schema has, with their values, if of this kind."""
     for name in names:
         value = schema.get(name)
         if isinstance(value, kind):

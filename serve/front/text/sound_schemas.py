@@ -43,8 +43,7 @@ _URI = re.compile(r"[\w.~:/?#@!$&'()*+,;=%-]+", re.ASCII)
 
 
 def sound_tools(tools: Sequence[Schema]) -> tuple[list[Schema], set[str]]:
-    """Returns the tools, as OpenAI's JSON, with sound parameters, and the keywords that were
-    changed."""
+    """Returns OpenAI's tools with sound parameters, and the keywords that were changed."""
     found: list[Schema] = []
     changed: set[str] = set()
     for tool in tools:
@@ -59,8 +58,7 @@ def sound_tools(tools: Sequence[Schema]) -> tuple[list[Schema], set[str]]:
 
 
 def sound(document: Schema) -> Schema:
-    """Returns the schema without keywords that are not valid. It must be a whole document:
-    references are looked up in it."""
+    """Returns a whole document's schema without invalid keywords."""
     document = bundled(document)
     result: Schema = _Cleaner(document).schema(document)
     return result
@@ -109,8 +107,7 @@ class _Cleaner:
         return found
 
     def _inner(self, keyword: str, value: Any) -> Any:
-        """Returns the valid part of a value that should be a schema; an empty schema if it is
-        none."""
+        """Returns the valid part of a schema; an empty schema if it is none."""
         if isinstance(value, dict | bool):
             return self.schema(value)
         self.changed.add(keyword)
@@ -137,8 +134,7 @@ class _Cleaner:
         return {name: self._inner(keyword, value[name]) for name in names}
 
     def _reference(self, value: Any) -> Any:
-        """Returns a reference to a part of the document, as a valid URI: some programs write names
-        such as `List<A>` into it as they are."""
+        """Returns a reference as a valid URI: some programs write `List<A>` into it."""
         if not isinstance(value, str) or not isinstance(target(value, self._document), dict | bool):
             return None
         steps = value.removeprefix("#").split("/")
@@ -184,8 +180,7 @@ def _filled_list(value: Any) -> Any:
 
 
 def _pattern(value: Any) -> Any:
-    """Returns the value if it is a valid regular expression, or None. Python's dialect, by which
-    this is judged, differs little from others."""
+    """Returns the value if it is a regular expression of Python, whose dialect differs little."""
     if not isinstance(value, str):
         return None
     python = _CATEGORY.sub(".", value).replace("(?<", "(?P<")
@@ -204,8 +199,7 @@ def _names(value: Any) -> Any:
 
 
 def _types(value: Any) -> Any:
-    """Returns the known types among one or several, in lower case: some clients write them in
-    capitals. Returns None if there are none."""
+    """Returns the known ones of these types, in lower case (clients use capitals too), or None."""
     given = value if isinstance(value, list) else [value]
     names = [name.lower() for name in given if isinstance(name, str)]
     known = [name for name in names if name in _TYPES]

@@ -35,15 +35,13 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
-    """The model's tokenizer, chat template and dialect. encode, decode and render may be called
-    from several threads at once."""
+    """The model's tokenizer, chat template and dialect. Its methods are thread-safe."""
 
     def __init__(
         self, folder: Path, tool_parser: str | None = None, generation_config: str = "auto"
     ) -> None:
-        """tool_parser names a format of calls. generation_config is "auto" if the model's
-        generation_config.json gives the sampling defaults, else "none". Raises ModelError if the
-        folder has no tokenizer that can be loaded, UsageError."""
+        """tool_parser names a format of calls. generation_config is "auto" for the model's sampling
+        defaults, or "none". Raises ModelError without a tokenizer, UsageError."""
         self.folder = folder
         self.tool_parser = tool_parser
         self.generation_config = generation_config
@@ -73,8 +71,7 @@ class Tokenizer:
         self.grammars = Grammars(folder)
 
     def check_same_vocabulary(self, folder: Path) -> None:
-        """Raises ModelError if the draft model in a folder has other tokens than this model, apart
-        from special ones: it could not guess this model's."""
+        """Raises ModelError if the draft model has other tokens, apart from special ones."""
         own = self._backend.get_vocab(with_added_tokens=False)
         others = _load(folder).backend_tokenizer.get_vocab(with_added_tokens=False)
         if own != others:
@@ -169,8 +166,7 @@ class Tokenizer:
         is_forced: bool = False,
         inputs: Mapping[str, str] = {},
     ) -> AnswerGrammar | None:
-        """Returns the grammar of an answer that may or must call tools (see dialects.grammar); None
-        where the format of calls has none."""
+        """Returns the grammar of an answer with tools (see dialects.grammar), or None."""
         return tool_grammar(
             self.dialect,
             tools,
@@ -195,8 +191,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _wants_text_arguments(self) -> bool:
-        """Whether the template puts the arguments of earlier calls into the prompt as they are, so
-        that they have to be JSON text."""
+        """Whether the template prints the arguments of calls, so that they must be JSON text."""
         if self.dialect.render is not None:
             return True
         as_object = self._prompt_with_call({_PROBE: "x"})
@@ -205,8 +200,7 @@ class Tokenizer:
         return as_text is not None and (as_object is None or is_python)
 
     def _prompt_with_call(self, arguments: Any) -> str | None:
-        """Returns the prompt of a chat with a call that has these arguments; None if the template
-        refuses it."""
+        """Returns the prompt of a chat with a call; None if the template refuses it."""
         declared = {"name": "f", "description": "", "parameters": {"type": "object"}}
         tools = [{"type": "function", "function": declared}]
         call = {
@@ -249,14 +243,13 @@ class Tokenizer:
         return frozenset(id for id in ids if id is not None)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Returns the tokens of a text. Special tokens that are written out in it become their ids.
-        With add_special_tokens they include those that the tokenizer puts around every text. Raises
-        RequestError for a token that the model does not know."""
+        """Returns the tokens of a text, in which special tokens may be written out;
+        add_special_tokens adds those around it. Raises RequestError for a token that the model does
+        not know."""
         return self._known(self._encode(text, add_special_tokens))
 
     def encode_beginning(self, text: str, max_tokens: int) -> list[int]:
-        """Returns the tokens of a text without those at its end that are more than max_tokens,
-        which include the special tokens around it. Raises RequestError as `encode` does."""
+        """Returns the first max_tokens tokens, with special ones. Raises as `encode`."""
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         encoding.truncate(max_tokens - self._backend.num_special_tokens_to_add(is_pair=False))
         return self._known(list(self._backend.post_process(encoding).ids))
@@ -304,8 +297,7 @@ class Tokenizer:
         return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def _token_text(self, id: int) -> str:
-        """Returns the text that a token adds to a text. Some decoders remove the space of a first
-        token."""
+        """Returns the text that a token adds. Some decoders drop a first token's space."""
         before = self.decode(self._text_before)
         text = self.decode([*self._text_before, id], skip_special_tokens=False)
         if text.startswith(before):
@@ -313,8 +305,7 @@ class Tokenizer:
         return self.decode([id], skip_special_tokens=False)
 
     def _token_bytes(self, id: int) -> list[int]:
-        """Returns the UTF-8 bytes of a token's text, also for a token that is only part of a
-        character."""
+        """Returns the UTF-8 bytes of a token's text, which may be a part of a character."""
         text = self.token_text(id)
         if REPLACEMENT in text:
             token = self.token_name(id)
@@ -341,8 +332,7 @@ class Tokenizer:
         return found
 
     def begins_with_a_mark(self, text: str) -> bool:
-        """Whether a text begins with an added token, which no token of the text before it can
-        swallow."""
+        """Whether a text begins with an added token, which no token before it swallows."""
         ids = self._encode(text)
         return bool(ids) and ids[0] in self._backend.get_added_tokens_decoder()
 
@@ -357,8 +347,7 @@ class Tokenizer:
         after: list[int] | None = None,
         keep_marks: bool = False,
     ) -> TextStream:
-        """Converts tokens to text one by one. after are tokens that the text continues. With
-        keep_marks the marks of the dialect stay in the text."""
+        """Converts tokens to text that continues after; with keep_marks, also the dialect's."""
         skipped = self._special_ids if skip_special_tokens else frozenset()
         if keep_marks:
             skipped -= self._marks
@@ -368,8 +357,7 @@ class Tokenizer:
 
 
 def _first_that_works(attempts: Sequence[Callable[[], str]]) -> str:
-    """Returns the text of the first attempt that a template does not refuse. Raises the
-    RequestError of the first one."""
+    """Returns the first text that a template does not refuse. Raises the first RequestError."""
     refused: list[Exception] = []
     for attempt in attempts:
         try:
@@ -395,8 +383,7 @@ def _filled_in(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns the message for templates that put the arguments of earlier calls into the prompt as
-    they are."""
+    """Returns the message for templates that print the arguments of calls as they are."""
     if not message.get("tool_calls"):
         return message
     calls: list[dict[str, Any]] = []
@@ -487,16 +474,14 @@ def _model_vocab_size(folder: Path, default: int) -> int:
 
 
 def _config_parts(file: Path) -> list[dict[str, Any]]:
-    """Returns a config, and the part of it that is about text if there is one; nothing without the
-    file."""
+    """Returns a config, and its part about text if there is one; nothing without the file."""
     config = _json_of(file)
     parts = config, config.get("text_config")
     return [part for part in parts if isinstance(part, dict)]
 
 
 def _argument_names(apply_chat_template: Callable[..., Any]) -> frozenset[str]:
-    """Returns the names of arguments that chat_template_kwargs would override instead of reaching
-    the template."""
+    """Returns the names of arguments that chat_template_kwargs would override."""
     parameters = inspect.signature(apply_chat_template).parameters.values()
     named = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
     return frozenset(named | {"self", "messages", "raise_exception", "strftime_now"})
@@ -516,9 +501,8 @@ def _read_eos_ids(folder: Path, of_tokenizer: int | list[int] | None) -> frozens
 
 
 def _max_token_bytes(backend: Any) -> int | None:
-    """Returns the largest number of bytes of UTF-8 that one token can stand for; None unless the
-    tokenizer is known to keep every byte, because text that it drops, trims or joins could make any
-    prompt short."""
+    """Returns the most bytes of UTF-8 that a token stands for; None if the tokenizer may drop, trim
+    or join text, which could make any prompt short."""
     added = backend.get_added_tokens_decoder().values()
     base = backend.get_vocab(with_added_tokens=False)
     normalizers = _parts(backend.normalizer, "normalizers")
@@ -548,8 +532,7 @@ _BYTES = {character: byte for byte, character in enumerate(character_of)}
 
 
 def _parts(component: Any, name: str) -> list[dict[str, Any]]:
-    """Returns the JSON of a normalizer or pre-tokenizer: of each part, if it is a sequence of
-    several."""
+    """Returns the JSON of a normalizer or pre-tokenizer: of each part of a sequence."""
     if component is None:
         return []
     state: dict[str, Any] = json.loads(component.__getstate__())

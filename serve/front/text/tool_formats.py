@@ -21,9 +21,8 @@ _PRIVATE = "brigade_mlx_lm_"
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A call stands between start and end; an empty end is the end of the answer. parse takes the
-    call and the declared tools as OpenAI's JSON. It returns {"name", "arguments"} or a list of
-    them, and may raise anything."""
+    """A call between start and end ("": the answer's end). parse takes it and OpenAI's tools, and
+    returns {"name", "arguments"} or a list. It may raise anything."""
 
     start: str
     end: str
@@ -41,8 +40,7 @@ def tool_format(name: str) -> ToolFormat:
 
 
 def parsed_calls(parsed: Any) -> tuple[ParsedCall, ...]:
-    """Returns the calls that a ToolFormat has parsed. Raises ValueError if it returned something
-    else, or arguments that have no JSON form."""
+    """Returns a ToolFormat's calls. Raises ValueError if they have another form."""
     calls = parsed if isinstance(parsed, list) and parsed else [parsed]
     return tuple(map(_parsed_call, calls))
 

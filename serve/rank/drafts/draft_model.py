@@ -43,8 +43,7 @@ class GuessRequest(NamedTuple):
 
 @dataclass(slots=True)
 class _Row:
-    """A sequence of which keys and values are held: those of the tokens `held`, which were in its
-    text from position start on when they were fed."""
+    """A sequence with keys and values of the tokens `held`, which began at start in its text."""
 
     start: int
     sampler: Sampler
@@ -52,10 +51,9 @@ class _Row:
 
 
 class Drafter(ABC):
-    """Guesses tokens, each with the key that the model itself will use at that position. Equal
-    random numbers make both choose the same token more often. make_cache returns plain caches for
-    one row. Logits are cut or padded to vocabulary_size, the number of the model's logits. refusal
-    is the error for caches that cannot forget tokens."""
+    """Guesses tokens with the key that the model will use at that position: equal random numbers
+    make both agree more often. make_cache returns plain caches of a row. Logits are cut or padded
+    to vocabulary_size. refusal is the error for caches that cannot forget tokens."""
 
     refusal: ClassVar[str]
 
@@ -112,8 +110,7 @@ class Drafter(ABC):
         self._caches.keep_only({})
 
     def keep(self, _step: Step, _parts: list[Part], _chooser: Chooser) -> list[mx.array]:
-        """Takes what it needs of a step of the model, which has been built and not run. Returns the
-        arrays that have to be evaluated with the step."""
+        """Takes what it needs of a step that has not run. Returns arrays to evaluate with it."""
         return []
 
     def take_runs(self) -> list[Span]:
@@ -154,8 +151,7 @@ class Drafter(ABC):
         return [tuple(guesses.get(each.sequence, ())) for each in requests]
 
     def _admitted(self, requests: list[GuessRequest]) -> list[GuessRequest]:
-        """Chooses the requests that there is memory for, and prepares their rows. Rows that were
-        not used for the longest time make room."""
+        """Chooses requests that there is memory for. The rows unused for longest make room."""
         possible = [each for each in requests if each.num_guesses > 0 and self._can_guess(each)]
         admitted = possible[:MAX_DRAFT_ROWS]
         for each in admitted:
@@ -286,8 +282,7 @@ class Drafter(ABC):
         return len(step.tokens)
 
     def _fed(self, group: int, feeds: dict[int, list[int]]) -> tuple[Step, dict[int, mx.array]]:
-        """Feeds tokens to rows. Returns the step and the logits (num_tokens, vocabulary) of each
-        row, lazily."""
+        """Feeds tokens to rows. Returns the step and their lazy logits (num_tokens, vocabulary)."""
         rows: list[Row] = []
         tokens: list[int] = []
         for sequence, new in feeds.items():
@@ -352,8 +347,7 @@ def _common_prefix(held: list[int], text: list[int]) -> int:
 
 
 def _without_history(sampling: Sampling) -> Sampling:
-    """Returns the sampling without what depends on the tokens before, which the draft model may not
-    have read."""
+    """Returns the sampling without what depends on earlier tokens, which may not have been read."""
     return replace(
         sampling,
         presence_penalty=0.0,

@@ -17,15 +17,13 @@ from serve.rank.drafts.mtp import HeadDrafter
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """A draft model or a prediction head with its weights, before the last stage of the model is
-    loaded."""
+    """A draft model or a prediction head with its weights, before the last stage is loaded."""
 
     model: Stage | PredictionHead
     is_batchable: bool
 
     def for_logits_of(self, stage: Stage) -> Drafter:
-        """Makes it guess for the model of this last stage. Raises PlanError if it cannot forget
-        wrong guesses."""
+        """Makes it guess for this last stage. Raises PlanError if it cannot forget guesses."""
         if isinstance(self.model, PredictionHead):
             inputs = HeadInputs(stage, self.model.before_norm)
             return HeadDrafter(self.model, inputs, batchable=self.is_batchable)

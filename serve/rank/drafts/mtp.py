@@ -84,8 +84,7 @@ class HeadDrafter(Drafter):
         return super().try_out()
 
     def keep(self, step: Step, parts: list[Part], chooser: Chooser) -> list[mx.array]:
-        """Keeps the hidden states of a step of the model, as far as they may be read later. Returns
-        them; they have to be evaluated with the step."""
+        """Keeps a step's hidden states that may be read later, and returns them to evaluate."""
         hidden = self._inputs.take(len(parts))
         if len(step.rows) > MAX_DRAFT_ROWS:
             # No guesses are requested for steps with more rows than that.

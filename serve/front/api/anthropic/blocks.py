@@ -176,8 +176,7 @@ class ServerResultBlock(Tolerant):
 
 
 def _plain_text(content: Any) -> str:
-    """Returns the content of a result as text. Encrypted fields are left out: no other model can
-    read them."""
+    """Returns the content of a result as text, without encrypted fields."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list):
@@ -239,8 +238,7 @@ SystemBlock = Annotated[TextBlock | ToolChangeBlock, Field(discriminator="type")
 
 
 class SystemTurn(Tolerant):
-    """A message of the system within a conversation. With clear_at next_user_message it holds until
-    the next message of a user."""
+    """A message of the system in a chat. With clear_at, it may hold until a user's next message."""
 
     role: Literal["system"]
     content: Annotated[list[SystemBlock], _FAIL_FAST, _as_list_of(SystemBlock)] = []

@@ -130,8 +130,7 @@ class ToolChoice(Body):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The tools that the model is offered, and the names of those that it is not, because this
-    server does not run them."""
+    """The tools that the model is offered, and the names of those that this server cannot run."""
 
     tools: list[Tool]
     left_out: tuple[str, ...]
@@ -153,9 +152,8 @@ class Offer:
 def offer_of(
     declared: Sequence[DeclaredTool], turns: Sequence[Turn], choice: ToolChoice | None
 ) -> Offer:
-    """Decides which of the declared tools the model is offered after these turns. A tool whose
-    loading is deferred is offered once a turn refers to it. If the search that would find it is
-    hosted, it is offered at once, because this server cannot search."""
+    """Decides which of the declared tools the model is offered after these turns. A deferred tool
+    is offered once a turn refers to it; at once if only a hosted search would find it."""
     hosted = [tool for tool in declared if isinstance(tool, HostedTool)]
     has_hosted_search = any(tool.type.startswith("tool_search_tool_") for tool in hosted)
     changes = _changes(turns)

@@ -78,8 +78,7 @@ _MODEL_TYPE = WithJsonSchema({"type": ["string", "null"], "default": DEFAULT_MOD
 
 
 class InputTokensBody(SamplingBody):
-    """The fields from which a prompt is made, and vLLM's sampling parameters: the body of a
-    question how many tokens an input has. Unknown fields are refused."""
+    """The fields of a prompt, and vLLM's sampling parameters. Unknown fields are refused."""
 
     model: Annotated[str, _MODEL_TYPE] = DEFAULT_MODEL
     input: Items
@@ -181,8 +180,7 @@ class InputTokensBody(SamplingBody):
         return self.text.format.grammar()
 
     def warnings(self, held_inputs: Collection[str]) -> list[str]:
-        """Returns the declared tools that are not offered, and grammars that are not enforced:
-        those of tools that are not among held_inputs."""
+        """Returns the tools that are not offered, and those with grammars not in held_inputs."""
         free_tools = [
             offered
             for name, offered in self.offer.tools.items()
@@ -305,8 +303,7 @@ class ResponsesBody(InputTokensBody):
         )
 
     def plan(self, held_inputs: Collection[str] = ()) -> "ResponsePlan":
-        """Returns what the writer of the response needs. held_inputs are the tools whose input a
-        grammar holds."""
+        """Returns what the writer needs. A grammar holds the inputs of held_inputs."""
         return ResponsePlan(self._repeated(held_inputs), self.offered, self.encrypts)
 
     def _repeated(self, held_inputs: Collection[str]) -> Json:
@@ -344,8 +341,7 @@ class ResponsesBody(InputTokensBody):
 
 @dataclass(frozen=True, slots=True)
 class ResponsePlan:
-    """The decisions that the writer of a response needs: the request's fields that it repeats, the
-    tools by the model's names, and whether items of reasoning carry encrypted_content."""
+    """What the writer needs: repeated fields, tools by the model's names, encrypted reasoning."""
 
     repeated: Json
     offered: Mapping[str, OfferedTool]

@@ -93,10 +93,8 @@ ToolDeclaration = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A tool that the model may call. name and namespace are the client's. grammar is what the
-    input of a custom tool must follow. The text of a call of a custom tool is its input if is_raw,
-    and JSON with it otherwise. is_lark says that the grammar is written in Lark, which cannot be
-    enforced within JSON."""
+    """A tool that the model may call. name and namespace are the client's. A custom tool's call is
+    its input if is_raw, else JSON with it; its grammar is enforced in JSON unless is_lark."""
 
     kind: Kind
     name: str
@@ -108,8 +106,7 @@ class OfferedTool:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The offered tools, and the functions that the model sees in their place, both by the names
-    that the model knows. warnings say which declared tools are not offered."""
+    """The offered tools and their functions, by the model's names, and warnings about others."""
 
     tools: Mapping[str, OfferedTool]
     functions: Mapping[str, Function] = field(default_factory=dict)
@@ -141,8 +138,7 @@ class Offer:
 
 
 def offer_of(declared: Iterable[ToolDeclaration]) -> Offer:
-    """Decides what the model is offered. Of two tools with the same name, kind and namespace the
-    last one counts. Raises RequestError."""
+    """Decides what is offered. Of tools with the same name the last counts. Raises RequestError."""
     found: dict[tuple[str, str, str | None], tuple[OfferedTool, Function]] = {}
     hosted: dict[str, None] = {}
     for each in declared:
@@ -237,8 +233,7 @@ def _free_name(offered: OfferedTool, taken: Mapping[str, OfferedTool]) -> str:
 
 
 class NamedChoice(Tolerant):
-    """One tool by its name, or a type of which there is one tool. Of allowed_tools, mode says
-    whether one of `tools` must be called."""
+    """One tool, by its name or type. mode says whether one of allowed_tools must be called."""
 
     type: str
     name: str | None = None
@@ -339,8 +334,7 @@ _DEFINED: dict[str, Function] = {
 
 
 def call_fields(kind: Kind, text: str) -> Json | None:
-    """Returns the fields of a call's item by the arguments that the model wrote; None if they are
-    not those of such a tool."""
+    """Returns the fields of a call's item by its arguments; None if they do not fit the tool."""
     arguments = as_object(text)
     if arguments is None:
         return None

@@ -30,8 +30,7 @@ class Stored:
 
 
 class Store:
-    """The responses that were used last, bounded in number and bytes. A response is found by its
-    id, which cannot be guessed."""
+    """The responses that were used last, bounded in number and bytes. Nobody can guess an id."""
 
     def __init__(self, max_num: int = MAX_STORED, max_bytes: int = MAX_STORED_BYTES) -> None:
         self._max_num = max_num

@@ -28,8 +28,7 @@ _TEXT_OF_CALL = {"function": "arguments", "custom": "input"}
 
 
 class ChatWriter(ChunkWriter):
-    """Writes chat.completion.chunk: the role first, then text, thoughts and calls, then an empty
-    delta with the reason, and at last the usage if it is wanted."""
+    """Writes the role, then text, thoughts and calls, the reason, and last the usage if wanted."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         super().__init__("chatcmpl", "chat.completion.chunk", job)
@@ -82,8 +81,7 @@ class ChatWriter(ChunkWriter):
         return fields
 
     def _listed(self, update: Update, delta: Json) -> Json:
-        """Returns the choice with an update's first delta, and with the update's tokens and
-        scores."""
+        """Returns the choice of an update's first delta, with its tokens and scores."""
         choice = _choice(update.number, delta)
         if self._listing.logprobs is not None:
             choice["logprobs"] = self._scores.chat(update.scores)
@@ -92,8 +90,7 @@ class ChatWriter(ChunkWriter):
         return choice
 
     def _deltas(self, update: Update) -> Iterator[Json]:
-        """Yields the deltas of OpenAI's chat. A call's name and its first arguments are one delta
-        if they came together."""
+        """Yields OpenAI's deltas. A call's name comes with its first arguments if it can."""
         begun: CallBegin | None = None
         for delta in update.deltas:
             if begun is not None and not isinstance(delta, CallText):
@@ -150,8 +147,7 @@ class ChatWriter(ChunkWriter):
         return {"tool_calls": [call]}
 
     def _reason(self, reason: Reason) -> str:
-        """Returns the finish reason. As in OpenAI's API, a call of a tool that the request named
-        does not change it."""
+        """Returns the finish reason. As at OpenAI, a call of a named tool does not change it."""
         if reason != "tool_calls":
             return reason
         if self._names_tool:

@@ -14,8 +14,7 @@ from serve.front.text.tokens import Tokenizer
 
 
 class CompletionWriter(ChunkWriter):
-    """Writes text_completion: an echo first, then text, then an empty text with the reason, and at
-    last the usage if it is wanted."""
+    """Writes an echo, then text, the reason, and at last the usage if it is wanted."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         super().__init__("cmpl", "text_completion", job)
@@ -82,8 +81,7 @@ class CompletionWriter(ChunkWriter):
         return choice
 
     def _advance(self, number: int, tokens: Sequence[int]) -> list[int]:
-        """Returns where each token's text begins in the answer, counting its echo, in
-        characters."""
+        """Returns where each token's text begins, in characters of the echo and the answer."""
         lengths = [len(self._tokenizer.token_text(token)) for token in tokens]
         *begins, end = accumulate(lengths, initial=self._offsets[number])
         self._offsets[number] = end

@@ -14,8 +14,7 @@ _WHOLE = re.compile(
 
 
 class CustomInput:
-    """Turns the arguments `{"input": "..."}` into the input, piece by piece. If is_raw, what the
-    model writes is the input itself."""
+    """Turns `{"input": "..."}` into the input, piece by piece. If is_raw, it is the input."""
 
     def __init__(self, is_raw: bool) -> None:
         self._is_raw = is_raw

@@ -12,16 +12,14 @@ _MIN_LOGPROB = -9999.0  # JSON has no -inf
 
 
 class ScoreWriter:
-    """Writes the scores of tokens. With as_ids a token is written as `token_id:5` instead of its
-    text."""
+    """Writes the scores of tokens. With as_ids a token is `token_id:5` instead of its text."""
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
 
     def chat(self, scores: Sequence[Score]) -> Json:
-        """Returns for each token its text, its bytes and its log-probability, and the same for the
-        likeliest tokens in its place."""
+        """Returns each token's text, bytes and log-probability, and those of the likeliest."""
         content = [self._chosen_score(score) for score in scores]
         return {"content": content, "refusal": None}
 
@@ -31,8 +29,7 @@ class ScoreWriter:
         scores: Sequence[Score | None],
         text_offset: list[int],
     ) -> Json:
-        """Returns lists of equal length, with an entry for each token. The first token of a prompt
-        has no score."""
+        """Returns lists with an entry for each token. A prompt's first token has no score."""
         written: Json = {
             "tokens": [self._text(token) for token in tokens],
             "token_logprobs": [],
@@ -65,16 +62,14 @@ class ScoreWriter:
         }
 
     def _by_text(self, score: Score) -> dict[str, float]:
-        """Returns the likeliest tokens and the token itself, by text. Of two with the same text the
-        likelier counts."""
+        """Returns the likeliest tokens and the token itself, by text. The likelier counts."""
         by_text: dict[str, float] = {}
         for token, logprob in (*score.top, (score.token, score.logprob)):
             by_text.setdefault(self._text(token), _finite(logprob))
         return by_text
 
     def _ranked_scores(self, score: Score) -> dict[str, Json]:
-        """Returns the likeliest tokens and the token itself, by id. The token's rank is null unless
-        it is among the likeliest."""
+        """Returns the likeliest tokens, with ranks, and the token itself, by id."""
         ranked: dict[str, Json] = {}
         for rank, (token, logprob) in enumerate(score.top, 1):
             ranked[str(token)] = self._ranked_score(token, logprob, rank)

@@ -26,9 +26,8 @@ _REASONS = {"length": "max_tokens", "stop": "end_turn", "tool_calls": "tool_use"
 
 
 class MessagesWriter(Writer):
-    """Writes the events of a stream. message is the part of the message that was sent so far.
-    omits_thoughts leaves thinking blocks empty, except for their signature. The first event,
-    message_start, states how many tokens were cached, which is known with the first update."""
+    """Writes the events of a stream. message is the part sent so far. omits_thoughts leaves
+    thinking blocks empty, except for their signature."""
 
     def __init__(self, model: str, request_id: str, omits_thoughts: bool = False) -> None:
         self.message: Json = {
@@ -141,9 +140,8 @@ class MessagesWriter(Writer):
         yield self._event("stop")
 
     def _signature(self) -> str:
-        """Returns the signature of a thinking block: clients drop blocks without one, and send it
-        back. If they want no thoughts, it carries the thought, as at Anthropic, because a model
-        that calls tools between its thoughts needs them in the next request."""
+        """Returns a thinking block's signature: clients drop blocks without one, and send it back.
+        If they want no thoughts, it carries the thought, which a model with tools needs."""
         return opaque(self._thought) if self._omits_thoughts else secrets.token_hex(16)
 
     def _delta(self, type: str, field: str, value: str) -> Json:

@@ -27,9 +27,8 @@ from serve.front.text.tokens import Tokenizer
 
 
 class OllamaWriter(Writer):
-    """Writes a line for each piece of text or thought and for each whole call, and at last a line
-    with the reason, the counts and the durations in nanoseconds. The scores of tokens come with the
-    line that their text comes with, or the next one."""
+    """Writes a line for each text, thought and whole call, and a last one with counts and
+    nanoseconds. A token's scores come with its text, or in the next line."""
 
     def __init__(self, model: str, is_chat: bool, tokenizer: Tokenizer) -> None:
         self._model = model
@@ -137,8 +136,7 @@ class WholeOllama(WholeWriter):
 
 
 def without_answer(model: str, is_chat: bool, unloads: bool) -> Json:
-    """Returns the reply to a request that only wants the model in memory, or unloads it. It stays
-    in memory in any case."""
+    """Returns the reply to a request that only loads or unloads the model, which has no effect."""
     line = _line(model, is_chat, "")
     return {**line, "done": True, "done_reason": "unload" if unloads else "load"}
 

@@ -34,8 +34,7 @@ _TEXT = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 class ResponsesWriter:
-    """Writes the events of a stream. response is the part of the response that was sent so far.
-    Only scores need the tokenizer."""
+    """Writes the events of a stream. response is the part sent so far. tokenizer is for scores."""
 
     def __init__(self, plan: ResponsePlan, tokenizer: Tokenizer | None = None) -> None:
         self._plan = plan
@@ -202,9 +201,8 @@ class ResponsesWriter:
         return is_item or self._defined is not None
 
     def _end_items(self, status: str, call_status: str = "incomplete") -> Iterator[Json]:
-        """Ends the item that is open, which has call_status if it is a call. If the arguments of a
-        defined tool do not fit the tool, its call is written as a call of a function, so that the
-        client sees all of it."""
+        """Ends the open item, with call_status if it is a call. Arguments that do not fit a defined
+        tool become a call of a function, so that the client sees them."""
         if self._defined is not None:
             call, offered, texts = self._defined
             self._defined = None

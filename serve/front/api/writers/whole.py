@@ -42,8 +42,7 @@ class WholeChoice:
 
 
 class WholeChunks(WholeWriter):
-    """Adds up the chunks of all choices. make makes the empty sum of the choice with a number, and
-    fields are those of the reply that a chunk may set."""
+    """Adds up the chunks of all choices, whose empty sums make makes. Chunks may set fields."""
 
     def __init__(
         self,

@@ -17,9 +17,8 @@ Event = Mapping[str, Any]
 
 
 class Writer(Protocol):
-    """Writes the events of a stream. It consumes updates and nothing else. begin is called once
-    before the first update and finish once after the last; failed takes the place of all events
-    that are still to come."""
+    """Writes the events of a stream from updates. begin comes first, and finish last; failed takes
+    the place of all later events."""
 
     def begin(self) -> Iterable[Event]:
         return ()
@@ -33,8 +32,7 @@ class Writer(Protocol):
 
 
 class WholeWriter(Protocol):
-    """Adds updates up to the reply for a client that wants no stream. whole is complete after
-    finish. The events that feed and finish return are not used."""
+    """Adds updates up to a reply, whole after finish. Returned events are not used."""
 
     def feed(self, update: Update) -> Iterable[Event]: ...
 
@@ -45,8 +43,7 @@ class WholeWriter(Protocol):
 
 
 def _head(prefix: str, kind: str, model: str) -> Json:
-    """Returns the fields that all chunks of a stream share with the whole reply. The id begins with
-    prefix."""
+    """Returns the fields that all chunks share with the whole reply. prefix begins the id."""
     return {
         "id": f"{prefix}-{secrets.token_hex(16)}",
         "object": kind,
@@ -57,9 +54,8 @@ def _head(prefix: str, kind: str, model: str) -> Json:
 
 
 class ChunkWriter(Writer):
-    """The common part of the writers of OpenAI's chat and completions. Their streams are chunks
-    with the same head, and at last the usage if it is wanted. usage is known when the answer has
-    ended."""
+    """The common part of the writers of OpenAI's chat and completions: the head of all chunks, and
+    the usage, which is known at the end."""
 
     def __init__(self, prefix: str, kind: str, job: Job) -> None:
         self.head = _head(prefix, kind, job.model)
@@ -93,8 +89,7 @@ class ChunkWriter(Writer):
         return error_object(error)
 
     def chunks(self, update: Update) -> Iterator[Json]:
-        """Yields the chunks of an update, without the fields that all of them share. Each has one
-        choice."""
+        """Yields an update's chunks, with one choice each and without the shared fields."""
         raise NotImplementedError
 
 

@@ -26,8 +26,7 @@ Reading = Generator[CallPart | None, None, None]
 
 @dataclass(frozen=True, slots=True)
 class ArgumentMarks:
-    """The marks of a format. A name stands between `function` and `named`, that of a parameter
-    between `parameter` and `named`. With lines, values stand on lines of their own."""
+    """The marks of a format. Names stand before `named`; with lines, values have own lines."""
 
     start: str
     end: str
@@ -86,8 +85,7 @@ def read_value(
     lines: bool = False,
     undeclared_is_text: bool = True,
 ) -> Generator[CallText | None, None, bool]:
-    """Reads the JSON of a value up to its end mark: text as it is written, all else when it is
-    complete. Returns whether the end mark came."""
+    """Reads a value's JSON: text as it is written, all else when whole. Returns if it ended."""
     if is_text(types, when_undeclared=undeclared_is_text):
         return (yield from stream_text(source, end, strips_newline=lines))
     try:

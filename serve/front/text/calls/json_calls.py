@@ -32,8 +32,7 @@ class JsonCalls:
 
 
 def call_schema(number: int, tool: dict[str, Any], key: str) -> dict[str, Any]:
-    """Returns the schema of one call. With an $id, references of the parameters (`#/$defs/...`) are
-    to themselves."""
+    """Returns the schema of one call. An $id keeps its references (`#/$defs/...`) inside it."""
     return {
         "type": "object",
         "properties": {

@@ -19,8 +19,7 @@ def json_string(text: str) -> str:
 
 
 class JsonValue:
-    """Finds the end of one JSON value, and raises ValueError if it is nested more deeply than
-    MAX_DEPTH. Each character is read once."""
+    """Finds the end of one JSON value in one pass. Raises ValueError beyond MAX_DEPTH."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -29,8 +28,7 @@ class JsonValue:
         self._is_scalar: bool | None = None  # unknown before the first character
 
     def end(self, text: str) -> int | None:
-        """Returns how much of the text, which continues what came before, belongs to the value;
-        None if all of it does and the value continues. The value must not begin with a blank."""
+        """Returns how much of the text belongs to the value; None for all of it."""
         if not text:
             return None
         if self._is_scalar is None:
@@ -62,8 +60,7 @@ class JsonValue:
 
 
 def stream_arguments(source: Source) -> Generator[CallPart | None, None, bool]:
-    """Reads the next JSON value as it is written, and the end of the call. Returns whether the
-    value was whole: the text may end first."""
+    """Reads the next JSON value as it is written. Returns whether it was whole."""
     if not (yield from source.skip_blanks()):
         return False
     value = JsonValue()
@@ -95,10 +92,9 @@ def whole_value(source: Source) -> Generator[None, None, str]:
 def read_json_calls(
     source: Source, names: Collection[str] = ()
 ) -> Generator[CallPart | None, None, None]:
-    """Calls as `{"name": ..., "arguments": {...}}`, or a list of them; "parameters" is understood
-    too, in any order and with an "id". The arguments are given out as they are written. With names
-    a call is one of these, with arguments: where no mark says that a call follows, other JSON may
-    have a name too."""
+    """Calls as `{"name": ..., "arguments": {...}}`, or a list; "parameters" means the same, and
+    "id" may come. With names only these are calls: other JSON may have a name too. Arguments are
+    given out as they are written."""
     num_calls = 0
     while (yield from source.skip_blanks()):
         mark = source.take(1)

@@ -42,8 +42,7 @@ class Lark:
         self._rules: dict[str, str] = {}
 
     def allows_branches(self, number: int) -> bool:
-        """Counts branches that are inside another branch of a schema, and returns whether they may
-        still have rules: references make exponentially many of them in a short schema."""
+        """Counts nested branches. Returns whether they may have rules: references multiply them."""
         self._num_branches += number
         return self._num_branches <= _MAX_BRANCHES
 
@@ -85,8 +84,7 @@ class Lark:
         return self.terminal(f"{body} & ~/(.|\\n)*{_escaped(mark)}(.|\\n)*/")
 
     def until(self, mark: str, text: str = "TEXT") -> str:
-        """Returns the body of a rule for any text up to the mark, with the mark, or for such text
-        as the terminal of this name describes."""
+        """Returns a rule's body for text up to and with the mark, or for the named terminal."""
         first, *rest = self._pieces(mark)
         id = self.token_id(first)
         spelled = self.rule(f"{text} {_quoted(mark)}", "[lazy]")
@@ -101,9 +99,8 @@ class Lark:
         return f"( {ending} {tail} | {spelled} )"
 
     def json(self, schema: dict[str, Any] | bool) -> str:
-        """Returns the name of a rule for JSON that follows a tool's schema, whose objects are
-        closed. What a grammar cannot express is left out, because otherwise one tool's schema would
-        leave all tools without a grammar."""
+        """Returns the name of a rule for JSON by a tool's schema, with closed objects. It leaves
+        out what no grammar can express, so that other tools keep theirs."""
         if not isinstance(schema, dict):
             schema = {}
         whole = closed(schema)
@@ -114,14 +111,12 @@ class Lark:
         return self.rule(f"%json {body}")
 
     def calls(self, call: str) -> str:
-        """Returns the body of a rule for the calls of a section, as many as an answer may have,
-        with blanks before each. call is the body of a rule for one of them."""
+        """Returns a rule's body for a section's calls, each with the body call, after blanks."""
         return f"( BLANK {call} )+" if self.is_parallel else f"BLANK {call}"
 
     def input_before(self, tool: str, mark: str) -> str:
-        """Returns the body of a rule for a tool's input and the mark behind it, or "" if the input
-        may be any text. An input before a mark that begins with ordinary text cannot follow a
-        grammar, because its end is recognised too late."""
+        """Returns the rule's body of a tool's input and the mark behind it; "" if any text will do,
+        or if the mark begins with ordinary text, whose end is recognised too late."""
         first = self._pieces(mark)[0]
         is_text = first[0] != "\n" and self.token_id(first) is None
         if tool not in self._inputs or is_text:

@@ -59,16 +59,14 @@ class CallReader(Protocol):
         """Yields the parts that are certain. Raises ValueError if the text is not a call."""
 
     def finish(self, is_whole: bool = True) -> Iterator[CallPart]:
-        """Yields the parts that were held back: the end mark came, or the answer ended. Unless
-        is_whole, it was cut off: an open call stays open, and has no more than its name if that
-        was all that came. Raises ValueError if the text is not a call."""
+        """Yields what was held back. Unless is_whole, the answer was cut off, and an open call
+        stays open. Raises ValueError if the text is not a call."""
 
 
 class Source:
-    """Text that comes in pieces, as a reading function sees it: what is in `text` has come and
-    was not consumed. A reading function yields None where it needs more. It sets `named` to a call
-    whose name is known, and which it yields later; the call is given out if the text is cut off
-    before."""
+    """Text that comes in pieces: `text` has come and was not consumed. A reading function yields
+    None where it needs more. A call in `named`, whose name is known, is given out if the text is
+    cut off."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -91,8 +89,7 @@ class Source:
         return True
 
     def name_until(self, mark: str) -> Generator[None, None, str]:
-        """Reads a name: the text before the mark, which is consumed too. Raises ValueError if the
-        mark never comes, or the text is no name."""
+        """Reads a name and the mark after it. Raises ValueError without a mark, or a name."""
         try:
             name = (yield from self.until(mark, MAX_NAME)).strip()
         except ValueError:
@@ -106,8 +103,7 @@ class Source:
         return name
 
     def until(self, mark: str, limit: int | None = None) -> Generator[None, None, str]:
-        """Reads the text before the mark, which is consumed too. Raises ValueError if it never
-        comes, or not within the limit of characters."""
+        """Reads the text before the mark, and the mark. Raises ValueError beyond the limit."""
         begin = 0
         while (found := self.text.find(mark, begin)) < 0:
             if self.is_ended or (limit is not None and len(self.text) > limit):
@@ -171,7 +167,6 @@ class PulledReader:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Returns the length of the longest beginning of mark, shorter than mark, with which text
-    ends."""
+    """Returns the length of the longest beginning of mark, but not all of it, that ends text."""
     sizes = range(min(len(text), len(mark) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(mark[:size])), 0)

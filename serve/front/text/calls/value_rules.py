@@ -22,9 +22,8 @@ _TOKEN = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[\^$|()/]", re.DOTALL)
 
 
 class ValueRules:
-    """Rules for values of a tool's arguments, by the document that describes them. Each value
-    stands on lines of its own if line is a line end, and before the end mark. tool is the name of a
-    tool whose texts may have a grammar."""
+    """Rules for values of a tool's arguments, by the document that describes them. line, a line end
+    or "", stands around each. tool is the name of a tool whose texts may have a grammar."""
 
     def __init__(self, lark: Lark, document: Json, line: str, end: str, tool: str = "") -> None:
         self._lark = lark
@@ -46,8 +45,7 @@ class ValueRules:
         return self._lark.choice(dict.fromkeys(rules))
 
     def alternatives(self, schema: Any) -> Iterator[tuple[bool, str]]:
-        """Yields the rules that a value may follow, with their end marks, and whether the value is
-        then a string."""
+        """Yields the rules of a value, with end marks, and whether it is then a string."""
         waiting = [(resolved(schema, self._document), False)]
         seen: set[str] = set()
         while waiting:
@@ -89,8 +87,7 @@ class ValueRules:
         return is_text, self._lark.mark(f"{self._line}{text}{self._line}{self._end}")
 
     def _json(self, schema: Json) -> str:
-        """Returns the rule of a value in JSON. Its schema becomes a document of its own, so what it
-        may refer to is put into it."""
+        """Returns the rule of a value in JSON. Its schema becomes a document of its own."""
         if self._is_moved:
             schema = moved(schema, _PLACE)
         beginning = self._lark.mark(self._line)
@@ -164,8 +161,7 @@ def _types(schema: Json) -> list[str]:
 
 
 def searching(pattern: str) -> str | None:
-    """Returns a regular expression of whole texts in which the pattern is found, as a schema means
-    it; None if llguidance has none."""
+    """Returns a regular expression of texts in which the pattern is found, None without one."""
     if is_inexpressible(pattern):
         return None
     at_start = pattern.startswith("^")

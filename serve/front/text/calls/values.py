@@ -49,8 +49,7 @@ def types_of(schema: Any, document: Json) -> frozenset[str] | None:
 
 
 def part_schema(schema: Any, document: Json, key: str | None) -> Any:
-    """Returns the schema of an object's value under a key, or of a list's items if key is None; an
-    empty one if there is none."""
+    """Returns the schema under an object's key, or of a list's items (None); else an empty one."""
     waiting = [schema]
     seen: set[int] = set()
     while waiting:
@@ -68,8 +67,7 @@ def part_schema(schema: Any, document: Json, key: str | None) -> Any:
 
 
 def _own_part(schema: Json, key: str | None) -> Any:
-    """Returns the schema of a part, as a schema itself has it; None if its branches may have
-    one."""
+    """Returns a part's schema as the schema itself has it; None if branches may have one."""
     if key is None:
         return schema.get("items")
     properties = schema.get("properties")
@@ -78,8 +76,7 @@ def _own_part(schema: Json, key: str | None) -> Any:
 
 
 def resolved(schema: Any, document: Json) -> Json:
-    """Returns the schema with what it refers to in the document beside its own keywords; an empty
-    one if that cannot be found."""
+    """Returns the schema joined with what it refers to; an empty one if that is not found."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             break
@@ -146,8 +143,7 @@ def is_text(types: frozenset[str] | None, *, when_undeclared: bool) -> bool:
 
 
 def to_json(text: str, types: frozenset[str] | None) -> str:
-    """Returns the JSON of a complete value: of a type that its schema allows, if the text can be
-    read as one."""
+    """Returns the JSON of a complete value, of a type that its schema allows if possible."""
     allowed = types or frozenset()
     bare = text.strip()
     for read in (json.loads, ast.literal_eval):
@@ -186,10 +182,9 @@ def _fitting(value: Any, types: frozenset[str] | None) -> str | None:
 def stream_text(
     source: Source, end: str, *, strips_newline: bool
 ) -> Generator[CallText | None, None, bool]:
-    """Reads the text before the end mark as a JSON string, given out as it is written. With
-    strips_newline one line end at each side belongs to the marks. Returns whether the end mark
-    came; if not, the string is left open, so that it cannot be mistaken for a complete one. What
-    may be the beginning of an end mark is left out where the answer is cut off."""
+    """Reads the text before the end mark as a JSON string, given out as it is written.
+    strips_newline drops one line end at each side. Returns whether the mark came: if not, the
+    string stays open, without a beginning of a mark."""
     yield CallText('"')
     if strips_newline:
         while not source.text and not source.is_ended:

@@ -91,8 +91,7 @@ def render_v4(
     enable_thinking: bool = True,
     reasoning_effort: str | None = None,
 ) -> str:
-    """Renders the prompt. With tools it keeps all reasoning of the history, else only the reasoning
-    since the last question."""
+    """Renders the prompt. Without tools, reasoning before the last question is dropped."""
     if tools:
         schemas = "\n".join(_json(each.get("function") or each) for each in tools)
         messages = with_system(messages, _TOOLS.format(schemas=schemas), keeps_empty=True)

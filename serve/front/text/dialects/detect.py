@@ -63,8 +63,7 @@ _EFFORTS = ("low", "medium", "high")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The facts of a model from which its dialect is detected. vocabulary maps tokens to ids;
-    template_type is mlx-lm's name of a template that is a program."""
+    """What a dialect is detected from. vocabulary maps tokens to ids; template_type is mlx-lm's."""
 
     template: str
     vocabulary: Mapping[str, int]
@@ -176,8 +175,7 @@ def _by_rules(model: Model) -> Dialect | None:
 
 
 def _by_mlx_lm(model: Model, tokenizer: Any) -> Dialect:
-    """Returns the dialect that mlx-lm detects, or the generic one. Our own rules come first,
-    because mlx-lm's test for JSON calls is less strict than `_is_hermes`."""
+    """Returns mlx-lm's dialect, or the generic one. Our rules come first: they are stricter."""
     name = mlx_lm_module("tokenizer_utils")._infer_tool_parser(tokenizer)
     if name in NAMED:
         return NAMED[name]

@@ -159,8 +159,7 @@ def _read(source: Source) -> Generator[CallPart | None, None, None]:
 
 
 def _value(source: Source) -> Generator[CallPart | None, None, bool]:
-    """Translates one value into JSON. Returns whether it was complete. A loop: what a model writes
-    may be nested more deeply than Python's stack."""
+    """Translates a value, which may be deep, into JSON. Returns whether it was complete."""
     closing: list[str] = []
     may_be_key = False
     while (yield from source.skip_blanks()):

@@ -34,9 +34,8 @@ _RESULT_END = "</tool_response>"
 
 
 def prepare(messages: Messages, tools: Tools) -> Messages:
-    """Returns the messages as plain text: the tools in the system's message, calls in the
-    assistant's, and results in the user's. A result is joined with the user's messages beside it,
-    because many templates want roles that alternate."""
+    """Returns the messages as plain text: tools in the system's, calls in the assistant's, results
+    in the user's, joined with the user's messages beside them, as many templates want."""
     prepared: Messages = []
     was_result = False
     for message in messages:
@@ -55,8 +54,7 @@ def prepare(messages: Messages, tools: Tools) -> Messages:
 
 
 def prepare_if_tools(messages: Messages, tools: Tools) -> Messages:
-    """Prepares messages for a template that knows calls and results of the history: without tools
-    it renders them itself."""
+    """Prepares messages for a template that knows calls; without tools it needs none of this."""
     if tools:
         return prepare(messages, tools)
     return messages
@@ -105,8 +103,7 @@ def describe(tools: Tools) -> str:
 
 
 def with_system(messages: Messages, text: str, *, keeps_empty: bool = False) -> Messages:
-    """Returns the messages with text at the end of the system's message, which may be a new one.
-    With keeps_empty the text begins with a blank line also if that message is empty."""
+    """Adds text to the system's message, which may be new; after a blank line with keeps_empty."""
     if messages and messages[0].get("role") == "system":
         first, *rest = messages
     else:
@@ -119,8 +116,7 @@ def with_system(messages: Messages, text: str, *, keeps_empty: bool = False) -> 
 
 
 def without_system(messages: Messages) -> Messages:
-    """Moves the text of system messages to the start of the user's first message, for templates
-    that do not support the role system."""
+    """Moves system messages into the user's first, for templates without the role system."""
     texts = [_content(message) for message in messages if message.get("role") == "system"]
     others = [message for message in messages if message.get("role") != "system"]
     text = "\n\n".join(filter(None, texts))

@@ -84,8 +84,7 @@ def _read(declared: Declared, source: Source) -> Generator[CallPart | None, None
 
 
 def _name(source: Source) -> Generator[None, None, tuple[str, bool]]:
-    """Reads the name, and whether arguments follow. It ends with its line, or with the first
-    key."""
+    """Reads the name, up to a line end or key, and whether arguments follow."""
     while _KEY not in source.text and not source.is_ended:
         if len(source.text) > MAX_NAME:
             raise ValueError("a name that does not end")

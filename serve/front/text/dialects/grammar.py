@@ -19,9 +19,8 @@ _UNMARKED = r"/[ \n\t]*\{[ \n\t]*\"name\"[ \n\t]*:(.|\n)*/"
 
 @dataclass(frozen=True, slots=True)
 class AnswerGrammar:
-    """A grammar in llguidance's Lark, and the keywords of the tools' schemas that it does not
-    enforce; `tools` if it enforces no schema at all. held_inputs are the tools whose input follows
-    a grammar of its own."""
+    """A grammar in llguidance's Lark, the keywords that it does not enforce (`tools`: no schema at
+    all), and the tools whose input has a grammar of its own."""
 
     text: str
     left_out: tuple[str, ...] = ()
@@ -39,11 +38,9 @@ def tool_grammar(
     is_forced: bool = False,
     inputs: Mapping[str, str] = {},
 ) -> AnswerGrammar | None:
-    """Returns the grammar of an answer that may call tools, or has to if is_forced; None where the
-    dialect's calls have no grammar. token_id is the id of an added token, and added_tokens are all
-    of them. With the grammar of a content the answer is calls or this content. Unless is_parallel,
-    an answer ends after its first call. inputs are grammars for the one text that some tools
-    take."""
+    """Returns the grammar of an answer that may call tools, or has to if is_forced; None without
+    one. token_id gives the id of one of added_tokens. With a content's grammar the answer may be
+    this content. Unless is_parallel it has one call. inputs are grammars for tools' one text."""
     lark = Lark(token_id, added_tokens, is_parallel=is_parallel, inputs=inputs)
     tools, changed = sound_tools(tools)
     lark.left_out |= changed
@@ -70,8 +67,7 @@ def tool_grammar(
 
 
 def _free(dialect: Dialect, calls: CallFormat, body: str, lark: Lark) -> str:
-    """Returns the body of a rule for free text in which marks begin calls. Marks of reasoning may
-    stand in it."""
+    """Returns a rule's body for free text in which marks begin calls, with marks of reasoning."""
     ids: list[int] = []
     if dialect.reasoning:
         for of_mark in _token_ids(dialect.reasoning, lark):

@@ -28,9 +28,8 @@ _NAMESPACE = "functions."
 
 
 class HarmonyReader:
-    """Reads messages: those of the channel analysis are reasoning, those with a recipient are
-    calls, and all others are content, which goes to inner. Text without a header is content
-    too."""
+    """Reads messages: the channel analysis is reasoning, those with a recipient are calls, and all
+    others, also without a header, are content for inner."""
 
     call_length: int | None = None
 
@@ -60,9 +59,8 @@ class HarmonyReader:
             yield from self._given(text)
 
     def finish(self, is_whole: bool = True) -> Iterator[Part]:
-        """Yields the parts that were held back. The token that ends a call also ends the answer,
-        and is not part of the text. The beginning of a mark is left out of a call that is cut
-        off."""
+        """Yields what was held back. The token that ends a call also ends the answer. A call that
+        is cut off loses the beginning of a mark."""
         text = self._take(len(self._text))
         if self._is_header:
             yield from self._end_header(text, is_whole)
@@ -123,8 +121,7 @@ def _is_content(text: str) -> bool:
 
 
 def harmony_grammar(tools: Tools, lark: Lark, final: str | None = "TEXT") -> str:
-    """Returns the body of the start rule: thoughts, then a call or a final message that follows a
-    rule. Without final there has to be a call."""
+    """Returns the start rule's body: thoughts, then a call or, with final, a final message."""
     again = f"{lark.until(_END)} {lark.mark(_START)} {lark.mark('assistant')}"
     thought = lark.rule(f"{lark.mark(f'{_CHANNEL}analysis{_MESSAGE}')} {again}")
     preamble = lark.rule(f"{lark.mark(f'{_CHANNEL}commentary{_MESSAGE}')} {again}")
@@ -142,8 +139,7 @@ def harmony_grammar(tools: Tools, lark: Lark, final: str | None = "TEXT") -> str
 
 
 def _with_thoughts(messages: Messages, _tools: Tools) -> Messages:
-    """Names reasoning `thinking`, as the template of gpt-oss does. A message with calls has either
-    that or content."""
+    """Names reasoning `thinking`, as gpt-oss's template does; with calls it replaces content."""
     return list(map(_with_thought, messages))
 
 

@@ -12,8 +12,7 @@ Messages = list[dict[str, Any]]
 
 
 class CallFormat(Protocol):
-    """How a family of models writes calls: one or several between start and end. If end is empty,
-    they go on to the end of the answer."""
+    """How a family writes calls: some between start and end, which is "" for the answer's end."""
 
     @property
     def start(self) -> str: ...
@@ -25,8 +24,7 @@ class CallFormat(Protocol):
         """Returns a reader for one answer. tools are the declared ones as OpenAI's JSON."""
 
     def grammar(self, tools: Tools, lark: Lark, /) -> str | None:
-        """Returns the body of a rule for the text after the start mark, up to and with the end
-        mark; None if this format has no grammar."""
+        """Returns a rule's body for what follows the start mark, with the end mark, or None."""
 
 
 class AnswerReader(Protocol):
@@ -34,21 +32,18 @@ class AnswerReader(Protocol):
 
     @property
     def call_length(self) -> int | None:
-        """The characters so far of a call that is held until it can be parsed, which may take long;
-        None outside of one."""
+        """The characters of a call that is held until it can be parsed; None outside of one."""
 
     def feed(self, delta: str) -> Iterator[Part]: ...
 
     def finish(self, is_whole: bool = True) -> Iterator[Part]:
-        """Yields the parts that were held back. is_whole says whether the answer ended by
-        itself."""
+        """Yields the parts that were held back. is_whole: the answer ended by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """How a model reasons. The marks stand around its thoughts. A template's variable `switch`
-    turns reasoning on and off (None: it cannot be) with the values in `states`, and `effort` takes
-    one of the efforts, from the lowest to the highest."""
+    """How a model reasons, between two marks. The template's variable `switch` takes one of
+    `states` (None: no switch), and `effort` one of the efforts, the lowest first."""
 
     start: str
     end: str
@@ -58,9 +53,8 @@ class Reasoning:
     efforts: tuple[str, ...] = ()
 
     def variables(self, effort: str | None, enabled: bool | None = None) -> dict[str, Any]:
-        """Returns the template's variables for an effort of OpenAI's API ("none" to "xhigh"), and
-        for reasoning that is wanted or not. Variables that the template does not know are left
-        out."""
+        """Returns the template's variables for an effort of OpenAI's API, and for reasoning that is
+        wanted or not; none that the template does not know."""
         if enabled is None and effort is not None:
             enabled = effort != "none"
         found: dict[str, Any] = {}
@@ -72,8 +66,7 @@ class Reasoning:
         return found
 
     def nearest(self, effort: str) -> str:
-        """Returns the model's own name of an effort of OpenAI's API, or of the nearest one it
-        has."""
+        """Returns the model's own name of an effort of OpenAI's API, or the nearest one."""
         if effort in self.efforts or effort not in EFFORTS:
             return effort
         wanted = EFFORTS.index(effort)

@@ -29,8 +29,7 @@ _LITERALS = {"true": True, "false": False, "null": None}
 
 @dataclass(frozen=True, slots=True)
 class LlamaCalls:
-    """JSON with "parameters" behind the mark, which a model may leave out: an answer that begins
-    with a character of unmarked may be calls."""
+    """JSON with "parameters". The mark may be missing before a first character of unmarked."""
 
     start: str = "<|python_tag|>"
     end: str = ""

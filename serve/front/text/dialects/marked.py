@@ -61,8 +61,7 @@ class NamedCallReader(PlainReader):
 
 
 class ListedCallsReader(PlainReader):
-    """The answer is a JSON list of {"name", "parameters"}, which a grammar enforces. After text
-    that cannot be read, such as JSON that is nested too deeply, it yields nothing more."""
+    """A JSON list of {"name", "parameters"}, enforced by a grammar. Unreadable text ends it."""
 
     def __init__(self) -> None:
         self._calls = PulledReader(read_json_calls)
@@ -86,8 +85,7 @@ class ListedCallsReader(PlainReader):
 
 @dataclass(slots=True)
 class _OpenCall:
-    """A call that is being read. mark is what it began with; text is what came of it, until its
-    name is known."""
+    """A call that is being read: the mark it began with, and its text until its name is known."""
 
     reader: CallReader
     mark: str
@@ -97,8 +95,7 @@ class _OpenCall:
 
 
 class MarkedReader:
-    """Gives content to inner. What cannot be read as a call is content, and blanks between calls
-    are dropped. tools are the declared ones, whose schemas say which arguments are numbers."""
+    """Gives content to inner. Unreadable calls are content; declared tools give types."""
 
     def __init__(
         self,

@@ -128,8 +128,7 @@ class _Tag:
 def _nested(
     source: Source, schema: Any, document: Json, key: str
 ) -> Generator[CallText | None, None, bool]:
-    """Reads a value that is not text: tags inside are the keys of an object, or `item`s of a
-    list."""
+    """Reads a value that is no text, with tags for an object's keys or a list's `item`s."""
     begin = f"{_M}<{key}>"
     end = f"{_M}</{key}>"
     pieces: list[str] = []

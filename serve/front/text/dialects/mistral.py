@@ -25,8 +25,7 @@ _ID = "[CALL_ID]"
 
 @dataclass(frozen=True, slots=True)
 class MistralCalls:
-    """`[TOOL_CALLS]NAME[ARGS]{...}`, again for each call, or `[TOOL_CALLS][{...}]` of the older
-    models (is_list)."""
+    """`[TOOL_CALLS]NAME[ARGS]{...}` for each call; older (is_list) `[TOOL_CALLS][{...}]`."""
 
     is_list: bool = False
     start: str = _START

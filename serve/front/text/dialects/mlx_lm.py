@@ -65,8 +65,7 @@ class _WholeReader:
             yield CallEnd()
 
     def _name_in(self, text: str) -> str:
-        """Returns the name of the first declared tool in a call that was cut off: the parsers read
-        whole calls only. Raises ValueError if there is none."""
+        """Returns the first declared tool in a call that was cut off. Raises ValueError."""
         names = "|".join(re.escape(tool_name(tool)) for tool in self._tools)
         found = re.search(rf"(?<![\w.-])({names})(?=[^\w.-])", text) if names else None
         if found is None:
@@ -75,7 +74,6 @@ class _WholeReader:
 
 
 def mlx_lm_dialect(name: str, reasoning: Reasoning | None) -> Dialect:
-    """Returns the dialect of one of mlx-lm's parsers. Raises UsageError if there is none of this
-    name."""
+    """Returns the dialect of one of mlx-lm's parsers, by its name. Raises UsageError."""
     format = tool_format(name)
     return Dialect(name, ParsedCalls(format.start, format.end, CallParser(name)), reasoning)

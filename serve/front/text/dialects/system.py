@@ -20,8 +20,7 @@ def has_late_system(messages: Messages) -> bool:
 
 
 def with_early_system(messages: Messages) -> Messages:
-    """Joins the system messages at the start. Each later one becomes a part of the user's message
-    next to it: at the start, it would change the prefix that earlier requests have computed."""
+    """Joins the first system messages. Later ones join a user's, so that prefixes stay equal."""
     is_first = True
     was_late = False
     found: Messages = []
