@@ -194,7 +194,6 @@ ANTHROPIC_BODIES = [
         *_wrong_values("tool_choice", "any", {"type": "tool"}, {"type": "nope"}),
         *_wrong_values("thinking", {"type": "enabled", "budget_tokens": -1}, True, {}),
         *_wrong_values("output_config", 5, {"effort": "lots"}, {"format": {"type": "xml"}}),
-        *_wrong_values("context_management", 5, {"edits": 5}, {"edits": [{"type": "nope"}]}),
         *_wrong_values("container", "c", 5),
         *_wrong_values("model", 5),
         *_wrong_values(
