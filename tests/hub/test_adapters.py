@@ -44,7 +44,7 @@ def on_hub(caches: list[Path], cuts: list[int]) -> Pipeline:
 
 
 def read(own: Adapters, version: int = 1) -> Any:
-    return own.read(version, REPO, None, 64, COMMIT)
+    return own.read(version, REPO, None, COMMIT)
 
 
 # --- a rank
