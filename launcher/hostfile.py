@@ -144,4 +144,4 @@ def _is_loopback(ip: str) -> bool:
 
 
 def _wrong(path: str, where: str, what: str, fix: str) -> NoReturn:
-    raise UsageError(f"{path}: {where} {what}: {fix}.")
+    raise UsageError(f"{path}: {where} {what}: {fix}.", code="wrong_format")

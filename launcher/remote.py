@@ -51,6 +51,8 @@ _MESSAGES: LineReader[FromAgent] = LineReader(FromAgent)
 
 
 class HostError(ClusterError):
+    code = "host"
+
     def __init__(self, where: str, what: str, fix: str = "") -> None:
         self.where = where
         self.what = what

@@ -18,6 +18,7 @@ from launcher.demo import Demo, chosen_port, pieces, server_sent, speed
 from launcher.process import free_ports
 from launcher.supervisor import Supervisor
 from serve.core.errors import BrigadeError, ClusterError, EngineError, UsageError
+from tests.errors import fails
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -124,7 +125,7 @@ def test_an_adapter_that_is_not_there_ends_the_demo(
 ) -> None:
     monkeypatch.setattr("launcher.demo.DEFAULT_MODEL", tmp_path)
     monkeypatch.setattr("launcher.demo.ADAPTERS", tmp_path / "none")
-    with pytest.raises(EngineError, match="POST /v1/load_lora_adapter answered 404"):
+    with fails(EngineError, "engine", match="404"):
         demo(str(tmp_path)).run()
 
 
@@ -186,14 +187,14 @@ def test_demo_prints_an_example_in_python_that_works(tmp_path: Path) -> None:
 def test_what_goes_wrong_is_said_and_the_ranks_are_gone(
     model: str, error: type[BrigadeError], says: str, once: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(error, match=says):
+    with fails(error, "engine", match=says):
         demo(model, once).run()
     assert pids_alive(capfd.readouterr().err) == []
 
 
 def test_a_server_that_is_never_ready_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.demo.READY_SECONDS", 1.5)
-    with pytest.raises(ClusterError, match="503.*loading layers"):
+    with fails(ClusterError, "cluster", match="503.*loading layers"):
         demo("never").run()
 
 
@@ -203,7 +204,7 @@ def test_demo_does_not_give_the_ranks_that_it_kills_as_the_reason(
     monkeypatch.setattr("launcher.demo.READY_SECONDS", 1.5)
     impatient = functools.partial(Supervisor, drain_seconds=0.5)
     monkeypatch.setattr("launcher.demo.Supervisor", impatient)
-    with pytest.raises(ClusterError, match="not ready after 1.5 s"):
+    with fails(ClusterError, "cluster", match="1.5 s"):
         demo("stubborn").run()
 
 
@@ -215,7 +216,7 @@ def test_a_missing_embedded_model_is_one_clear_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("launcher.demo.DEFAULT_MODEL", tmp_path / "none")
-    with pytest.raises(UsageError, match="--model"):
+    with fails(UsageError, "usage", match="--model"):
         Demo(tmp_path / "none", 2, 0, once=True)
 
 

@@ -12,6 +12,7 @@ from serve.core.config import ServeConfig
 from serve.core.constants import Constants
 from serve.core.errors import UsageError
 from serve.core.tool_parsers import call_formats
+from tests.errors import fails
 
 
 def serve(*words: str) -> ServeConfig:
@@ -27,7 +28,7 @@ def test_a_flag_may_be_repeated_or_left_out() -> None:
 
 @pytest.mark.parametrize("words", [("--max-queue", "-1"), ("--drain-timeout", "nan")])
 def test_flags_refuse_values_that_are_not_limits(words: tuple[str, ...]) -> None:
-    with pytest.raises(UsageError, match=words[0]):
+    with fails(UsageError, "out_of_range", match=words[0]):
         serve(*words)
 
 
@@ -39,7 +40,7 @@ def test_flags_refuse_values_that_are_not_limits(words: tuple[str, ...]) -> None
     ],
 )
 def test_flags_name_a_value_that_is_not_a_number(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with fails(UsageError, "usage", match=message):
         serve(*words)
 
 
@@ -48,9 +49,7 @@ def test_an_adapter_root_that_is_no_folder(tmp_path: Path, root: str) -> None:
     (tmp_path / "file").touch()
     model = Path(__file__).parents[1] / "examples" / "tiny-chat"
     words = ["--model", str(model), "--adapter-root"]
-    with pytest.raises(
-        UsageError, match="--adapter-root .* is not a folder: create it on each host"
-    ):
+    with fails(UsageError, "no_folder", match="--adapter-root"):
         check([*words, str(tmp_path / root)], 2)
     assert check([*words, str(tmp_path)], 2)[0].adapter_root == tmp_path
 
@@ -100,7 +99,7 @@ def test_allowed_hosts_are_names_and_addresses(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "a:8080", "a/b", "a b", "http://a", "[::1]", "é"])
 def test_other_allowed_hosts_are_refused(name: str) -> None:
-    with pytest.raises(UsageError, match="--allowed-host"):
+    with fails(UsageError, "malformed", match="--allowed-host"):
         serve("--allowed-host", name)
 
 
@@ -145,21 +144,21 @@ def test_a_quick_start_changes_constants(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "code"),
     [
-        ("stall=3", "--quick-start stall is not a constant: use one of .*stall_timeout"),
-        ("max_restarts=few", "--quick-start max_restarts=few: Expected `int`"),
+        ("stall=3", "unknown_name"),
+        ("max_restarts=few", "usage"),
     ],
 )
-def test_a_quick_start_names_what_is_wrong(text: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_a_quick_start_names_what_is_wrong(text: str, code: str) -> None:
+    with fails(UsageError, code):
         serve("--quick-start", text)
 
 
 @pytest.mark.parametrize("word", ["--no-warm-up", "--stall-timeout=3"])
 def test_a_removed_flag_is_refused_with_what_to_do_instead(word: str) -> None:
     name = word.partition("=")[0]
-    with pytest.raises(UsageError, match=f"^{name} was removed: leave it out"):
+    with fails(UsageError, "removed_flag", match=name):
         current("serve", ["--model", "m", word])
 
 

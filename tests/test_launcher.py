@@ -29,6 +29,7 @@ from launcher.command import (
 from launcher.process import free_ports, local_ranks, shown
 from launcher.supervisor import Supervisor
 from serve.core.errors import ClusterError, LostRankError
+from tests.errors import fails
 from tests.models import save
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -165,7 +166,7 @@ def test_a_rank_that_stays_when_another_ended_well_is_ended(launch: Start) -> No
 
 def test_a_program_that_does_not_exist_is_one_clear_error() -> None:
     lines: list[str] = []
-    with pytest.raises(ClusterError, match="rank 0 cannot be started: .*--python"):
+    with fails(ClusterError, "cluster", match="rank 0 .*--python"):
         Supervisor(local_ranks(["/no/such/program"], 2), lines.append).run()
 
 
@@ -184,7 +185,7 @@ def test_a_rank_that_cannot_start_takes_the_started_ones_along(
     monkeypatch.setattr("launcher.process.subprocess.Popen", second_fails)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ranks = local_ranks([sys.executable, "-c", "import time; time.sleep(60)"], 2)
-    with pytest.raises(ClusterError, match="rank 1"):
+    with fails(ClusterError, "cluster", match="rank 1"):
         Supervisor(ranks, lambda _: None).run()
     wait_until(lambda: started[0].returncode == -9)
     assert list(tmp_path.iterdir()) == []

@@ -23,6 +23,8 @@ _READ_BYTES = 1 << 16
 class RingLostError(ClusterError):
     """A neighbour or a link is gone. Everything that this process holds is still intact."""
 
+    code = "lost_rank"
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:

@@ -107,7 +107,7 @@ class Trainer:
         if not holders:
             raise UsageError(
                 "Nothing is trained: see num_layers, and keys of lora_parameters.",
-                code="no_examples",
+                code="wrong_setting",
             )
         first_trained = min(min(numbers) for numbers in holders.values())
         self.shape = Shape(groups.layout.pipeline_size, 1, len(stages), first_trained)

@@ -15,6 +15,7 @@ from openai.types.chat import ChatCompletion
 
 from tests.cluster.questions import QUESTIONS
 from tests.cluster.servers import Server
+from tests.errors import fails
 
 CHAT: dict[str, Any] = {"model": "tiny-chat", "temperature": 0}
 
@@ -247,7 +248,7 @@ def test_a_bad_request_is_400_and_the_server_goes_on(
 
 
 def test_an_unknown_model_is_404(server: Server) -> None:
-    with pytest.raises(openai.NotFoundError, match="gpt"):
+    with fails(openai.NotFoundError, "model_not_found", match="gpt"):
         server.client().chat.completions.create(model="gpt", messages=user("hi"))
 
 

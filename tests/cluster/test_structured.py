@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from tests.cluster.servers import Server
+from tests.errors import fails
 from tests.front.routes.test_cut_calls import ASK, CUT, LIMITS
 
 WEATHER: dict[str, Any] = {
@@ -148,7 +149,7 @@ def test_a_schema_that_is_slow_to_prepare_stops_nobody(server: Server) -> None:
     def slow(number: int) -> int:
         schema = {"type": "integer", "multipleOf": 9_999_991 - number}
         format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        with pytest.raises(openai.BadRequestError, match="make it simpler") as caught:
+        with fails(openai.BadRequestError, "grammar") as caught:
             ask(server, response_format=format, n=8)
         return caught.value.status_code
 
@@ -259,7 +260,7 @@ def test_a_grammar_that_fails_midway_fails_its_request_alone(server: Server, str
 
     with ThreadPoolExecutor(2) as threads:
         other = threads.submit(ask, server, "Say the alphabet.", temperature=0)
-        with pytest.raises(openai.APIError, match="grammar cannot be followed") as caught:
+        with fails(openai.APIError, "grammar") as caught:
             exploding()
     assert caught.value.type == "invalid_request_error"
     if not stream:

@@ -16,6 +16,7 @@ from serve.core.config import (
     with_keys,
 )
 from serve.core.errors import UsageError
+from tests.errors import fails
 
 
 @pytest.fixture
@@ -58,20 +59,20 @@ def test_brigade_launch_says_more(hostfile: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("text", "code"),
     [
-        ("{", "not a JSON list"),
-        ('{"a": 1}', "not a JSON list"),
-        ('[["h:1"], []]', "not a JSON list"),
-        ('[["h:1"], "h:2"]', "not a JSON list"),
-        ('[["h:1"], ["h:70000"]]', "not an address"),
-        ('[["h:1"], [5]]', "not a JSON list"),
+        ("{", "wrong_format"),
+        ('{"a": 1}', "wrong_format"),
+        ('[["h:1"], []]', "wrong_format"),
+        ('[["h:1"], "h:2"]', "wrong_format"),
+        ('[["h:1"], ["h:70000"]]', "malformed"),
+        ('[["h:1"], [5]]', "wrong_format"),
     ],
 )
-def test_a_bad_hostfile_is_one_clear_line(tmp_path: Path, text: str, reason: str) -> None:
+def test_a_bad_hostfile_is_one_clear_line(tmp_path: Path, text: str, code: str) -> None:
     path = tmp_path / "hosts.json"
     path.write_text(text)
-    with pytest.raises(UsageError, match=reason):
+    with fails(UsageError, code):
         read_cluster({"MLX_RANK": "0", "MLX_HOSTFILE": str(path)})
 
 
@@ -82,20 +83,20 @@ def test_a_bad_rank_is_refused(hostfile: Path, rank: str) -> None:
 
 
 def test_a_rank_without_hostfile_is_refused() -> None:
-    with pytest.raises(UsageError, match="brigade launch"):
+    with fails(UsageError, "usage"):
         read_cluster({"MLX_RANK": "0"})
 
 
 @pytest.mark.parametrize("text", ["host", "host:", ":80", "host:0", "host:65536", "host:x"])
 def test_bad_addresses(text: str) -> None:
-    with pytest.raises(UsageError, match="HOST:PORT"):
+    with fails(UsageError, "malformed"):
         parse_address(text, "here")
 
 
 def test_numbers_out_of_range_name_the_flag() -> None:
-    with pytest.raises(UsageError, match="--port 65536 is out of range"):
+    with fails(UsageError, "out_of_range", match="--port 65536"):
         ServeConfig(model=Path("m"), port=65536)
-    with pytest.raises(UsageError, match="--max-num-seqs 0"):
+    with fails(UsageError, "out_of_range", match="--max-num-seqs 0"):
         ServeConfig(model=Path("m"), max_num_seqs=0)
 
 
@@ -111,7 +112,7 @@ def test_a_folder_comes_before_a_name_on_the_hub(
     assert ServeConfig(model=elsewhere, revision="v1").model_name == "org/name"
     for path in ("/org/name", "name", "a/b/c", "../org/name", "~/name", "0" * 4096, "a/" * 2000):
         assert ServeConfig(model=Path(path)).hub_id is None
-    with pytest.raises(UsageError, match="--revision"):
+    with fails(UsageError, "usage", match="--revision"):
         ServeConfig(model=there, revision="v1")
 
 
@@ -138,11 +139,11 @@ def test_keys_are_not_shown() -> None:
 def test_what_is_no_key_does_not_open_the_server(tmp_path: Path, text: str) -> None:
     file = tmp_path / "keys"
     file.write_text(text)
-    with pytest.raises(UsageError, match="has no key"):
+    with fails(UsageError, "no_key"):
         with_keys(ServeConfig(model=MODEL, api_key_file=file), {})
-    with pytest.raises(UsageError, match="BRIGADE_ADMIN_KEY has no key"):
+    with fails(UsageError, "no_key", match="BRIGADE_ADMIN_KEY"):
         with_keys(ServeConfig(model=MODEL), {"BRIGADE_ADMIN_KEY": text})
-    with pytest.raises(UsageError, match="--api-key has no key"):
+    with fails(UsageError, "no_key", match="--api-key"):
         with_keys(ServeConfig(model=MODEL, api_key=(text,)), {})
 
 
@@ -151,13 +152,13 @@ def test_a_key_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes 
     file = tmp_path / "keys"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(UsageError, match="--admin-key-file .*keys cannot be read"):
+    with fails(UsageError, "unreadable", match="--admin-key-file"):
         with_keys(ServeConfig(model=MODEL, admin_key_file=file), {})
 
 
 @pytest.mark.parametrize("origin", ["a.example", "https://a.example/", "https://u@a.example", ""])
 def test_a_wrong_origin_is_refused(origin: str) -> None:
-    with pytest.raises(UsageError, match="--allowed-origins"):
+    with fails(UsageError, "malformed", match="--allowed-origins"):
         ServeConfig(model=MODEL, allowed_origins=(origin,))
     ServeConfig(model=MODEL, allowed_origins=("*", "https://a.example:8443", "http://[::1]:3000"))
 
@@ -170,15 +171,13 @@ def test_adapters_of_the_start_are_given_as_often_as_there_are() -> None:
 
 @pytest.mark.parametrize("name", ["a b", "../a", "m", "ä", "x" * 200])
 def test_what_cannot_be_an_adapters_name_is_refused_before_anything_is_loaded(name: str) -> None:
-    with pytest.raises(
-        UsageError, match="--lora-modules .* cannot be an adapter's name: .*letters"
-    ):
+    with fails(UsageError, "adapter_name", match="--lora-modules"):
         ServeConfig(model=Path("m"), lora_modules=(f"{name}=/a",))
 
 
 @pytest.mark.parametrize("word", ["x", "=x", "x=", "="])
 def test_an_adapter_without_name_or_path_is_refused(word: str) -> None:
-    with pytest.raises(UsageError, match="--lora-modules .*NAME=PATH"):
+    with fails(UsageError, "malformed", match="--lora-modules"):
         ServeConfig(model=Path("m"), lora_modules=(word,))
 
 
@@ -211,16 +210,16 @@ def test_a_draft_models_folder_comes_before_a_name_on_the_hub(
 
 
 @pytest.mark.parametrize(
-    ("flags", "reason"),
+    ("flags", "code"),
     [
-        (["--tensor-parallel-size", "0"], "--tensor-parallel-size 0 is not a number of ranks"),
-        (["--tensor-parallel-size", "two"], "--tensor-parallel-size two is not a number of ranks"),
+        (["--tensor-parallel-size", "0"], "malformed"),
+        (["--tensor-parallel-size", "two"], "malformed"),
         (
             ["--tensor-parallel-size", "auto", "--split", "2,2"],
-            "--split .* needs a number of stages",
+            "needs_flag",
         ),
     ],
 )
-def test_tensor_parallel_is_a_number_or_auto(flags: list[str], reason: str) -> None:
-    with pytest.raises(UsageError, match=reason):
+def test_tensor_parallel_is_a_number_or_auto(flags: list[str], code: str) -> None:
+    with fails(UsageError, code):
         parse(ServeConfig, ["--model", "m", *flags], "brigade serve", None)

@@ -25,6 +25,7 @@ from serve.core.messages import (
     TensorSpec,
 )
 from serve.core.types import Row, Step
+from tests.errors import fails
 
 int32 = st.integers(-(2**31), 2**31 - 1)
 small = st.integers(0, 2**31 - 1)
@@ -121,7 +122,7 @@ def test_every_message_of_a_launcher_survives_as_one_line(kind: type, data: st.D
 @given(st.text() | st.binary())
 def test_random_lines_are_an_error_of_ours(said: str | bytes) -> None:
     reader: wire.LineReader[ToAgent] = wire.LineReader(ToAgent)
-    with pytest.raises(ClusterError, match="cannot be read"):
+    with fails(ClusterError, "unreadable_message"):
         reader.read(said)
 
 
@@ -158,7 +159,7 @@ def test_a_step_whose_rows_announce_other_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="differ in number"):
         Step(1, 0, (Row(1, 0, 2),), (5,), sample=False)
     body = msgspec.msgpack.encode(["Step", 1, 0, [[1, 0, 2, 0]], [5], False])
-    with pytest.raises(ClusterError, match="differ in number"):
+    with fails(ClusterError, "unreadable_message"):
         list(wire.FrameReader(Step).feed(framed(body)))
 
 
@@ -176,7 +177,7 @@ def test_random_bodies_are_an_error_of_ours_or_a_message(body: bytes) -> None:
 
 
 def test_a_name_of_a_type_that_is_not_utf_8_is_an_error_of_ours() -> None:
-    with pytest.raises(ClusterError, match="cannot be read"):
+    with fails(ClusterError, "unreadable_message"):
         list(wire.FrameReader(AnyMessage).feed(framed(b"\x91\xa4\x00\x00\x00\x80")))
 
 
@@ -196,7 +197,7 @@ def test_deeply_nested_bodies_are_an_error_of_ours() -> None:
     ],
 )
 def test_a_message_in_the_wrong_direction_is_an_error(message: Any, expected: Any) -> None:
-    with pytest.raises(ClusterError, match="cannot be read"):
+    with fails(ClusterError, "unreadable_message"):
         list(wire.FrameReader(expected).feed(wire.frame(message)))
 
 
@@ -211,21 +212,21 @@ def test_frames_survive_any_pieces(sent: list[Step], size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "reason"),
+    ("data", "code"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", "does not speak"),
-        (b"Bg\x01\x00\x00\x00\x00\x00", "wire version 1"),
-        (wire._HEADER.pack(b"Bg", wire.VERSION, wire.MAX_BODY_BYTES + 1), "larger than the limit"),
+        (b"GET / HTTP/1.1\r\n\r\n", "foreign_protocol"),
+        (b"Bg\x01\x00\x00\x00\x00\x00", "wire_version"),
+        (wire._HEADER.pack(b"Bg", wire.VERSION, wire.MAX_BODY_BYTES + 1), "too_large"),
     ],
 )
-def test_foreign_bytes_are_refused(data: bytes, reason: str) -> None:
-    with pytest.raises(ClusterError, match=reason):
+def test_foreign_bytes_are_refused(data: bytes, code: str) -> None:
+    with fails(ClusterError, code):
         list(wire.FrameReader(AnyMessage).feed(data))
 
 
 def test_a_message_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_BODY_BYTES", 10)
-    with pytest.raises(ClusterError, match="A Hop message"):
+    with fails(ClusterError, "too_large", match="Hop"):
         wire.frame(Hop(Step(1, 0, (), (), sample=False), (TensorSpec("float32", (1, 2, 3)),)))
 
 

@@ -20,6 +20,7 @@ from serve.model.sharding import Sharding, StandIn, shard, without_sums
 from serve.model.trial import named_arrays
 from serve.model.weights import LoadedStage, build_model, load_stage
 from tests import heads
+from tests.errors import fails
 from tests.hub.checkpoints import header_sizes
 from tests.hub.server import COMMIT, REPO, FakeHub
 
@@ -260,14 +261,14 @@ def test_code_from_the_model_never_comes_along(hub: FakeHub, home: Path, repo: P
 def test_a_model_that_wants_its_own_code_is_refused(hub: FakeHub, home: Path, repo: Path) -> None:
     (repo / "config.json").write_text(json.dumps({**_LLAMA, "model_file": "evil.py"}))
     (repo / "evil.py").write_text("raise SystemExit('it has run')")
-    with pytest.raises(ModelError, match=r"evil\.py"):
+    with fails(ModelError, "model", match=r"evil\.py"):
         from_hub(home / "cache", (0, 3))
 
 
 def test_a_lost_hub_is_one_error(hub: FakeHub, home: Path, repo: Path) -> None:
     open_partial(REPO, COMMIT, home / "cache")
     hub.faults.gated = 403
-    with pytest.raises(ModelError, match="HF_TOKEN"):
+    with fails(ModelError, "licence"):
         from_hub(home / "cache", (0, 3))
     hub.faults.gated = None
     digest = read_checkpoint(open_partial(REPO, COMMIT, home / "cache").folder).digest

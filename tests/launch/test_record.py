@@ -16,6 +16,7 @@ import pytest
 from launcher import cli, record
 from launcher.record import Launch, launches, recorded, stop
 from serve.core.errors import ClusterError, UsageError
+from tests.errors import fails
 from tests.test_launcher import ROOT, SLEEP, alive, wait_until
 
 LAUNCHER = """
@@ -157,9 +158,7 @@ def test_the_only_launch_is_stopped_without_its_number(launcher: Start) -> None:
 
 def test_one_of_two_has_to_be_named(launcher: Start) -> None:
     first, second = launcher(name="a"), launcher(name="b")
-    with pytest.raises(
-        UsageError, match=f"launches {first.pid}, {second.pid} are running: choose one"
-    ):
+    with fails(UsageError, "several_launches", match=f"{first.pid}, {second.pid}"):
         stop(None)
     stop(second.pid)
     assert second.wait(5) == 0
@@ -168,10 +167,10 @@ def test_one_of_two_has_to_be_named(launcher: Start) -> None:
 
 
 def test_what_does_not_run_cannot_be_stopped(launcher: Start) -> None:
-    with pytest.raises(UsageError, match="nothing to stop"):
+    with fails(UsageError, "usage"):
         stop(None)
     process = launcher()
-    with pytest.raises(UsageError, match=f"no running launch 1 .* only {process.pid}"):
+    with fails(UsageError, "usage", match=str(process.pid)):
         stop(1)
     assert alive(process.pid)
 
@@ -191,7 +190,7 @@ def test_stop_does_not_wait_for_ever(launcher: Start, monkeypatch: pytest.Monkey
     process = launcher(f"{deaf}print('event=listening url=x', flush=True)\n{RANK}{SLEEP}")
     wait_until(lambda: the_only().url == "x")
     monkeypatch.setattr(record, "STOP_SECONDS", 0.3)
-    with pytest.raises(ClusterError, match=f"launch {process.pid} has not ended within 0.3 s"):
+    with fails(ClusterError, "cluster", match=str(process.pid)):
         stop(None)
     monkeypatch.setattr(record, "STOP_SECONDS", 5.0)
     stop(process.pid)  # The second signal kills its ranks.
@@ -235,7 +234,7 @@ def test_a_full_disk_ends_no_rank(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_folder_that_cannot_be_made_says_how_to_choose_another(tmp_path: Path) -> None:
     (tmp_path / "brigade").touch()
-    with pytest.raises(ClusterError, match="cannot be created .*: set XDG_STATE_HOME"):
+    with fails(ClusterError, "cluster", match="XDG_STATE_HOME"):
         launches()
 
 

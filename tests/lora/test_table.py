@@ -29,6 +29,7 @@ from serve.model.stage import Stage
 from serve.rank.parent import Parent
 from serve.rank.worker import Order, Worker
 from tests import adapters
+from tests.errors import fails
 from tests.models import build
 
 # Long enough for the tokens of experts to be sorted.
@@ -218,17 +219,17 @@ def test_table_keeps_only_some_versions_and_does_not_read_them_again(tmp_path: P
         mx.eval(own.apply(Step(9, 0, (Row(0, 0, 1, version),), (0,), True)))
     gone = LoadAdapter(1, str(tmp_path / "1"), None, None, [])
     assert isinstance(own.answer(gone), AdapterRefused)
-    with pytest.raises(EngineError, match="version 1"):
+    with fails(EngineError, "out_of_step", match="version 1"):
         own.apply(Step(9, 0, (Row(0, 0, 1, 1),), (0,), True))
 
 
 def test_a_step_with_a_version_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     pipeline = Pipeline(LLAMA, [])
-    with pytest.raises(EngineError, match="version 7"):
+    with fails(EngineError, "out_of_step", match="version 7"):
         pipeline.apply([7])
     pipeline.read(1, adapters.save_adapter(tmp_path / "a", LLAMA()))
     pipeline.apply([0], unload=(1, 5))
-    with pytest.raises(EngineError, match="version 1"):
+    with fails(EngineError, "out_of_step", match="version 1"):
         pipeline.apply([1])
 
 
@@ -291,27 +292,25 @@ def test_what_rank_0_gets_to_know(tmp_path: Path, is_peft: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "reason"),
+    "fields",
     [
-        ({"lora_alpha": 10**400}, "lora_alpha in adapter_config.json is too large"),
-        ({"lora_alpha": 1e300}, "not a usable number"),
-        ({"r": 10**400}, "rank in adapter_config.json is too large"),
-        ({"layers_to_transform": "all"}, "must be a list of numbers"),
-        ({"layers_to_transform": 1.5}, "must be a list of numbers"),
-        ({"rank_pattern": {"a{99999999999999999999}": 2}}, "regular expression"),
-        ({"target_modules": "(" * 5000 + ")" * 5000}, "regular expression"),
-        ({"target_modules": "(.|.)*[^a-z._0-9]"}, "regular expression"),
+        {"lora_alpha": 10**400},
+        {"lora_alpha": 1e300},
+        {"r": 10**400},
+        {"layers_to_transform": "all"},
+        {"layers_to_transform": 1.5},
+        {"rank_pattern": {"a{99999999999999999999}": 2}},
+        {"target_modules": "(" * 5000 + ")" * 5000},
+        {"target_modules": "(.|.)*[^a-z._0-9]"},
     ],
 )
-def test_odd_words_of_a_config_are_refused(
-    tmp_path: Path, fields: dict[str, Any], reason: str
-) -> None:
+def test_odd_words_of_a_config_are_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
     """The last one would be matched for hours, and everybody would wait."""
     source = adapters.save_adapter(tmp_path / "a", LLAMA())
     adapters.as_peft(source, tmp_path / "b")
     config = json.loads((tmp_path / "b" / "adapter_config.json").read_text())
     (tmp_path / "b" / "adapter_config.json").write_text(json.dumps({**config, **fields}))
-    with pytest.raises(AdapterError, match=reason):
+    with fails(AdapterError, "wrong_setting"):
         Pipeline(LLAMA, []).read(1, tmp_path / "b")
 
 
@@ -320,7 +319,7 @@ def test_a_pipe_is_no_file(tmp_path: Path, name: str) -> None:
     folder = adapters.save_adapter(tmp_path / "a", LLAMA())
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    with pytest.raises(AdapterError, match="is not a file"):
+    with fails(AdapterError, "not_a_file"):
         Pipeline(LLAMA, []).read(1, folder)
 
 
@@ -338,14 +337,14 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
         return load(path)
 
     monkeypatch.setattr(mx, "load", late)
-    with pytest.raises(AdapterError, match="changed while it was read") as caught:
+    with fails(AdapterError, "changed_file") as caught:
         Pipeline(LLAMA, []).read(1, folder)
     assert caught.value.http_status == 409
 
 
 def test_a_scale_that_makes_numbers_infinite_is_refused(tmp_path: Path) -> None:
     folder = adapters.save_adapter(tmp_path / "a", LLAMA(), size=3e38)
-    with pytest.raises(AdapterError, match="not finite numbers"):
+    with fails(AdapterError, "not_finite"):
         Pipeline(LLAMA, []).read(1, folder)
 
 
@@ -445,46 +444,49 @@ def first_half(tensors: Any, _: Any) -> None:
 
 
 SPOILS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    "nan": (lambda t, c: t.update({f"{Q}.lora_a": NAN}), f"{Q}.lora_a .*finite"),
+    "nan": (lambda t, c: t.update({f"{Q}.lora_a": NAN}), "not_finite"),
     "other base": (
         lambda t, c: t.update({f"{Q}.lora_a": mx.zeros((16, 4))}),
-        r"\(16, 4\).*\(32, 4\)",
+        "other_model",
     ),
-    "rank": (lambda t, c: c["lora_parameters"].update(rank=5), "rank 5 in .* needs"),
-    "more layers": (renumbered, "made for another model: it has 8 layers, this model has 4"),
-    "fewer layers": (first_half, "made for another model: it has 2 layers, this model has 4"),
+    "rank": (lambda t, c: c["lora_parameters"].update(rank=5), "wrong_shape"),
+    "more layers": (renumbered, "other_model"),
+    "fewer layers": (first_half, "other_model"),
     "other sizes": (
         lambda t, c: t.update({f"{Q}.lora_b": mx.zeros((4, 99))}),
-        r"made for another model: .*\(4, 99\)",
+        "other_model",
     ),
     "rank 4096": (
         lambda t, c: c["lora_parameters"].update(rank=4096),
-        "rank 4096: at most 512",
+        "out_of_range",
     ),
-    "rank -1": (lambda t, c: c["lora_parameters"].update(rank=-1), "rank"),
-    "scale": (lambda t, c: c["lora_parameters"].update(scale="big"), "scale"),
-    "no parameters": (lambda t, c: c.pop("lora_parameters"), "lora_parameters"),
-    "integers": (lambda t, c: t.update({f"{Q}.lora_a": mx.zeros((32, 4), mx.int32)}), "I32"),
-    "half of a pair": (lambda t, c: t.pop(f"{Q}.lora_b"), f"{Q} has no matrix 'b'"),
+    "rank -1": (lambda t, c: c["lora_parameters"].update(rank=-1), "wrong_setting"),
+    "scale": (lambda t, c: c["lora_parameters"].update(scale="big"), "wrong_setting"),
+    "no parameters": (lambda t, c: c.pop("lora_parameters"), "missing_setting"),
+    "integers": (
+        lambda t, c: t.update({f"{Q}.lora_a": mx.zeros((32, 4), mx.int32)}),
+        "wrong_tensor",
+    ),
+    "half of a pair": (lambda t, c: t.pop(f"{Q}.lora_b"), "missing_tensor"),
     "half of the layers": (
         lambda t, c: [t.pop(name) for name in list(t) if ".layers.0." in name],
-        "no tensors for model.layers.0",
+        "missing_tensor",
     ),
     "another tensor": (
         lambda t, c: t.update({"x.weight": mx.zeros((2,))}),
-        "x.weight is not a tensor",
+        "wrong_tensor",
     ),
     "magnitudes without dora": (
         lambda t, c: t.update({f"{Q}.m": mx.zeros((32,))}),
-        "q_proj.m is no",
+        "wrong_tensor",
     ),
-    "full": (lambda t, c: c.update(fine_tune_type="full"), "'full'"),
-    "empty": (lambda t, c: t.clear(), "no tensors"),
+    "full": (lambda t, c: c.update(fine_tune_type="full"), "unsupported_setting"),
+    "empty": (lambda t, c: t.clear(), "missing_tensor"),
     "a norm": (
         lambda t, c: [
             rename(t, f"{Q}.lora_{x}", f"model.layers.1.input_layernorm.lora_{x}") for x in "ab"
         ],
-        f"no tensors for {Q}",
+        "missing_tensor",
     ),
 }
 
@@ -495,10 +497,10 @@ def test_a_bad_adapter_is_refused_and_nothing_changes(tmp_path: Path, spoil: str
     pipeline.read(1, adapters.save_adapter(tmp_path / "good", LLAMA(), 5))
     before = pipeline.logits([1, 0])
     folder = adapters.save_adapter(tmp_path / "bad", LLAMA())
-    change, message = SPOILS[spoil]
+    change, code = SPOILS[spoil]
     spoiled(folder, change)
     sizes = [own.num_bytes for own in pipeline.adapters]
-    with pytest.raises(AdapterError, match=message):
+    with fails(AdapterError, code):
         pipeline.read(2, folder)
     pipeline.apply([0], unload=(2,))
     assert [own.num_bytes for own in pipeline.adapters] == sizes
@@ -506,18 +508,18 @@ def test_a_bad_adapter_is_refused_and_nothing_changes(tmp_path: Path, spoil: str
 
 
 PEFT_SPOILS: dict[str, tuple[dict[str, Any], str]] = {
-    "other method": ({"peft_type": "IA3"}, "IA3"),
-    "bias": ({"bias": "all"}, "bias is 'all'"),
-    "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-    "changed base": ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
-    "unknown start": ({"init_lora_weights": "of_next_year"}, "of_next_year"),
-    "unknown field": ({"use_of_next_year": True}, "use_of_next_year in .* is True"),
-    "unknown object": ({"next_config": {"a": 1}}, "next_config"),
-    "unknown number": ({"shift": 0.5}, "shift"),
-    "broken pattern": ({"rank_pattern": {"(": 3}}, "regular expression"),
-    "more modules": ({"target_modules": ["q_proj", "k_proj"]}, "no tensors for .*k_proj"),
-    "infinite alpha": ({"lora_alpha": math.inf}, "lora_alpha"),
-    "truth": ({"r": True}, "True"),
+    "other method": ({"peft_type": "IA3"}, "unsupported_setting"),
+    "bias": ({"bias": "all"}, "unsupported_setting"),
+    "whole modules": ({"modules_to_save": ["lm_head"]}, "unsupported_setting"),
+    "changed base": ({"init_lora_weights": "pissa_niter_4"}, "unsupported_setting"),
+    "unknown start": ({"init_lora_weights": "of_next_year"}, "unsupported_setting"),
+    "unknown field": ({"use_of_next_year": True}, "unsupported_setting"),
+    "unknown object": ({"next_config": {"a": 1}}, "unsupported_setting"),
+    "unknown number": ({"shift": 0.5}, "unsupported_setting"),
+    "broken pattern": ({"rank_pattern": {"(": 3}}, "wrong_setting"),
+    "more modules": ({"target_modules": ["q_proj", "k_proj"]}, "missing_tensor"),
+    "infinite alpha": ({"lora_alpha": math.inf}, "wrong_setting"),
+    "truth": ({"r": True}, "wrong_setting"),
 }
 
 
@@ -602,7 +604,7 @@ def test_a_field_of_peft_that_changes_answers_is_refused_by_name(tmp_path: Path,
     source = adapters.save_adapter(tmp_path / "mlx", LLAMA())
     changed = {**WRITTEN_BY_PEFT, name: CHANGES_ANSWERS[name]}
     folder = adapters.as_peft(source, tmp_path / "peft", **changed)
-    with pytest.raises(AdapterError, match=f"{name} in adapter_config.json is"):
+    with fails(AdapterError, "unsupported_setting", match=name):
         read_adapter(str(folder))
 
 
@@ -613,16 +615,16 @@ def test_lora_parameters_that_are_not_known_are_refused_by_name(tmp_path: Path) 
         if is_known:
             assert read_adapter(str(folder)).rank
         else:
-            with pytest.raises(AdapterError, match=f"{name} in lora_parameters"):
+            with fails(AdapterError, "unsupported_setting", match=name):
                 read_adapter(str(folder))
 
 
 @pytest.mark.parametrize("spoil", PEFT_SPOILS)
 def test_a_bad_peft_adapter_is_refused(tmp_path: Path, spoil: str) -> None:
-    more, message = PEFT_SPOILS[spoil]
+    more, code = PEFT_SPOILS[spoil]
     source = adapters.save_adapter(tmp_path / "mlx", LLAMA())
     folder = adapters.as_peft(source, tmp_path / "peft", **more)
-    with pytest.raises(AdapterError, match=message):
+    with fails(AdapterError, code):
         Pipeline(LLAMA, []).read(1, folder)
 
 
@@ -630,7 +632,7 @@ def test_experts_in_peft_s_format_are_refused_by_name(tmp_path: Path) -> None:
     make = partial(build, "deepseek_v3")
     folder = adapters.save_adapter(tmp_path / "a", make(), keys=EXPERTS[1:2])
     peft = adapters.as_peft(folder, tmp_path / "peft", target_modules=["switch_mlp.up_proj"])
-    with pytest.raises(AdapterError, match="layers.1.mlp.switch_mlp.up_proj is a SwitchLinear"):
+    with fails(AdapterError, "unsupported_layer", match="layers.1.mlp.switch_mlp.up_proj"):
         Pipeline(make, []).read(1, peft)
 
 
@@ -656,7 +658,7 @@ def test_links_that_appear_after_the_check_are_not_followed(
         return resolved
 
     monkeypatch.setattr(files_module, "_resolve", resolve_and_swap)
-    with pytest.raises(AdapterError, match=r"symbolic links|Not a directory"):
+    with fails(AdapterError, "unreadable"):
         files_module.read_adapter("inside", str(tmp_path / "root"))
 
 
@@ -665,38 +667,43 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     good = adapters.save_adapter(tmp_path / "good", LLAMA())
     content, config = (good / "adapters.safetensors").read_bytes(), good / "adapter_config.json"
 
-    def refused(folder: Path, message: str, status: int = 400, **options: Any) -> None:
-        with pytest.raises(AdapterError, match=message) as raised:
+    def refused(folder: Path, code: str, status: int = 400, **options: Any) -> None:
+        with fails(AdapterError, code) as raised:
             pipeline.read(1, folder, **options)
         assert raised.value.http_status == status
         assert "the model" not in str(raised.value), "the adapter is what should be mended"
 
-    refused(tmp_path / "nowhere", "No adapter found", 404)
-    refused(tmp_path / ("x" * 5000), "is not a path")
-    refused(tmp_path / "a\0b", "is not a path")
-    refused(good, "not below", 403, root=str(tmp_path / "root"))
-    refused(Path("../good"), "not below", 403, root=str(tmp_path / "root"))
+    refused(tmp_path / "nowhere", "adapter_not_found", 404)
+    refused(tmp_path / ("x" * 5000), "malformed")
+    refused(tmp_path / "a\0b", "malformed")
+    refused(good, "not_allowed", 403, root=str(tmp_path / "root"))
+    refused(Path("../good"), "not_allowed", 403, root=str(tmp_path / "root"))
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "link").symlink_to(good)
-    refused(Path("link"), "not below", 403, root=str(tmp_path / "root"))
+    refused(Path("link"), "not_allowed", 403, root=str(tmp_path / "root"))
     inside = tmp_path / "root" / "inside"
     inside.mkdir()
     (inside / "adapter_config.json").write_text(config.read_text())
-    refused(inside, "no adapters.safetensors", 404)
+    refused(inside, "adapter_not_found", 404)
     (inside / "adapters.safetensors").symlink_to(good / "adapters.safetensors")
-    refused(Path("inside"), "not below", 403, root=str(tmp_path / "root"))
+    refused(Path("inside"), "not_allowed", 403, root=str(tmp_path / "root"))
     (inside / "adapters.safetensors").unlink()
     (inside / "adapter_model.bin").write_bytes(b"pickle")
     refused(inside, "pickles")
-    for cut in (0, 4, 100, len(content) - 1):
+    for cut, code in (
+        (0, "wrong_format"),
+        (4, "wrong_format"),
+        (100, "wrong_format"),
+        (len(content) - 1, "cut_short"),
+    ):
         (inside / "adapters.safetensors").write_bytes(content[:cut])
-        refused(inside, "safetensors|bytes")
+        refused(inside, code)
     header = json.dumps({"x": 1}).encode()
     twice = b'{"x": 1, "x": 2}'
-    for text, message in ((header, "does not describe tensors"), (twice, "x occurs twice")):
+    for text in (header, twice):
         (inside / "adapters.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
-        refused(inside, message)
+        refused(inside, "wrong_format")
     for text in ("{", "[]"):
         (inside / "adapter_config.json").write_text(text)
-        refused(inside, "JSON")
+        refused(inside, "wrong_format")
     pipeline.read(1, Path("good"), root=str(tmp_path))

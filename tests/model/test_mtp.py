@@ -14,6 +14,7 @@ from serve.model.planning import make_plan
 from serve.model.stage import Stage
 from serve.model.weights import build_model
 from tests import heads
+from tests.errors import fails
 
 
 def no_progress(_state: str, _done: int, _total: int) -> None:
@@ -34,7 +35,7 @@ def test_a_head_takes_its_memory_on_rank_0(tmp_path: Path) -> None:
     request = PlanRequest(num_ranks=2, concurrency=32, min_tokens=256, memory="9MB")
     plan = make_plan(folder, replace(request, draft=source))
     assert [stage.draft_bytes for stage in plan.stages] == [expected, 0]
-    with pytest.raises(PlanError, match="The draft model needs"):
+    with fails(PlanError, "no_memory", match="draft model"):
         make_plan(folder, replace(request, draft=source, memory=f"{expected // 1000}KB"))
 
 
@@ -91,7 +92,7 @@ def test_head_inputs_give_logits_without_adapters(tmp_path: Path, is_tied: bool)
 def test_a_folder_without_the_layers_of_a_head_is_refused(tmp_path: Path) -> None:
     config = heads.config_of("mimo")
     folder = heads.save(tmp_path, config, heads.model_weights(config))
-    with pytest.raises(ModelError, match="serve the original checkpoint"):
+    with fails(ModelError, "model", match="--draft-model mtp"):
         make_plan(
             folder,
             PlanRequest(num_ranks=2, draft=DraftSource(str(folder), None, None, is_head=True)),

@@ -13,6 +13,7 @@ import pytest
 
 from serve.core.errors import EngineError
 from serve.parent.engine import EngineProcess
+from tests.errors import fails
 
 pytestmark = pytest.mark.anyio
 
@@ -49,7 +50,7 @@ def free_descriptors(count: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("num_free", [0, 2])  # Two are enough for the connection to the engine.
 async def test_engine_process_says_that_it_cannot_start_without_descriptors(num_free: int) -> None:
-    with free_descriptors(num_free), pytest.raises(EngineError, match="Too many open files"):
+    with free_descriptors(num_free), fails(EngineError, "engine", match="Too many open files"):
         await EngineProcess.start()
 
 

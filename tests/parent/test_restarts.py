@@ -13,6 +13,7 @@ from serve.core.errors import (
     UsageError,
 )
 from serve.parent.restarts import Restarts, better_reason, reason_seconds
+from tests.errors import fails
 
 KILLED = EngineError("The engine of rank 1 ended by signal 9.")
 
@@ -34,7 +35,7 @@ def test_too_many_in_the_window_are_the_end_with_the_reason_and_its_code() -> No
     restarts = Restarts(2, 60)
     for now in (0, 59):
         restarts.wait_seconds(KILLED, True, now)
-    with pytest.raises(EngineError, match=r"signal 9\. .* 2 times in 60 s: given up") as caught:
+    with fails(EngineError, "engine", match=r"signal 9\. .* 2 times in 60 s") as caught:
         restarts.wait_seconds(KILLED, True, 59.9)
     assert caught.value.exit_code == 7
     lost = ClusterError("The ring broke.")
@@ -54,7 +55,7 @@ def test_engines_that_never_work_are_given_up_however_long_each_takes() -> None:
     restarts = Restarts(2, 60)
     for now in (0, 100):
         restarts.wait_seconds(KILLED, False, now)
-    with pytest.raises(EngineError, match=r"signal 9\. .* 2 times without having worked: given up"):
+    with fails(EngineError, "engine", match=r"signal 9\. .* 2 times without"):
         restarts.wait_seconds(KILLED, False, 200)
     assert restarts.wait_seconds(KILLED, True, 300) == 0
     assert restarts.wait_seconds(KILLED, False, 400) > 0
@@ -72,7 +73,7 @@ def test_faults_of_a_request_that_is_found_do_not_count() -> None:
 
 
 def test_no_restarts_at_all() -> None:
-    with pytest.raises(EngineError, match=r"signal 9\.$"):
+    with fails(EngineError, "engine", match=r"signal 9\.$"):
         Restarts(0, 60).wait_seconds(KILLED, True, 0)
 
 

@@ -15,6 +15,7 @@ from serve.core.errors import BrigadeError, UsageError
 from serve.tune.config import FineTuneConfig
 from serve.tune.model import adapter_config
 from tests.cluster.servers import ROOT, TINY_CHAT
+from tests.errors import fails
 from tests.models import build
 from tests.tune.ranks import LORA
 
@@ -276,7 +277,7 @@ def test_epochs_come_before_iters() -> None:
 def test_a_server_that_is_not_there_is_reported_before_anything_starts(tmp_path: Path) -> None:
     words = ["--model", str(TINY_CHAT), "--data", str(tmp_path)]
     words += ["--load-into", "http://127.0.0.1:9"]
-    with pytest.raises(UsageError, match="does not answer"):
+    with fails(UsageError, "usage", match="--load-into"):
         check(words, 1)
     assert check(words, 2, rank=1).load_into, "rank 0 asks for all"
 

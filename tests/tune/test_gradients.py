@@ -19,6 +19,7 @@ from serve.tune.data.examples import MicroBatch
 from serve.tune.pipeline import Pipeline, ScheduleRun
 from serve.tune.schedule import SCHEDULES, Op, Shape
 from serve.tune.transport import LocalLinks
+from tests.errors import fails
 from tests.models import build
 from tests.tune.ranks import (
     KINDS,
@@ -171,7 +172,7 @@ def test_of_other_models_too(fine_tune_type: str, name: str, checkpointing: bool
 
 
 def test_numbers_of_four_bits_cannot_be_trained() -> None:
-    with pytest.raises(UsageError, match=r"model\..*weight is quantised"):
+    with fails(UsageError, "unsupported_layer", match=r"model\..*weight"):
         tuned(config_of(fine_tune_type="full"), "llama", make=quantized)
 
 

@@ -8,6 +8,7 @@ import pytest
 from serve.core.errors import UsageError
 from serve.tune.layout import Layout, check_shares, layout_of
 from serve.tune.transport import LocalLinks
+from tests.errors import fails
 from tests.tune.ranks import LORA, batches_of, config_of, run_ranks, trainer
 
 # Unequal rows, lengths and numbers of labels.
@@ -86,17 +87,17 @@ def test_layout_numbers_shards_then_stages_then_replicas() -> None:
 
 def test_layout_needs_ranks_without_a_remainder() -> None:
     assert layout_of(8, 2, 2) == Layout(2, 2, 2)
-    with pytest.raises(UsageError, match="--data-parallel-size 2 does not divide.*ranks.*not 3"):
+    with fails(UsageError, "uneven_ranks", match="--data-parallel-size 2 .* 3"):
         layout_of(3, 1, 2)
-    with pytest.raises(
-        UsageError, match=r"--tensor-parallel-size 2 and --data-parallel-size 2 \(together 4"
+    with fails(
+        UsageError, "uneven_ranks", match="--tensor-parallel-size 2 and --data-parallel-size 2 .* 4"
     ):
         layout_of(6, 2, 2)
 
 
 def test_replicas_need_as_many_micro_batches_each() -> None:
     check_shares(6, 3)
-    with pytest.raises(UsageError, match="--data-parallel-size 4 does not divide .* update, 6:"):
+    with fails(UsageError, "uneven_batches", match="--data-parallel-size 4 .* 6"):
         check_shares(6, 4)
 
 
@@ -107,8 +108,8 @@ def test_a_batch_without_stages_has_a_micro_batch_for_each_replica() -> None:
     accumulated = config_of(batch_size=4, data_parallel_size=4, grad_accumulation_steps=2, iters=8)
     assert accumulated.num_micro_batches(Layout(1, 1, 4)) == 2
     uneven = config_of(batch_size=4, data_parallel_size=3)
-    with pytest.raises(UsageError, match="--batch-size 4: .* multiple of 3"):
+    with fails(UsageError, "uneven_batches", match="--batch-size 4.* 3"):
         uneven.num_micro_batches(Layout(1, 1, 3))
     uneven = config_of(batch_size=5, data_parallel_size=4, grad_accumulation_steps=2, iters=8)
-    with pytest.raises(UsageError, match="--batch-size 5: .* multiple of 2"):
+    with fails(UsageError, "uneven_batches", match="--batch-size 5.* 2"):
         uneven.num_micro_batches(Layout(1, 1, 4))

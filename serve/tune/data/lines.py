@@ -95,7 +95,7 @@ def _check(keys: tuple[str, ...], item: Object, config: FineTuneConfig) -> None:
         elif not isinstance(value, str):
             raise UsageError(f"{key!r} is not a string.", code="wrong_example")
         elif is_text and not value:
-            raise UsageError(f"{key!r} is empty: remove the line.", code="no_examples")
+            raise UsageError(f"{key!r} is empty: remove the line.", code="wrong_example")
 
 
 def _check_messages(key: str, messages: Any) -> None:
@@ -106,10 +106,14 @@ def _check_messages(key: str, messages: Any) -> None:
     for number, message in enumerate(messages, start=1):
         role = message.get("role") if isinstance(message, dict) else None
         if not isinstance(role, str):
-            raise UsageError(f"message {number} is not an object with role and content.")
+            raise UsageError(
+                f"message {number} is not an object with role and content.", code="wrong_example"
+            )
         may_be_empty = role == "tool" or message.get("tool_calls")
         if not may_be_empty and not _has_text(message.get("content")):
-            raise UsageError(f"message {number}, of {role}, has no text in content.")
+            raise UsageError(
+                f"message {number}, of {role}, has no text in content.", code="wrong_example"
+            )
 
 
 def _has_text(content: Any) -> bool:

@@ -17,6 +17,7 @@ from serve.core.errors import (
     UnavailableError,
 )
 from serve.core.messages import AdapterRefused
+from tests.errors import fails
 from tests.front.fakes import CONFIG, FakeRanks
 
 pytestmark = pytest.mark.anyio
@@ -28,7 +29,7 @@ async def test_a_name_stands_for_its_newest_version() -> None:
     await adapters.load("x", "a", in_place=False)
     assert await adapters.version("x") == 1
     assert await adapters.version("tiny") == 0
-    with pytest.raises(RequestError, match="already been loaded.*load_inplace"):
+    with fails(RequestError, "name_taken"):
         await adapters.load("x", "b", in_place=False)
     await adapters.load("x", "b", in_place=True)
     assert await adapters.version("x") == 2
@@ -38,7 +39,7 @@ async def test_a_name_stands_for_its_newest_version() -> None:
     assert ranks.held == set()
     with pytest.raises(NotFoundError):
         await adapters.version("x")
-    with pytest.raises(NotFoundError, match="'x' cannot be found"):
+    with fails(NotFoundError, "adapter_not_found"):
         await adapters.unload("x")
     assert adapters.registry.statistics.to_json()["num_swapped"] == 1
 
@@ -84,7 +85,7 @@ async def test_a_version_number_is_free_again_if_every_rank_has_refused() -> Non
         1: {"message": "No adapter found for a.", "status": 404},
     }
     for _ in range(3):
-        with pytest.raises(AdapterError, match="^No adapter found") as raised:
+        with fails(AdapterError, "adapter", match="^No adapter found") as raised:
             await ranks.adapters.load("x", "a", in_place=False)
         assert raised.value.http_status == 404
     ranks.refusals.clear()
@@ -95,7 +96,7 @@ async def test_a_version_number_is_free_again_if_every_rank_has_refused() -> Non
 async def test_a_version_number_is_not_used_again_if_a_rank_has_read_it() -> None:
     ranks = FakeRanks()
     ranks.refusals[1] = {"message": "No adapter found for a.", "status": 404}
-    with pytest.raises(AdapterError, match="Rank 1: No adapter found"):
+    with fails(AdapterError, "adapter", match="Rank 1: "):
         await ranks.adapters.load("x", "a", in_place=False)
     ranks.refusals.clear()
     await ranks.adapters.load("x", "a", in_place=False)
@@ -118,19 +119,19 @@ async def test_a_cluster_that_breaks_ends_the_waiting() -> None:
     loading = asyncio.create_task(ranks.adapters.load("x", "a", in_place=False))
     await asyncio.sleep(0.01)
     ranks.adapters.fail(EngineError("gone"))
-    with pytest.raises(EngineError, match="gone"):
+    with fails(EngineError, "engine"):
         await asyncio.wait_for(loading, 5)
 
 
 @pytest.mark.parametrize("name", ["tiny", "../x", "/etc", "a b", "x\n", "", "a/b/c", "x" * 200])
 async def test_names_that_are_none(name: str) -> None:
-    with pytest.raises(RequestError, match="cannot be an adapter's name"):
+    with fails(RequestError, "adapter_name"):
         await FakeRanks().adapters.load(name, "a", in_place=False)
 
 
 async def test_without_a_root_nothing_is_loaded_by_http() -> None:
     ranks = FakeRanks(adapter_root=None)
-    with pytest.raises(AdapterError, match="--adapter-root") as raised:
+    with fails(AdapterError, "not_allowed") as raised:
         await ranks.adapters.load("x", "a", in_place=False)
     assert raised.value.http_status == 403
     assert not ranks.paths
@@ -167,7 +168,7 @@ async def test_what_is_pinned_or_in_use_stays() -> None:
     await adapters.load("b", "b", in_place=False)
     await adapters.change("a", pin=True, default=None, preload=False)
     ranks.running[2] = 1
-    with pytest.raises(OverloadedError, match="pinned or in use: try later, or unpin or unload"):
+    with fails(OverloadedError, "adapters_in_use"):
         await adapters.load("c", "c", in_place=False)
     assert ranks.held == {1, 2}
     ranks.running[2] = 0
@@ -200,7 +201,7 @@ async def refused_overload(call: Callable[[], Awaitable[Any]]) -> None:
 
 async def test_one_that_can_never_fit() -> None:
     ranks = FakeRanks(adapter_memory="99KB")
-    with pytest.raises(AdapterError, match="--adapter-memory"):
+    with fails(AdapterError, "no_memory"):
         await ranks.adapters.load("a", "a", in_place=False)
     assert not ranks.held
 
@@ -297,7 +298,7 @@ async def test_an_adapter_whose_files_changed_is_not_taken_for_what_it_was(fault
     if fault == "other files":
         assert await adapters.version("x") == 2
     else:
-        with pytest.raises(UnavailableError, match="cannot be read again"):
+        with fails(UnavailableError, "unavailable"):
             await adapters.version("x")
 
 
@@ -328,7 +329,7 @@ async def test_a_load_that_ends_the_engines_is_not_asked_for_without_end() -> No
             await asyncio.sleep(0)
         restart(ranks)
         ranks.are_loaded.set()
-    with pytest.raises(AdapterError, match="ended 2 times while they read the adapter") as caught:
+    with fails(AdapterError, "engines_ended") as caught:
         await loading
     assert caught.value.http_status == 503
     assert ranks.adapters.registry.names == [CONFIG.model_name]
@@ -379,6 +380,6 @@ async def test_a_rank_that_does_not_read_again_is_a_fault_and_loses_no_adapter()
     await ranks.adapters.load("a", "a", in_place=False)
     ranks.adapters.interrupt()
     ranks.is_silent, ranks.running[1] = True, 1
-    with pytest.raises(ClusterError, match="Rank 1 does not answer"):
+    with fails(ClusterError, "silent_rank", match="Rank 1"):
         await ranks.adapters.restore()
     assert not ranks.ended

@@ -3,12 +3,11 @@
 import dataclasses
 from collections import Counter
 
-import pytest
-
 from serve.core.errors import AdapterError
 from serve.core.messages import AdapterRead
 from serve.front.adapters.adapter import Adapter, LoadedVersion, Source
 from serve.front.adapters.registry import AdapterRegistry
+from tests.errors import fails
 from tests.front.fakes import CONFIG
 
 RING = (0,)
@@ -54,7 +53,7 @@ def test_evictions_are_the_least_recently_used_that_are_idle() -> None:
     assert (eviction.adapters, eviction.is_enough) == ([idle, last], False)
     assert idle.version, "a decision changes nothing"
     assert made.registry.evictions([1000], last, RING).adapters == []
-    with pytest.raises(AdapterError, match="--adapter-memory"):
+    with fails(AdapterError, "no_memory"):
         made.registry.evictions([5000], None, RING)
 
 

@@ -10,6 +10,7 @@ from serve.front.api.tools import MAX_TOOLS, NamedTool, Tool, ToolChoice, gramma
 from serve.front.api.writers.chat import ChatWriter, WholeChat
 from serve.front.output.deltas import CallBegin, CallEnd, CallText
 from serve.front.text.tokens import Tokenizer
+from tests.errors import fails
 from tests.front.api.test_chat import job
 from tests.front.api.writers.updates import begin, end
 
@@ -110,6 +111,6 @@ def test_grammar_of_call_refuses_strict_where_it_would_leave_something_out(
         return Tool.model_validate({"type": "function", "function": function})
 
     assert bool(grammar_of_call([with_strict(None)], choice, True)) == (choice == "required")
-    with pytest.raises(RequestError, match="uniqueItems") as raised:
+    with fails(RequestError, "unsupported_schema", match="uniqueItems") as raised:
         grammar_of_call([with_strict(None), with_strict(True)], choice, True)
     assert raised.value.param == "tools[1]"

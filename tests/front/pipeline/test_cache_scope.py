@@ -14,6 +14,7 @@ from serve.core.types import Sampling, Sequence
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.prefixes.index import scope_of
 from serve.front.text.tokens import Tokenizer
+from tests.errors import fails
 from tests.front.fakes import FakeEngine, Running, byte_level, save
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -84,7 +85,7 @@ def test_prefix_cache_scope_is_all_clients_if_nothing_else_is_said(tokenizer: To
 
 def test_prefix_cache_scope_key_needs_keys() -> None:
     config = ServeConfig(model=Path("m"), prefix_cache_scope="key")
-    with pytest.raises(UsageError, match="--api-key-file"):
+    with fails(UsageError, "usage", match="--api-key-file"):
         with_keys(config, {})
     assert with_keys(config, {"BRIGADE_API_KEY": "k"}).api_key == ("k",)
 

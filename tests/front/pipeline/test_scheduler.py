@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from serve.core.errors import OverloadedError
 from serve.core.types import FAILURES
 from serve.front.pipeline.scheduler import Reuse
+from tests.errors import fails
 from tests.front.pipeline.simulation import (
     VOCABULARY,
     Pipeline,
@@ -415,7 +416,7 @@ def test_a_full_queue_refuses() -> None:
     pipeline = Pipeline(2, max_num_sequences=2, max_queue=3)
     for id in range(5):
         pipeline.add(make_sequence(id, 5, 5))
-    with pytest.raises(OverloadedError, match="5 requests are already waiting"):
+    with fails(OverloadedError, "queue_full"):
         pipeline.add(make_sequence(5, 5, 5))
     pipeline.run()
     assert sorted(e.sequence for e in pipeline.events if e.finish_reason) == [0, 1, 2, 3, 4]

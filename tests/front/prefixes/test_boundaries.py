@@ -14,6 +14,7 @@ from serve.front.api.request import ChatPrompt
 from serve.front.pipeline.interface import Prompt
 from serve.front.prefixes.tree import common_length
 from serve.front.text.tokens import Tokenizer
+from tests.errors import fails
 from tests.front.pipeline.simulation import Pipeline
 from tests.front.text.dialects import models
 
@@ -135,7 +136,7 @@ def test_boundaries_are_not_looked_for_in_a_refused_prompt(
     request = parse(ChatBody, body).request(tokenizer)
     (prompt,) = prepare(request, tokenizer, 100_000, finds_boundaries=True).prompts
     assert len(rendered) == 3
-    with pytest.raises(RequestError, match="maximum context length"):
+    with fails(RequestError, "context_length_exceeded"):
         prepare(request, tokenizer, len(prompt.ids) - 1, finds_boundaries=True)
     assert len(rendered) == 4
 

@@ -8,6 +8,7 @@ import pytest
 
 from serve.core.errors import ModelError
 from serve.front.text.pooling import pooling_of
+from tests.errors import fails
 
 NAME = "sentence_transformers.models."
 
@@ -73,12 +74,12 @@ def test_pooling_of_reads_config_json(tmp_path: Path, config: Any, kind: str) ->
 def test_pooling_of_refuses_what_it_cannot_do(
     tmp_path: Path, modules: list[str], pooling: Any
 ) -> None:
-    with pytest.raises(ModelError, match="--pooling"):
+    with fails(ModelError, "model", match="--pooling"):
         pooling_of(save(tmp_path, modules, pooling))
 
 
 def test_pooling_of_names_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     save(tmp_path, [])
     (tmp_path / "modules.json").write_text("{")
-    with pytest.raises(ModelError, match=r"modules\.json cannot be read"):
+    with fails(ModelError, "model", match=r"modules\.json"):
         pooling_of(tmp_path)

@@ -14,6 +14,7 @@ from serve.front.text.dialects.detect import NAMED
 from serve.front.text.dialects.grammar import tool_grammar
 from serve.front.text.grammars import of_tool_schema
 from serve.front.text.sound_schemas import sound, sound_tools
+from tests.errors import fails
 from tests.front.api.test_structured import MODEL
 
 CHANGED: list[tuple[str, Any, Any]] = [
@@ -128,7 +129,7 @@ def test_grammar_of_forced_calls_follows_a_malformed_schema() -> None:
 def test_grammar_refuses_a_strict_tool_with_an_invalid_schema() -> None:
     function = {"name": "f", "strict": True, "parameters": MALFORMED}
     body = chat(tools=[{"type": "function", "function": function}])
-    with pytest.raises(RequestError, match=r"tools\[0\] is strict") as caught:
+    with fails(RequestError, "unsupported_schema", match=r"tools\[0\]") as caught:
         body.tool_use.grammar()
     assert caught.value.param == "tools[0]"
 

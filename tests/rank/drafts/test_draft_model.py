@@ -14,6 +14,7 @@ from serve.rank.batching import can_batch
 from serve.rank.drafts.draft_model import NUM_TOKENS_READ, DraftModel, GuessRequest
 from serve.rank.drafts.loading import LoadedDraft
 from tests import architectures
+from tests.errors import fails
 from tests.models import build
 from tests.rank.drafts.guessed_answers import check_that_guesses_change_no_answer
 from tests.rank.test_pipeline import LLAMA, pipeline, whole_model
@@ -112,7 +113,7 @@ def test_guess_ends_where_numbers_overflow() -> None:
 
 def test_models_that_cannot_forget_tokens_are_refused() -> None:
     model = architectures.build("recurrent_gemma")
-    with pytest.raises(PlanError, match="--draft-model"):
+    with fails(PlanError, "plan", match="--draft-model"):
         make_draft_model(model)
 
 

@@ -22,6 +22,7 @@ from serve.rank.drafts.mtp import HeadDrafter, HiddenStates
 from serve.rank.step_loop import StepLoop
 from serve.ring.transport import LocalTransport
 from tests import heads
+from tests.errors import fails
 from tests.rank.drafts.guessed_answers import check_that_guesses_change_no_answer
 
 GREEDY = Sampling(temperature=0)
@@ -285,7 +286,7 @@ def test_a_head_that_cannot_forget_tokens_is_refused_by_its_flag(tmp_path: Path)
     loaded = load_drafter(source, no_progress)
     assert isinstance(loaded.model, PredictionHead)
     loaded.model.make_cache = lambda: [RotatingKVCache(8)]  # type: ignore[method-assign]
-    with pytest.raises(PlanError, match="^--draft-model mtp: "):
+    with fails(PlanError, "plan", match="--draft-model mtp"):
         loaded.for_logits_of(Stage(model, 0, len(model.layers)))
 
 

@@ -16,6 +16,7 @@ from serve.tune.data import packing
 from serve.tune.data.examples import Example, MicroBatch, Split, micro_batches, pad
 from serve.tune.transport import LocalLinks
 from tests import architectures
+from tests.errors import fails
 from tests.models import build
 from tests.tune.ranks import (
     BUILDING,
@@ -198,23 +199,16 @@ def loss_of(stage: TrainedStage, batches: list[MicroBatch]) -> float:
     return float(loss.item())
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("gpt2", "place in the row"),
-        ("mamba", "keeps more than keys and values"),
-        ("lfm2", "keeps more than keys and values"),
-    ],
-)
-def test_models_that_packing_would_change_are_refused(name: str, said: str) -> None:
-    with pytest.raises(PlanError, match=f"--packing: .*{name}.*{said}"):
+@pytest.mark.parametrize("name", ["gpt2", "mamba", "lfm2"])
+def test_models_that_packing_would_change_are_refused(name: str) -> None:
+    with fails(PlanError, "not_packable", match=name):
         tried(name)
 
 
 def test_a_model_that_takes_no_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tried("llama")
     monkeypatch.setattr(packing.Packed, "make_mask", no_mask)
-    with pytest.raises(PlanError, match="in llama an example attends to the one before it"):
+    with fails(PlanError, "not_packable", match="llama"):
         tried("llama")
 
 

@@ -26,6 +26,7 @@ from serve.tune.events import (
 from serve.tune.results import checkpoint, run_folder
 from serve.tune.run import run
 from tests.cluster.servers import TINY_CHAT
+from tests.errors import fails
 from tests.tune.ranks import loss_sum
 from tests.tune.runs import arrays_of, config_of, finish, flags, launch, losses_of, ran, same
 
@@ -115,7 +116,7 @@ def test_epochs_count_whole_batches_of_the_examples(folder: Path, tmp_path: Path
     best = finished_of(events).best
     assert best is not None
     assert best[0] == 8, "the last is the best"
-    with pytest.raises(UsageError, match="--epochs 1 over 40 examples are 1 batches"):
+    with fails(UsageError, "too_few_examples", match="--epochs 1"):
         ran(folder, tmp_path / "other", epochs=1, batch_size=40, grad_accumulation_steps=2)
 
 
@@ -154,7 +155,7 @@ def test_an_adapter_that_peft_cannot_hold_is_refused_before_training(
 ) -> None:
     """No alpha divided by 7, or by its root, is exactly this scale."""
     lora = {"rank": 7, "scale": 0.9149789258623184}
-    with pytest.raises(AdapterError, match="No lora_alpha"):
+    with fails(AdapterError, "not_convertible"):
         ran(folder, tmp_path / "out", peft=True, lora_parameters=lora)
     assert not (tmp_path / "out").exists()
 
@@ -163,9 +164,9 @@ def test_what_cannot_be_done_is_said_before(folder: Path, tmp_path: Path) -> Non
     data = tmp_path / "data"
     data.mkdir()
     shutil.copy(folder / "train.jsonl", data)
-    with pytest.raises(UsageError, match=r"--early-stop needs .*valid\.jsonl"):
+    with fails(UsageError, "needs_flag", match=r"--early-stop .*valid\.jsonl"):
         ran(data, tmp_path / "out", early_stop=2)
-    with pytest.raises(UsageError, match=r"packed rows to learn from, fewer than --batch-size 30"):
+    with fails(UsageError, "too_few_examples", match="--batch-size 30"):
         ran(data, tmp_path / "out", packing=True, max_seq_length=512, batch_size=30)
     assert not (tmp_path / "out").exists()
 

@@ -15,6 +15,7 @@ from serve.cli.report_to import FOLDER, Reports, services
 from serve.core.errors import UsageError
 from serve.tune.events import Reported, Started
 from tests.cluster.servers import TINY_CHAT
+from tests.errors import fails
 from tests.tune.ranks import config_of
 from tests.tune.runs import finish, flags, launch
 from tests.tune.whole.test_view import EVENTS
@@ -94,7 +95,7 @@ def test_a_library_that_is_not_there_is_said_before(
     words = ["--model", str(TINY_CHAT), "--data", str(tmp_path), "--report-to"]
     assert services(check([*words, "tensorboard, TensorBoard,"], 1)) == ["tensorboard"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(UsageError, match="wandb: pip install wandb first"):
+    with fails(UsageError, "missing_package", match="wandb"):
         check([*words, "WandB"], 1)
     assert check([*words, "wandb"], 2, rank=1).report_to == "wandb", "rank 0 says it"
 

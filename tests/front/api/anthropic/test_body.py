@@ -16,6 +16,7 @@ from serve.front.api.request import ChatRequest
 from serve.front.api.thinking import Thinking
 from serve.front.text import grammars
 from serve.hub.model_config import SamplingDefaults
+from tests.errors import fails
 
 MESSAGES = "/v1/messages"
 HELLO: dict[str, Any] = {
@@ -435,5 +436,5 @@ def test_any_body_is_a_chat_or_the_fault_of_its_client(messages: Any, fields: An
 
 
 def test_tokens_are_counted_of_what_makes_a_prompt() -> None:
-    with pytest.raises(RequestError, match="max_tokens"):
+    with fails(RequestError, "unknown_parameter", match="max_tokens"):
         parse(CountBody, HELLO)

@@ -16,6 +16,7 @@ from serve.front.text.dialects.detect import NAMED
 from serve.front.text.dialects.generic import GENERIC_CALLS
 from serve.front.text.dialects.grammar import tool_grammar
 from serve.front.text.tokens import Tokenizer
+from tests.errors import fails
 from tests.front.text.dialects.answers import TOOLS, Json, calls_in, read, reader_of
 from tests.front.text.dialects.models import MODELS, save
 from tests.front.text.dialects.test_families import FAMILIES
@@ -321,7 +322,7 @@ def test_a_parser_can_be_named(tmp_path: Path) -> None:
     longcat = Tokenizer(folder, "longcat").dialect
     assert longcat.calls is not None
     assert longcat.calls.start == "<longcat_tool_call>"
-    with pytest.raises(UsageError, match="deepseek_v31"):
+    with fails(UsageError, "unknown_name", match="deepseek_v31"):
         Tokenizer(folder, "none")
 
 

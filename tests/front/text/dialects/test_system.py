@@ -8,6 +8,7 @@ import pytest
 from serve.core.errors import RequestError
 from serve.front.text.dialects.system import has_late_system, with_early_system
 from serve.front.text.tokens import Tokenizer
+from tests.errors import fails
 from tests.front.fakes import byte_level, save
 
 FIRST = {"role": "system", "content": "Be short."}
@@ -70,5 +71,5 @@ def test_template_shows_what_the_system_says_late(
 def test_template_that_knows_no_system_still_refuses_it(tmp_path: Path) -> None:
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
     tokenizer = Tokenizer(save(byte_level(), tmp_path, template))
-    with pytest.raises(RequestError, match="refuses"):
+    with fails(RequestError, "template_refusal"):
         tokenizer.render([FIRST, ASKED, LATE], {})
