@@ -1,9 +1,9 @@
 """Calls whose arguments stand between marks one by one, as Qwen-Coder and MiniMax write them."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from serve.front.text.calls.json_calls import parameters_of, tool_name
 from serve.front.text.calls.json_values import json_string
@@ -21,7 +21,19 @@ from serve.front.text.calls.parts import (
 from serve.front.text.calls.value_rules import ValueRules, named, parameters_grammar
 from serve.front.text.calls.values import Declared, is_text, stream_text, to_json
 
-Reading = Generator[CallPart | None, None, None]
+# Reads the value of an argument, by the names of its function and its parameter. Returns whether
+# it was whole.
+ReadValue = Callable[[Source, str, str], Generator[CallText | None, None, bool]]
+
+
+class NameMarks(NamedTuple):
+    """The marks around the names of functions and parameters, and at the end of a function."""
+
+    function: str
+    named: str
+    parameter: str
+    key_end: str
+    function_end: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +50,14 @@ class ArgumentMarks:
     lines: bool = False
 
     def reader(self, tools: Tools) -> CallReader:
-        return PulledReader(partial(_read, self, Declared(tools)))
+        names = NameMarks(self.function, self.named, self.parameter, self.named, self.function_end)
+        return PulledReader(partial(read_calls, names, partial(self._value, Declared(tools))))
+
+    def _value(
+        self, declared: Declared, source: Source, function: str, key: str
+    ) -> Generator[CallText | None, None, bool]:
+        types = declared.types(function, key)
+        return read_value(source, types, self.parameter_end, self.lines)
 
     def grammar(self, tools: Tools, lark: Lark) -> str | None:
         calls = lark.choice(self._call_grammar(tool, lark) for tool in tools)
@@ -56,24 +75,26 @@ class ArgumentMarks:
         return lark.rule(f"{begin} {arguments} BLANK {lark.mark(self.function_end)}")
 
 
-def _read(marks: ArgumentMarks, declared: Declared, source: Source) -> Reading:
+def read_calls(
+    marks: NameMarks, read: ReadValue, source: Source
+) -> Generator[CallPart | None, None, None]:
+    """Reads calls with these marks, and the values of their arguments through read."""
     while (yield from source.first_of(marks.function)):
         name = (yield from source.name_until(marks.named)).strip("\"'")
         yield CallBegin(name)
         yield CallText("{")
-        is_first = True
-        while True:
-            mark = yield from source.first_of(marks.parameter, marks.function_end)
-            if not mark:
-                return  # Cut off: the arguments stay open.
+        separator = ""
+        # The end comes first, because the other mark may be its beginning.
+        while mark := (yield from source.first_of(marks.function_end, marks.parameter)):
             if mark == marks.function_end:
                 break
-            key = (yield from source.name_until(marks.named)).strip("\"'")
-            yield CallText(f"{'' if is_first else ', '}{json_string(key)}: ")
-            is_first = False
-            types = declared.types(name, key)
-            if not (yield from read_value(source, types, marks.parameter_end, marks.lines)):
+            key = (yield from source.name_until(marks.key_end)).strip("\"'")
+            yield CallText(f"{separator}{json_string(key)}: ")
+            separator = ", "
+            if not (yield from read(source, name, key)):
                 return
+        if not mark:
+            return  # Cut off: the arguments stay open.
         yield CallText("}")
         yield CallEnd()
 
@@ -88,6 +109,13 @@ def read_value(
     """Reads a value's JSON: text as it is written, all else when whole. Returns if it ended."""
     if is_text(types, when_undeclared=undeclared_is_text):
         return (yield from stream_text(source, end, strips_newline=lines))
+    return (yield from read_whole_value(source, types, end, lines))
+
+
+def read_whole_value(
+    source: Source, types: frozenset[str] | None, end: str, lines: bool = False
+) -> Generator[CallText | None, None, bool]:
+    """Reads a value's JSON when it is whole. Returns whether it ended."""
     try:
         value = yield from source.until(end)
     except ValueError:

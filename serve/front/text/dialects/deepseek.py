@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from serve.front.text.calls.argument_marks import NameMarks, read_calls, read_whole_value
 from serve.front.text.calls.json_calls import parameters_of, tool_name
-from serve.front.text.calls.json_values import json_string, stream_arguments
+from serve.front.text.calls.json_values import stream_arguments
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.parts import (
     CallBegin,
-    CallEnd,
     CallPart,
     CallReader,
     CallText,
@@ -20,11 +20,9 @@ from serve.front.text.calls.parts import (
     Tools,
 )
 from serve.front.text.calls.value_rules import ValueRules, named, parameters_grammar
-from serve.front.text.calls.values import Declared, stream_text, to_json
+from serve.front.text.calls.values import Declared, stream_text
 from serve.front.text.dialects.generic import with_system
 from serve.front.text.dialects.interface import Dialect, Messages, Reasoning
-
-Reading = Generator[CallPart | None, None, None]
 
 _BEGIN = "<｜tool▁call▁begin｜>"
 _END = "<｜tool▁call▁end｜>"
@@ -77,8 +75,7 @@ class SectionCalls:
         return lark.rule(f"{head} {arguments} {lark.mark(_END)}")
 
 
-def _read_section(source: Source) -> Reading:
-    num_calls = 0
+def _read_section(source: Source) -> Generator[CallPart | None, None, None]:
     while (yield from source.first_of(_BEGIN)):
         name = yield from source.name_until(_SEPARATOR)
         is_fenced = name == "function"
@@ -87,14 +84,11 @@ def _read_section(source: Source) -> Reading:
             source.named = CallBegin(name)
             yield from source.first_of(_FENCE)
         yield CallBegin(name)
-        num_calls += 1
         yield from stream_arguments(source)
         if is_fenced:
             yield from source.first_of(_FENCE_END)
         if not (yield from source.first_of(_END)):
             return
-    if not num_calls:
-        raise ValueError("no call")
 
 
 def _with_tools(call: str, messages: Messages, tools: Tools) -> Messages:
@@ -152,7 +146,8 @@ class Dsml:
         return f"</｜DSML｜{self.section}>"
 
     def reader(self, tools: Tools) -> CallReader:
-        return PulledReader(partial(_read_dsml, Declared(tools)))
+        marks = NameMarks(_INVOKE, '">', _PARAMETER, '"', _INVOKE_END)
+        return PulledReader(partial(read_calls, marks, partial(_dsml_value, Declared(tools))))
 
     def grammar(self, tools: Tools, lark: Lark) -> str | None:
         calls = lark.choice(self._call(tool, lark) for tool in tools)
@@ -182,45 +177,17 @@ def _dsml_argument(lark: Lark, values: ValueRules, name: str | None, schema: Any
     return lark.choice(dict.fromkeys(forms))
 
 
-def _read_dsml(declared: Declared, source: Source) -> Reading:
-    num_calls = 0
-    while (yield from source.first_of(_INVOKE)):
-        name = yield from source.name_until('"')
-        yield from source.first_of(">")
-        yield CallBegin(name)
-        yield CallText("{")
-        num_calls += 1
-        separator = ""
-        while (mark := (yield from source.first_of(_PARAMETER, _INVOKE_END))) == _PARAMETER:
-            key = yield from source.name_until('"')
-            yield CallText(f"{separator}{json_string(key)}: ")
-            separator = ", "
-            attributes = yield from source.until(">", 80)
-            types = declared.types(name, key)
-            is_text = (
-                "true" in attributes if "string" in attributes else types == frozenset({"string"})
-            )
-            if not (yield from _dsml_value(source, is_text, types)):
-                return
-        if not mark:
-            return
-        yield CallText("}")
-        yield CallEnd()
-    if not num_calls:
-        raise ValueError("no call")
-
-
 def _dsml_value(
-    source: Source, is_text: bool, types: frozenset[str] | None
+    declared: Declared, source: Source, function: str, key: str
 ) -> Generator[CallText | None, None, bool]:
+    attributes = yield from source.until(">", 80)
+    types = declared.types(function, key)
+    is_text = types == frozenset({"string"})
+    if "string" in attributes:
+        is_text = "true" in attributes
     if is_text:
         return (yield from stream_text(source, _PARAMETER_END, strips_newline=False))
-    try:
-        value = yield from source.until(_PARAMETER_END)
-    except ValueError:
-        return False
-    yield CallText(to_json(value, types))
-    return True
+    return (yield from read_whole_value(source, types, _PARAMETER_END))
 
 
 _OTHER_MARKS = (_BEGIN, _END, _SEPARATOR)

@@ -145,17 +145,13 @@ class _Values:
 
 
 def _read(source: Source) -> Generator[CallPart | None, None, None]:
-    num_calls = 0
     while (yield from source.first_of(_CALL)):
         name = yield from source.name_until("{")
         yield CallBegin(name)
-        num_calls += 1
         source.text = "{" + source.text
         if not (yield from _value(source)):
             return
         yield CallEnd()
-    if not num_calls:
-        raise ValueError("no call")
 
 
 def _value(source: Source) -> Generator[CallPart | None, None, bool]:

@@ -41,9 +41,9 @@ class KimiCalls:
 
 
 def _read(source: Source) -> Generator[CallPart | None, None, None]:
-    num_calls = 0
+    is_first = True
     while (yield from source.skip_blanks()):
-        if num_calls or source.text[0] == "<":  # The mark of the first one may be missing.
+        if not is_first or source.text[0] == "<":  # The mark of the first one may be missing.
             yield from source.first_of(_BEGIN)
         begun = yield from source.name_until(":")
         source.named = CallBegin(begun.removeprefix(_NAMESPACE))
@@ -53,12 +53,10 @@ def _read(source: Source) -> Generator[CallPart | None, None, None]:
         if not number.isdecimal():
             raise ValueError(f"{id[:80]!r} is not the id of a call")
         yield CallBegin(name.removeprefix(_NAMESPACE), id)
-        num_calls += 1
+        is_first = False
         yield from stream_arguments(source)
         if not (yield from source.first_of(_END)):
             return
-    if not num_calls:
-        raise ValueError("no call")
 
 
 def _with_own_ids(messages: Messages, _tools: Tools) -> Messages:

@@ -6,14 +6,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from serve.front.text.calls.argument_marks import ArgumentMarks, read_value
+from serve.front.text.calls.argument_marks import ArgumentMarks, NameMarks, read_calls, read_value
 from serve.front.text.calls.json_calls import parameters_of, tool_name
 from serve.front.text.calls.json_values import json_string
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.parts import (
-    CallBegin,
-    CallEnd,
-    CallPart,
     CallReader,
     CallText,
     PulledReader,
@@ -54,7 +51,8 @@ class M3Calls:
     end: str = f"{_M}</tool_call>"
 
     def reader(self, tools: Tools) -> CallReader:
-        return PulledReader(partial(_read, Declared(tools)))
+        marks = NameMarks(_INVOKE, '">', f"{_M}<", ">", _INVOKE_END)
+        return PulledReader(partial(read_calls, marks, partial(_value, Declared(tools))))
 
     def grammar(self, tools: Tools, lark: Lark) -> str | None:
         calls = lark.choice(_call_grammar(tool, lark) for tool in tools)
@@ -83,37 +81,15 @@ def _argument(lark: Lark, tool: dict[str, Any], name: str | None, schema: Any) -
     return f"BLANK {begin} {values.rule_of(schema)}"
 
 
-def _read(declared: Declared, source: Source) -> Generator[CallPart | None, None, None]:
-    num_calls = 0
-    while (yield from source.first_of(_INVOKE)):
-        name = yield from source.name_until('">')
-        yield CallBegin(name)
-        yield CallText("{")
-        num_calls += 1
-        separator = ""
-        while True:
-            mark = yield from source.first_of(_INVOKE_END, f"{_M}<")
-            if mark != f"{_M}<":
-                break
-            key = yield from source.name_until(">")
-            yield CallText(f"{separator}{json_string(key)}: ")
-            separator = ", "
-            types = declared.types(name, key)
-            end = f"{_M}</{key}>"
-            if is_text(types, when_undeclared=False):
-                is_whole = yield from read_value(source, types, end)
-            else:
-                document = declared.document(name)
-                schema = part_schema(document, document, key)
-                is_whole = yield from _nested(source, schema, document, key)
-            if not is_whole:
-                return
-        if not mark:
-            return
-        yield CallText("}")
-        yield CallEnd()
-    if not num_calls:
-        raise ValueError("no call")
+def _value(
+    declared: Declared, source: Source, function: str, key: str
+) -> Generator[CallText | None, None, bool]:
+    types = declared.types(function, key)
+    if is_text(types, when_undeclared=False):
+        return read_value(source, types, f"{_M}</{key}>")
+    document = declared.document(function)
+    schema = part_schema(document, document, key)
+    return _nested(source, schema, document, key)
 
 
 @dataclass(slots=True)
