@@ -25,7 +25,7 @@ function pace({ finish, prompt, speed, state }) {
   if (speed.first !== null) {
     const length = speed.seconds - speed.first;
     parts.push(`first after ${seconds(speed.first)}`);
-    if (speed.count > 1 && length > 0) parts.push(rate((speed.count - 1) / length));
+    if (speed.count > 1 && length > 0.05) parts.push(rate((speed.count - 1) / length)); // else a burst
   }
   if (speed.cached) parts.push(`${speed.cached} prompt tokens cached`);
   if (state === "stopped") parts.push("stopped");
