@@ -19,21 +19,18 @@ from contextlib import suppress
 from socket import socket
 
 from launcher.command import exit_code, rank_environment
-from launcher.facts import holder, host_facts, kill_former
+from launcher.facts import host_facts, kill_former
 from launcher.hop import Echo, measure_hop
 from launcher.process import LocalProcess, bound, shared_ring
 from serve.core.agent_messages import (
     AgentError,
     AgentMessage,
-    AgentReady,
     DescribeHost,
     EchoStarted,
     EnterFolder,
-    FindHolder,
     FolderEntered,
     FromAgent,
     MeasureHop,
-    PortHolder,
     PortsReserved,
     RankEnded,
     RankStarted,
@@ -65,7 +62,6 @@ class Agent:
     def run(self) -> int:
         """Serves one launcher until it has gone or its rank has ended. Returns the exit code."""
         self._write("")  # Output of a shell profile may have ended without a newline.
-        self._say(AgentReady(os.getpid()))
         try:
             while (message := self._hear()) is not None:
                 if isinstance(message, RunRank):
@@ -83,8 +79,8 @@ class Agent:
             match question:
                 case EnterFolder():
                     return self._enter(question)
-                case DescribeHost(model, ips, prefix_cache_dir):
-                    return host_facts(model, ips, prefix_cache_dir)
+                case DescribeHost(model, ips, prefix_cache_dir, port):
+                    return host_facts(model, ips, prefix_cache_dir, port)
                 case ReservePorts(ips):
                     return self._reserve(ips)
                 case StartEcho(ip):
@@ -92,8 +88,6 @@ class Agent:
                     return EchoStarted(self._echoes[-1].port)
                 case MeasureHop(ip, port):
                     return measure_hop(ip, port)
-                case FindHolder(port):
-                    return PortHolder(holder(port))
                 case RunRank() | SendSignal():
                     return AgentError("No rank runs here yet.")
         except (BrigadeError, OSError) as error:

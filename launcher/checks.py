@@ -41,6 +41,16 @@ def with_variables(facts: HostFacts, environment: Mapping[str, str]) -> HostFact
     return msgspec.structs.replace(facts, variables={**facts.variables, **environment})
 
 
+def check_port(facts: HostFacts) -> Finding | None:
+    if not facts.port:
+        return None
+    if facts.port_holder:
+        fix = f"end it, or choose another port: serve --port {facts.port + 1}"
+        what = f"port {facts.port} is taken by {facts.port_holder}"
+        return Finding("fail", facts.host, what, fix)
+    return Finding("ok", facts.host, f"port {facts.port} is free")
+
+
 def check_versions(facts: HostFacts) -> Finding:
     versions = facts.versions
     text = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -190,6 +200,7 @@ def check_model(facts: HostFacts) -> Finding | None:
 
 
 HOST_CHECKS: Sequence[Callable[[HostFacts], Finding | None]] = (
+    check_port,
     check_versions,
     check_addresses,
     check_blas,
@@ -281,13 +292,6 @@ def broken_hop(where: str, reason: str) -> Finding:
     if "No route to host" in reason:  # another number on each system
         fix = "macOS: allow the terminal under Privacy & Security, Local Network"
     return Finding("fail", where, f"no connection: {reason}", fix)
-
-
-def check_port(host: str, port: int, holder: str | None) -> Finding:
-    if holder:
-        fix = f"end it, or choose another port: serve --port {port + 1}"
-        return Finding("fail", host, f"port {port} is taken by {holder}", fix)
-    return Finding("ok", host, f"port {port} is free")
 
 
 def exit_code(findings: Sequence[Finding]) -> int:

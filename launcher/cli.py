@@ -155,7 +155,7 @@ def launch(words: Sequence[str]) -> int:
     serves = command[0] == "serve"
     with connected(hosts, access, write_line, serves=serves) as connections:
         environment = {**forwarded(os.environ), **hostfile.environment, **environment}
-        check_before(on_each(connections, ask), environment)
+        check_before([facts for facts, _ in on_each(connections, ask)], environment)
         ranks = remote_ranks(connections, ranks_command, environment, terms.drain_seconds)
         return keep(command, [host.ssh for host in hosts], ranks, terms)
 

@@ -5,7 +5,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from launcher.checks import (
     check_clock,
     check_hop,
     check_hosts,
-    check_port,
     check_shell,
     exit_code,
     named,
@@ -40,11 +40,9 @@ from launcher.supervisor import Supervisor, event_line, write_line
 from serve.core.agent_messages import (
     DescribeHost,
     EchoStarted,
-    FindHolder,
     HopSpeed,
     HostFacts,
     MeasureHop,
-    PortHolder,
     StartEcho,
 )
 from serve.core.errors import ClusterError
@@ -53,6 +51,7 @@ RING_SECONDS = 60.0
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 Tell = Callable[[str], None]
+Ask = Callable[[Connection], tuple[HostFacts, float]]
 
 
 def diagnose(
@@ -67,8 +66,8 @@ def diagnose(
     """Examines the hosts and shows the findings. Returns the exit code: 0 if all is well, 1 for
     warnings, 2 for failures."""
     with Console(stderr=True, highlight=False).status("") as status:
-        question = Question(model, prefix_cache_dir)
-        findings = list(examine(hosts, access, question, port, status.update))
+        ask_host = partial(ask, model=model, prefix_cache_dir=prefix_cache_dir, port=port)
+        findings = list(examine(hosts, access, ask_host, status.update))
     show(findings, as_json)
     return exit_code(findings)
 
@@ -86,49 +85,32 @@ def check_before(facts: Sequence[HostFacts], environment: Mapping[str, str]) -> 
         raise ClusterError("; ".join(f"{f.where}: {f.what}: {f.fix}" for f in failed) + ".")
 
 
-def ask(connection: Connection) -> HostFacts:
-    """Returns one host's facts, under the name that the hostfile gives it."""
-    return answer(connection, Question()).facts
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """The folders that are examined on each host, besides the host itself."""
-
-    model: Path | None = None
-    prefix_cache_dir: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The facts of one host, and the seconds by which its clock is ahead of this machine's."""
-
-    facts: HostFacts
-    ahead_seconds: float
-
-
-def answer(connection: Connection, question: Question) -> Answer:
-    model = str(question.model) if question.model else None
-    prefix_cache_dir = str(question.prefix_cache_dir) if question.prefix_cache_dir else None
+def ask(
+    connection: Connection,
+    model: Path | None = None,
+    prefix_cache_dir: Path | None = None,
+    port: int | None = None,
+) -> tuple[HostFacts, float]:
+    """Returns one host's facts, under the name that the hostfile gives it, and the seconds by which
+    its clock is ahead of this machine's. The port is that of rank 0."""
+    host = connection.host
+    question = DescribeHost(
+        str(model) if model else None,
+        list(host.ips),
+        str(prefix_cache_dir) if prefix_cache_dir else None,
+        None if host.rank else port,
+    )
     asked = time.time()
-    message = DescribeHost(model, list(connection.host.ips), prefix_cache_dir)
-    facts = connection.ask(message, HostFacts)
-    ahead_seconds = facts.time - (asked + time.time()) / 2
-    return Answer(named(facts, str(connection.host)), ahead_seconds)
+    facts = connection.ask(question, HostFacts)
+    return named(facts, str(host)), facts.time - (asked + time.time()) / 2
 
 
-def examine(
-    hosts: Sequence[Host],
-    access: SshAccess,
-    question: Question,
-    port: int,
-    tell: Tell,
-) -> Iterator[Finding]:
+def examine(hosts: Sequence[Host], access: SshAccess, ask: Ask, tell: Tell) -> Iterator[Finding]:
     """Yields findings as they are made. If a host cannot be reached, that is the last finding: the
     rest of the examination needs all hosts."""
     try:
         with connected(hosts, access, tell) as connections:
-            yield from examine_connected(connections, access, question, port, tell)
+            yield from examine_connected(connections, access, ask, tell)
     except HostsError as error:
         yield from (Finding("fail", each.where, each.what, each.fix) for each in error.errors)
     except HostError as error:
@@ -138,35 +120,28 @@ def examine(
 def examine_connected(
     connections: list[Connection],
     access: SshAccess,
-    question: Question,
-    port: int,
+    ask: Ask,
     tell: Tell,
 ) -> Iterator[Finding]:
-    answers = on_each(connections, lambda each: answer(each, question))
-    labels = labels_of([connection.host for connection in connections])
-    # First, so that rank 0 is at the top of the report.
-    holder = connections[0].ask(FindHolder(port), PortHolder).holder
-    yield check_port(labels[0], port, holder)
-    for connection, label, own in zip(connections, labels, answers, strict=True):
+    has_several = len(connections) > 1
+    facts = []
+    notes = []
+    for connection, (own, ahead_seconds) in zip(
+        connections, on_each(connections, ask), strict=True
+    ):
+        label = connection.host.label if has_several else own.host
+        facts.append(named(own, label))
         if not connection.host.is_local:
-            yield check_shell(label, connection.noise)
-            yield check_clock(label, own.ahead_seconds)
-    facts = [named(own.facts, label) for own, label in zip(answers, labels, strict=True)]
-    findings = list(check_hosts(facts))
-    if len(connections) > 1:
+            notes.append(check_shell(label, connection.noise))
+            notes.append(check_clock(label, ahead_seconds))
+    findings = [*check_hosts(facts), *notes]
+    if has_several:
         findings += examine_hops(connections, tell)
     yield from findings
     if any(each.status == "fail" for each in findings):
         yield Finding("warn", "ring", "not tried", "fix the failures above first")
-    elif len(connections) > 1:
+    elif has_several:
         yield examine_ring(connections, access.python, tell)
-
-
-def labels_of(hosts: Sequence[Host]) -> list[str]:
-    """Returns the headings under which the findings of the hosts are shown."""
-    if len(hosts) == 1:
-        return [str(hosts[0])]
-    return [host.label for host in hosts]
 
 
 def examine_hops(connections: Sequence[Connection], tell: Tell) -> Iterator[Finding]:

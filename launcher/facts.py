@@ -38,9 +38,9 @@ def host_facts(
     model: str | None,
     ips: list[str],
     prefix_cache_dir: str | None = None,
+    port: int | None = None,
 ) -> HostFacts:
-    """Returns the facts of this host. ips are addresses that it should have, model is a folder
-    whose files are compared, and prefix_cache_dir a folder for prefixes."""
+    """Returns the facts of this host that DescribeHost asks for."""
     memory = psutil.virtual_memory()
     digests: dict[str, str] | None = None
     model_error: str | None = None
@@ -71,6 +71,8 @@ def host_facts(
         hub_model=hub_model,
         prefix_folder=prefix_folder(Path(prefix_cache_dir)) if prefix_cache_dir else None,
         mac=mac_facts() if sys.platform == "darwin" else None,
+        port=port,
+        port_holder=holder(port) if port else None,
     )
 
 

@@ -25,7 +25,6 @@ from launcher.ssh import CONNECT_SECONDS, meaning, ssh_command
 from launcher.supervisor import event_line
 from serve.core.agent_messages import (
     AgentError,
-    AgentReady,
     EnterFolder,
     FolderEntered,
     FromAgent,
@@ -108,18 +107,20 @@ class Connection:
         threading.Thread(target=self._read, daemon=True).start()
 
     def greet(self) -> None:
-        """Waits for the agent and sends it the working folder."""
-        self._answer(AgentReady, GREETING_SECONDS)
+        """Sends the agent the working folder, and waits until it has started and is there."""
         folder = self._access.folder
-        if folder is None:
-            self.ask(EnterFolder(os.getcwd(), must_exist=False), FolderEntered)
-        else:
-            self.ask(EnterFolder(str(folder), must_exist=True), FolderEntered)
+        question = EnterFolder(str(folder or os.getcwd()), must_exist=folder is not None)
+        self.ask(question, FolderEntered, GREETING_SECONDS)
 
-    def ask(self, question: ToAgent, expected: type[Answer]) -> Answer:
+    def ask(
+        self,
+        question: ToAgent,
+        expected: type[Answer],
+        timeout_seconds: float = ANSWER_SECONDS,
+    ) -> Answer:
         """Sends a question and returns the agent's answer, which must be of the expected type."""
         self.tell(question)
-        return self._answer(expected, ANSWER_SECONDS)
+        return self._answer(expected, timeout_seconds)
 
     def tell(self, message: ToAgent | None) -> None:
         """Sends a message. None only says that the launcher is alive."""

@@ -15,7 +15,7 @@ class AgentMessage(msgspec.Struct, frozen=True, tag=True):
 
 class EnterFolder(AgentMessage, frozen=True):
     """A launcher asks an agent to work in this folder, which may be missing unless must_exist is
-    set. The answer is FolderEntered."""
+    set. It is the first message; the answer is FolderEntered."""
 
     folder: str
     must_exist: bool
@@ -23,11 +23,13 @@ class EnterFolder(AgentMessage, frozen=True):
 
 class DescribeHost(AgentMessage, frozen=True):
     """A launcher asks an agent for HostFacts. ips are addresses that the host should have, model is
-    a folder whose files to digest, and prefix_cache_dir a folder for prefixes."""
+    a folder whose files to digest, prefix_cache_dir a folder for prefixes, and port one that should
+    be free."""
 
     model: str | None
     ips: list[str]
     prefix_cache_dir: str | None = None
+    port: int | None = None
 
 
 class ReservePorts(AgentMessage, frozen=True):
@@ -47,12 +49,6 @@ class MeasureHop(AgentMessage, frozen=True):
     """A launcher asks an agent to measure the hop to another's echo. The answer is HopSpeed."""
 
     ip: str
-    port: int
-
-
-class FindHolder(AgentMessage, frozen=True):
-    """A launcher asks an agent which program listens on this port. The answer is PortHolder."""
-
     port: int
 
 
@@ -77,12 +73,6 @@ class SendSignal(AgentMessage, frozen=True):
     """A launcher asks an agent to signal its rank, or for SIGKILL its whole process group."""
 
     number: int
-
-
-class AgentReady(AgentMessage, frozen=True):
-    """An agent reports that it has started. pid is its own."""
-
-    pid: int
 
 
 class FolderEntered(AgentMessage, frozen=True):
@@ -116,7 +106,8 @@ class HostFacts(AgentMessage, frozen=True):
     replaces MLX's own library. interfaces has the network interface of each requested address, and
     unusable the reason why an address cannot be used. model has the digests of the model's files;
     model_error says why there are none. hub_model is the id of a model on the hub. time is in
-    seconds since the epoch."""
+    seconds since the epoch. port is the one asked for, and port_holder who listens on it, if any.
+    """
 
     host: str
     system: str
@@ -138,6 +129,8 @@ class HostFacts(AgentMessage, frozen=True):
     hub_model: str | None = None
     prefix_folder: PrefixFolder | None = None
     mac: MacFacts | None = None
+    port: int | None = None
+    port_holder: str | None = None
 
 
 class PortsReserved(AgentMessage, frozen=True):
@@ -159,12 +152,6 @@ class HopSpeed(AgentMessage, frozen=True):
     bytes_per_second: float
 
 
-class PortHolder(AgentMessage, frozen=True):
-    """An agent reports which program listens on a port, or None."""
-
-    holder: str | None
-
-
 class RankStarted(AgentMessage, frozen=True):
     """An agent reports the process of its rank."""
 
@@ -184,23 +171,14 @@ class AgentError(AgentMessage, frozen=True):
 
 
 ToAgent: TypeAlias = (
-    EnterFolder
-    | DescribeHost
-    | ReservePorts
-    | StartEcho
-    | MeasureHop
-    | FindHolder
-    | RunRank
-    | SendSignal
+    EnterFolder | DescribeHost | ReservePorts | StartEcho | MeasureHop | RunRank | SendSignal
 )
 FromAgent: TypeAlias = (
-    AgentReady
-    | FolderEntered
+    FolderEntered
     | HostFacts
     | PortsReserved
     | EchoStarted
     | HopSpeed
-    | PortHolder
     | RankStarted
     | RankEnded
     | AgentError

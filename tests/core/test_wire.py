@@ -128,8 +128,8 @@ def test_random_lines_are_an_error_of_ours(said: str | bytes) -> None:
 
 def test_a_line_with_a_field_of_another_version_is_read() -> None:
     reader: wire.LineReader[ToAgent] = wire.LineReader(ToAgent)
-    said = '{"type": "FindHolder", "port": 1, "protocol": "udp"}'
-    assert reader.read(said) == agent_messages.FindHolder(1)
+    said = '{"type": "StartEcho", "ip": "a", "protocol": "udp"}'
+    assert reader.read(said) == agent_messages.StartEcho("a")
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)

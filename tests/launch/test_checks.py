@@ -201,8 +201,8 @@ def test_a_profile_a_clock_and_a_port() -> None:
     assert "'Welcome'" in checks.check_shell("a", ["Welcome", "more"]).what
     assert checks.check_clock("a", -1.0) == Finding("ok", "a", "its clock is 1.0 s behind")
     assert checks.check_clock("a", 9.0).status == "warn"
-    assert checks.check_port("a", 80, None).status == "ok"
-    taken = checks.check_port("a", 80, "nginx (pid 3)")
+    assert checks.check_port(host(port=80)).status == "ok"
+    taken = checks.check_port(host(port=80, port_holder="nginx (pid 3)"))
     assert "nginx (pid 3)" in taken.what
     assert "--port 81" in taken.fix
 

@@ -121,13 +121,6 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_ranks_of_the_same_host_are_told_apart(is_shared: bool) -> None:
-    hosts = [Host(rank, "127.0.0.1", (), is_shared) for rank in (0, 1)]
-    assert doctor.labels_of(hosts) == ["rank 0 on this machine", "rank 1 on this machine"]
-    assert doctor.labels_of([Host(0, "127.0.0.1", ())]) == ["this machine"]
-
-
 def test_a_host_that_cannot_be_reached(
     sshd: Sshd, hostfile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

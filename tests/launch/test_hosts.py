@@ -23,12 +23,9 @@ from launcher.remote import Connection, HostError, SshAccess, connected
 from launcher.supervisor import RETRY_SECONDS
 from serve.core.agent_messages import (
     AgentError,
-    AgentReady,
     EnterFolder,
-    FindHolder,
     FolderEntered,
     FromAgent,
-    PortHolder,
     PortsReserved,
     RankEnded,
     ReservePorts,
@@ -463,8 +460,7 @@ def test_agent_refuses_nonsense_in_one_line_and_ends(said: str) -> None:
     assert run.returncode == ClusterError.exit_code
     assert run.stderr == ""
     reader: LineReader[FromAgent] = LineReader(FromAgent)
-    _, ready, refused = run.stdout.splitlines()
-    assert isinstance(reader.read(ready.removeprefix("token ")), AgentReady)
+    _, refused = run.stdout.splitlines()
     error = reader.read(refused.removeprefix("token "))
     assert isinstance(error, AgentError)
     assert "cannot be read" in error.reason
@@ -517,7 +513,7 @@ def test_a_signal_while_connecting_is_not_lost_in_a_callback(
         with connected(hosts, SshAccess(), lambda _: None, serves=serves) as made:
             os.kill(os.getpid(), number)
             connections.extend(made)  # It has not ended here, but goes no further than this.
-            made[0].ask(FindHolder(1), PortHolder)
+            made[0].ask(ReservePorts([]), PortsReserved)
 
     with pytest.raises(SystemExit) as ended:
         connect()
@@ -604,7 +600,7 @@ def test_this_machine_needs_no_ssh() -> None:
     way = SshAccess(("/no/ssh",))
     with connected([Host(0, "127.0.0.1", ("127.0.0.1",))], way, lambda _: None) as (connection,):
         process = connection.process
-        assert connection.ask(FindHolder(1), PortHolder) == PortHolder(None)
+        assert connection.ask(ReservePorts([]), PortsReserved) == PortsReserved([])
     assert process.returncode == 0
 
 
@@ -617,8 +613,8 @@ def test_a_long_order_and_answers_in_pieces_are_put_together(
         os.dup2(reading, 0)
         agent = Agent("t")
         os.write(writing, b"\n" * 3000)  # what hours of being there come to
-        os.write(writing, b'{"type": "FindHolder", "port": 1}\n{"ty')
-        assert agent._hear() == FindHolder(1)
+        os.write(writing, b'{"type": "ReservePorts", "ips": []}\n{"ty')
+        assert agent._hear() == ReservePorts([])
         os.write(writing, b'pe": "StartEcho", "ip": "a"}\n')
         assert agent._hear() == StartEcho("a")
         os.close(writing)
