@@ -30,13 +30,10 @@ _CLAIMED_ELSEWHERE_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of requests and commits. Gaps of up to gap_bytes may be fetched too, up to
-    spare_share of all bytes. A kill loses at most commit_bytes for each connection."""
+    """The sizes of requests and commits. A kill loses at most commit_bytes for each connection."""
 
     request_bytes: int = 64 << 20
     commit_bytes: int = 8 << 20
-    gap_bytes: int = 64 << 10
-    spare_share: float = 0.005
     num_connections: int = 8
 
 
@@ -93,8 +90,7 @@ class Shard:
         commit_bytes: int,
         advance: Callable[[int], None],
     ) -> None:
-        """Writes the pieces to the wanted range and calls advance with the size of each. Pieces
-        that arrived before a failure are committed too."""
+        """Writes the pieces to the range, also those before a failure. advance gets their sizes."""
         position = wanted[0]
         committed = position
         try:
@@ -156,25 +152,14 @@ class Fetch:
         self.num_missing = 0
         for shard, ranges in wanted.items():
             self._total += total(ranges)
-            self.num_missing += total(subtract(ranges, shard.present()))
-            for requested in self._requests(shard, ranges):
-                self._jobs.append((shard, requested))
+            requested = requests(ranges, shard.present(), sizes.request_bytes)
+            self.num_missing += total(requested)
+            self._jobs.extend((shard, each) for each in requested)
         self._shards = {shard for shard, _ in self._jobs}
         self._done = self._total - self.num_missing
 
-    def _requests(self, shard: Shard, wanted: list[Range]) -> list[Range]:
-        present = shard.present()
-        missing_bytes = total(subtract(wanted, present))
-        return requests(
-            wanted,
-            present,
-            gap_bytes=self._sizes.gap_bytes,
-            spare_bytes=int(self._sizes.spare_share * missing_bytes),
-            max_bytes=self._sizes.request_bytes,
-        )
-
     def run(self) -> None:
-        """Fetches everything. Raises ModelError, or NoRanges if a server does not serve ranges."""
+        """Fetches everything. Raises ModelError."""
         self._check_room()
         for shard in self._shards:
             shard.open()
@@ -233,9 +218,8 @@ class Fetch:
             raise _Stopped
 
     def _advance(self, num_bytes: int) -> None:
-        """Reports progress. Gap bytes are not in the total, so the count is capped by it."""
         with self._lock:
-            self._done = min(self._total, self._done + num_bytes)
+            self._done += num_bytes
             done = self._done
         self._progress(done, self._total)
         if self._stop.is_set():

@@ -6,9 +6,8 @@ Bytes that have not been fetched read as zeros, so `fetch` must come before any 
 """
 
 import functools
-import logging
 import os
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,8 +17,8 @@ from serve.core.checkpoint import TensorRange, header_bytes, parse_header, read_
 from serve.core.errors import ModelError
 from serve.hub.fetch import STANDARD, Fetch, Progress, Shard, Sizes
 from serve.hub.parts import Part
-from serve.hub.ranges import Range, subtract
-from serve.hub.remote import NoRanges, RemoteFile
+from serve.hub.ranges import Range
+from serve.hub.remote import RemoteFile
 from serve.hub.repo import (
     INDEX,
     MODEL,
@@ -34,10 +33,7 @@ from serve.hub.repo import (
     saved_snapshot,
 )
 
-_COPY_BYTES = 1 << 20
 _NUM_HEADER_CONNECTIONS = 8
-
-_logger = logging.getLogger(__name__)
 
 
 class PartialModel:
@@ -79,12 +75,7 @@ class PartialModel:
             if shard:
                 wanted.setdefault(shard, []).extend(part.pieces())
         before = self._received()
-        fetch = Fetch(wanted, self._sizes, progress)
-        try:
-            fetch.run()
-        except NoRanges:
-            for shard, ranges in wanted.items():
-                self._copy_whole(shard, ranges)
+        Fetch(wanted, self._sizes, progress).run()
         return self._received() - before
 
     def _wanted(self, names: Iterable[str]) -> dict[Shard, list[Range]]:
@@ -99,14 +90,6 @@ class PartialModel:
     def _received(self) -> int:
         return sum(shard.remote.num_bytes for shard in self._shards.values())
 
-    def _copy_whole(self, shard: Shard, wanted: list[Range]) -> None:
-        """Fetches the whole file from a server that no longer serves ranges. MLX already has the
-        sparse file open, so it is filled and not replaced."""
-        shard.open()
-        for part in subtract(wanted, shard.present()):
-            source = _whole(self.snapshot, shard.path.name)
-            shard.fill(part, _pieces(source, part), self._sizes.commit_bytes, lambda _: None)
-
 
 def pin(
     repo: str,
@@ -114,8 +97,7 @@ def pin(
     cache: Path | None,
     kind: Kind = MODEL,
 ) -> PartialModel:
-    """Opens the commit to which a revision (None: main) points now. Only rank 0 calls this, and it
-    sends the commit to the other ranks, so that all use the same one. Raises ModelError."""
+    """Opens the commit to which a revision points now. Rank 0 tells it the others."""
     snapshot = resolve(repo, revision, cache or default_cache(), kind)
     return open_partial(repo, snapshot.commit, cache, snapshot, kind=kind)
 
@@ -181,13 +163,10 @@ def _make_weight_file(folder: Path, snapshot: Snapshot, remote: RemoteFile) -> N
     if path.exists() and path.stat().st_size == size:
         return
     whole = cached_whole(snapshot, name)
-    try:
-        header = b"" if whole else _read_header(remote, path)
-    except NoRanges:
-        whole = _whole(snapshot, name)
     if whole:
         _link(path, whole)
         return
+    header = _read_header(remote, path)
     _journal(folder, name).unlink(missing_ok=True)
     sparse = path.with_name(name + ".new")
     with sparse.open("wb") as stream:
@@ -207,28 +186,6 @@ def _read_header(remote: RemoteFile, path: Path) -> bytes:
     text = b"".join(remote.read(8, end))
     parse_header(text, path, size)
     return prefix + text
-
-
-def _whole(snapshot: Snapshot, name: str) -> Path:
-    _logger.warning(
-        "event=hub_without_ranges repo=%s file=%s: fetching the whole file",
-        snapshot.repo,
-        name,
-    )
-    return fetch_whole(snapshot, name)
-
-
-def _pieces(source: Path, part: Range) -> Generator[bytes, None, None]:
-    start, end = part
-    left = end - start
-    with source.open("rb") as stream:
-        stream.seek(start)
-        while left:
-            data = stream.read(min(_COPY_BYTES, left))
-            if not data:
-                return
-            left -= len(data)
-            yield data
 
 
 def _link(path: Path, target: Path) -> None:

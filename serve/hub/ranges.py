@@ -3,7 +3,7 @@
 The functions are pure.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 Range = tuple[int, int]
 """Bytes [start, end)."""
@@ -48,40 +48,12 @@ def subtract(wanted: Iterable[Range], present: Iterable[Range]) -> list[Range]:
 def requests(
     wanted: Iterable[Range],
     present: Iterable[Range],
-    *,
-    gap_bytes: int,
-    spare_bytes: int,
     max_bytes: int,
 ) -> list[Range]:
-    """Returns the ranges to request, in order, each of at most max_bytes. Gaps of at most gap_bytes
-    are fetched too, the smallest first, up to spare_bytes in all, unless some of their bytes are
-    present."""
-    present = union(present)
-    missing = subtract(wanted, present)
-    bridged = _bridges(missing, present, gap_bytes, spare_bytes)
+    """Returns the ranges to request, in order, each of at most max_bytes."""
     chosen: list[Range] = []
-    for start, end in union([*missing, *bridged]):
+    for start, end in subtract(wanted, present):
         for part_start in range(start, end, max_bytes):
             part_end = min(part_start + max_bytes, end)
             chosen.append((part_start, part_end))
-    return chosen
-
-
-def _bridges(
-    missing: Sequence[Range],
-    present: list[Range],
-    gap_bytes: int,
-    spare_bytes: int,
-) -> list[Range]:
-    gaps: list[Range] = []
-    for left, right in zip(missing, missing[1:], strict=False):
-        gaps.append((left[1], right[0]))
-    absent = set(subtract(gaps, present)).intersection(gaps)
-    chosen: list[Range] = []
-    for start, end in sorted(absent, key=lambda gap: (gap[1] - gap[0], gap)):
-        length = end - start
-        spare_bytes -= length
-        if length > gap_bytes or spare_bytes < 0:
-            break
-        chosen.append((start, end))
     return chosen

@@ -21,10 +21,6 @@ from serve.hub.access import FAILURES, Patience, Retry, wait_seconds
 from serve.hub.repo import LIBRARY, RepoFile
 
 
-class NoRanges(Exception):
-    """The server answers with the whole file instead of the requested range."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Place:
     """The address of a file's bytes. The token may be sent only if the hub itself serves them."""
@@ -52,9 +48,7 @@ class RemoteFile:
         end: int,
         sleep: Callable[[float], object] = time.sleep,
     ) -> Generator[bytes, None, None]:
-        """Yields bytes [start, end) in pieces. When a connection ends early, another one
-        continues where it ended. Raises ModelError, or NoRanges if the server has only the whole
-        file to give."""
+        """Yields bytes [start, end), over as many connections as it takes. Raises ModelError."""
         patience = Patience(self.repo, sleep=sleep)
         position = start
         while position < end:
@@ -85,7 +79,7 @@ class RemoteFile:
                     raise self._changed("the server sent more than was requested")
 
     def _check(self, place: _Place, response: Any, start: int, end: int) -> None:
-        """Raises NoRanges, Retry or ModelError if the response does not match the request."""
+        """Raises Retry or ModelError if the response does not match the request."""
         self._check_status(place, response, start)
         self._check_range(response, start, end)
         self._check_etag(place, response.headers.get("etag"))
@@ -93,7 +87,10 @@ class RemoteFile:
     def _check_status(self, place: _Place, response: Any, start: int) -> None:
         status = response.status_code
         if status == 200:
-            raise NoRanges
+            raise ModelError(
+                f"{constants.ENDPOINT} gives only whole files: run `hf download {self.repo}` on "
+                "each host, whose files are then used."
+            )
         if status == 416:
             raise self._changed(f"there is nothing at byte {start}")
         if status in (408, 429) or status >= 500:

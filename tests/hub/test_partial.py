@@ -31,7 +31,7 @@ from tests.errors import fails
 from tests.hub import checkpoints
 from tests.hub.server import COMMIT, REPO, TOKEN, FakeHub
 
-SMALL = Sizes(request_bytes=300_000, commit_bytes=50_000, gap_bytes=5_000, num_connections=4)
+SMALL = Sizes(request_bytes=300_000, commit_bytes=50_000, num_connections=4)
 
 
 def nobody(done: int, total: int) -> None:
@@ -273,18 +273,22 @@ def test_a_stored_file_that_is_shorter_is_an_error(
 
 
 @pytest.mark.parametrize("from_the_start", [True, False])
-def test_a_server_without_ranges(
-    hub: FakeHub, home: Path, repo: Path, from_the_start: bool, caplog: pytest.LogCaptureFixture
+def test_a_server_without_ranges_is_refused_and_complete_files_are_used(
+    hub: FakeHub, home: Path, repo: Path, from_the_start: bool
 ) -> None:
     names = checkpoints.owned_by(0, 2)
     if from_the_start:
         hub.faults.no_ranges_after = 0
-    model = opened(home / "cache")
-    if not from_the_start:
-        hub.faults.no_ranges_after = hub.num_answers + 2
+    else:
+        model = opened(home / "cache")
+        hub.faults.no_ranges_after = hub.num_answers
+    with pytest.raises(ModelError, match=f"gives only whole files: run `hf download {REPO}`"):
+        (opened(home / "cache") if from_the_start else model).fetch(names, nobody)
+    for path in repo.glob("*.safetensors"):
+        hf_hub_download(REPO, path.name, revision=COMMIT)
+    model = opened(home / "other")
     model.fetch(names, nobody)
     assert_right(model, names)
-    assert "hub_without_ranges" in caplog.text
 
 
 # --- who may
@@ -503,7 +507,7 @@ from pathlib import Path
 from serve.hub.fetch import Sizes
 from serve.hub.partial import open_partial
 cache, repo, commit, *names = sys.argv[1:]
-sizes = Sizes(request_bytes=300_000, commit_bytes=50_000, gap_bytes=5_000, num_connections=4)
+sizes = Sizes(request_bytes=300_000, commit_bytes=50_000, num_connections=4)
 model = open_partial(repo, commit, Path(cache), sizes=sizes)
 print(model.fetch(names, lambda done, total: None), flush=True)
 """
