@@ -160,8 +160,7 @@ class Agent:
     # --- lines
 
     def _hear(self) -> ToAgent | None:
-        """Returns the next message, or None when the launcher is gone. Raises ClusterError for a
-        line that is no message."""
+        """Returns the next message, or None without a launcher. Raises ClusterError."""
         while True:
             while b"\n" not in self._unread:
                 heard = select.select([0], [], [], SILENCE_SECONDS)[0]

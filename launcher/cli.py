@@ -161,8 +161,7 @@ def launch(words: Sequence[str]) -> int:
 
 
 def split_at_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divides the words after `launch` into its own and its command: what follows the first `--`,
-    or begins with a program's name, as in mlx.launch. The value of a flag is no such name."""
+    """Divides the words after `launch` at `--`, or else before the name of a program."""
     takes_word = {"-n"}
     for field in fields(LaunchFlags):
         if field.default is not False:

@@ -83,8 +83,7 @@ class Server:
 
 
 def server_sent(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yields the data of server-sent events up to `[DONE]`. Raises an error if the stream stops
-    without it."""
+    """Yields the data of server-sent events up to `[DONE]`. Raises EngineError without it."""
     for line in lines:
         field, _, value = line.strip().partition(":")
         if field != "data":
@@ -150,8 +149,7 @@ def chosen_port() -> int:
 
 
 def speed(num_tokens: int, first_seconds: float, all_seconds: float) -> str:
-    """Returns one answer. first_seconds and all_seconds are the times from the request to the first
-    and to the last token."""
+    """Describes one answer, by the seconds from the request to the first and last token."""
     text = f"{num_tokens} tokens, the first after {first_seconds * 1000:.0f} ms"
     if num_tokens > 1 and all_seconds > first_seconds:
         text += f", then {(num_tokens - 1) / (all_seconds - first_seconds):.1f} tokens/s"

@@ -63,8 +63,7 @@ def diagnose(
     as_json: bool,
     prefix_cache_dir: Path | None = None,
 ) -> int:
-    """Examines the hosts and shows the findings. Returns the exit code: 0 if all is well, 1 for
-    warnings, 2 for failures."""
+    """Shows the findings about hosts. Returns 0 if all is well, 1 for warnings, 2 for failures."""
     with Console(stderr=True, highlight=False).status("") as status:
         ask_host = partial(ask, model=model, prefix_cache_dir=prefix_cache_dir, port=port)
         findings = list(examine(hosts, access, ask_host, status.update))
@@ -73,8 +72,7 @@ def diagnose(
 
 
 def check_before(facts: Sequence[HostFacts], environment: Mapping[str, str]) -> None:
-    """Makes the quick checks before ranks start with these environment variables. Logs warnings,
-    and raises ClusterError with the failures."""
+    """Makes the quick checks before a launch. Logs warnings, raises ClusterError for failures."""
     findings = list(check_hosts([with_variables(each, environment) for each in facts]))
     for finding in findings:
         if finding.status == "warn":
@@ -106,8 +104,7 @@ def ask(
 
 
 def examine(hosts: Sequence[Host], access: SshAccess, ask: Ask, tell: Tell) -> Iterator[Finding]:
-    """Yields findings as they are made. If a host cannot be reached, that is the last finding: the
-    rest of the examination needs all hosts."""
+    """Yields findings as they are made. The last one may be that a host cannot be reached."""
     try:
         with connected(hosts, access, tell) as connections:
             yield from examine_connected(connections, access, ask, tell)

@@ -77,8 +77,7 @@ def host_facts(
 
 
 def model_facts(folder: Path) -> dict[str, str]:
-    """Returns the digests of the files that ranks compare at the start. Raises BrigadeError if the
-    folder has no complete model."""
+    """Returns the digests that ranks compare at the start. Raises BrigadeError."""
     checkpoint = read_checkpoint(folder)
     return files(folder, checkpoint.digest)
 
@@ -129,8 +128,7 @@ def kill_former(secret: str, rank: int) -> None:
 
 
 def interface(ip: str) -> str | None:
-    """Returns the name of the interface that has this address. The loopback interface lists one
-    address, and has all of 127.0.0.0/8."""
+    """Returns the name of the interface that has this address."""
     if ipaddress.ip_address(ip).is_loopback:
         ip = HOST
     for name, addresses in psutil.net_if_addrs().items():

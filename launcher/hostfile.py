@@ -47,8 +47,7 @@ class Host:
 
     @property
     def is_local(self) -> bool:
-        """Whether this host is reached without ssh. As in mlx.launch, only a loopback name in the
-        file is."""
+        """Whether this host is reached without ssh, by the same name as in mlx.launch."""
         return self.ssh == HOST
 
     @property

@@ -29,8 +29,7 @@ class Process(Protocol):
 
     @property
     def lost(self) -> bool:
-        """Whether a process that has ended was ended by something other than itself, or because
-        another rank was lost."""
+        """Whether something else than itself has ended the process, or the loss of another rank."""
 
     def lines(self) -> Iterator[str]:
         """Yields the lines that the process writes. The last ones may come after its end."""
@@ -162,8 +161,7 @@ def free_ports(count: int, address: str = HOST) -> list[int]:
 
 
 def bound(address: str) -> socket.socket:
-    """Returns a socket that reserves a free port of an address of this machine. Raises
-    AddressError."""
+    """Returns a socket that reserves a free port of this address. Raises AddressError."""
     held = socket.socket()
     try:
         held.bind((address, 0))

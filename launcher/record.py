@@ -165,8 +165,7 @@ def _read(file: Path) -> Launch | None:
 
 
 def _folder() -> Path:
-    """Returns the folder of this user's launches on this host: several hosts may share a home
-    folder. Raises ClusterError."""
+    """Returns this user's folder for this host. Raises ClusterError."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     folder = Path(base) / "brigade" / socket.gethostname()
     try:

@@ -134,8 +134,7 @@ class Connection:
             self.process.stdin.flush()
 
     def next_line(self, timeout_seconds: float | None = None) -> str | FromAgent | None:
-        """Returns a line of the rank, a message of the agent, or None at the end. Raises
-        queue.Empty."""
+        """Returns a rank's line, an agent's message, or None at the end. Raises queue.Empty."""
         text = self._lines.get(timeout=timeout_seconds)
         if text is None:
             self._lines.put(None)  # The next call returns None too, and does not wait in vain.
@@ -149,8 +148,7 @@ class Connection:
             return AgentError(str(error))
 
     def again(self) -> "Connection":
-        """Returns a new connection to the same host, without waiting for its agent. An agent runs
-        only one rank and ends with it."""
+        """Returns a new connection to the same host: an agent runs only one rank."""
         self.close()
         return Connection(self.host, self._access)
 
@@ -268,8 +266,7 @@ def connected(
     signals: list[int] = []
 
     def end(number: int, _: object = None) -> None:
-        """Closes the connections, so that the loop ends. It does not raise, because an error
-        may be lost in a callback."""
+        """Closes the connections. It does not raise: in a callback, that could be lost."""
         signals.append(number)
         for connection in connections:
             signal_group(connection.process.pid, signal.SIGKILL)
@@ -305,8 +302,7 @@ def on_each(
     connections: Sequence[Connection],
     call: Callable[[Connection], Result],
 ) -> list[Result]:
-    """Calls a function with each connection, all at the same time, and returns the results in the
-    order of the connections. Raises HostsError."""
+    """Calls a function with all connections at once, and returns the results. Raises HostsError."""
     results: list[Result] = []
     errors = []
     pool = ThreadPoolExecutor(len(connections))
@@ -329,8 +325,7 @@ def remote_ranks(
     environment: Mapping[str, str],
     drain_seconds: float,
 ) -> Iterator[list[Start]]:
-    """Prepares one rank on each host. A rank that is started again gets a new connection in place
-    of the old one."""
+    """Prepares one rank on each host. To start it again takes a new connection."""
     ports = on_each(connections, _reserve_ports)
     control = f"{connections[0].host.ips[0]}:{ports[0].pop()}"
     addresses = [

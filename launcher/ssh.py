@@ -32,42 +32,6 @@ class Meaning(NamedTuple):
     fix: str
 
 
-_NO_PASSWORD = Meaning(
-    "Permission denied",
-    "it asks for a password",
-    "run `ssh-copy-id {host}`, or load the key with `ssh-add`, until `{ssh}` needs no password",
-)
-_CHANGED_KEY = Meaning(
-    "REMOTE HOST IDENTIFICATION HAS CHANGED|Offending .* key",
-    "its host key has changed",
-    "if that is right, run `ssh-keygen -R {host}` and `{ssh}` once",
-)
-_UNKNOWN_KEY = Meaning(
-    "Host key verification failed",
-    "its key is not known",
-    "run `{ssh}` once and accept",
-)
-_UNKNOWN_HOST = Meaning(
-    "Could not resolve hostname",
-    "the name cannot be resolved",
-    "correct it in the hostfile, or give it an entry in ~/.ssh/config",
-)
-_NO_SERVER = Meaning(
-    "Connection refused",
-    "no ssh server listens there",
-    "start it (macOS: System Settings, General, Sharing, Remote Login)",
-)
-_UNREACHABLE = Meaning(
-    "timed out|No route to host|Network is unreachable|Host is down",
-    "it cannot be reached",
-    "is it on, and in this network? On macOS, allow the terminal under Privacy & Security, "
-    "Local Network",
-)
-_NOT_INSTALLED = Meaning(
-    "No module named",
-    "{python} there has no mlx-brigade",
-    "install it there, or name another Python with --python",
-)
 _NO_PYTHON = Meaning(
     "not found|No such file|Permission denied",
     "{python} does not exist there",
@@ -75,20 +39,48 @@ _NO_PYTHON = Meaning(
 )
 # The first one that matches counts.
 _MEANINGS = (
-    _NO_PASSWORD,
-    _CHANGED_KEY,
-    _UNKNOWN_KEY,
-    _UNKNOWN_HOST,
-    _NO_SERVER,
-    _UNREACHABLE,
-    _NOT_INSTALLED,
+    Meaning(
+        "Permission denied",
+        "it asks for a password",
+        "run `ssh-copy-id {host}`, or load the key with `ssh-add`, until `{ssh}` needs no password",
+    ),
+    Meaning(
+        "REMOTE HOST IDENTIFICATION HAS CHANGED|Offending .* key",
+        "its host key has changed",
+        "if that is right, run `ssh-keygen -R {host}` and `{ssh}` once",
+    ),
+    Meaning(
+        "Host key verification failed",
+        "its key is not known",
+        "run `{ssh}` once and accept",
+    ),
+    Meaning(
+        "Could not resolve hostname",
+        "the name cannot be resolved",
+        "correct it in the hostfile, or give it an entry in ~/.ssh/config",
+    ),
+    Meaning(
+        "Connection refused",
+        "no ssh server listens there",
+        "start it (macOS: System Settings, General, Sharing, Remote Login)",
+    ),
+    Meaning(
+        "timed out|No route to host|Network is unreachable|Host is down",
+        "it cannot be reached",
+        "is it on, and in this network? On macOS, allow the terminal under Privacy & Security, "
+        "Local Network",
+    ),
+    Meaning(
+        "No module named",
+        "{python} there has no mlx-brigade",
+        "install it there, or name another Python with --python",
+    ),
     _NO_PYTHON,
 )
 
 
 def ssh_command(ssh: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
-    """Returns the command line that runs command on a host, with any login shell. ssh is the
-    program, perhaps with flags."""
+    """Returns the command line that runs command on a host, with any login shell."""
     settings = [word for setting in _SETTINGS for word in ("-o", setting)]
     return [*ssh, "-T", "-a", "-x", *settings, host, "exec " + shlex.join(command)]
 

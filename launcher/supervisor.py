@@ -109,8 +109,7 @@ Event: TypeAlias = Ended | Returned | Silent | Ready | Asked
 
 
 def write_line(line: str) -> None:
-    """Writes a line to standard error. If nobody reads it any more, the line and all later ones go
-    nowhere: the ranks must not block for that."""
+    """Writes a line to standard error, also if nobody reads it: ranks must not block for that."""
     with suppress(OSError, ValueError):
         try:
             sys.stderr.write(line + "\n")
@@ -128,8 +127,7 @@ def event_line(text: str, level: str = "INFO") -> str:
 
 
 class Observer:
-    """Called when a rank starts, writes a line or ends, from the thread of that rank. This base
-    class does nothing."""
+    """Called from a rank's thread when it starts, writes a line or ends. Here it does nothing."""
 
     def started(self, rank: int, pid: int) -> None: ...
 
@@ -232,8 +230,7 @@ class Supervisor:
             self._log(f"event=failed rank={rank} code={code}{reason}", "ERROR")
 
     def _write_held(self, rank: int) -> None:
-        """Writes the line in which a rank has said why it ends, unless the last line of the launch
-        says the same."""
+        """Writes why a rank ends, unless the last line of the launch says the same."""
         line = self._held.pop(rank, None)
         last_reason = None
         if self._first_failed:
@@ -503,8 +500,7 @@ class Supervisor:
         return losses.num_left(now) >= 0
 
     def _is_kept(self, rank: int) -> bool:
-        """Whether the others would wait for a rank. A server's do not for rank 0, which has the
-        clients' connections, and those of a training run for none."""
+        """Whether the others would wait for a rank: a server's do, but not for rank 0."""
         is_awaited = rank > 0 and 0 in self._alive and not self._trains
         return is_awaited and self._state == "running"
 
@@ -562,8 +558,7 @@ class Supervisor:
         return text + " "
 
     def _highlighted(self, rank: int, line: str) -> str:
-        """Makes the line stand out that people wait for. A rank writes to a pipe, so it cannot know
-        that its line will be on a terminal."""
+        """Makes the line stand out that people wait for."""
         if self._colour and self._serves and rank == 0 and line.startswith(_READY):
             return f"\x1b[{_READY_COLOUR}m{line}\x1b[0m"
         return line

@@ -130,11 +130,7 @@ async def connected(
     key: str | None,
     timeout: float,
 ) -> AsyncIterator[Server]:
-    """Connects to a server that answers; timeout is in seconds.
-
-    Raises AddressError if nobody listens, UnavailableError if the server is not ready, and
-    UsageError if it names no model and none is given.
-    """
+    """Connects to a server. Raises AddressError, UnavailableError, or UsageError for no model."""
     base = url.rstrip("/")
     if not base.endswith("/v1"):
         base = f"{base}/v1"

@@ -60,8 +60,7 @@ async def open_loop(
 
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """Returns the times, in seconds, of a Poisson process with `rate` arrivals a second. The first
-    is 0."""
+    """Returns the seconds of a Poisson process with `rate` arrivals a second, from 0."""
     random = Random(seed)
     gaps = [random.expovariate(rate) for _ in range(count - 1)]
     return list(accumulate(gaps, initial=0.0))
@@ -85,8 +84,7 @@ class Target:
 
     @classmethod
     async def calibrated(cls, config: BenchConfig, server: Server) -> "Target":
-        """Measures how many tokens the server counts in a word, to make prompts of the wanted
-        length. Raises ClusterError if the server cannot answer."""
+        """Measures the tokens in a word, for prompts of the wanted length. Raises ClusterError."""
         if config.prompts:
             questions = read_questions(config.prompts)
             return cls(config, server, Prompts(config.seed, 0, questions))
@@ -102,8 +100,7 @@ class Target:
         return cls(config, server, Prompts(config.seed, num_words))
 
     async def run(self, level: Level, round_: int, seen: Seen) -> None:
-        """Runs a warm-up and one measured run. seen gets the records of the measured run, and
-        those of failures in the warm-up."""
+        """Runs a warm-up and one measured run. seen gets its records, and failures of both."""
         name = f"{level}/{round_}"
         await self._warm_up(name, level, seen)
         ask = self._ask(self._config.max_tokens)

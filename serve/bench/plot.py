@@ -23,13 +23,8 @@ def draw(
     path: Path,
     load: str,
     curves: Mapping[str, Points],
-    bounds: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> None:
-    """Draws tokens a second, time to first token and time between tokens over the load.
-
-    curves has for each server its summaries by load. bounds has further lines for the diagram of
-    tokens a second. load is the label of the x axis.
-    """
+    """Draws speed and latencies of each server, of its summaries by load, the x axis's label."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -55,9 +50,6 @@ def draw(
             linestyle=":",
             label=f"{name}, p99",
         )
-    for name, line_points in (bounds or {}).items():
-        line_loads, line_rates = zip(*line_points, strict=True)
-        rate.plot(line_loads, line_rates, linestyle="--", color="grey", label=name)
     for axes in (rate, first, between):
         axes.set_xlabel(load)
         axes.set_ylim(bottom=0)

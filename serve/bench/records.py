@@ -84,8 +84,7 @@ def summarise(runs: Sequence[Sequence[Record]]) -> Summary:
 
 
 def quantile(values: Iterable[float], share: float) -> float | None:
-    """Returns the quantile at share, a multiple of 0.01; it is interpolated linearly, as numpy
-    does. Returns None without values."""
+    """Returns the quantile at share, a multiple of 0.01, as numpy does. None without values."""
     known = list(values)
     if not known:
         return None
@@ -96,8 +95,7 @@ def quantile(values: Iterable[float], share: float) -> float | None:
 
 
 def tokens_per_second(run: Sequence[Record]) -> float:
-    """Returns the tokens of whole answers, divided by the time from the first of their requests to
-    the end of the last."""
+    """Returns the tokens of whole answers over the time from first request to last end."""
     whole = _whole(run)
     if not whole:
         return 0.0

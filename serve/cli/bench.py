@@ -134,8 +134,7 @@ def tell(text: str) -> None:
 
 
 def table(runs: Runs) -> Table:
-    """Returns one row for each load and server, with times in milliseconds. The reasons of errors
-    are below it."""
+    """Returns one row for each load and server, and the reasons of errors below it."""
     # The table has to fit into 80 columns, so it is as narrow as its numbers.
     shown = Table(
         box=None,

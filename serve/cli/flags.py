@@ -26,8 +26,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{plain(message)}: see `{self.prog} --help`.")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Reports an unknown flag first. argparse would report missing flags instead, and the
-        unknown one may be one of them, misspelt."""
+        """Reports an unknown flag first: it may be the missing one, misspelt."""
         unknown = unknown_flags(args or (), self)
         if unknown:
             hint = did_you_mean(unknown[0], self._option_string_actions)
@@ -50,8 +49,7 @@ def unknown_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> list
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Returns the end of an error message about an unknown word: the most similar name, or
-    nothing."""
+    """Returns the end of an error message about an unknown word: a similar name, or nothing."""
     similar = difflib.get_close_matches(word, list(names), n=1, cutoff=0.7)
     if similar:
         return f" (did you mean {similar[0]}?)"

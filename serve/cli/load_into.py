@@ -27,8 +27,7 @@ def curl_line(url: str, folder: Path, name: str) -> str:
 
 
 def check_server(url: str, folder: Path, name: str) -> None:
-    """Raises UsageError unless a server listens at url that would load an adapter with this name
-    from below this folder."""
+    """Raises UsageError unless a server at url would load such an adapter from this folder."""
     if not _SERVER.fullmatch(url):
         raise UsageError(f"--load-into {url!r} is not http://HOST:PORT.", code="malformed")
     _call(url, "/v1/lora_adapters", None, UsageError)
@@ -38,8 +37,7 @@ def check_server(url: str, folder: Path, name: str) -> None:
 
 
 def load_into(url: str, folder: Path, name: str) -> str:
-    """Has a server load the adapter, and returns its answer. Raises ClusterError; the trained
-    adapter is on disk in any case."""
+    """Has a server load the adapter, and returns its answer. Raises ClusterError."""
     try:
         return _call(url, _PATH, _body(folder, name), ClusterError)
     except ClusterError as error:
@@ -72,8 +70,7 @@ def _call(
     kind: type[BrigadeError],
     expected: int | None = None,
 ) -> str:
-    """Sends a request and returns the server's answer. Raises an error of the given kind for any
-    error status other than the expected one."""
+    """Returns a server's answer. Raises such an error for any but the expected error status."""
     variable = _key()
     client = Client(url, os.environ[variable] if variable else None)
     try:

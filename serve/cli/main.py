@@ -165,8 +165,7 @@ async def _run_front(
     read_model: Callable[[], tuple[ServeConfig, Checkpoint]],
     facts: dict[str, str],
 ) -> None:
-    """Runs rank 0. HTTP answers from the start, also while read_model fetches the headers of a
-    model on the hub."""
+    """Runs rank 0. HTTP answers from the start, also while read_model fetches headers."""
     task = asyncio.current_task()
     loop = asyncio.get_running_loop()
     assert task is not None
@@ -254,8 +253,7 @@ def _check_draft(config: ServeConfig, tokenizer: "Tokenizer") -> None:
 
 
 async def _in_thread(work: Callable[[], Result]) -> Result:
-    """Returns the result of work, in a thread that need not end before this process does: it may
-    hang in a download."""
+    """Returns the result of work, in a thread that may hang when this process ends."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
 
@@ -283,8 +281,7 @@ def who_has_what(error: DisagreementError) -> Table:
 
 
 def _stop_before_the_start(*_: object) -> NoReturn:
-    """Ends the process at once: there is nothing to clean up, and an error that a handler raises
-    may be lost in a callback."""
+    """Ends the process at once. What a handler raises could be lost in a callback."""
     os._exit(0)
 
 
@@ -297,8 +294,7 @@ def follow_launcher(cluster: Cluster) -> None:
 
 
 def _follow_parent() -> None:
-    """Ends this process when it gets another parent. mlx.launch passes no leash, and ends without
-    ending its ranks."""
+    """Ends this process with its parent: mlx.launch passes no leash, and ends no ranks."""
     parent = os.getppid()
 
     def wait() -> None:

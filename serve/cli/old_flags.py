@@ -44,9 +44,7 @@ _REMOVED = {
 
 
 def current(program: str, words: Sequence[str]) -> list[str]:
-    """Returns the words after the name of a program, such as `serve`, with the names that flags
-    have, and says each such name on standard error. Raises UsageError for a flag that was removed.
-    """
+    """Returns a program's words with the names that flags have. Raises UsageError."""
     trains = "fine-tune" in (program, *words)  # It has a --stall-timeout of its own.
     renewed: list[str] = []
     for word in words:

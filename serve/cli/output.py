@@ -9,8 +9,7 @@ from rich.console import Console
 
 
 class Output(Console):
-    """Standard output that ignores failed writes: printing has no effect once nobody reads it any
-    more, or its disk is full."""
+    """Standard output that ignores failed writes, once nobody reads it or its disk is full."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         try:

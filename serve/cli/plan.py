@@ -215,8 +215,7 @@ def _notes(
 
 
 def plan_table(stages: Sequence[StagePlan], has_promise: bool = False) -> Table:
-    """Returns a table with one row for each rank. The last column is the rank's share of the time
-    that a decode step takes on all ranks."""
+    """Returns a table with one row for each rank. The last column is of a decode step's time."""
     has_limit = any(stage.memory_bytes for stage in stages)
     columns: dict[str, Callable[[StagePlan], str]] = {
         "rank": lambda stage: str(stage.rank),

@@ -88,8 +88,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Patience:
-    """The number of tries that one transfer has left, and the waits between them. Progress renews
-    it."""
+    """The tries that one transfer has left, which progress renews, and the waits between them."""
 
     def __init__(
         self,
@@ -125,8 +124,7 @@ class Patience:
 
 
 def patiently(repo: str, call: Callable[[], Result], max_tries: int = 8) -> Result:
-    """Calls huggingface_hub until the call succeeds, and returns its result. Raises ModelError
-    if the failure is permanent, or after max_tries."""
+    """Calls huggingface_hub until the call succeeds, max_tries times at most. Raises ModelError."""
     patience = Patience(repo, max_tries)
     while True:
         try:

@@ -25,8 +25,7 @@ class Part:
     ranges: tuple[Range, ...]
 
     def pieces(self) -> Iterator[Range]:
-        """Yields the byte ranges of the file that contain the part, in the order of its
-        elements."""
+        """Yields the byte ranges of the file that contain the part, in the order of elements."""
         shape = self.tensor.shape
         element_bytes = self.tensor.num_bytes // math.prod(shape)
         step_bytes = math.prod(shape[self.axis + 1 :]) * element_bytes

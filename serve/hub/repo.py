@@ -81,8 +81,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         write_whole(path, msgspec.json.encode(self))
 
     def small_files(self, kind: Kind) -> list[str]:
-        """Returns the names of the files to fetch whole. For an adapter this is only its config,
-        because tokenizer files beside it belong to its model."""
+        """Returns the files to fetch whole. An adapter's tokenizer files belong to its model."""
         if kind is ADAPTER:
             return [kind.config]
         return [name for name in self.files if Path(name).suffix in _SMALL]
@@ -250,8 +249,7 @@ def _cached_by_hub(repo: str, revision: str | None, kind: Kind) -> Snapshot | No
 
 
 def cached_whole(snapshot: Snapshot, name: str) -> Path | None:
-    """Returns the path of this commit's file in the hub's own cache; None if it is not there
-    whole."""
+    """Returns this commit's file in the hub's own cache, or None if it is not there whole."""
     cached = try_to_load_from_cache(snapshot.repo, name, revision=snapshot.commit)
     if not isinstance(cached, str):
         return None

@@ -49,8 +49,7 @@ def is_tiktoken(folder: Path) -> bool:
 
 
 def tokenizer_json(folder: Path) -> str:
-    """Returns the tokenizer.json of a folder's tiktoken file. This takes about two seconds for
-    160,000 tokens. Raises ModelError if the file cannot be read."""
+    """Returns the tokenizer.json of a folder's tiktoken file, in seconds. Raises ModelError."""
     ranks = _read_ranks(folder / _FILE)
     added_tokens = list(_added_tokens(folder, len(ranks)))
     tokenizer = {
@@ -158,8 +157,7 @@ def _added_tokens(folder: Path, num_ranks: int) -> Iterator[dict[str, Any]]:
 
 
 def _characters() -> list[str]:
-    """Returns how byte-level vocabularies write each byte: printable ones as themselves, others as
-    the characters from U+0100 on."""
+    """Returns how byte-level vocabularies write each byte."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     written = {byte: chr(256 + number) for number, byte in enumerate(others)}

@@ -74,8 +74,7 @@ class Identity:
     pid: int
 
     def proof(self, who: str, nonce: str) -> str:
-        """Returns the proof that its sender belongs to this launch: it signs the nonce of the other
-        end."""
+        """Signs the nonce of the other end, as a proof that its sender belongs to this launch."""
         return hmac.digest(self.secret.encode(), f"{who} {nonce}".encode(), "sha256").hex()
 
     @classmethod
@@ -84,8 +83,7 @@ class Identity:
 
 
 class ControlServer:
-    """Rank 0's end. on_message gets (rank, message) of every rank that has joined: first
-    Joined, then its reports, and Gone when it is lost."""
+    """Rank 0's end. on_message gets Joined from each rank, then its reports, and Gone when lost."""
 
     def __init__(self, mine: Identity, on_message: Callable[[int, Heard], None]) -> None:
         self._mine, self._on_message = mine, on_message
@@ -117,8 +115,7 @@ class ControlServer:
         return set(self._links)
 
     def send(self, rank: int, message: ToRank) -> None:
-        """Sends a message to a rank. If the rank is gone, the message is dropped; on_message has
-        already been called with Gone."""
+        """Sends a message to a rank. One that is gone gets none: on_message had its Gone."""
         if link := self._links.get(rank):
             link.send(message)
 
@@ -166,8 +163,7 @@ class ControlServer:
             self._lose(rank, reason)
 
     async def _listen(self, rank: int, link: Link[FromRank]) -> None:
-        """Passes reports on until the connection ends. Raises ClusterError if the rank sends
-        anything that is not expected."""
+        """Passes reports on until the connection ends. Raises ClusterError for other messages."""
         while message := await link.receive():
             self._heard[rank].set()
             match message:
@@ -239,8 +235,7 @@ class ControlServer:
             return False
 
     async def measure(self, rank: int) -> LinkSpeed | None:
-        """Measures the link to a rank's parent. Returns None if the parent does not answer in time.
-        Raises ClusterError if the rank is lost, before or meanwhile."""
+        """Measures the link to a rank's parent. None: no answer in time. Raises ClusterError."""
         if rank not in self._links:
             raise ClusterError(f"Rank {rank} is gone.")
         return await self._pings[rank].measure()
@@ -329,6 +324,5 @@ def engine_ended(rank: int, exit_code: int) -> Fault:
 
 
 def fault_of(error: BrigadeError) -> Fault:
-    """Turns an error into a message, which from_exit_code turns back into an error of the same
-    kind."""
+    """Turns an error into a message, which from_exit_code turns back into one of its kind."""
     return Fault(error.exit_code, str(error))

@@ -40,8 +40,7 @@ class EngineProcess:
 
     @classmethod
     async def start(cls) -> "EngineProcess":
-        """Starts the child, which takes some seconds to import MLX and then waits for an
-        order. Raises EngineError."""
+        """Starts the child, which imports MLX and then waits for an order. Raises EngineError."""
         try:
             return await cls._start()
         except OSError as error:
@@ -79,8 +78,7 @@ class EngineProcess:
         return self._process.returncode is None
 
     async def receive(self) -> FromEngine | None:
-        """Waits for the engine's next message; returns None when the engine is gone. Raises
-        ClusterError if the bytes are not a message that is expected."""
+        """Returns the engine's next message, or None when it is gone. Raises ClusterError."""
         while True:
             message = await self.link.receive()
             self._heard_at = time.monotonic()
@@ -117,8 +115,7 @@ class EngineProcess:
         return left.result() if left.done() else None
 
     def _patience(self, began: float) -> float:
-        """Returns how many seconds to wait for an engine that was asked to leave at the time
-        `began`."""
+        """Returns how many seconds to wait for an engine that was asked to leave at `began`."""
         silent_until = max(began + _FIRST_WORD_SECONDS, self._heard_at + _SILENT_SECONDS)
         max_seconds = _COMPUTE_SECONDS if self._computes else _LEAVE_SECONDS
         return min(began + max_seconds, silent_until) - time.monotonic()
@@ -133,8 +130,7 @@ class EngineProcess:
             await asyncio.sleep(_DUMP_SECONDS)
 
     async def stop(self) -> None:
-        """Kills the engine, which has nothing to save and may hang in MLX. Raises EngineError if it
-        does not end even then, for example when a driver is stuck."""
+        """Kills the engine, which has nothing to save. Raises EngineError if it does not end."""
         if self._process.returncode is None:
             self._process.kill()
         await self.link.close()

@@ -32,14 +32,12 @@ class Link(Generic[Received]):
         self._frames.max_body_bytes = MAX_BODY_BYTES
 
     def send(self, message: AnyMessage) -> None:
-        """Queues a message. Messages are small and their number is bounded by the steps in
-        flight, so the caller need not wait until the queue drains."""
+        """Queues a message, without waiting: their number is bounded by the steps in flight."""
         if not self._writer.is_closing():
             self._writer.write(frame(message))
 
     async def receive(self) -> Received | None:
-        """Waits for the next message; returns None when the peer is gone. Raises ClusterError if
-        the bytes are not a message that is expected."""
+        """Returns the next message, or None when the peer is gone. Raises ClusterError."""
         while not self._ready:
             try:
                 data = await self._reader.read(1 << 16)

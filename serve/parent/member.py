@@ -91,8 +91,7 @@ async def _join_again(
     mine: Identity,
     config: ServeConfig,
 ) -> Link[ToRank]:
-    """Joins rank 0 again. If its host refuses the connection, rank 0 has ended; if the host cannot
-    be reached, the network may be at fault."""
+    """Joins rank 0 again. If its host refuses the connection, rank 0 has ended."""
     try:
         return await join(control, mine, config.constants.return_timeout, _REFUSED_SECONDS)
     except ClusterError as error:
@@ -134,8 +133,7 @@ class _Member:
         self._spare = Spare(config.constants.keeps_spare_engine)
 
     async def serve(self, control: Link[ToRank]) -> bool:
-        """Obeys rank 0 until it sends Stop, and returns True, or until the connection ends:
-        False."""
+        """Obeys rank 0 until it sends Stop (True) or the connection ends (False)."""
         self._control = control
         try:
             if self._engine is None:
@@ -189,8 +187,7 @@ class _Member:
         )
 
     async def _renew(self, message: Renew) -> None:
-        """Replaces the engine, unless it is new and has not had an order yet, or may stay and has
-        left its ring."""
+        """Replaces the engine, unless it had no order yet, or has left its ring and stays."""
         assert self._engine is not None
         # A new engine has nothing to show, and the signal would end one that still imports MLX.
         if message.dump and not self._is_fresh:
@@ -207,8 +204,7 @@ class _Member:
         self._tell(Status(StageState.STARTING))
 
     async def _stays(self, life: int) -> bool:
-        """Whether the engine outlives the fault: it leaves its ring, or has left it in an earlier
-        life and waits for an order."""
+        """Whether the engine outlives the fault, because it leaves its ring or has left it."""
         assert self._engine is not None
         if self._is_fresh or not self._engine.is_alive:
             return False
@@ -266,7 +262,6 @@ class _Member:
         self._send(Report(self._life, message))
 
     def _send(self, message: FromRank) -> None:
-        """Sends a message to rank 0. It is dropped if the connection has ended: the next one begins
-        with a Renew."""
+        """Sends a message to rank 0. Without a connection it is dropped: a Renew comes next."""
         assert self._control is not None
         self._control.send(message)

@@ -23,8 +23,7 @@ _MIN_SECONDS = 1e-6
 
 
 class Pings:
-    """Sends Pings over a link, and measures their answers. Who reads the link reports each Pong and
-    the end."""
+    """Measures a link by Pings. Whoever reads the link reports each Pong and the end."""
 
     def __init__(self, link: Link[Any]) -> None:
         self._link = link
@@ -39,8 +38,7 @@ class Pings:
         self._answered.set()
 
     async def measure(self) -> LinkSpeed | None:
-        """Measures the link. Returns None if the answers take more than 10 s. Raises ClusterError
-        if the link is lost in this time."""
+        """Measures the link. Returns None if that takes too long. Raises ClusterError."""
         try:
             async with asyncio.timeout(_MAX_SECONDS):
                 small = await self.seconds(_NUM_PINGS)
@@ -51,8 +49,7 @@ class Pings:
         return link_speed(small, large, own)
 
     async def seconds(self, count: int, num_bytes: int = 0) -> list[float]:
-        """Sends Pings of num_bytes bytes one after the other, and returns the seconds that each
-        answer took. Raises ClusterError if the link is lost."""
+        """Returns the seconds that the answer to each Ping took. Raises ClusterError."""
         return [await self._seconds(num_bytes) for _ in range(count)]
 
     async def _seconds(self, num_bytes: int) -> float:
@@ -80,8 +77,7 @@ def link_speed(
 
 
 async def _own_seconds() -> list[float]:
-    """Returns the seconds of Pings that this process answers itself: the time that both ends spend
-    in Python."""
+    """Returns the seconds of Pings that this process answers itself, spent in Python."""
     near_socket, far_socket = socket.socketpair()
     near: Link[Pong] = Link(*await asyncio.open_connection(sock=near_socket), Pong)
     far: Link[Ping] = Link(*await asyncio.open_connection(sock=far_socket), Ping)

@@ -84,8 +84,7 @@ class Restarts:
 
 
 def better_reason(known: BrigadeError | None, new: BrigadeError) -> BrigadeError:
-    """Returns the fault that explains more: the first one, unless it only says that a neighbour is
-    gone, or no restart can fix the new one."""
+    """Returns the fault that explains more, or that no restart can fix."""
     if known is None or not may_pass(new):
         return new
     only_says_gone = type(known) is ClusterError and type(new) is not ClusterError

@@ -31,8 +31,7 @@ class Spare:
             self._timer = loop.call_later(_QUIET_SECONDS, self._begin)
 
     async def take(self) -> EngineProcess:
-        """Returns a process that waits for an order: the spare one if it is alive, or a new one.
-        Raises EngineError."""
+        """Returns the spare process if it is alive, or else a new one. Raises EngineError."""
         process = await self._taken()
         if process and process.is_alive:
             return process

@@ -80,8 +80,7 @@ def agree(inputs: Inputs, links: Links) -> None:
 
 
 def _open_model(config: FineTuneConfig, links: Links) -> Path | PartialModel:
-    """Opens a folder or a model on the hub. Rank 0 finds the model's commit, and each rank
-    fetches its own part."""
+    """Opens a folder or a model on the hub, of the commit that rank 0 finds."""
     if not config.hub_id:
         return config.model
     if links.rank == 0:

@@ -38,8 +38,7 @@ class Layout:
         return rank % self.replica_size // self.num_shards
 
     def pipeline(self, rank: int) -> list[int]:
-        """Returns the ranks that pass activations on to each other: the same shard of all stages of
-        a replica."""
+        """Returns the ranks that pass activations on to each other: equal shards of all stages."""
         first = self.replica(rank) * self.replica_size + self.shard(rank)
         return [first + place * self.num_shards for place in range(self.pipeline_size)]
 
@@ -73,8 +72,7 @@ class Layout:
 
 
 def layout_of(num_ranks: int, num_shards: int, num_replicas: int) -> Layout:
-    """Divides the ranks of a run into replicas and shards. Raises UsageError if that leaves a
-    remainder."""
+    """Divides the ranks into replicas and shards. Raises UsageError for a remainder."""
     size = num_shards * num_replicas
     if num_ranks % size == 0:
         return Layout(num_ranks // size, num_shards, num_replicas)

@@ -45,8 +45,7 @@ def _holders(notes: Sequence[TrainedNames]) -> dict[str, list[int]]:
 
 
 def _sum_over(links: Links, gradients: Arrays, names: Sequence[str]) -> None:
-    """Replaces these gradients by their sums over some ranks, which are the same to the last bit
-    on all of them. They travel in one message."""
+    """Replaces these gradients by their sums over some ranks, bit-equal on all of them."""
     if links.num_ranks == 1 or not names:
         return
     own = [gradients[name] for name in names]
@@ -165,8 +164,7 @@ class Trainer:
         return weights + masters // _UPDATE_PARTS
 
     def owned_parameters(self) -> Arrays:
-        """Returns the parameters that this rank saves, whole. All shards of a stage have to call
-        this."""
+        """Returns the whole parameters that this rank saves. All shards have to call this."""
         parameters = self.parameters()
         counted = {(name, ""): parameters[name] for name in sorted(self.counted)}
         return {name: array for (name, _), array in self._whole(counted).items()}
@@ -261,8 +259,7 @@ class Trainer:
         batches: Sequence[MicroBatch],
         schedule: Schedule,
     ) -> Update:
-        """Makes the update with this number, from all of its micro-batches. The schedule is that
-        of this replica's share."""
+        """Makes the update with this number. The schedule is that of this replica's share."""
         self._draw.update = number
         num_labels = sum(batch.num_labels for batch in batches)
         ran, notes, loss, norm = self._gradients(batches, num_labels, schedule)
@@ -354,8 +351,7 @@ class Trainer:
         return total / num_labels
 
     def _share(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Returns this replica's share of micro-batches. They are in the order of their length, so
-        every replica gets short and long ones."""
+        """Returns this replica's share of micro-batches, with short and long ones."""
         return batches[self.groups.replica :: self.groups.layout.num_replicas]
 
     def _shared_dtypes(self) -> set[mx.Dtype]:

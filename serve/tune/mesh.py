@@ -99,8 +99,7 @@ def join(
     stall_seconds: float,
     timeout_seconds: float = TRAINING_JOIN_SECONDS,
 ) -> Groups:
-    """Joins all ranks of a run, in the main thread. timeout_seconds is how long a rank waits for
-    the others. Raises ClusterError."""
+    """Joins all ranks of a run, in the main thread. Raises ClusterError."""
     if cluster.num_ranks == 1:
         return groups_of(layout, local_links(1)[0])
     nonce = zlib.crc32(cluster.secret.encode()) >> 1

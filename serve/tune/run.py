@@ -49,8 +49,7 @@ def run(
     show: Show,
     command: str = "",
 ) -> Path:
-    """Runs everything and returns the folder of the weights that a server should load. It returns
-    when all ranks have finished. The model card quotes `command`. Raises BrigadeError."""
+    """Runs everything. Returns the folder of the weights to serve. Raises BrigadeError."""
     layout = config.layout(cluster.num_ranks)
     is_return = cluster.num_returns > 0
     patience = _RETURN_SECONDS if is_return else TRAINING_JOIN_SECONDS
@@ -86,8 +85,7 @@ def run_rank(
     *,
     is_return: bool = False,
 ) -> Path:
-    """Does one rank's part of a run over these links. is_return says that the launcher has started
-    all ranks again. Returns the same folder as `run`."""
+    """Does one rank's part of a run. is_return says that all ranks were started again."""
     links = groups.everybody
     inputs = open_inputs(config, links)
     agree(inputs, links)
@@ -196,8 +194,7 @@ def _update(
 
 
 def measure(session: Session, num_parts: int, schedule: Schedule) -> Forecast:
-    """Runs the largest micro-batches and discards their gradients, to forecast an update. It runs
-    them twice, because the first run includes one-time costs."""
+    """Runs the largest micro-batches twice, because the first run includes one-time costs."""
     trainer = session.trainer
     pipeline_size = session.groups.layout.pipeline_size
     num_rows = session.config.batch_size // num_parts
@@ -312,8 +309,7 @@ def finish(
     ran: list[Span],
     command: str,
 ) -> Path:
-    """Tests the best weights, and writes the model card and charts. Returns the folder of these
-    weights."""
+    """Tests the best weights, and writes card and charts. Returns the folder of these weights."""
     config = session.config
     iteration, folder = _best(config, progress)
     if config.test:
@@ -336,8 +332,7 @@ def finish(
 
 
 def _best(config: FineTuneConfig, progress: Progress) -> tuple[int, Path]:
-    """Returns the number of batches and the folder of the weights with the lowest validation
-    loss, or of the last weights if there was no validation."""
+    """Returns the batches and the folder of the weights with the lowest validation loss."""
     best = progress.history.best
     if best:
         iteration, _ = best

@@ -98,8 +98,7 @@ def load(inputs: Inputs, groups: Groups, show: Show) -> Session:
 
 
 def _agree_on_sharding(digests: Sequence[str], groups: Groups) -> None:
-    """Raises DisagreementError if a shard of this stage has divided its layers in another way than
-    the others, because its processor rounds differently."""
+    """Raises DisagreementError if shards of a stage divided its layers differently."""
     own = SameFacts({"division among shards": " ".join(digests)})
     notes = exchange(groups.shards, own)
     ranks = groups.layout.shards(groups.rank)

@@ -10,8 +10,7 @@ _MAX_SKIPPED = 10  # updates in a row that are not finite
 
 
 class Window:
-    """The sums over the updates since the last report, and those over the whole run. is_float16
-    says that the model computes in float16."""
+    """The sums over the updates since the last report, and those over the whole run."""
 
     def __init__(self, num_ranks: int, *, is_float16: bool = False) -> None:
         self._is_float16 = is_float16

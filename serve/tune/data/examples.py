@@ -307,8 +307,7 @@ def _epoch(split: Split, epoch: int, batch_size: int, seed: int) -> Any:
 
 
 def some_examples(split: Split, count: int | None, seed: int) -> list[int]:
-    """Returns `count` examples, or all if it is None, shortest first. The same seed always gives
-    the same examples."""
+    """Returns `count` examples (None: all), shortest first. The seed decides which."""
     random = np.random.default_rng(seed)
     order = random.permutation(len(split.examples))
     chosen = order[:count]
@@ -317,8 +316,7 @@ def some_examples(split: Split, count: int | None, seed: int) -> list[int]:
 
 
 def micro_batches(split: Split, chosen: Sequence[int], num_rows: int) -> list[MicroBatch]:
-    """Divides the chosen examples into micro-batches of num_rows rows, each padded to the longest
-    of its own rows."""
+    """Divides examples into micro-batches of num_rows rows, each padded to its longest row."""
     batches = []
     for start in range(0, len(chosen), num_rows):
         numbers = chosen[start : start + num_rows]

@@ -48,8 +48,7 @@ def pack(split: Split, length: int) -> Split:
 
 
 def join(examples: Sequence[Example]) -> Example:
-    """Joins examples into one row. The first token of each is not learned, as when it is
-    alone."""
+    """Joins examples into one row. The first token of each is not learned."""
     tokens: list[int] = []
     labels: list[tuple[int, int]] = []
     starts: list[int] = []
@@ -100,8 +99,7 @@ def caches(stage: Stage, segments: mx.array) -> list[Packed]:
 
 
 def check_stage(stage: Stage, name: str) -> None:
-    """Raises PlanError if the model has a recurrent state, or does not take its mask from its
-    caches. Evaluates nothing."""
+    """Raises PlanError if the model has a recurrent state, or takes no mask from its caches."""
     kinds = {type(cache) for cache in stage.make_cache()}
     others = [kind.__name__ for kind in kinds.difference(_PLAIN_CACHES)]
     if others:

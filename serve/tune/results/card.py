@@ -18,8 +18,7 @@ SCHEDULE = "schedule.svg"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts of a run that its metrics do not have. data has the size and the digest of each
-    split."""
+    """Facts of a run beside its metrics. data has the size and digest of each split."""
 
     command: str
     model_digest: str

@@ -60,8 +60,7 @@ def begin(folder: Path, config: dict[str, Any]) -> None:
 
 
 def save(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Writes a checkpoint, and publishes it. Raises UsageError, which leaves the former files as
-    they were."""
+    """Writes and publishes a checkpoint. Raises UsageError, with the former files unchanged."""
     fields = ("iteration", "step", "settings", "losses", "loss_scale")
     state = {field: getattr(checkpoint, field) for field in fields}
 
@@ -113,8 +112,7 @@ def save_adapter(
     *,
     peft: bool,
 ) -> None:
-    """Writes a folder that mlx_lm and the server load, with `peft` also one in PEFT's format
-    inside it. Raises UsageError, also if that format cannot express the adapter."""
+    """Writes a folder that mlx_lm loads, and with `peft` one inside it. Raises UsageError."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _write_config(folder, config)
@@ -138,8 +136,7 @@ def export_peft(folder: Path) -> None:
 
 
 def load_last(folder: Path, settings: dict[str, Any]) -> Checkpoint:
-    """Returns the last complete checkpoint. Raises UsageError if there is none, or if it is from a
-    run with other settings."""
+    """Returns the last complete checkpoint of a run with these settings. Raises UsageError."""
     check_resumable(folder)
     *earlier, last = whole_checkpoints(folder)
     try:
@@ -217,8 +214,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Replaces a file or folder: writes the new one beside it, and renames that once it is on the
-    disk."""
+    """Writes a file or folder beside the old one, and renames it once it is on the disk."""
     partial = path.with_name(path.name + ".new")
     write(partial)
     sync(partial)

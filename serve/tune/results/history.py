@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class History:
-    """The validation losses of a run, as (batches done, loss). The first is from before
-    training."""
+    """The validation losses of a run, (batches done, loss), from before training on."""
 
     losses: list[tuple[int, float]] = field(default_factory=list)
 

@@ -27,8 +27,7 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 
 def check_free(folder: Path) -> None:
-    """Raises UsageError if the folder has another run, an adapter or a README.md. A run that
-    ended before its first checkpoint does not count."""
+    """Raises UsageError if the folder has a checkpoint, an adapter or a README.md."""
     if whole_checkpoints(folder):
         raise UsageError(
             f"--adapter-path {folder} already holds a run: give another folder, or "
