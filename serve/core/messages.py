@@ -453,8 +453,17 @@ class Result(Message, frozen=True):
 
 
 FromPrefixCache: TypeAlias = PrefixFiles | PrefixRead | PrefixFileWritten
-AnswerOfRank: TypeAlias = AdapterRead | AdapterRefused | FromPrefixCache
-FromEngine: TypeAlias = Planned | Status | Fault | AnswerOfRank | Result | RingLost | Left
+FromEngine: TypeAlias = (
+    Planned
+    | Status
+    | Fault
+    | AdapterRead
+    | AdapterRefused
+    | FromPrefixCache
+    | Result
+    | RingLost
+    | Left
+)
 
 
 class Report(Message, frozen=True):

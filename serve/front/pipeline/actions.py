@@ -8,7 +8,6 @@ from typing import TypeAlias
 
 from serve.core.errors import BrigadeError
 from serve.core.layouts import Link
-from serve.core.messages import AnswerOfRank
 from serve.core.plan import PlanRequest, StagePlan
 
 
@@ -109,14 +108,6 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
-class PassOn:
-    """Passes an answer of a rank on, which is about an adapter or its prefix cache on disk."""
-
-    rank: int
-    answer: AnswerOfRank
-
-
-@dataclass(frozen=True, slots=True)
 class ShowPlan:
     """Shows people the plan that the ranks follow from here on."""
 
@@ -157,7 +148,6 @@ Action: TypeAlias = (
     | Interrupt
     | Probe
     | Forget
-    | PassOn
     | ShowPlan
     | ShowProgress
     | Log

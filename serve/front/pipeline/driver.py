@@ -10,8 +10,8 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,13 +22,17 @@ from serve.core.errors import BrigadeError, ClusterError, EngineError, PlanError
 from serve.core.folder import own_folder
 from serve.core.layouts import Link
 from serve.core.messages import (
+    AdapterRead,
+    AdapterRefused,
     Admit,
     Embed,
     Fault,
-    FromPrefixCache,
     Left,
     LoadAdapter,
     MakePlan,
+    PrefixFiles,
+    PrefixFileWritten,
+    PrefixRead,
     PrepareSpare,
     Renew,
     Report,
@@ -44,7 +48,7 @@ from serve.front.pipeline.lifecycle import Lifecycle
 from serve.front.pipeline.orders import order
 from serve.front.pipeline.requests import Requests
 from serve.front.pipeline.status import StageStatus
-from serve.parent.control import ControlServer, Identity, engine_ended
+from serve.parent.control import ControlServer, Heard, Identity, engine_ended
 from serve.parent.engine import EngineProcess
 from serve.parent.spare import Spare
 
@@ -85,7 +89,7 @@ class Driver:
         self._lifecycle, self._requests, self._adapters = lifecycle, requests, adapters
         self._view = view
         mine = Identity.of_cluster(cluster, lifecycle.roster.facts, os.getpid())
-        self._control = ControlServer(mine, lambda rank, heard: self.on(events.Heard(rank, heard)))
+        self._control = ControlServer(mine, self.hear)
         self._copies = own_folder()
         self._process: EngineProcess | None = None
         self._spare = Spare(config.constants.keeps_spare_engine)
@@ -140,6 +144,20 @@ class Driver:
 
     # --- events
 
+    def hear(self, rank: int, heard: Heard) -> None:
+        """Hands an answer to the part that has asked for it, unless its life is over, and all else
+        to the life cycle."""
+        with self._failing_by_bugs():
+            match heard:
+                case Report(life, AdapterRead() | AdapterRefused() as answer):
+                    if self._lifecycle.is_current(life):
+                        self._adapters.on_answer(rank, answer)
+                case Report(life, PrefixFiles() | PrefixRead() | PrefixFileWritten() as answer):
+                    if self._lifecycle.is_current(life):
+                        self._requests.on_prefix_cache(rank, answer)
+                case _:
+                    self.on(events.Heard(rank, heard))
+
     def on(self, event: events.Event) -> None:
         """Takes an event and performs the actions that follow. If an action causes another event,
         this waits until all actions of the first one are done."""
@@ -147,15 +165,12 @@ class Driver:
         if self._is_taking:
             return
         self._is_taking = True
-        try:
+        with self._failing_by_bugs():
             while self._events:
                 taken = self._events.popleft()
                 for action in self._lifecycle.on(taken, time.monotonic()):
                     self._perform(action)
-        except Exception as error:  # Wherever it came from, it has to be reported.
-            self._fail_by_bug(error)
-        finally:
-            self._is_taking = False
+        self._is_taking = False
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -196,11 +211,6 @@ class Driver:
                 if is_silent:  # `brigade launch` reads this line, and replaces the process.
                     _logger.warning("event=rank_silent rank=%d pid=%d", rank, pid)
                 self._control.forget(rank)
-            case actions.PassOn(rank, answer):
-                if isinstance(answer, FromPrefixCache):
-                    self._requests.on_prefix_cache(rank, answer)
-                else:
-                    self._adapters.on_answer(rank, answer)
             case actions.ShowPlan(stages):
                 self._view.planned(list(stages))
             case actions.ShowProgress(rank):
@@ -216,10 +226,8 @@ class Driver:
         task.add_done_callback(self._tasks.discard)
 
     async def _run_reporting(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
+        with self._failing_by_bugs():  # The life cycle would wait forever.
             await work
-        except Exception as error:  # The top of the task: the life cycle would wait forever.
-            self._fail_by_bug(error)
 
     async def _replace_engine(self, life: int, dump: bool, keep: bool) -> None:
         if dump and self._process:
@@ -251,7 +259,7 @@ class Driver:
                     life = message.life
                     continue
                 has_said_why |= isinstance(message, Fault)
-                self.on(events.Heard(0, Report(life, message)))
+                self.hear(0, Report(life, message))
         except Exception as error:  # The top of the task: nobody else would report it.
             self.on(events.Broken(life, _as_fault(error)))
             return
@@ -365,9 +373,14 @@ class Driver:
         self._loaded.set()
         self._requests.fail(error)
 
-    def _fail_by_bug(self, error: Exception) -> None:
-        _logger.error("event=bug", exc_info=error)
-        self._fail(EngineError(f"{type(error).__name__}: {error}"))
+    @contextmanager
+    def _failing_by_bugs(self) -> Iterator[None]:
+        """Reports whatever is raised, and ends the cluster."""
+        try:
+            yield
+        except Exception as error:  # Nobody else would report it.
+            _logger.error("event=bug", exc_info=error)
+            self._fail(EngineError(f"{type(error).__name__}: {error}"))
 
     def _send_to_engine(self, message: Any) -> None:
         assert self._process is not None

@@ -21,7 +21,6 @@ from serve.core.errors import (
 )
 from serve.core.layouts import Link
 from serve.core.messages import (
-    AnswerOfRank,
     Fault,
     FromEngine,
     Left,
@@ -176,8 +175,6 @@ class Lifecycle(Machine):
                 self._on_ring_lost(rank, ClusterError(reason))
             case Left():
                 self._on_left(self.ranks[rank], message)
-            case _ if isinstance(message, AnswerOfRank):
-                self._do(actions.PassOn(rank, message))
             case Planned(refusal=refusal) if refusal and is_planning and not rank:
                 self._on_no_plan(PlanError(refusal))
             case Planned() if is_planning and not rank:

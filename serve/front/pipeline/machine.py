@@ -99,6 +99,10 @@ class Machine:
         """Whether engines have outlived the latest fault, and hold layers."""
         return any(stage.has_stayed for stage in self.ranks)
 
+    def is_current(self, life: int) -> bool:
+        """Whether a message of this life still counts."""
+        return life == self.number and self.state not in events.OVER
+
     def late(self) -> str | None:
         """Returns one line that says which rank is awaited, or None if all stages are ready."""
         if self.missing:

@@ -213,6 +213,7 @@ class PlayedCluster:
         """Answers of an earlier life, and answers that nobody waits for."""
         lifecycle = self.lifecycle
         life = lifecycle.number - 1
+        assert not lifecycle.is_current(life), "an answer of an earlier life is handed over"
         fault = Fault(EngineError.exit_code, "ended")
         late: list[events.Event] = [
             events.EngineStarted(life),
