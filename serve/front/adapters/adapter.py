@@ -79,7 +79,8 @@ def checked(answers: dict[int, AdapterRead | AdapterRefused]) -> dict[int, Adapt
     digests = {answer.digest for answer in read.values()}
     if len(digests) > 1:
         raise AdapterError(
-            "The ranks have different files there: copy the same files to all hosts."
+            "The ranks have different files there: copy the same files to all hosts.",
+            code="ranks_differ",
         )
     known = {name for answer in read.values() for name in answer.own}
     for name in read[0].targets:

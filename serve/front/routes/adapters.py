@@ -99,5 +99,5 @@ async def _read(request: Request, kind: type[Parsed], missing: str) -> Parsed:
     fields = json_object(await guard.read_body(request.scope, request.receive))
     for name, field in kind.model_fields.items():
         if field.is_required() and fields.get(name) in (None, ""):
-            raise RequestError(missing, param=name)
+            raise RequestError(missing, param=name, code="missing_required_parameter")
     return parse(kind, fields)
