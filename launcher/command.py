@@ -3,7 +3,6 @@
 Which processes run, and for how long, is `launcher.supervisor`'s.
 """
 
-import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -110,11 +109,6 @@ def check_variable(word: str, where: str) -> tuple[str, str]:
             code="reserved_name",
         )
     return name, text
-
-
-def hostfile_text(addresses: Sequence[Sequence[str]]) -> str:
-    """Returns MLX's ring hostfile: for each rank the addresses `ip:port` on which it listens."""
-    return json.dumps(addresses)
 
 
 def exit_code(returncode: int) -> int:

@@ -88,9 +88,10 @@ def parse_hostfile(text: str, path: str) -> Hostfile:
             content = {"hosts": content}
         read = msgspec.convert(content, _Content)
     except msgspec.ValidationError as error:
-        raise UsageError(f"{path}: {error}: {_FORM}.") from error
+        raise UsageError(f"{path}: {error}: {_FORM}.", code="wrong_format") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: the file is not JSON ({error}): {_FORM}.") from error
+        problem = f"the file is not JSON ({error}): {_FORM}"
+        raise UsageError(f"{path}: {problem}.", code="wrong_format") from error
     if read.backend not in ("", "ring"):
         fix = 'write "backend": "ring", or leave it out'
         _wrong(path, "backend", f"is {read.backend!r}, and only a ring is supported", fix)

@@ -1,6 +1,7 @@
 """A rank from its supervisor's point of view, and the ranks of this machine."""
 
 import codecs
+import json
 import os
 import secrets
 import signal
@@ -13,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from launcher.command import HOST, Ring, hostfile_text, rank_environment
+from launcher.command import HOST, Ring, rank_environment
 from serve.core.errors import AddressError, LostRankError
 from serve.core.folder import own_folder
 
@@ -149,8 +150,9 @@ def shared_ring(
 
 
 def write_hostfile(path: str, addresses: Sequence[Sequence[str]]) -> None:
+    """Writes MLX's ring hostfile: for each rank the addresses `ip:port` on which it listens."""
     Path(path).parent.mkdir(0o700, exist_ok=True)
-    Path(path).write_text(hostfile_text(addresses), "utf-8")
+    Path(path).write_text(json.dumps(addresses), "utf-8")
 
 
 def free_ports(count: int, address: str = HOST) -> list[int]:

@@ -332,21 +332,16 @@ def remote_ranks(
         [f"{ip}:{port}" for ip, port in zip(connection.host.ips, own, strict=True)]
         for connection, own in zip(connections, ports, strict=True)
     ]
-    secret = secrets.token_hex(16)
-
-    def order(rank: int, num_returns: int) -> RunRank:
-        return RunRank(
-            rank=rank,
-            num_ranks=len(connections),
-            command=list(command),
-            environment=dict(environment),
-            addresses=addresses,
-            control=control,
-            secret=secret,
-            drain_seconds=drain_seconds,
-            num_returns=num_returns,
-        )
-
+    order = functools.partial(
+        RunRank,
+        num_ranks=len(connections),
+        command=list(command),
+        environment=dict(environment),
+        addresses=addresses,
+        control=control,
+        secret=secrets.token_hex(16),
+        drain_seconds=drain_seconds,
+    )
     num_starts: Counter[int] = Counter()
     is_over = threading.Event()
 
@@ -360,7 +355,7 @@ def remote_ranks(
                 connections[rank].close()
             connections[rank].greet()
         num_starts[rank] += 1
-        return RemoteProcess(connections[rank], order(rank, num_returns))
+        return RemoteProcess(connections[rank], order(rank=rank, num_returns=num_returns))
 
     try:
         yield [functools.partial(start, rank) for rank in range(len(connections))]

@@ -155,19 +155,6 @@ def test_a_quick_start_names_what_is_wrong(text: str, code: str) -> None:
         serve("--quick-start", text)
 
 
-@pytest.mark.parametrize("word", ["--no-warm-up", "--stall-timeout=3"])
-def test_a_removed_flag_is_refused_with_what_to_do_instead(word: str) -> None:
-    name = word.partition("=")[0]
-    with fails(UsageError, "removed_flag", match=name):
-        current("serve", ["--model", "m", word])
-
-
-def test_fine_tune_has_a_stall_timeout_of_its_own() -> None:
-    words = ["--stall-timeout", "3"]
-    assert current("fine-tune", words) == words
-    assert current("launch", ["launch", "--", "fine-tune", *words])[-2:] == words
-
-
 def test_old_names_work_and_say_the_new_ones(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--lora=a=/b", "--tensor-parallel", "2", "--mtp", "--no-prefix-cache"]
     config = serve(*current("serve", words))

@@ -22,7 +22,6 @@ from launcher import cli
 from launcher.command import (
     Ring,
     exit_code,
-    hostfile_text,
     rank_command,
     rank_environment,
 )
@@ -849,11 +848,6 @@ def test_rank_environment_keeps_what_the_caller_set() -> None:
 def test_rank_command_hands_the_words_over_unread() -> None:
     words = ["serve", "--model", "a b", "--", "-n", "3"]
     assert rank_command(words) == [sys.executable, "-m", "serve.cli.main", *words[1:]]
-
-
-def test_hostfile_is_a_list_of_lists() -> None:
-    addresses = [["127.0.0.1:1"], ["127.0.0.1:2"]]
-    assert json.loads(hostfile_text(addresses)) == addresses
 
 
 def test_free_ports_are_all_different() -> None:

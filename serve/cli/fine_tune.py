@@ -55,7 +55,6 @@ _OTHER_NAMES = {
     "--rank": "--lora-rank",
     "--save-steps": "--save-every",
     "--scale": "--lora-scale",
-    "--stages-per-rank": "always 2 with --schedule interleaved: leave it out,",
     "--steps": "--iters",
     "--use-dora": "--fine-tune-type dora",
 }

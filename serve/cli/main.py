@@ -287,33 +287,19 @@ def _stop_before_the_start(*_: object) -> NoReturn:
 
 def follow_launcher(cluster: Cluster) -> None:
     """Ends this process when the process that started it is gone."""
-    if cluster.leash is not None:
-        _follow(cluster.leash)
-    elif cluster.num_ranks > 1:
-        _follow_parent()
-
-
-def _follow_parent() -> None:
-    """Ends this process with its parent: mlx.launch passes no leash, and ends no ranks."""
     parent = os.getppid()
 
     def wait() -> None:
-        while os.getppid() == parent:
+        if cluster.leash is not None:
+            while os.read(cluster.leash, 1):
+                continue
+        # mlx.launch passes no leash, and ends without ending its ranks.
+        while cluster.leash is None and os.getppid() == parent:
             time.sleep(_PARENT_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=wait, name="parent", daemon=True).start()
-
-
-def _follow(leash: int) -> None:
-    """Ends this process when the launcher is gone, whatever ended it."""
-
-    def wait() -> None:
-        while os.read(leash, 1):
-            continue
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=wait, name="leash", daemon=True).start()
+    if cluster.leash is not None or cluster.num_ranks > 1:
+        threading.Thread(target=wait, name="launcher", daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -85,16 +85,10 @@ def _open_model(config: FineTuneConfig, links: Links) -> Path | PartialModel:
         return config.model
     if links.rank == 0:
         pinned = pin(config.hub_id, config.revision, config.cache_dir)
-        _share_commit(pinned, links)
+        announce(links, PinnedCommit(pinned.snapshot.commit), PinnedCommit)
         return pinned
-    commit = _share_commit(None, links)
+    commit = announce(links, None, PinnedCommit).commit
     return open_partial(config.hub_id, commit, config.cache_dir)
-
-
-def _share_commit(pinned: PartialModel | None, links: Links) -> str:
-    """Returns the commit of rank 0's model on every rank. Only rank 0 gives the model."""
-    own = PinnedCommit(pinned.snapshot.commit) if pinned else None
-    return announce(links, own, PinnedCommit).commit
 
 
 def _read_splits(config: FineTuneConfig, folder: Path) -> dict[str, Split]:

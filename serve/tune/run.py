@@ -59,22 +59,14 @@ def run(
         folder = run_rank(config, groups, show, command, is_return=is_return)
         exchange(links, Reached("the end"))
         return folder
-    except (RingLostError, RuntimeError) as error:
-        reason = _reason_of_loss(error)
-        if reason is None:
+    except RingLostError as error:
+        raise LostRankError(f"{error} {_ADVICE}") from error
+    except RuntimeError as error:
+        if "[ring]" not in str(error):
             raise
-        raise LostRankError(f"{reason} {_ADVICE}") from error
+        raise LostRankError(f"The ring of the shards broke: {error}. {_ADVICE}") from error
     finally:
         links.close()
-
-
-def _reason_of_loss(error: RingLostError | RuntimeError) -> str | None:
-    """Says what was lost, if the error means that another rank or a link was."""
-    if isinstance(error, RingLostError):
-        return str(error)
-    if "[ring]" in str(error):
-        return f"The ring of the shards broke: {error}."
-    return None
 
 
 def run_rank(
@@ -90,7 +82,7 @@ def run_rank(
     inputs = open_inputs(config, links)
     agree(inputs, links)
     has_checkpoint = saving.has_checkpoint(inputs.config, links, is_return=is_return)
-    session = load(inputs, groups, show if links.rank == 0 else _show_nothing)
+    session = load(inputs, groups, show if links.rank == 0 else lambda _: None)
     progress = saving.new_progress(session)
     ran: list[Span] = []
     if session.config.trains:
@@ -106,10 +98,6 @@ def run_rank(
         else:
             session.show(NothingLeft(progress.done, is_early))
     return finish(session, progress, ran, command)
-
-
-def _show_nothing(_: object) -> None:
-    """Ignores the events of a rank above 0, which has no user."""
 
 
 def check_packing(session: Session) -> None:

@@ -84,7 +84,7 @@ def load(inputs: Inputs, groups: Groups, show: Show) -> Session:
     digests: list[str] = []
     for number in shape.stages(groups.pipeline.rank):
         start, end = layers[number]
-        loaded = load_stage(inputs.model, start, end, _report_nothing, make_trainable)
+        loaded = load_stage(inputs.model, start, end, lambda *_: None, make_trainable)
         # Nothing here may wait for the other shards, of which one may fail to load.
         with without_sums() if groups.ring is not None else nullcontext():
             stages[number] = TrainedStage(loaded.stage, config.grad_checkpoint)
@@ -104,10 +104,6 @@ def _agree_on_sharding(digests: Sequence[str], groups: Groups) -> None:
     ranks = groups.layout.shards(groups.rank)
     by_rank = {rank: note.facts for rank, note in zip(ranks, notes, strict=True)}
     facts.compare(by_rank)
-
-
-def _report_nothing(*_: object) -> None:
-    """Ignores the progress of loading."""
 
 
 def keep(session: Session, event: Reported | Validated | Finished) -> None:

@@ -212,7 +212,6 @@ def test_flags_of_the_adapter_override_the_file(file: Callable[[str], str]) -> N
         (["--lora-dropout", "1"], "dropout (0 to 1)"),
         (["--lora-scale", "nan"], "out of range"),
         (["--lora-alpha", "8"], "--lora-alpha is --lora-scale (alpha divided by the rank) here"),
-        (["--stages-per-rank", "2"], "is always 2 with --schedule interleaved: leave it out"),
         (["--lora-rank", "4", "--fine-tune-type", "full"], "--lora-rank is for lora and dora"),
         (["--lr", "1"], "--lr is --learning-rate here"),
         (["--lora_r=4"], "--lora_r is --lora-rank here"),
