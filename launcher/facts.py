@@ -42,6 +42,7 @@ def host_facts(
 ) -> HostFacts:
     """Returns the facts of this host that DescribeHost asks for."""
     memory = psutil.virtual_memory()
+    cache = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     digests: dict[str, str] | None = None
     model_error: str | None = None
     hub_model = hub_id(Path(model)) if model else None
@@ -58,7 +59,7 @@ def host_facts(
         versions=versions(),
         memory_bytes=memory.total,
         free_memory_bytes=memory.available,
-        free_disk_bytes=shutil.disk_usage(_existing(_cache_folder())).free,
+        free_disk_bytes=shutil.disk_usage(_existing(cache)).free,
         max_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         blas=with_openblas(os.environ).get("LD_PRELOAD"),
         variables={k: v for k, v in os.environ.items() if k.startswith("MLX_")},
@@ -181,10 +182,6 @@ def _tool(*command: str) -> str:
         run = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS)
         return run.stdout.strip()
     return ""
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
 
 
 def _existing(folder: Path) -> Path:

@@ -302,7 +302,7 @@ class Supervisor:
         back_seconds = monotonic() - self._came_back_at.get(rank, -math.inf)
         is_early = code != 0 and back_seconds < self._early_seconds and self._is_kept(rank)
         if event.lost:
-            comes_back = self._may_restart(rank)
+            comes_back = self._has_restarts_left(rank) and self._is_kept(rank)
         else:
             comes_back = is_early
         if not comes_back and self._is_dispensable(rank, code):
@@ -483,11 +483,6 @@ class Supervisor:
         )
         reader.start()
         waiter.start()
-
-    def _may_restart(self, rank: int) -> bool:
-        """Whether a lost rank may come back, which this counts."""
-        has_left = self._has_restarts_left(rank)
-        return has_left and self._is_kept(rank)
 
     def _has_restarts_left(self, rank: int) -> bool:
         """Counts a restart of a rank, or of all as one of rank 0."""

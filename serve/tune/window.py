@@ -80,24 +80,17 @@ class Window:
         num_labels = sum(update.num_labels for update in good)
         loss = sum(update.loss * update.num_labels for update in good)
         busy = sum(sum(update.busy_seconds) / update.seconds for update in updates)
-        gradient_norm = updates[-1].gradient_norm
-        tokens_per_second = sum(update.num_tokens for update in updates) / seconds
-        iterations_per_second = len(updates) * accumulated / seconds
-        utilisation = busy / (len(updates) * len(self.peak_bytes))
         peaks_of_updates = [update.peak_bytes for update in updates]
-        peak_bytes = [max(peaks) for peaks in zip(*peaks_of_updates, strict=True)]
-        num_skipped = len(updates) - len(good)
-        reported = Reported(
+        self.updates = []
+        self._since_report = 0.0
+        return Reported(
             iteration=iteration,
             loss=loss / num_labels if num_labels else float("nan"),
             learning_rate=learning_rate,
-            gradient_norm=gradient_norm,
-            tokens_per_second=tokens_per_second,
-            iterations_per_second=iterations_per_second,
-            utilisation=utilisation,
-            peak_bytes=peak_bytes,
-            num_skipped=num_skipped,
+            gradient_norm=updates[-1].gradient_norm,
+            tokens_per_second=sum(update.num_tokens for update in updates) / seconds,
+            iterations_per_second=len(updates) * accumulated / seconds,
+            utilisation=busy / (len(updates) * len(self.peak_bytes)),
+            peak_bytes=[max(peaks) for peaks in zip(*peaks_of_updates, strict=True)],
+            num_skipped=len(updates) - len(good),
         )
-        self.updates = []
-        self._since_report = 0.0
-        return reported
