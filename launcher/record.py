@@ -71,15 +71,11 @@ class Record(Observer):
         else:
             self._save(state=state)
 
-    def ended(self, rank: int, code: int, comes_back: bool) -> None:
-        how = f"ended with {code}" + comes_back * ", comes back"
-        # While a rank comes back, the log lines of rank 0 set the state.
-        state = self._launch.state if comes_back else "ending"
+    def ended(self, rank: int, code: int, then: str = "") -> None:
+        how = ", ".join(filter(None, [f"ended with {code}", then]))
+        # If the others go on, the log lines of rank 0 set the state.
+        state = self._launch.state if then else "ending"
         self._save(ranks={**self._launch.ranks, str(rank): how}, state=state)
-
-    def left_out(self, rank: int, code: int) -> None:
-        how = f"ended with {code}, left out"
-        self._save(ranks={**self._launch.ranks, str(rank): how})
 
     def _save(self, **changes: Any) -> None:
         """Updates the file. On a full disk the file stays incomplete, and the ranks go on."""

@@ -133,9 +133,7 @@ class Observer:
 
     def said(self, rank: int, line: str) -> None: ...
 
-    def ended(self, rank: int, code: int, comes_back: bool) -> None: ...
-
-    def left_out(self, rank: int, code: int) -> None: ...
+    def ended(self, rank: int, code: int, then: str = "") -> None: ...
 
 
 class Supervisor:
@@ -295,7 +293,7 @@ class Supervisor:
         if not is_ended_from_here:
             self._log(f"event=rank_ended rank={rank} code={code}")
         if self._trains and self._ends_to_restart(event):
-            self._observer.ended(rank, code, True)
+            self._observer.ended(rank, code, "comes back")
             self._write_held(rank)
             return
         # A rank that comes back may find that a disk or an interface of its host is not ready yet.
@@ -308,7 +306,7 @@ class Supervisor:
         if not comes_back and self._is_dispensable(rank, code):
             self._leave_out(rank, code, event.lost)
             return
-        self._observer.ended(rank, code, comes_back)
+        self._observer.ended(rank, code, "comes back" if comes_back else "")
         if comes_back:
             self._write_held(rank)
             self._come_back(rank, is_early)
@@ -359,7 +357,7 @@ class Supervisor:
             why = f"it was lost more than {self._max_restarts} times"
             why += f" in {RESTART_WINDOW_SECONDS:g} s"
         reason = f"{why}: rank 0 goes on without it (--replan), until the next launch"
-        self._observer.left_out(rank, code)
+        self._observer.ended(rank, code, "left out")
         self._write_held(rank)
         self._log(f"event=rank_left_out rank={rank} reason={json.dumps(reason)}", "WARNING")
 

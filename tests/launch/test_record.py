@@ -105,7 +105,7 @@ def test_a_rank_that_is_left_out_does_not_end_its_launch() -> None:
     with recorded(["serve"], ["127.0.0.1", "studio"], 0.0) as record:
         record.started(1, 7)
         record.said(0, "x INFO event=ready")
-        record.left_out(1, 137)
+        record.ended(1, 137, "left out")
         launch = the_only()
     assert (launch.state, launch.ranks["1"]) == ("ready", "ended with 137, left out")
 
@@ -277,8 +277,8 @@ def test_what_is_going_on_when_a_rank_is_lost_is_rank_0s_word() -> None:
     with recorded(["serve"], ["a", "b"], 12.0) as kept:
         kept.said(0, "x event=recovering life=1")
         kept.said(0, "x event=ready num_ranks=1 life=1")
-        kept.ended(1, 6, True)  # found only now, because a connection was silent
+        kept.ended(1, 6, "comes back")  # found only now, because a connection was silent
         assert kept._launch.state == "ready"
         assert kept._launch.ranks["1"] == "ended with 6, comes back"
-        kept.ended(0, 0, False)
+        kept.ended(0, 0)
         assert kept._launch.state == "ending"
