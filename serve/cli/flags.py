@@ -85,7 +85,7 @@ def parse(
                 _add_flag(group, field, kinds[field.name], field.name not in given)
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         if "hidden" in field.metadata:
-            _add_hidden_flag(parser, field)
+            _add_flag(parser, field, field.metadata["reads"], False)
     for name, value in given.items():
         # argparse checks a default only if it is text. A flag refuses the same values of a file.
         is_number = type(value) in (int, float)
@@ -118,7 +118,8 @@ def _add_flag(
     annotation: Any,
     may_be_required: bool,
 ) -> None:
-    names = [*field.metadata.get("short", ()), "--" + field.name.replace("_", "-")]
+    name = field.metadata.get("hidden", field.name.replace("_", "-"))
+    names = [*field.metadata.get("short", ()), "--" + name]
     kind = _plain_type(annotation)
     if kind is bool:
         action = argparse.BooleanOptionalAction if field.default else "store_true"
@@ -143,31 +144,21 @@ def _add_flag(
     may_be_alone = {}
     if "alone" in field.metadata:
         may_be_alone = {"nargs": "?", "const": field.metadata["alone"]}
-    shown = ""
-    if default is not None:
-        text = f"{default:g}" if kind is float else default
-        shown = f" (default: {text})"
+    text = field.metadata["help"]
+    if "hidden" in field.metadata:
+        text = argparse.SUPPRESS
+    elif default is not None:
+        shown = f"{default:g}" if kind is float else default
+        text += f" (default: {shown})"
     group.add_argument(
         *names,
+        dest=field.name,
         type=kind,
         required=required,
         default=default,
         metavar=_metavar(field, kind),
-        help=field.metadata["help"] + shown,
+        help=text,
         **may_be_alone,
-    )
-
-
-def _add_hidden_flag(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]") -> None:
-    """Adds a flag that is not in the help, and that has an optional value."""
-    parser.add_argument(
-        field.metadata["hidden"],
-        dest=field.name,
-        nargs="?",
-        const="",
-        type=field.metadata["reads"],
-        default=field.default,
-        help=argparse.SUPPRESS,
     )
 
 

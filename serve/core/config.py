@@ -209,7 +209,7 @@ class ServeConfig(ModelSource):
         min=0.05,
         max=10**6,
     )
-    constants: Constants = flag("", Constants(), hidden="--quick-start", reads=quick_start)
+    constants: Constants = flag("", Constants(), hidden="quick-start", reads=quick_start, alone="")
 
     def __post_init__(self) -> None:
         check_ranges(self)
