@@ -6,7 +6,8 @@ import secrets
 import time
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from serve.core.errors import BrigadeError, RequestError
 
@@ -34,12 +35,13 @@ class Record:
     model: str | None = None
     adapter: str | None = None
     adapter_version: int | None = None
+    body_bytes: int | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     ttft_seconds: float | None = None
+    total_seconds: float | None = None  # known in the line only
     finish_reason: str | None = None
-    body_bytes: int | None = None
     code: str | None = None
     param: str | None = None
     reason: str | None = None
@@ -67,27 +69,14 @@ class Record:
 
     def line(self) -> str:
         """Returns the log line, as key=value without unknown values or line breaks."""
-        pairs = {
-            "request": self.request,
-            "client": self.client,
-            "method": self.method,
-            "path": self.path,
-            "status": self.status,
-            "model": self.model and self.model[:_MAX_NAME_CHARACTERS],
-            "adapter": self.adapter and self.adapter[:_MAX_NAME_CHARACTERS],
-            "adapter_version": self.adapter_version,
-            "body_bytes": self.body_bytes,
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "completion_tokens": self.completion_tokens,
-            "ttft_seconds": _rounded(self.ttft_seconds),
-            "total_seconds": _rounded(self.seconds()),
-            "finish_reason": self.finish_reason,
-            "code": self.code,
-            "param": self.param,
-            "reason": self.reason,
-        }
-        return _line(pairs)
+        facts: dict[str, Any] = {"request": self.request, "client": self.client}
+        facts |= {each.name: getattr(self, each.name) for each in fields(self)}
+        del facts["started"], facts["field_names"]
+        for name in ("model", "adapter"):
+            facts[name] = facts[name] and facts[name][:_MAX_NAME_CHARACTERS]
+        facts["ttft_seconds"] = _rounded(self.ttft_seconds)
+        facts["total_seconds"] = _rounded(self.seconds())
+        return _line(facts)
 
 
 def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:

@@ -221,19 +221,19 @@ class Tokenizer:
     def _knows_system(self) -> bool:
         """Whether the template takes a system's message."""
         messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "Hello"}]
-        apply = self._transformers.apply_chat_template
-        try:
-            return _PROBE in str(apply(messages, tokenize=False))
-        except Exception:  # A template may raise anything.
-            return False
+        return self._shows(_PROBE, messages)
 
     @functools.cached_property
     def _takes_late_system(self) -> bool:
         """Whether the template shows a message of the system that comes after one of the user."""
+        return self._shows(LATE, PROBE)
+
+    def _shows(self, text: str, messages: list[dict[str, Any]]) -> bool:
+        """Whether the prompt of these messages has a text: a template may leave it out."""
         apply = self._transformers.apply_chat_template
         template = self.dialect.render or functools.partial(apply, tokenize=False)
         try:
-            return LATE in str(template(PROBE, add_generation_prompt=True))
+            return text in str(template(messages, add_generation_prompt=True))
         except Exception:  # A template may raise anything.
             return False
 

@@ -20,8 +20,8 @@ from serve.front.api.responses.offer import (
     ToolDeclaration,
     offer_of,
 )
-from serve.front.api.sampling import MAX_LOGPROBS, SamplingBody
-from serve.front.api.structured import OtherServersGrammars, format_grammar
+from serve.front.api.sampling import MAX_LOGPROBS, PARAMETERS, SamplingBody
+from serve.front.api.structured import format_grammar
 from serve.front.api.thinking import Thinking
 from serve.front.api.tools import MAX_TOOLS, NamedTool, Tool, ToolChoice
 from serve.front.http.body import Tolerant, refuse
@@ -212,37 +212,28 @@ def _unenforced(offered: OfferedTool) -> str:
     )
 
 
-# Fields that a response does not repeat.
-_NOT_REPEATED = {
-    "allowed_token_ids",
-    "background",
-    "bad_words",
-    "cache_salt",
-    "chat_template_kwargs",
-    "client_metadata",
-    "context_management",
-    "ignore_eos",
-    "include",
-    "include_stop_str_in_output",
-    "input",
-    "logit_bias",
-    "min_tokens",
-    "n",
-    "prompt_cache_options",
-    "request_id",
-    "response_format",
-    "return_progress",
-    "service_tier",
-    "session_id",
-    "skip_special_tokens",
-    "stop",
-    "stop_token_ids",
-    "stream",
-    "stream_options",
-    "structured_outputs",
-    "thinking_token_budget",
-    "timings_per_token",
-    *OtherServersGrammars.model_fields,
+# The fields that a response repeats, beside the sampling parameters.
+_REPEATED = {
+    "instructions",
+    "max_output_tokens",
+    "max_tool_calls",
+    "metadata",
+    "model",
+    "parallel_tool_calls",
+    "previous_response_id",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "reasoning",
+    "safety_identifier",
+    "seed",
+    "store",
+    "text",
+    "tool_choice",
+    "tools",
+    "top_logprobs",
+    "truncation",
+    "user",
+    *PARAMETERS,
 }
 
 
@@ -308,9 +299,7 @@ class ResponsesBody(InputTokensBody):
 
     def _repeated(self, held_inputs: Collection[str]) -> Json:
         """Returns the fields that the response repeats, with their defaults."""
-        given = self.model_dump(
-            mode="json", by_alias=True, exclude_none=True, exclude=_NOT_REPEATED
-        )
+        given = self.model_dump(mode="json", by_alias=True, exclude_none=True, include=_REPEATED)
         default_text: Json = {"format": {"type": "text"}}
         default_reasoning = {"effort": None, "summary": None}
         repeated: Json = {
