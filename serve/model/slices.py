@@ -1,5 +1,4 @@
-"""The parts of an axis that the shards of a stage have: equal ones, or ones that differ by a unit,
-such as a head."""
+"""The parts of an axis that a stage's shards have: equal ones, or ones that differ by a unit."""
 
 import itertools
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,4 @@
-"""The messages of a chat: as OpenAI's request has them, in the form that all APIs share, and as a
-chat template gets them."""
+"""The messages of a chat: as OpenAI has them, as all APIs share them, and as templates get them."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator

@@ -1,5 +1,4 @@
-"""The request of a chat, independent of the API that it came through. Each API's body becomes one,
-and `chat.prepare` turns it into a job."""
+"""The request of a chat, which each API's body becomes; `chat.prepare` turns it into a job."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace

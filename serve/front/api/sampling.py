@@ -1,5 +1,4 @@
-"""How tokens are chosen and where answers end: the fields that chat and completions share, and the
-Sampling that any API's fields become."""
+"""The fields for sampling and for the ends of answers, and the Sampling that they become."""
 
 import secrets
 from collections.abc import Iterable, Mapping

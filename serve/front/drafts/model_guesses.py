@@ -1,5 +1,4 @@
-"""Decides how many tokens the draft model guesses: that depends on how often it was right, and on
-what it costs."""
+"""Decides how many tokens the draft model guesses, by how often it was right and what it costs."""
 
 from collections.abc import Sequence as ReadableList
 from typing import NamedTuple

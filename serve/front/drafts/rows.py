@@ -1,5 +1,4 @@
-"""Drafts of the rows of a step: gives rows their drafts, asks the draft model for guesses, and
-takes what it has guessed."""
+"""Gives the rows of a step their drafts, asks the draft model for guesses, and takes these."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as ReadableList

@@ -1,5 +1,4 @@
-"""Estimates how long a decode step takes by the number of tokens that it feeds, from the steps that
-have run."""
+"""Estimates from past steps how long a decode step takes, by the number of tokens that it feeds."""
 
 _KEPT = 0.97  # of the weight of earlier steps, with each new step
 _PRIOR_SHARE = 0.06  # of a step's time, for one more token; until more is known

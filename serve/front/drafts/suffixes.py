@@ -1,5 +1,4 @@
-"""Finds earlier occurrences of the last tokens of a text, and guesses that it continues as it did
-there."""
+"""Finds earlier occurrences of a text's last tokens, and guesses that it continues as there."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,4 @@
-"""A request that runs or waits: the common part of answers and embeddings, and its description for
-operators."""
+"""A request that runs or waits: the common part of answers and embeddings, shown to operators."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,5 +1,4 @@
-"""The common part of all calls that ask the model: reads the body, and begins and tracks the
-answer."""
+"""The common part of all calls that ask the model: reads the body, begins and tracks the answer."""
 
 import json
 import logging

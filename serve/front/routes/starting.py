@@ -1,5 +1,4 @@
-"""The HTTP calls that are answered before the server itself is ready: probes, and the reason why
-it is not ready."""
+"""The calls that are answered before the server is ready: probes, and the reason for the wait."""
 
 from typing import NoReturn
 

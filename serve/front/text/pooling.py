@@ -1,5 +1,4 @@
-"""Finds out how a model pools hidden states into embeddings, from the files in its folder: those of
-sentence-transformers, else config.json."""
+"""Finds out from a model's files how it pools hidden states into embeddings."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""The items of a response's input (messages, reasoning, calls and results), and their conversion
-to messages of a chat."""
+"""The items of a response's input, and their conversion to messages of a chat."""
 
 import json
 import secrets

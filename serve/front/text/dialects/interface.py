@@ -1,5 +1,4 @@
-"""The interface of a dialect: how a family of models writes thoughts and calls, and the
-variables of its template."""
+"""The interface of a dialect: how a family of models writes thoughts and calls."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
-"""Qwen3 writes calls as JSON; Qwen3-Coder, Qwen3-Next and Qwen3.5 write arguments between marks.
-
-Nemotron 3 uses the marks of Qwen3-Coder.
-"""
+"""Qwen3 writes calls as JSON; Qwen3-Coder and later ones, and Nemotron 3, arguments between
+marks."""
 
 from serve.front.text.calls.argument_marks import ArgumentMarks
 from serve.front.text.calls.json_calls import JsonCalls
