@@ -84,8 +84,7 @@ def load_stage(
 ) -> LoadedStage:
     """Builds layers [start, end) and reads their weights. prepare may change the lazy model before.
     held has an earlier stage's evaluated weights by name, without shards: those needed are not read
-    again, and the others leave the memory, because held is emptied. Raises ModelError or
-    PlanError."""
+    again, and held is emptied to free the others. Raises ModelError or PlanError."""
 
     def cut(whole: nn.Module) -> _Cut:
         sharding = prepare(whole)
@@ -288,14 +287,11 @@ def _build(
     variant: Variant | None = None,
     own_parts: Callable[[Made, Arrays, Mapping[str, TensorRange]], Parts] = lambda *_: {},
 ) -> tuple[Made, int]:
-    """Builds the lazy model and applies make to it. In a partial folder it also fetches what the
-    weights are made of. raw is filled with the arrays of the files. own_parts returns the weights
-    that are parts of one tensor; only the part is fetched, if it is in few pieces.
-
-    Returns the result of make, not evaluated, and how many bytes were fetched. A model whose
-    code evaluates while it is built has read bytes that were not there yet: then these are
-    fetched too, and the model is built again.
-    """
+    """Builds the lazy model and applies make to it. raw is filled with the arrays of the files. In
+    a partial folder it fetches what the weights are made of; of weights in own_parts, only the part
+    of one tensor, if it is in few pieces. Returns the result of make, not evaluated, and the bytes
+    fetched. A model whose code evaluates early has read bytes that were not there yet: then these
+    are fetched too, and the model is built again."""
     if isinstance(model, Path):
         return make(build_model(model, raw, variant)), 0
     wanted: set[str] = set()

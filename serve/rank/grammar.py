@@ -123,8 +123,7 @@ class Constraint:
         return only
 
     def _without_ends(self, logits: mx.array) -> mx.array:
-        """Replaces an end of the answer by the end of the thoughts: the grammar is still to
-        come."""
+        """Replaces an end of the answer by the end of the thoughts before the grammar."""
         mark = self._sampling.free_until
         ends = [id for id in self._sampling.end_ids if id < logits.size and id != mark]
         if ends:

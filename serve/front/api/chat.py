@@ -143,14 +143,10 @@ def _rendered(prompts: Iterable[ChatPrompt], tokenizer: Tokenizer) -> Iterator[s
 
 @dataclass(frozen=True, slots=True)
 class _Constraint:
-    """The grammar that answers follow, after the token free_until if it is not None.
-
-    param is the field that demands the grammar. An optional grammar is left out if it cannot be
-    followed. left_out has the keywords of schemas that the grammar does not enforce, and
-    held_inputs the tools whose input it enforces. format_schema is the schema of a format.
-    overridden has the fields whose grammar a forced call replaces. If forces_native_calls, forced
-    calls are in the dialect's own format.
-    """
+    """The grammar that answers follow, after the token free_until if it is not None. param is the
+    field that demands it; if is_optional, it may be left out. left_out has the keywords that it
+    does not enforce, held_inputs the tools whose input it does, overridden the fields that a forced
+    call replaces. forces_native_calls puts forced calls in the dialect's format."""
 
     grammar: str | None
     param: str | None

@@ -38,8 +38,7 @@ class Acceptance:
         return num_right / (self._num_all[kind] + _PRIOR_WEIGHT)
 
     def gains(self, match_length: int, num_drafts: int) -> list[float]:
-        """Returns the chance of each of num_drafts consecutive drafts, which needs all before
-        it."""
+        """Returns the chance of each of num_drafts drafts in a row, which needs all before it."""
         chances = []
         chance = 1.0
         for n in range(num_drafts):

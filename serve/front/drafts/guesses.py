@@ -36,8 +36,7 @@ class Guesses:
         self._guess: int | None = None
 
     def waiting_gain(self, token_cost: float) -> float:
-        """Returns the tokens that a draft of the token after the next should give, minus its cost
-        in tokens."""
+        """Returns the tokens that a draft of the token after the next gives, minus its cost."""
         return self._hit_shares.gain(self._match is not None, token_cost)
 
     def next_gain(self, max_drafts: int, token_cost: float) -> float:

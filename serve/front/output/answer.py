@@ -60,17 +60,12 @@ class Listing:
 
 
 class Job(msgspec.Struct, frozen=True, tag=True):
-    """The decisions about a request: what to generate, how answers are split, and what the reply
-    lists. The client's body is not used again after this. It can be sent to
-    another process.
-
-    continues says whether an answer's text continues the prompt's. grammar_param is the field
-    that demands a grammar, if there is one; an optional grammar is left out if it cannot be
-    followed. not_enforced are the keywords of schemas that the grammar does not hold,
-    tool_grammars those of tools' inputs, which have to be valid though no answer may be held to
-    them, and held_inputs the tools whose one text it holds to a grammar of their own. format_schema
-    is the schema that text has to follow, as JSON text.
-    """
+    """The decisions about a request; the client's body is not used after this. It can be sent to
+    another process. continues: the text continues the prompt's. grammar_param is the field that
+    demands a grammar; an optional one may be left out. not_enforced are keywords of schemas that
+    the grammar does not hold, tool_grammars those of tools' inputs, which must be valid in any
+    case, held_inputs the tools whose one text has a grammar of its own. format_schema is JSON
+    text."""
 
     model: str
     prompts: list[Prompt]

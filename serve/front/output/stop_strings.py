@@ -7,13 +7,10 @@ _MAX_KNOWN_STOPS = 256  # Those of a request are prepared once for all its answe
 
 
 class StopMatcher:
-    """Gives text on as soon as it cannot be part of a stop string.
-
-    The result does not depend on how the text is cut into deltas: it ends where the first
-    stop string is complete, before that string's start. Of two that are complete at the
-    same character the longer one counts. A character costs amortized constant time for each
-    stop string, however long these are (Knuth, Morris and Pratt's algorithm).
-    """
+    """Gives text on as soon as it cannot be part of a stop string. However the text is cut into
+    deltas, it ends before the first stop string that is complete; of two at the same character the
+    longer counts. A character costs amortized constant time for each stop string (Knuth, Morris and
+    Pratt's algorithm)."""
 
     def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
         if not all(stops):

@@ -106,10 +106,8 @@ def _lark_of_gbnf(text: str, param: str) -> str:
 
 
 class Grammars:
-    """Checks grammars for the model's tokenizer in other processes, and remembers the results.
-
-    It is thread-safe: each thread that checks at the same time uses a process of its own.
-    """
+    """Checks grammars for the model's tokenizer, and remembers the results. It is thread-safe: each
+    thread that checks at the same time uses a process of its own."""
 
     def __init__(self, folder: Path) -> None:
         self._helpers: Helpers[GrammarChecked]

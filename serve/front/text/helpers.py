@@ -37,12 +37,9 @@ class HelperEnded(Exception):
 
 
 class Helpers(Generic[Answer]):
-    """Processes that run module with these arguments, as many as questions are asked at the same
-    time. expected is the type of their answers, or a union.
-
-    Each starts when all others are busy, and answers one question at a time until this object
-    ends. One that ends earlier costs its own question only.
-    """
+    """Processes that run module with these arguments, as many as questions are asked at a time.
+    expected is the type of their answers, or a union. Each starts when all others are busy, and
+    answers until this object ends. One that ends earlier costs its own question only."""
 
     def __init__(self, expected: Any, module: str, *arguments: str) -> None:
         self._decoder: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(expected)

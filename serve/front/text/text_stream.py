@@ -10,13 +10,10 @@ _MAX_OPEN_TOKENS = 64
 
 
 class TextStream:
-    """The text of one sequence, token by token.
-
-    The deltas add up to decode(all ids), except with byte-fallback decoders: these take back
-    characters that were given out when the byte tokens after them are not UTF-8. tokenizers' own
-    DecodeStream raises a bare Exception there, and never gives out an incomplete character at the
-    end.
-    """
+    """The text of one sequence, token by token. The deltas add up to decode(all ids), except with
+    byte-fallback decoders, which take back characters before byte tokens that are not UTF-8.
+    tokenizers' DecodeStream raises a bare Exception there, and loses an incomplete character at the
+    end."""
 
     def __init__(
         self,
@@ -57,11 +54,8 @@ class TextStream:
         return rest
 
     def _num_unsettled(self, text: str) -> int:
-        """Returns the number of U+FFFD at the end of text that may still become characters.
-
-        After many tokens all but the last few are taken for real U+FFFD: a model that repeats
-        them would otherwise stream no text, and take ever more time.
-        """
+        """Returns the number of U+FFFD at the end of text that may still become characters. After
+        many tokens only the last few: a model that repeats real U+FFFD would stream no text."""
         trailing = len(text) - len(text.rstrip(REPLACEMENT))
         self._num_open = self._num_open + 1 if trailing else 0
         if self._num_open > _MAX_OPEN_TOKENS:

@@ -15,13 +15,10 @@ TokenId = Callable[[str], int | None]
 
 
 class Lark:
-    """Collects the rules of a grammar.
-
-    token_id returns the id of a text that is a single added token, or None. A model writes a mark
-    as this token, or spells it in ordinary tokens, which means the same. left_out has the keywords
-    of schemas that the rules do not enforce. Unless is_parallel, an answer has one call. inputs has
-    grammars that the input of a tool must follow if it is a single text, by the tool's name.
-    """
+    """Collects the rules of a grammar. token_id returns the id of a text that is a single added
+    token, or None. A model writes a mark as this token, or spells it in ordinary tokens. left_out
+    has the keywords of schemas that the rules do not enforce. Unless is_parallel, an answer has one
+    call. inputs has grammars for tools that take a single text, by the tool's name."""
 
     def __init__(
         self,

@@ -65,8 +65,7 @@ class CallReader(Protocol):
 
 class Source:
     """Text that comes in pieces: `text` has come and was not consumed. A reading function yields
-    None where it needs more. A call in `named`, whose name is known, is given out if the text is
-    cut off."""
+    None where it needs more. A call in `named` is given out even if the text is cut off."""
 
     def __init__(self) -> None:
         self.text = ""

@@ -114,12 +114,8 @@ _RULES: tuple[tuple[Callable[[Model], bool], Dialect], ...] = (
 
 def dialect_of(tokenizer: Any, config: Mapping[str, Any], tool_parser: str | None) -> Dialect:
     """Returns the dialect of a tokenizer of transformers, with the fields of the model's
-    config.json. tool_parser names a format of calls instead of the one that is found. Raises
-    UsageError.
-
-    Formats without a file here are detected by mlx-lm's own function, which is private but better
-    than a second list.
-    """
+    config.json. tool_parser names another format of calls. Formats without a file here are detected
+    by mlx-lm's own function, which is private but better than a second list. Raises UsageError."""
     model = _model_of(tokenizer, config)
     found = _by_program(model) or _by_rules(model) or _by_mlx_lm(model, tokenizer)
     if tool_parser is not None:
