@@ -76,7 +76,9 @@ def agree(inputs: Inputs, links: Links) -> None:
         own[f"{name}.jsonl"] = split.digest
     notes = exchange(links, SameFacts(own))
     by_rank = {rank: note.facts for rank, note in enumerate(notes)}
-    facts.compare(by_rank)
+    difference = facts.compare(by_rank)
+    if difference:
+        raise difference
 
 
 def _open_model(config: FineTuneConfig, links: Links) -> Path | PartialModel:

@@ -103,7 +103,9 @@ def _agree_on_sharding(digests: Sequence[str], groups: Groups) -> None:
     notes = exchange(groups.shards, own)
     ranks = groups.layout.shards(groups.rank)
     by_rank = {rank: note.facts for rank, note in zip(ranks, notes, strict=True)}
-    facts.compare(by_rank)
+    difference = facts.compare(by_rank)
+    if difference:
+        raise difference
 
 
 def keep(session: Session, event: Reported | Validated | Finished) -> None:
