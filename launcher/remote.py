@@ -62,6 +62,8 @@ class HostError(ClusterError):
 class HostsError(ClusterError):
     """Several hosts failed, each with an error of its own."""
 
+    code = HostError.code
+
     def __init__(self, errors: Sequence[HostError]) -> None:
         self.errors = errors
         super().__init__(" ".join(map(str, errors)))
