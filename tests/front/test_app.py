@@ -568,7 +568,7 @@ def test_a_mistake_of_ours_is_not_counted_as_a_client_that_left(
     wait_until(lambda: counted in get(server, "/metrics").text)
     (line,) = log_lines(caplog)[-1:]
     assert " status=500 " in line
-    assert line.endswith(" finish_reason=error")
+    assert line.endswith(" finish_reason=error code=internal_error")
     own = [entry for entry in caplog.records if entry.name.startswith("serve.")]
     assert all(entry.getMessage().isprintable() for entry in own)
     assert not any(entry.exc_info for entry in own)

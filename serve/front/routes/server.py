@@ -15,9 +15,9 @@ from serve.front.http.metrics import Metrics
 from serve.front.http.openapi import document, endpoint, summaries
 from serve.front.http.replies import Json
 from serve.front.pipeline.interface import Engine
+from serve.front.routes.starting import PROBE, health, ping, version
 from serve.front.routes.stream import json_response
 
-_PROBE = Policy(access=Access.OPEN, ignores_load=True)
 _READY = Policy(access=Access.OPEN)
 _MODELS = Policy(Access.CLIENT, Dialect.BOTH)
 MAX_PAGE = 1000  # Anthropic's numbers
@@ -57,13 +57,13 @@ class ServerCalls:
         return [
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
-            Route("/health", self.health),
-            Route("/ping", self.ping),
+            Route("/health", health),
+            Route("/ping", ping),
             Route("/props", self.props),
             Route("/server_info", self.info),
             Route("/ready", self.ready),
             Route("/metrics", self.metrics),
-            Route("/version", self.version),
+            Route("/version", version),
             Route("/openapi.json", self.openapi),
         ]
 
@@ -133,16 +133,6 @@ class ServerCalls:
             "default_sampling_params": self._sampling,
         }
 
-    @endpoint(policy=_PROBE)
-    async def health(self, _: Request) -> Response:
-        """Answers while the process is alive."""
-        return json_response({"status": "alive"})
-
-    @endpoint(policy=_PROBE)
-    async def ping(self, _: Request) -> Response:
-        """Answers while the process is alive, for the probes of SageMaker and SGLang."""
-        return json_response({"status": "alive"})
-
     @endpoint(policy=CLIENT)
     async def props(self, _: Request) -> Response:
         """Returns the properties of the model that llama.cpp's clients ask for first."""
@@ -175,7 +165,7 @@ class ServerCalls:
             raise UnavailableError(reason)
         return json_response({"status": "ready"})
 
-    @endpoint(policy=_PROBE)
+    @endpoint(policy=PROBE)
     async def metrics(self, request: Request) -> Response:
         """Returns all metrics in the format that Prometheus asks for."""
         body, content_type = self._metrics.render(request.headers.get("accept", ""))
@@ -192,11 +182,6 @@ class ServerCalls:
                 "calls": self._calls,
             }
         )
-
-    @endpoint(policy=CLIENT)
-    async def version(self, _: Request) -> Response:
-        """Returns the version of Brigade."""
-        return json_response({"version": __version__})
 
     @endpoint(policy=CLIENT)
     async def openapi(self, _: Request) -> Response:

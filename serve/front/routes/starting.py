@@ -12,7 +12,25 @@ from serve.front.http.openapi import endpoint
 from serve.front.routes.events import Observation
 from serve.front.routes.stream import json_response
 
-_PROBE = Policy(access=Access.OPEN, ignores_load=True)
+PROBE = Policy(access=Access.OPEN, ignores_load=True)
+
+
+@endpoint(policy=PROBE)
+async def health(_: Request) -> Response:
+    """Answers while the process is alive."""
+    return json_response({"status": "alive"})
+
+
+@endpoint(policy=PROBE)
+async def ping(_: Request) -> Response:
+    """Answers while the process is alive, for the probes of SageMaker and SGLang."""
+    return json_response({"status": "alive"})
+
+
+@endpoint(policy=CLIENT)
+async def version(_: Request) -> Response:
+    """Returns the version of Brigade."""
+    return json_response({"version": __version__})
 
 
 class StartingCalls:
@@ -22,22 +40,12 @@ class StartingCalls:
     def routes(self) -> list[Route]:
         methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
         return [
-            Route("/health", self.alive),
-            Route("/ping", self.alive),
-            Route("/version", self.version),
+            Route("/health", health),
+            Route("/ping", ping),
+            Route("/version", version),
             Route("/ready", self.ready),
             Route("/{path:path}", self.later, methods=methods),
         ]
-
-    @endpoint(policy=_PROBE)
-    async def alive(self, _: Request) -> Response:
-        """Answers while the process is alive."""
-        return json_response({"status": "alive"})
-
-    @endpoint(policy=CLIENT)
-    async def version(self, _: Request) -> Response:
-        """Returns the version of Brigade."""
-        return json_response({"version": __version__})
 
     @endpoint(policy=Policy(access=Access.OPEN))
     async def ready(self, _: Request) -> Response:
