@@ -25,14 +25,14 @@ pytestmark = pytest.mark.long
 PROGRAMS = "tests.tune.ring_programs"
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_large_messages_pass_each_other_and_wait_for_their_turn(
     tmp_path: Path, num_ranks: int
 ) -> None:
     assert run_ring(tmp_path, "both_ways", num_ranks, PROGRAMS) == ["fine"] * num_ranks
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_arrays_arrive_whole_in_parts(tmp_path: Path, num_ranks: int) -> None:
     assert run_ring(tmp_path, "in_parts", num_ranks, PROGRAMS) == ["fine"] * num_ranks
 

@@ -19,7 +19,7 @@ ALL = [
     for d in (1, 2, 3, 4)
     if 1 < p * t * d <= 4
 ]
-QUICK = [(1, 1, 2), (1, 2, 1)]
+QUICK = [(1, 2, 1)]
 CELLS = [pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.slow) for cell in ALL]
 # A batch of twelve divides into micro-batches for two, three and four replicas.
 WITHOUT_DROPOUT = ["--batch-size", "12", "--micro-batches", "12", "--iters", "20"]

@@ -58,6 +58,18 @@ def finite(arrays: Arrays) -> bool:
     return all(mx.isfinite(array).all().item() for array in arrays.values())
 
 
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 8 batches that nothing has damaged. A test that changes it copies it."""
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    ran(folder, out, val_batches=0)
+    return out
+
+
+def copied(run: Path, out: Path) -> Path:
+    return Path(shutil.copytree(run, out))
+
+
 def test_weights_that_are_not_finite_replace_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +151,7 @@ def test_a_run_that_ends_broken_keeps_its_last_checkpoint(
 
 
 def test_a_checkpoint_stays_until_the_one_after_it_has_proved_good(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Path
 ) -> None:
     """Its weights may be finite and still give no finite loss: then there is the one before."""
     out = tmp_path / "out"
@@ -157,16 +169,14 @@ def test_a_checkpoint_stays_until_the_one_after_it_has_proved_good(
     monkeypatch.undo()
     shutil.rmtree(last)
     ran(folder, out, resume=True, val_batches=0)
-    ran(folder, tmp_path / "whole", val_batches=0)
-    assert same(arrays_of(out), arrays_of(tmp_path / "whole"))
-    assert losses_of(out) == losses_of(tmp_path / "whole")
+    assert same(arrays_of(out), arrays_of(undisturbed))
+    assert losses_of(out) == losses_of(undisturbed)
 
 
 def test_a_broken_adapter_to_begin_with_is_named_before_training(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
-    ran(folder, tmp_path / "first", iters=4)
-    weights = {name: array * math.nan for name, array in arrays_of(tmp_path / "first").items()}
+    weights = {name: array * math.nan for name, array in arrays_of(undisturbed).items()}
     file = tmp_path / run_folder.ADAPTERS
     mx.save_safetensors(str(file), weights)
     with fails(EngineError, "not_finite", match="before training"):
@@ -180,18 +190,19 @@ def test_a_validation_that_is_not_a_number_is_never_the_best(
 ) -> None:
     given = iter(losses)
     monkeypatch.setattr(Trainer, "loss_of", lambda *_: next(given))
-    events = ran(folder, tmp_path / "out", steps_per_eval=4)
+    events = ran(folder, tmp_path / "out", iters=2, save_every=1, steps_per_eval=1)
     (finished,) = (event for event in events if isinstance(event, Finished))
     assert finished.best is not None
     assert math.isfinite(finished.best[1])
     best = tmp_path / "out" / run_folder.BEST / run_folder.ADAPTERS
-    assert best.exists() == (finished.best[0] == 4)
+    assert best.exists() == (finished.best[0] == 1)
 
 
-def test_going_back_to_a_checkpoint_publishes_its_adapter(folder: Path, tmp_path: Path) -> None:
+def test_going_back_to_a_checkpoint_publishes_its_adapter(
+    folder: Path, tmp_path: Path, undisturbed: Path
+) -> None:
     """Though files of the later one are there under all names."""
-    out = tmp_path / "out"
-    ran(folder, out, val_batches=0)
+    out = copied(undisturbed, tmp_path / "out")
     first = arrays_of(out / "checkpoints" / "0000004")
     mx.eval(first)
     assert not same(arrays_of(out), first)
@@ -201,13 +212,12 @@ def test_going_back_to_a_checkpoint_publishes_its_adapter(folder: Path, tmp_path
 
 
 def test_a_half_precision_adapter_to_begin_with_is_trained_in_float32(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
-    ran(folder, tmp_path / "first", iters=4)
-    weights = {n: a.astype(mx.bfloat16) for n, a in arrays_of(tmp_path / "first").items()}
+    weights = {n: a.astype(mx.bfloat16) for n, a in arrays_of(undisturbed).items()}
     file = tmp_path / run_folder.ADAPTERS
     mx.save_safetensors(str(file), weights)
-    ran(folder, tmp_path / "out", iters=4, resume_adapter_file=file)
+    ran(folder, tmp_path / "out", iters=1, save_every=1, resume_adapter_file=file)
     assert {array.dtype for array in arrays_of(tmp_path / "out").values()} == {mx.float32}
 
 
@@ -278,7 +288,7 @@ def test_half_precision_learns_nearly_as_float32(folder: Path, tmp_path: Path, h
 
 def test_the_forecast_counts_master_weights(folder: Path, tmp_path: Path, half: Path) -> None:
     events: list[Event] = []
-    changes = {"micro_batches": 4, "max_grad_norm": 1.0}
+    changes = {"iters": 2, "micro_batches": 4, "max_grad_norm": 1.0}
     run(config(folder, tmp_path / "out", half, **changes), Cluster(), events.append)
     (finished,) = (event for event in events if isinstance(event, Finished))
     assert finished.peak_bytes == pytest.approx(finished.forecast.peak_bytes, rel=0.15)
@@ -328,10 +338,9 @@ def test_a_full_disk_between_the_files_of_a_save_leaves_the_checkpoint_before(
 
 
 def test_a_checkpoint_that_cannot_be_read_names_the_one_before(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
-    out = tmp_path / "out"
-    ran(folder, out, val_batches=0)
+    out = copied(undisturbed, tmp_path / "out")
     (out / "checkpoints" / "0000008" / "state.json").write_text(json.dumps({})[:1])
     before = out / "checkpoints" / "0000004"
     with fails(UsageError, "unreadable", match=str(before)):

@@ -20,7 +20,7 @@ from tests.tune.runs import ran
 pytestmark = pytest.mark.long
 
 PEFT_PYTHON = ROOT / ".venv-peft" / "bin" / "python"  # of scripts/check
-KINDS = ["lora", "dora"]
+KINDS = ["lora", pytest.param("dora", marks=pytest.mark.slow)]
 TOKENS = [1, *range(40, 90, 3), 2, *range(100, 140, 2)]
 Scores = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -14,6 +14,7 @@ import pytest
 
 from serve.tune.results import checkpoint, run_folder
 from tests.cluster.servers import BIN
+from tests.kernels import share_kernels
 from tests.test_launcher import Launch, wait_until
 from tests.tune.runs import finish, flags, launch, losses_of, valid_losses_of
 
@@ -32,6 +33,7 @@ def train(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     """Starts a run that writes to `out`."""
     monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
     monkeypatch.setenv("COLUMNS", "200")
+    share_kernels(tmp_path)
     made: list[Launch] = []
 
     def start(num_ranks: int, *words: str) -> Launch:
@@ -162,7 +164,7 @@ def test_a_shard_that_stays_in_a_sum_with_a_lost_rank_is_ended(
 
 FULL = ["--fine-tune-type", "full", "--num-layers", "-1"]
 ENDS = [
-    pytest.param("serve.tune.results.card:write", [0, 1], [], id="all"),
+    pytest.param("serve.tune.results.card:write", [0, 1], [], id="all", marks=pytest.mark.slow),
     pytest.param("serve.tune.results.card:write", [1], [], id="rank 1", marks=pytest.mark.slow),
     pytest.param(
         "serve.tune.results.whole:write", [0], FULL, id="rank 0, full", marks=pytest.mark.slow

@@ -245,10 +245,8 @@ def uninterrupted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
     return out, time.monotonic() - began
 
 
-MANY = [pytest.param(n, marks=pytest.mark.slow) for n in range(1, 20)]
-
-
-@pytest.mark.parametrize("moment", [0, *MANY])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", range(20))
 def test_a_killed_run_goes_on_bit_for_bit(
     folder: Path, tmp_path: Path, uninterrupted: tuple[Path, float], moment: int
 ) -> None:
@@ -277,6 +275,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert same(arrays_of(out / run_folder.BEST), arrays_of(whole / run_folder.BEST))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_without_the_optimizers_state_would_be_seen(
     folder: Path, tmp_path: Path, alone: tuple[Path, list[Event]]
 ) -> None:
