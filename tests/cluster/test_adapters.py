@@ -161,7 +161,8 @@ def test_adapters_of_a_real_cluster(folders: list[Path], answer: Whole, num_rank
         check_memory_is_freed(server)
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 4])
 def test_answers_and_logits_of_other_numbers_of_ranks(
     folders: list[Path], answer: Whole, num_ranks: int
 ) -> None:

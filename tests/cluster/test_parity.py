@@ -25,7 +25,7 @@ def ask(server: Server, question: str) -> str:
     [
         pytest.param(alone, 1, marks=pytest.mark.slow),
         pytest.param(brigade_launch, 1, marks=pytest.mark.slow),
-        pytest.param(brigade_launch, 2, marks=pytest.mark.long),
+        pytest.param(brigade_launch, 2, marks=pytest.mark.slow),
         pytest.param(brigade_launch, 3, marks=pytest.mark.slow),
         pytest.param(brigade_launch, 4, marks=pytest.mark.slow),
         pytest.param(mlx_launch, 2, marks=pytest.mark.slow),

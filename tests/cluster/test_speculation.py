@@ -244,6 +244,7 @@ def test_a_head_that_knows_the_answer_is_always_right(
     assert drafts["model"]["accepted"] == drafts["model"]["drafted"] > 0, drafts
 
 
+@pytest.mark.slow
 def test_replies_are_the_same_while_engines_are_killed(expected: list[Any]) -> None:
     with running(2, *FLAGS) as server, ThreadPoolExecutor(4) as threads:
         replies = threads.map(lambda body: ask(server, body), bodies())

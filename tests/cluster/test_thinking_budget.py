@@ -3,7 +3,6 @@ when the engine of either rank is killed."""
 
 import re
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,8 @@ import httpx2
 import pytest
 from tokenizers import Tokenizer
 
-from tests.cluster.servers import Server, quick, running
-from tests.cluster.test_thoughts import ASKED, TOOL, save_thinker
+from tests.cluster.servers import Server
+from tests.cluster.test_thoughts import ASKED, TOOL
 
 pytestmark = pytest.mark.long
 
@@ -34,20 +33,9 @@ class Answered:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_thinker(tmp_path_factory.mktemp("model") / "thinker")
-
-
-@pytest.fixture(scope="module")
-def thinker(folder: Path) -> Iterator[Server]:
-    with running(2, "--model", str(folder), quick(max_restarts=1000)) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def end(folder: Path) -> int:
+def end(thinking_model: Path) -> int:
     """The token that ends reasoning."""
-    id = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("</think>")
+    id = Tokenizer.from_file(str(thinking_model / "tokenizer.json")).token_to_id("</think>")
     assert id is not None
     return int(id)
 

@@ -1,10 +1,7 @@
-"""A model that thinks, over two real ranks: the embedded one, whose marks of calls are renamed, and
-whose template opens a thought. So what it would call is what it thinks."""
+"""A model that thinks, over two real ranks."""
 
 import json
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from tests import architectures
-from tests.cluster.servers import TINY_CHAT, Server, running
+from tests.cluster.servers import Server, running
 from tests.front.prefixes.test_boundaries import MARKS, REASONER, SYSTEM, TOOLS, asked, called
 from tests.front.text.dialects import models
 
@@ -27,29 +24,6 @@ TOOL = {
     "type": "function",
     "function": {"name": "add", "parameters": SCHEMA | {"additionalProperties": False}},
 }
-
-
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = save_thinker(tmp_path_factory.mktemp("model") / "thinker")
-    with running(2, "--model", str(folder)) as server:
-        yield server
-
-
-def save_thinker(folder: Path) -> Path:
-    """Writes the model that thinks into a new folder."""
-    shutil.copytree(TINY_CHAT, folder)
-    _replace(folder / "tokenizer.json", "tool_call>", "think>")
-    template = folder / "chat_template.jinja"
-    _replace(template, "tool_call>", "think>")
-    _replace(template, "{{- '<|assistant|>' -}}", "{{- '<|assistant|><think>' -}}")
-    return folder
-
-
-def _replace(file: Path, old: str, new: str) -> None:
-    text = file.read_text()
-    assert old in text
-    file.write_text(text.replace(old, new))
 
 
 def ask(server: Server, **fields: Any) -> Any:

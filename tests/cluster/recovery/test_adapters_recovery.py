@@ -13,6 +13,7 @@ import pytest
 from tests.cluster.questions import QUESTIONS
 from tests.cluster.servers import Server
 from tests.cluster.test_adapters import Whole, answer, ask, folders, load, running, wait_until
+from tests.kernels import share_kernels
 
 pytestmark = pytest.mark.long
 
@@ -26,6 +27,7 @@ def cluster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Server]:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    share_kernels(tmp_path)
     with running(folders, 2, "--lora-modules", "first=lora/b") as server:
         yield server
 
@@ -102,6 +104,7 @@ def test_copies_go_with_their_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    share_kernels(tmp_path)
     with running(folders, 2, "--lora-modules", "first=lora/b"):
         wait_until(lambda: len(list(tmp_path.glob("brigade-*/1.safetensors"))) == 2)
     assert not list(tmp_path.glob("brigade-*"))

@@ -66,7 +66,9 @@ def broken_model(folder: Path) -> Path:
         (["--model", "BROKEN"], 3, "fetch it again"),
         (["--model", "BAD-TOKENIZER"], 3, "tokenizer"),
         (["--model", "BAD-SHAPE"], 3, "cannot build the model"),
-        (["--model", "UNKNOWN-TYPE"], 3, "cannot build the model"),
+        pytest.param(
+            ["--model", "UNKNOWN-TYPE"], 3, "cannot build the model", marks=pytest.mark.slow
+        ),
         (["--model", "TOKENIZER-CODE"], 3, "Brigade never does that"),
         (["--model", "GOOD", "--bogus"], 2, "--bogus"),
         (["--model", "GOOD", "--port", "http"], 2, "--port"),
@@ -226,6 +228,7 @@ def test_a_signal_ends_everything_with_code_0(number: signal.Signals) -> None:
     assert "Traceback" not in server.text
 
 
+@pytest.mark.slow
 def test_running_streams_finish_before_the_end() -> None:
     with running(2) as server:
         body = {

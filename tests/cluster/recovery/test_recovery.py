@@ -29,6 +29,7 @@ from tests.cluster.servers import (
     quick,
     running,
 )
+from tests.kernels import share_kernels
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -206,7 +207,7 @@ def check_kills(
     ],
 )
 def test_streams_go_on_after_kills(num_ranks: int, launch: Any) -> None:
-    check_kills(num_ranks, 2, 2, launch)
+    check_kills(num_ranks, num_rounds=1, kills_of_a_round=4, launch=launch)
 
 
 @pytest.mark.slow
@@ -393,6 +394,7 @@ def test_a_system_that_cleans_its_temporary_folders_does_no_harm(
 ) -> None:
     """systemd does it after ten days, macOS after three."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    share_kernels(tmp_path)
     with running(2, launch=launch) as server:
         expected = run_streams(server)
 
