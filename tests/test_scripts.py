@@ -65,6 +65,22 @@ def test_scripts_lint_in_full_runs_and_not_before_chosen_tests(
     assert log.read_text().splitlines() == called
 
 
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (1, 1), (5, 0)])
+def test_changed_is_no_failure_where_no_test_ran(tmp_path: Path, code: int, expected: int) -> None:
+    """All chosen tests may be long: then pytest ends with 5."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts/test", tmp_path / "scripts/test")
+    standin = f"#!/bin/sh\n[ $2 != pytest ] || exit {code}\necho tests/a.py\n"
+    for name in ("scripts/install", ".venv/bin/python"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(standin)
+        file.chmod(0o755)
+    ran = subprocess.run(["scripts/test", "--changed"], cwd=tmp_path, capture_output=True)
+    assert ran.returncode == expected
+    assert (b"no tests ran" in ran.stderr) == (code == 5)
+
+
 # Makes a .venv out of itself, and notes what pip shall install.
 PYTHON = """#!/bin/sh
 case "$*" in
