@@ -35,7 +35,7 @@ class AdapterPipeline(LocalPipeline):
             batchable = can_batch(model)
             loop = StepLoop(Stage(model, *layers), self.ring[rank], batchable=batchable)
             for version, folder in self.folders.items():
-                loop.adapters.read(version, str(folder), None, 64)
+                loop.adapters.read(version, str(folder), None)
         if rank == 0:
             loop.outbox, loop.chooser = self.outbox, self.chooser
         self.loops.append(loop)

@@ -5,7 +5,7 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,18 +43,11 @@ MAX_DIFFERENCE = 1e-4
 WIDE_VOCABULARY = 100_000
 
 
-def launch_shards(num_ranks: int, flags: Sequence[str]) -> list[str]:
-    """Gives the launcher's own flag, before `serve`."""
-    brigade, launch, *words = brigade_launch(num_ranks, flags)
-    return [brigade, launch, *TWO_SHARDS, *words]
-
-
 @contextmanager
 def running_wide(
     num_ranks: int,
     folder: Path,
     *flags: str,
-    launch: Any = brigade_launch,
 ) -> Iterator[Server]:
     """Starts a cluster with a model whose head is worth sharing: tiny-chat, with many more tokens
     in its vocabulary."""
@@ -70,7 +63,7 @@ def running_wide(
     weights["model.embed_tokens.weight"] = np.concatenate([embedding, new_rows])
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     port = free_ports(1)[0]
-    command = launch(num_ranks, serve_flags(port, model, *flags))
+    command = brigade_launch(num_ranks, serve_flags(port, model, *flags))
     with started(command, port) as server:
         server.wait_until_ready()
         yield server
@@ -113,7 +106,7 @@ def test_shards_of_two_stages_answer_as_mlx_lm(
     mlx_lm_answer: Callable[[str], str],
 ) -> None:
     """Those of the last stage share the head, unless the machine is too busy when they start."""
-    with running_wide(4, tmp_path, launch=launch_shards) as server:
+    with running_wide(4, tmp_path, *TWO_SHARDS) as server:
         found = server.get("/admin/pipeline")
         places = [(stage["stage"], stage["shard"]) for stage in found["stages"]]
         assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
