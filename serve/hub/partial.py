@@ -137,7 +137,9 @@ def _make(folder: Path, snapshot: Snapshot, kind: Kind) -> list[RemoteFile]:
     """Makes the small files and the sparse weight files; returns the remote weight files, which
     notice if the rest of a file is not of the same version as its header."""
     if kind.config not in snapshot.files:
-        raise ModelError(f"{snapshot.repo} has no {kind.config}: is this {kind.what}?")
+        raise ModelError(
+            f"{snapshot.repo} has no {kind.config}: is this {kind.what}?", code="missing_file"
+        )
     index = folder / INDEX if kind is MODEL and INDEX in snapshot.files else None
     # The index first: a model that cannot be used is refused before more is fetched.
     for name in sorted(snapshot.small_files(kind), key=lambda name: name != INDEX):
@@ -182,7 +184,9 @@ def _read_header(remote: RemoteFile, path: Path) -> bytes:
     prefix = b"".join(remote.read(0, prefix_bytes))
     end = 8 + header_bytes(prefix, path)
     if end > size:
-        raise ModelError(f"{path.name} of {remote.repo} is cut short: {size} of {end} bytes.")
+        raise ModelError(
+            f"{path.name} of {remote.repo} is cut short: {size} of {end} bytes.", code="cut_short"
+        )
     text = b"".join(remote.read(8, end))
     parse_header(text, path, size)
     return prefix + text

@@ -167,7 +167,7 @@ def fetch(partial: PartialModel, targets: Mapping[str, Target]) -> None:
     try:
         partial.fetch(names, lambda *_: None)
     except ModelError as error:
-        raise AdapterError(str(error), 503) from error
+        raise AdapterError(str(error), 503, code=error.code) from error
 
 
 def read_matrices(

@@ -85,7 +85,7 @@ LOAD, UNLOAD, CHANGE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adm
         (LOAD, {"lora_name": "x"}, 400, "lora_path", "missing_required_parameter"),
         (LOAD, {**X, "lora_name": ""}, 400, "lora_name", "missing_required_parameter"),
         (LOAD, {**X, "lora_name": 3}, 400, "lora_name", "invalid_value"),
-        (LOAD, {**X, "is_3d_lora_weight": True}, 400, "is_3d_lora_weight", "invalid_value"),
+        (LOAD, {**X, "is_3d_lora_weight": True}, 400, "is_3d_lora_weight", "unknown_parameter"),
         (LOAD, {**X, "base_model_name": "z"}, 400, "base_model_name", "invalid_value"),
         (LOAD, {**X, "lora_name": "tiny"}, 400, "lora_name", "adapter_name"),
         (LOAD, {**X, "lora_name": "../a"}, 400, "lora_name", "adapter_name"),
