@@ -19,7 +19,7 @@ from serve.front.http.metrics import Metrics
 from serve.front.http.openapi import field_names
 from serve.front.http.record import trace_of
 from serve.front.http.server import QuietServer, Server
-from serve.front.pipeline.interface import Engine
+from serve.front.pipeline.engine import Engine
 from serve.front.routes import admin, anthropic, errors, ollama, page
 from serve.front.routes.adapters import AdapterCalls
 from serve.front.routes.admin import AdminCalls
@@ -49,8 +49,7 @@ async def serve(
     listening: socket.socket,
     max_context: int,
 ) -> None:
-    """Runs the server until it is drained, or until SIGTERM or SIGINT. Raises the error of
-    engine.failed() if the cluster breaks."""
+    """Runs the server until SIGTERM, SIGINT or a drain. Raises what engine.failed() returns."""
     log_access(config)
     asyncio.get_running_loop().set_exception_handler(_log_bug)
     front = Front(config, engine, tokenizer, max_context)

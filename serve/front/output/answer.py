@@ -22,7 +22,8 @@ from serve.front.output.deltas import Progress, TokenUsage, Update
 from serve.front.output.progress import with_progress
 from serve.front.output.running import Running, describe
 from serve.front.output.splitter import Splitting
-from serve.front.pipeline.interface import Generation, Prompt
+from serve.front.pipeline.generation import Generation
+from serve.front.pipeline.interface import Prompt
 from serve.front.text import call_parser
 from serve.front.text.schemas import TOOLS
 from serve.front.text.tokens import Tokenizer

@@ -7,7 +7,8 @@ from serve.core.errors import BrigadeError
 from serve.front.http.metrics import Metrics
 from serve.front.http.record import Record
 from serve.front.http.replies import Json
-from serve.front.pipeline.interface import Generation, Prompt
+from serve.front.pipeline.generation import Generation
+from serve.front.pipeline.interface import Prompt
 
 
 class Running(ABC):

@@ -12,8 +12,10 @@ from serve.front.pipeline.interface import Phase
 
 
 class Generation:
-    """An async iterator over (number of the sequence, event). drop ends a sequence on all
-    ranks, if it still runs."""
+    """An async iterator over (number of the sequence, event). The last event of a sequence has a
+    finish reason. Sequences are numbered in the order of prompts and, within a prompt, of
+    samplings. Raises the BrigadeError that ended the request, after all earlier events. drop ends a
+    sequence on all ranks, if it still runs."""
 
     def __init__(self, sequences: list[Sequence], drop: Callable[[int], None]) -> None:
         self._sequences = sequences
@@ -56,14 +58,12 @@ class Generation:
         return replace(event, score=self._scores[id].get(position))
 
     def put_scores(self, scores: Scores) -> None:
-        """Stores the scores of tokens whose events come later. They may come twice, if a prompt is
-        computed again, and are the same then."""
+        """Stores the scores of tokens whose events come later. They may come twice."""
         for position, score in enumerate(scores.scores, scores.position):
             self._scores[scores.sequence][position] = score
 
     def prompt_scores(self, number: int) -> list[Score]:
-        """Returns the scores of all tokens of the prompt except the first. They are complete before
-        the first event."""
+        """Returns the scores of all tokens of the prompt but the first, before any event."""
         original = self._sequences[number].original or self._sequences[number]
         scores = self._scores[original.id]
         return [scores[position] for position in range(1, len(original.prompt))]
@@ -102,8 +102,7 @@ class Generation:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The number of prompt tokens that are computed, and the number of all. A prompt counts
-        once, however many answers it has."""
+        """The number of prompt tokens that are computed, and of all. A prompt counts once."""
         num_done = sum(sequence.num_prompt_done for sequence in self._originals)
         num_tokens = sum(len(sequence.prompt) for sequence in self._originals)
         return num_done, num_tokens
@@ -114,14 +113,13 @@ class Generation:
         return [sequence for sequence in self._sequences if sequence.original is None]
 
     def cancel(self, error: BrigadeError) -> None:
-        """Ends all sequences at once, even if nobody takes their events. The last event is this
-        error."""
+        """Ends all sequences on all ranks at once. The last event is this error."""
         self.put(error)
         for sequence in self._sequences:
             self._drop(sequence.id)
 
     def close(self, number: int | None = None) -> None:
-        """Ends one sequence, or all of them."""
+        """Ends one sequence, or all of them, on all ranks. It may be called more than once."""
         sequences = self._sequences
         if number is not None:
             sequences = [sequences[number]]

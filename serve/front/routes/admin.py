@@ -13,7 +13,7 @@ from serve.front.http.access import Route
 from serve.front.http.body import Body, json_object
 from serve.front.http.guard import read_body
 from serve.front.http.openapi import endpoint
-from serve.front.pipeline.interface import Engine
+from serve.front.pipeline.engine import Engine
 from serve.front.routes.adapters import ADMIN
 from serve.front.routes.stream import json_response
 

@@ -28,7 +28,7 @@ from serve.front.output.answer import Answer, Job
 from serve.front.output.conformance import Conformance
 from serve.front.output.embedding import Embeddings
 from serve.front.output.running import Running
-from serve.front.pipeline.interface import Engine
+from serve.front.pipeline.engine import Engine
 from serve.front.prefixes.index import scope_of
 from serve.front.text.pooling import PoolingKind, pooling_of
 from serve.front.text.schema_check import SchemaChecker

@@ -11,7 +11,7 @@ from serve.core.config import ServeConfig
 from serve.front.http.access import Access, Policy, Route
 from serve.front.http.openapi import endpoint
 from serve.front.http.replies import Json
-from serve.front.pipeline.interface import Engine
+from serve.front.pipeline.engine import Engine
 from serve.front.pipeline.status import StageSpan
 from serve.front.routes.answering import Answering
 from serve.front.routes.history import History, Sample

@@ -26,7 +26,7 @@ from serve.front.http.body import json_object
 from serve.front.http.openapi import endpoint
 from serve.front.http.replies import Json
 from serve.front.output.answer import Job
-from serve.front.pipeline.interface import Engine
+from serve.front.pipeline.engine import Engine
 from serve.front.routes.answering import Answering
 from serve.front.routes.stream import Framing, Space, json_response, stream_reply, whole_reply
 

@@ -14,7 +14,7 @@ from serve.front.http.access import CLIENT, Access, Dialect, Policy, Route
 from serve.front.http.metrics import Metrics
 from serve.front.http.openapi import document, endpoint, summaries
 from serve.front.http.replies import Json
-from serve.front.pipeline.interface import Engine
+from serve.front.pipeline.engine import Engine
 from serve.front.routes.starting import PROBE, health, ping, version
 from serve.front.routes.stream import json_response
 
