@@ -141,9 +141,6 @@ class Sequence:
     that its client expects. guesses are the draft model's, of the tokens that follow its newest
     token; num_asked is how many more are to come with the result of its last step.
 
-    num_written is the number of tokens whose keys and values the ranks have been asked to write to
-    disk, counted from the first.
-
     boundaries are the positions in the prompt behind which the next prompt of the same chat may
     differ. stops are the positions at which prefill still has to stop for a checkpoint. may_read
     says whether a prefix may still be read from disk.
@@ -162,7 +159,6 @@ class Sequence:
     num_copied: int = 0
     work_of_younger: float = 0.0
     num_done: int = 0
-    num_written: int = 0
     is_held: bool = False
     original: "Sequence | None" = None
     cache_scope: str = ""
@@ -227,7 +223,6 @@ class Sequence:
         self.num_copied = 0
         self.num_pending = 0
         self.num_done = 0
-        self.num_written = 0
         self.is_held = False
         self.may_read = True
         self.drafts = []

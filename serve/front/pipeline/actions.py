@@ -24,8 +24,7 @@ class ReplaceEngine:
 
 @dataclass(frozen=True, slots=True)
 class AskForPlan:
-    """Asks rank 0's engine for a plan, as MakePlan says. It answers with a report of Planned or
-    Fault."""
+    """Asks rank 0's engine for a plan, as MakePlan says. It reports Planned or Fault."""
 
     request: PlanRequest
     link: Link | None = None
@@ -42,9 +41,7 @@ class MeasureLinks:
 
 @dataclass(frozen=True, slots=True)
 class RenewRank:
-    """Tells a rank's parent to start a new engine, which reports the state STARTING. With dump,
-    the old one writes its stacks first. With keep, it stays if it leaves its ring in time, and
-    reports Left."""
+    """Does the same as ReplaceEngine on another rank, which reports STARTING or Left."""
 
     rank: int
     life: int
@@ -75,8 +72,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Lets the scheduler send steps. seconds is the time that the recovery took, or None for the
-    first start."""
+    """Lets the scheduler send steps. seconds is what the recovery took; None at the start."""
 
     life: int
     seconds: float | None
@@ -99,8 +95,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Ends the connection of a rank, which may join again. If is_silent, its parent does not
-    answer, and its launcher has to replace it."""
+    """Ends the connection of a rank. If is_silent, its launcher replaces its parent."""
 
     rank: int
     pid: int

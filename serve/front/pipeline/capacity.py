@@ -79,8 +79,7 @@ def _chunk_seconds(
     num_groups: int,
     max_inter_token: float,
 ) -> float:
-    """Returns how long a prefill step may take on a stage for tokens to be at most max_inter_token
-    seconds apart."""
+    """Returns how long a prefill step may take if tokens are max_inter_token s apart."""
     num_stages = len(decode_seconds)
     slowest = max(decode_seconds)
     num_chunks = max_chunks_between_steps(num_stages)
@@ -96,8 +95,7 @@ def _chunk_seconds(
 
 
 def token_cost(stages: list[StageStatus]) -> float | None:
-    """Returns the time that one more token takes in a decode step, as a share of a step with one
-    token. Returns None until every stage has decoded."""
+    """Returns the time of one more token in a decode step, as a share of one with one token."""
     costs = [stage.pace.decode_cost for stage in stages]
     if not all(cost.is_known for cost in costs):
         return None
@@ -109,8 +107,7 @@ def token_cost(stages: list[StageStatus]) -> float | None:
 
 
 def draft_model_costs(stages: list[StageStatus]) -> ModelCosts | None:
-    """Returns what the draft model costs, or None if there is none. Until its times are known, it
-    is expected to be faster than the model by the size of its weights."""
+    """Returns what the draft model costs, by measurement or size; None without one."""
     draft_bytes = stages[0].loaded.draft_bytes
     if not draft_bytes:
         return None
@@ -134,16 +131,16 @@ def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:
     free while a prompt is scored. Raises PlanError if the room is less than the minimum."""
     ranks = [stage.rank for stage in stages]
     plans = [stage.plan for stage in stages if stage.plan]
-    no_adapters = [0] * len(ranks)
-    adapters = _amounts(config.adapter_memory, ranks) or no_adapters
-    memory = _amounts(config.memory, ranks)
+    adapters = [0] * len(ranks)
+    if config.adapter_memory:
+        adapters = memory_of(config.adapter_memory, ranks)
     beside_scoring = [
         _free_beside_scoring(stage, config.constants.prefill_chunk) for stage in stages
     ]
     free = _less(beside_scoring, adapters)
     budgets = free
-    if memory:
-        memory = _less(memory, adapters)
+    if config.memory:
+        memory = _less(memory_of(config.memory, ranks), adapters)
         memory = _less(memory, [plan.draft_bytes for plan in plans])
         pairs = zip(kv_budgets(plans, memory), free, strict=True)
         budgets = [min(pair) for pair in pairs]
@@ -158,13 +155,6 @@ def kept_bytes(kept: PrefixIndex, stages: list[StageStatus]) -> int:
     return kept.num_bytes(bytes_per_token, bytes_per_sequence)
 
 
-def _amounts(flag: str | None, ranks: list[int]) -> list[int] | None:
-    """Returns the bytes that a flag gives each rank, or None without the flag."""
-    if flag:
-        return memory_of(flag, ranks)
-    return None
-
-
 def _less(amounts: list[int], kept: list[int]) -> list[int]:
     """Subtracts what is kept on each rank from its amount."""
     pairs = zip(amounts, kept, strict=True)
@@ -172,8 +162,7 @@ def _less(amounts: list[int], kept: list[int]) -> list[int]:
 
 
 def _free_beside_scoring(stage: StageStatus, prefill_chunk: int) -> int:
-    """Returns the bytes that are free while a prompt is scored in chunks of this size. Only
-    scoring has more than one row of logits for a sequence."""
+    """Returns the bytes that are free while a prompt is scored in such chunks."""
     num_tokens = int(MAX_CHUNK_SHARE * prefill_chunk)
     logits_bytes = num_tokens * stage.loaded.logits_bytes_per_token
     return stage.loaded.free_bytes - logits_bytes - stage.loaded.scoring_bytes
@@ -185,12 +174,13 @@ def better_split(stages: list[StageStatus]) -> list[int] | None:
     to gain."""
     if len(stages) < 2:
         return None
-    if not all(stage.plan and stage.pace.num_decode_steps >= _WARM_STEPS for stage in stages):
+    if not all(stage.pace.num_decode_steps >= _WARM_STEPS for stage in stages):
         return None
     seconds = [stage.pace.decode_seconds or 0.0 for stage in stages]
-    costs = _stage_costs(stages, seconds)
-    num_layers = sum(_num_layers(stage) for stage in stages)
-    best = _fastest_split(costs, num_layers)
+    layers = [stage.plan.layers for stage in stages if stage.plan]
+    num_layers = [end - start for start, end in layers]
+    costs = _stage_costs(num_layers, seconds)
+    best = _fastest_split(costs, sum(num_layers))
     slowest = max(cost.seconds(num) for cost, num in zip(costs, best, strict=True))
     is_worthwhile = slowest < _WORTHWHILE * max(seconds)
     return best if is_worthwhile else None
@@ -207,9 +197,8 @@ class _StageCost:
         return self.head_seconds + num_layers * self.layer_seconds
 
 
-def _stage_costs(stages: list[StageStatus], seconds: list[float]) -> list[_StageCost]:
+def _stage_costs(num_layers: list[int], seconds: list[float]) -> list[_StageCost]:
     """Derives the cost of each rank from the seconds of its decode steps."""
-    num_layers = [_num_layers(stage) for stage in stages]
     pairs = zip(seconds, num_layers, strict=True)
     layer_seconds = [stage_seconds / num for stage_seconds, num in pairs]
     # Rank 0 has the head too. Its layers take about as long as those of other ranks.
@@ -221,8 +210,7 @@ def _stage_costs(stages: list[StageStatus], seconds: list[float]) -> list[_Stage
 
 
 def _fastest_split(costs: list[_StageCost], num_layers: int) -> list[int]:
-    """Returns the numbers of layers with which the slowest rank is as fast as possible. Each rank
-    has one layer at least."""
+    """Returns the numbers of layers, at least 1, with which the slowest rank is fastest."""
     split = [1] * len(costs)
     for _ in range(num_layers - len(costs)):
         # The next layer goes to the rank that is the fastest with it.
@@ -231,9 +219,3 @@ def _fastest_split(costs: list[_StageCost], num_layers: int) -> list[int]:
         fastest = with_one_more.index(min(with_one_more))
         split[fastest] += 1
     return split
-
-
-def _num_layers(stage: StageStatus) -> int:
-    assert stage.plan is not None
-    start, end = stage.plan.layers
-    return end - start

@@ -46,9 +46,7 @@ class PrefillBudget:
 
 
 def max_chunks_between_steps(num_stages: int) -> int:
-    """Returns the number of prefill steps that may come between two decode steps of a group. A
-    stream waits for all of them, so they are few. With several stages, half of them may work on
-    prompts."""
+    """Returns how many prefill steps may come between two decode steps. Streams wait for them."""
     return max(1, num_stages // 2)
 
 

@@ -24,8 +24,6 @@ from serve.core.layouts import Link
 from serve.core.messages import (
     AdapterRead,
     AdapterRefused,
-    Admit,
-    Embed,
     Fault,
     Left,
     LoadAdapter,
@@ -38,10 +36,10 @@ from serve.core.messages import (
     Report,
     Result,
     Start,
+    ToEngine,
     ToPrefixCache,
 )
 from serve.core.plan import StagePlan
-from serve.core.types import Step
 from serve.front.adapters.loader import AdapterLoader
 from serve.front.pipeline import actions, events
 from serve.front.pipeline.lifecycle import Lifecycle
@@ -72,8 +70,7 @@ class StartView(Protocol):
 
 
 class Driver:
-    """Runs the engines for requests and adapters. folder has the model's config, also for a model
-    on the hub. view shows the progress of the start."""
+    """Runs the engines for requests and adapters. folder has the model's config."""
 
     def __init__(
         self,
@@ -112,8 +109,7 @@ class Driver:
         self.on(events.Begin())
 
     async def close(self) -> None:
-        """Ends the engines, and tells the other ranks to end. Raises EngineError if an engine does
-        not end."""
+        """Ends the engines of all ranks. Raises EngineError if one does not end."""
         self.on(events.Close())
         for task in (*self._tasks, self._preparing, self._reading):
             if task:
@@ -126,27 +122,26 @@ class Driver:
             await self._control.close()
 
     async def until_loaded(self) -> None:
-        """Returns when the engines accept messages, which may be some seconds after a fault. Raises
-        UnavailableError if the first start has not succeeded yet."""
+        """Waits until engines accept messages. Raises UnavailableError if they never did."""
         if not self._lifecycle.has_worked and (late := self._lifecycle.late()):
             raise UnavailableError(f"The cluster is not ready ({late}): try again later.")
         await self._loaded.wait()
 
-    def send(self, message: Admit | Embed | Step) -> None:
+    def send(self, message: ToEngine) -> None:
         """Sends a message to rank 0's engine."""
-        self._send_to_engine(message)
+        assert self._process is not None
+        self._process.link.send(message)
 
     def tell_all(self, message: LoadAdapter | ToPrefixCache) -> None:
         """Sends a message to the engines of all ranks that take part."""
-        self._send_to_engine(message)
+        self.send(message)
         for rank in self._lifecycle.ring[1:]:
             self._control.send(rank, message)
 
     # --- events
 
     def hear(self, rank: int, heard: Heard) -> None:
-        """Hands an answer to the part that has asked for it, unless its life is over, and all else
-        to the life cycle."""
+        """Hands an answer of this life to the part that asked, and all else to the life cycle."""
         with self._failing_by_bugs():
             match heard:
                 case Report(life, AdapterRead() | AdapterRefused() as answer):
@@ -159,8 +154,7 @@ class Driver:
                     self.on(events.Heard(rank, heard))
 
     def on(self, event: events.Event) -> None:
-        """Takes an event and performs the actions that follow. If an action causes another event,
-        this waits until all actions of the first one are done."""
+        """Performs the actions that follow from an event. An event that an action causes waits."""
         self._events.append(event)
         if self._is_taking:
             return
@@ -190,7 +184,7 @@ class Driver:
             case actions.ReplaceEngine(life, dump, keep):
                 self._spawn(self._replace_engine(life, dump, keep))
             case actions.AskForPlan(request, link, shard_counts):
-                self._send_to_engine(MakePlan(str(self._folder), request, link, shard_counts))
+                self.send(MakePlan(str(self._folder), request, link, shard_counts))
             case actions.MeasureLinks(life, ranks):
                 self._spawn(self._measure_links(life, ranks))
             case actions.RenewRank(rank, life, dump, keep):
@@ -284,7 +278,7 @@ class Driver:
                 self._control.send(stage.rank, Start(message))
             else:
                 self._lifecycle.ranks[0].pid = os.getpid()
-                self._send_to_engine(message)
+                self.send(message)
 
     def _settle(self, life: int) -> None:
         stages = self._lifecycle.stages
@@ -381,10 +375,6 @@ class Driver:
         except Exception as error:  # Nobody else would report it.
             _logger.error("event=bug", exc_info=error)
             self._fail(EngineError(f"{type(error).__name__}: {error}"))
-
-    def _send_to_engine(self, message: Any) -> None:
-        assert self._process is not None
-        self._process.link.send(message)
 
 
 def _as_fault(error: Exception) -> BrigadeError:

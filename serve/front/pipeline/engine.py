@@ -101,8 +101,7 @@ class Engine:
         adapter_version: int = 0,
         cache_scope: str = "",
     ) -> Generation:
-        """Begins a request. adapter_version is 0 for the model alone; prefixes are shared within
-        cache_scope. Raises UnavailableError, OverloadedError or RequestError."""
+        """Begins a request. Raises UnavailableError, OverloadedError or RequestError."""
         reason = self._not_ready()
         if reason and (self._driver.failure.done() or not self._lifecycle.has_worked):
             raise UnavailableError(f"The cluster is not ready ({reason}): try again later.")
@@ -117,14 +116,17 @@ class Engine:
 
     @property
     def makes_checkpoints(self) -> bool:
-        """Whether the boundaries of prompts are needed, because the model has caches that cannot be
-        cut."""
+        """Whether the boundaries of prompts are needed: some caches cannot be cut."""
         return self._requests.scheduler.reuse == "checkpoints"
 
     def ready_reason(self) -> str | None:
         """Returns the reason why requests cannot be served, in one line, or None. Requests are
         still accepted while a rank is silent for a short time, and wait for it."""
-        return self._not_ready() or self._silent()
+        if reason := self._not_ready():
+            return reason
+        now = time.monotonic()
+        silent = [stage.rank for stage in self._lifecycle.stages if is_silent(stage, now)]
+        return f"rank {silent[0]}: silent" if silent else None
 
     def _not_ready(self) -> str | None:
         if self._driver.failure.done():
@@ -134,13 +136,6 @@ class Engine:
         if self._lifecycle.is_working:
             return None
         return "warming up" if self._requests.is_warming_up else "loading adapters"
-
-    def _silent(self) -> str | None:
-        now = time.monotonic()
-        for stage in self._lifecycle.stages:
-            if is_silent(stage, now):
-                return f"rank {stage.rank}: silent"
-        return None
 
     def pipeline(self) -> dict[str, Any]:
         """Returns the state of the stages and the scheduler, as /admin/pipeline shows it."""
@@ -193,19 +188,14 @@ class Engine:
         """Returns the state of the life cycle, in words for operators, and the latest fault."""
         lifecycle = self._lifecycle
         fault = lifecycle.last_fault
-        fault_reason = None
-        seconds_ago = None
-        if fault:
-            fault_reason = fault.reason
-            seconds_ago = round(time.monotonic() - fault.time)
         return {
             "name": lifecycle.state.name.lower(),
             "what": lifecycle.state.value,
             "reason": self.ready_reason(),
             "has_worked": lifecycle.has_worked,
             "missing": lifecycle.missing,
-            "fault": fault_reason,
-            "fault_seconds_ago": seconds_ago,
+            "fault": fault and fault.reason,
+            "fault_seconds_ago": fault and round(time.monotonic() - fault.time),
         }
 
     def spans_after(self, numbers: Mapping[int, int], seconds: float) -> list[StageSpan]:

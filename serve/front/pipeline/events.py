@@ -56,7 +56,7 @@ AWAITED = {
 
 @dataclass(frozen=True, slots=True)
 class LastFault:
-    """The reason of the latest fault, and the time of the monotonic clock when it was reported."""
+    """The reason of the latest fault, and the monotonic time when it was reported."""
 
     reason: str
     time: float
@@ -84,8 +84,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class EngineStarted(Answer):
-    """Rank 0 has an engine process that waits for an order. It is a new one, or the old one, which
-    has left its ring."""
+    """Rank 0's engine waits for an order: a new one, or one that has left its ring."""
 
     left: Left | None = None
 
@@ -133,8 +132,7 @@ class Broken(Answer):
 
 @dataclass(frozen=True, slots=True)
 class Interrupted(Answer):
-    """The requests wait for the next life. num_explained faults, including the latest one, were
-    caused by a request that has been given up; 0 if there is no such request."""
+    """The requests wait. One that was given up has caused num_explained faults; else it is 0."""
 
     num_explained: int
 
@@ -159,8 +157,7 @@ EXPECTED_IN: dict[type[Answer], State] = {
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """The deadline has passed. For waiting_seconds, steps have been under way without a
-    result."""
+    """The deadline has passed. Steps have been under way for waiting_seconds without a result."""
 
     waiting_seconds: float
 

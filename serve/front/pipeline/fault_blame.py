@@ -16,8 +16,7 @@ MAX_FAULTS_ALONE = 2
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """The sequence that ended the engines num_faults times. num_explained of these faults had no
-    explanation before."""
+    """The sequence that ended the engines num_faults times, num_explained newly explained."""
 
     sequence: int
     num_faults: int

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from serve.core.config import ServeConfig
 from serve.core.errors import (
     BrigadeError,
     ClusterError,
@@ -43,34 +42,13 @@ from serve.front.pipeline.status import (
     stuck_ranks,
 )
 from serve.parent.control import Gone, Joined
-from serve.parent.restarts import Judgement, Restarts, better_reason, may_pass, reason_seconds
+from serve.parent.restarts import Judgement, better_reason, may_pass, reason_seconds
 
 WATCH_SECONDS = 0.5
 
 
 class Lifecycle(Machine):
-    """The life cycle of the engines of all ranks. The arguments are those of Machine."""
-
-    def __init__(
-        self,
-        config: ServeConfig,
-        hosts: Sequence[str],
-        facts: dict[str, str],
-        *,
-        is_launched: bool = False,
-    ) -> None:
-        super().__init__(config, hosts, facts, is_launched=is_launched)
-        self.recovery_seconds = 0.0
-        self._plans: dict[tuple[int, ...], list[StagePlan] | PlanError] = {}
-        self._tried: tuple[int, ...] = ()  # the ranks of the latest plan
-        self._settled: tuple[int, ...] = ()  # the latest ring with room for keys and values
-        self._restarts = Restarts(config.constants.max_restarts, config.constants.restart_window)
-        self._reason: BrigadeError | None = None
-        self._has_engine = False
-        self.has_worked = False
-        self._recovering_since: float | None = None
-        self._pause_seconds = 0.0
-        self._gather_until = 0.0
+    """The life cycle of the engines of all ranks."""
 
     # --- events
 
@@ -149,8 +127,7 @@ class Lifecycle(Machine):
             self._fault(ClusterError(reason))
 
     def _on_reported_fault(self, rank: int, life: int, error: BrigadeError) -> None:
-        """Takes a fault that an engine has reported. Faults of engines that have been ended are
-        ignored, unless no restart can fix them."""
+        """Takes a fault. Those of engines that were ended count only if no restart helps."""
         is_planning = self.state in (State.PLANNING, State.REPLANNING)
         if not rank and life == self.number:
             self._has_engine = False
@@ -376,8 +353,7 @@ class Lifecycle(Machine):
         self._pause()
 
     def _on_no_room(self, error: PlanError) -> None:
-        """Continues with the ranks that worked before, without those that joined them. If there
-        are none, waits for more ranks."""
+        """Continues with the ranks that worked before, or waits for more ranks."""
         newcomers = set(self.ring).difference(self._settled) if self._settled else set()
         if newcomers:
             self.roster.unfit |= newcomers
@@ -492,8 +468,7 @@ class Lifecycle(Machine):
         self._probe(silent)
 
     def _look_for_silence(self, patience_seconds: float) -> None:
-        """Notices a parent that has stopped while its engine still works. A stall is noticed
-        earlier, because it says more."""
+        """Notices a parent that has stopped while its engine still works."""
         silent = [
             stage for stage in self.stages if self._now - stage.timeline.heard_at > patience_seconds
         ]

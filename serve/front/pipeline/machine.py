@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from serve.core.config import ServeConfig
-from serve.core.errors import BrigadeError, ClusterError
+from serve.core.errors import BrigadeError, ClusterError, PlanError
 from serve.core.layouts import Link, shard_counts
 from serve.core.messages import Planned
 from serve.core.plan import StagePlan
@@ -15,7 +15,7 @@ from serve.front.pipeline import actions, events
 from serve.front.pipeline.events import LastFault, State
 from serve.front.pipeline.orders import replan_request
 from serve.front.pipeline.status import StageStatus
-from serve.parent.restarts import Judgement
+from serve.parent.restarts import Judgement, Restarts
 from serve.parent.roster import Roster
 
 # Without a sign of a parent, which waits until its engine leaves its ring or ends (15 s, see
@@ -47,6 +47,17 @@ class Machine:
         self.last_fault: LastFault | None = None
         self._link: Link | None = None  # the slowest one, if the layout is chosen by it
         self._choices: dict[tuple[int, ...], str] = {}  # why layouts were chosen, by their ring
+        self.has_worked = False
+        self.recovery_seconds = 0.0
+        self._plans: dict[tuple[int, ...], list[StagePlan] | PlanError] = {}
+        self._tried: tuple[int, ...] = ()  # the ranks of the latest plan
+        self._settled: tuple[int, ...] = ()  # the latest ring with room for keys and values
+        self._restarts = Restarts(config.constants.max_restarts, config.constants.restart_window)
+        self._reason: BrigadeError | None = None
+        self._has_engine = False
+        self._recovering_since: float | None = None
+        self._pause_seconds = 0.0
+        self._gather_until = 0.0
         self._judgement = Judgement(was_working=False)
         # After a stall, the ranks whose engines are stuck, and None after other faults.
         self._stuck: frozenset[int] | None = None
@@ -87,12 +98,6 @@ class Machine:
         if config.replan:
             return config.join_timeout
         return config.constants.return_timeout
-
-    @property
-    def _can_stay(self) -> bool:
-        """Whether engines may keep what they hold for the next life. Shards cannot, because their
-        layers use MLX's group."""
-        return self.num_shards == 1
 
     @property
     def _have_stayed(self) -> bool:
@@ -154,11 +159,11 @@ class Machine:
 
     @property
     def _patience_seconds(self) -> float:
-        """The seconds that the state may last without progress of any stage. The ring can only
-        form when every engine has imported MLX and said that it joins."""
+        """The seconds without progress of any stage after which the state is late."""
         match self.state:
             case State.STARTING:
                 return RENEW_SECONDS
+            # The ring can only form when every engine has imported MLX and said that it joins.
             case State.JOINING if not any(
                 stage.state is StageState.STARTING for stage in self.stages
             ):
@@ -175,7 +180,7 @@ class Machine:
         )
 
     def _choice_without(self, silent: int) -> str:
-        """Returns why no layout was chosen, for people: this rank's link could not be measured."""
+        """Returns why no layout was chosen: this rank's link could not be measured."""
         return (
             f"Layout {len(self.ring)} x 1 (stages x shards), because the link to rank {silent} on "
             f"{self.ranks[silent].host} could not be measured: its parent did not answer in time. "
@@ -238,7 +243,8 @@ class Machine:
         stuck, self._stuck = self._stuck, None
         is_stalled = stuck is not None
         is_explained = stuck is None or bool(stuck)
-        self._keeps_engines = self._judgement.was_working and self._can_stay and is_explained
+        can_stay = self.num_shards == 1  # The layers of shards use MLX's group.
+        self._keeps_engines = self._judgement.was_working and can_stay and is_explained
         self._judgement.was_working = False
         staying: set[int] = set()
         if self._keeps_engines:

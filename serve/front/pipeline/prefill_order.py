@@ -55,8 +55,7 @@ def tolerance(sequence: Sequence) -> float:
 
 
 def in_order(prefilling: Iterable[Sequence]) -> list[Sequence]:
-    """Returns the prompts that may be read next, the best one first. There is one if any prompt is
-    prefilled."""
+    """Returns the prompts that may be read next, the best one first, if there are any."""
     allowed: list[Sequence] = []
     for sequence in sorted(prefilling, key=_age):
         allowed.append(sequence)
@@ -66,8 +65,7 @@ def in_order(prefilling: Iterable[Sequence]) -> list[Sequence]:
 
 
 def next_to_admit(waiting: Iterable[Sequence], prefilling: list[Sequence]) -> Sequence | None:
-    """Returns the next of the waiting prompts, the oldest of which comes first, to be admitted
-    beside those that are prefilled."""
+    """Returns the waiting prompt that is next. The oldest of waiting comes first."""
     best: Sequence | None = None
     most = math.inf  # what all older ones tolerate
     for sequence in waiting:
@@ -80,8 +78,7 @@ def next_to_admit(waiting: Iterable[Sequence], prefilling: list[Sequence]) -> Se
 
 
 def note_overtaking(read: Sequence, num_tokens: int, others: Iterable[Sequence]) -> None:
-    """Counts the next num_tokens tokens that are read of a prompt against the older ones among
-    others."""
+    """Counts the next num_tokens of a prompt against older ones among others."""
     start = read.num_computed
     amount = work(start, start + num_tokens)
     for sequence in others:

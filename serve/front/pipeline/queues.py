@@ -30,8 +30,7 @@ class Waiting:
         yield from self._reading
 
     def next(self, prefilling: list[Sequence], sequence_id: int | None = None) -> Sequence | None:
-        """Returns the sequence that is next beside those that are prefilled, or the one with this
-        id. Returns None if all are blocked."""
+        """Returns the next sequence that is not blocked, or the one with this id, if any."""
         if sequence_id is not None:
             free = (*self._put_back, *self.new)
             return next((sequence for sequence in free if sequence.id == sequence_id), None)
@@ -66,8 +65,7 @@ class Waiting:
             self.put_back([sequence])
 
     def free_copies(self, original: Sequence) -> None:
-        """Moves the copies of a sequence to the front of the queue, so that they begin before it
-        decodes."""
+        """Moves the copies of a sequence to the front: they begin before it decodes."""
         copies = [copy for copy in self._copies if copy.original is original]
         for copy in copies:
             self._copies.remove(copy)
@@ -102,13 +100,17 @@ def unfinished(group: Group) -> list[Sequence]:
 @dataclass(frozen=True, slots=True)
 class InFlight:
     """A step whose result has not come back. group is None for prefill. ends has the number of
-    tokens of each sequence that are computed once it has run. embedded are the sequences whose
-    embedding comes with the result."""
+    tokens of each sequence that are computed once it has run."""
 
     group: Group | None
     sequences: tuple[Sequence, ...]
     ends: tuple[int, ...]
-    embedded: tuple[Sequence, ...] = ()
+
+    @property
+    def embedded(self) -> list[Sequence]:
+        """The sequences whose embedding comes with the result."""
+        pairs = zip(self.sequences, self.ends, strict=True)
+        return [s for s, end in pairs if s.pooling and end == s.num_to_prefill]
 
 
 def common_position(

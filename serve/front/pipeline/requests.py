@@ -146,8 +146,7 @@ class Requests:
         adapter_version: int,
         cache_scope: str,
     ) -> list[Sequence]:
-        """Makes one sequence for each answer, or one to embed. The prompt of the first one is
-        computed, and the others copy it."""
+        """Makes a sequence to embed, or one for each answer: all but the first are copies."""
         sequences: list[Sequence] = []
         max_tokens = max(1, prompt.max_tokens)  # Even a mere echo computes one token.
         for sampling in prompt.samplings or (Sampling(),):
@@ -189,8 +188,7 @@ class Requests:
     # --- from one life of the engines to the next
 
     def settle(self, stages: list[StageStatus]) -> KvRoom:
-        """Prepares for other stages than before, and ends the sequences that do not fit them.
-        Raises PlanError if there is not even room for a short sequence."""
+        """Adapts to other stages, and ends sequences that do not fit. Raises PlanError."""
         room = room_under_limits(stages, self._config)
         self._ranks = [stage.rank for stage in stages]
         self._stages = first_shards(stages)
@@ -258,8 +256,7 @@ class Requests:
         return self._warm_up is not None
 
     def resume(self) -> None:
-        """Starts sending steps to engines that hold nothing yet, except for what `keep` has
-        returned."""
+        """Starts sending steps to engines that hold nothing but what `keep` has returned."""
         self._is_running = True
         self._adapt_to_pace()  # to that of the warm-up
         self._open_disk()
@@ -303,12 +300,10 @@ class Requests:
 
     def _open_disk(self) -> None:
         """Uses the prefix cache on disk, if all ranks that take part have one."""
-        stored = {rank: self._stored.get(rank) for rank in self._ranks}
-        present = {rank: own for rank, own in stored.items() if own is not None}
+        present = {rank: self._stored[rank] for rank in self._ranks if rank in self._stored}
         if not present or self.scheduler.reuse == "none":
             return
-        if len(present) < len(stored):
-            missing = sorted(stored.keys() - present.keys())
+        if missing := sorted(set(self._ranks) - present.keys()):
             _logger.warning("event=prefix_cache_disk_off ranks_without=%s", missing)
             return
         has_states = self.scheduler.reuse == "checkpoints"
@@ -346,8 +341,7 @@ class Requests:
         return disk.to_json()
 
     def clear_prefixes(self) -> None:
-        """Drops all that is kept, in memory and on disk. If engines restart meanwhile, they delete
-        the files when they work again."""
+        """Drops all that is kept, in memory and on disk, or else on disk after the restart."""
         self.scheduler.room.drop_all()
         self._must_clear_disk = self.scheduler.room.disk is None
         self._pump()
@@ -375,19 +369,16 @@ class Requests:
             blame.sequence,
             blame.num_faults,
         )
-        generation = self._generations[blame.sequence]
-        generation.put(
-            GivenUpError(
-                f"This request crashed the engines {blame.num_faults} times, the last "
-                "time while it ran alone: do not send it again."
-            )
+        error = GivenUpError(
+            f"This request crashed the engines {blame.num_faults} times, the last "
+            "time while it ran alone: do not send it again."
         )
-        self._end_all_of(generation)
+        self._end(self._generations[blame.sequence], error)
 
-    def _end_all_of(self, generation: Generation) -> None:
-        for sequence_id, other in list(self._generations.items()):
-            if other is generation:
-                self._drop(sequence_id)
+    def _end(self, generation: Generation, error: BrigadeError) -> None:
+        generation.put(error)
+        for sequence_id in generation.sequence_ids:
+            self._drop(sequence_id)
 
     def fail(self, error: BrigadeError) -> None:
         """Ends every request with an error, because the cluster has failed."""
@@ -405,12 +396,9 @@ class Requests:
 
     def end_with_adapter(self, version: int, error: BrigadeError) -> None:
         """Ends the requests that run or wait with this version of an adapter."""
-        for sequence_id, generation in list(self._generations.items()):
-            if sequence_id not in self._generations:
-                continue  # It has ended together with another sequence of its request.
-            if self.scheduler.sequence(sequence_id).adapter_version == version:
-                generation.put(error)
-                self._drop(sequence_id)
+        for generation in dict.fromkeys(self._generations.values()):
+            if generation.adapter_version == version:
+                self._end(generation, error)
 
     # --- steps
 

@@ -26,7 +26,6 @@ from serve.core.types import (
     Event,
     FinishReason,
     Group,
-    Load,
     Row,
     Sequence,
     Step,
@@ -105,8 +104,7 @@ class Scheduler:
 
     @property
     def num_held_tokens(self) -> int:
-        """The tokens whose keys and values the stages hold, including those of kept sequences. A
-        checkpoint counts as the tokens that would take as much memory."""
+        """The tokens whose keys and values the stages hold. States count as tokens."""
         return self.room.kept.num_tokens + self._num_running_tokens
 
     @property
@@ -158,8 +156,7 @@ class Scheduler:
         self.room = Room(self.prefix_counts, max_held_tokens, state_tokens)
 
     def retire(self, adapter_version: int) -> None:
-        """Notes that no new sequence has this adapter version. The stages free it after its last
-        sequence."""
+        """Has the stages free an adapter version after its last sequence. No new one has it."""
         self._retired.add(adapter_version)
         self.room.drop_adapter(adapter_version)
 
@@ -167,8 +164,7 @@ class Scheduler:
         return sum(sequence.adapter_version == adapter_version for sequence in self._live.values())
 
     def drop(self, sequence_id: int, may_keep: bool = False) -> None:
-        """Ends a sequence, in whatever state it is. Unknown and ended sequences are ignored. With
-        may_keep, later prompts can begin as a copy of what is computed of it."""
+        """Ends a sequence, if it is known. With may_keep, later prompts can begin as its copy."""
         if sequence := self._take_out(sequence_id):
             self.waiting.free_copies(sequence)
             sequence.may_keep = may_keep
@@ -176,8 +172,7 @@ class Scheduler:
             self._let_go()
 
     def run_alone(self, sequence_id: int | None) -> None:
-        """Makes all other sequences wait while this one runs, including those that are running.
-        None lets all run."""
+        """Makes all other sequences wait, even running ones. None lets all run."""
         if sequence_id == self._alone:
             return
         self._alone = sequence_id
@@ -188,8 +183,7 @@ class Scheduler:
                     self._send_back(sequence)
 
     def schedule(self) -> Step | None:
-        """Returns the next step, or None if there is none until another result or sequence
-        comes."""
+        """Returns the next step, or None until another result or sequence comes."""
         if not self._ready:
             self._admit()
             self._emit(self._decode() or self._prefill())
@@ -222,7 +216,7 @@ class Scheduler:
         self._in_flight.clear()
         self._ready.clear()
         self._leaving.clear()
-        self.room.clear()
+        self.room = Room(self.prefix_counts, self.room.max_tokens, self.room.state_tokens)
         self.prefilling.clear()
         for group in self.groups:
             group.sequences.clear()
@@ -288,8 +282,7 @@ class Scheduler:
         return None
 
     def _next_prompts(self, is_beside_decoding: bool) -> tuple[list[Sequence], list[int]]:
-        """Returns the prompts that share the next prefill step, and how many tokens of each it
-        takes."""
+        """Returns the prompts that share the next prefill step, and the tokens of each."""
         ordered = in_order(self.prefilling)
         budget = chunks.PrefillBudget(
             self._num_stages,
@@ -313,8 +306,7 @@ class Scheduler:
         return step
 
     def _may_prefill(self, decoding: list[Group]) -> bool:
-        """Whether another prefill step may be under way: one for each stage, and not too many
-        between two steps of a group that decodes."""
+        """Whether another prefill step may be under way, beside groups that decode."""
         steps = self._in_flight.values()
         under_way = [step for step in steps if step.sequences and step.group is None]
         if len(under_way) >= self._num_stages:
@@ -357,12 +349,10 @@ class Scheduler:
             sequence.num_computed += count
             sequence.is_held = True
             self.room.write_running(sequence)
-        embedded = [s for s in fed if s.pooling and s.num_computed == s.num_to_prefill]
-        for sequence in fed if sample else embedded:
+        under_way = InFlight(group, tuple(fed), tuple(s.num_computed for s in fed))
+        self._in_flight[self.num_steps] = under_way
+        for sequence in fed if sample else under_way.embedded:
             sequence.num_pending += 1 + len(sequence.drafts)
-        self._in_flight[self.num_steps] = InFlight(
-            group, tuple(fed), tuple(s.num_computed for s in fed), tuple(embedded)
-        )
         key = -1
         if group:
             key = group.id
@@ -388,8 +378,7 @@ class Scheduler:
             self._join_if_prefilled(sequence)
 
     def _next(self) -> Sequence | None:
-        """Returns the waiting sequence that is next. If one has to run alone, returns that one, as
-        soon as no step of another sequence is under way."""
+        """Returns the waiting sequence that is next, or the one that has to run alone."""
         under_way = any(step.sequences for step in self._in_flight.values())
         if self._alone is not None and under_way:
             return None
@@ -398,7 +387,8 @@ class Scheduler:
     def _reuse_prefix(self, sequence: Sequence) -> None:
         found = beginning_of_original(sequence, self._live)
         if not found and (found := self._find_prefix(sequence)):
-            self.prefix_counts.reused(found.num_tokens)
+            self.prefix_counts.num_reuses += 1
+            self.prefix_counts.num_reused_tokens += found.num_tokens
         sequence.begin_as_copy(found.num_tokens if found else 0)
         if not found:
             return
@@ -415,21 +405,20 @@ class Scheduler:
         """Whether a sequence waits from here on until its prefix has been read from disk."""
         # It begins as a copy of what is read, so there has to be room for both.
         num_tokens = self._num_running_tokens + sequence.num_tokens + _SPARE_TOKENS
-        reads = self.room.read(sequence, self.reuse == "checkpoints", num_tokens)
-        if reads:
-            self.waiting.block(sequence)
-        return reads
+        if not self.room.read(sequence, num_tokens):
+            return False
+        self.waiting.block(sequence)
+        return True
 
     def on_prefix_read(self, rank: int, answer: PrefixRead) -> None:
-        """Takes a rank's answer to a read. After the last answer the sequence may begin, as a copy
-        of what was read or from its start."""
-        if self.room.disk is None or (loaded := self.room.disk.on_read(rank, answer)) is None:
+        """Takes a rank's answer to a read. After the last one the sequence may begin."""
+        if self.room.disk is None or (read := self.room.disk.on_read(rank, answer)) is None:
             return
-        if loaded.id is not None:
-            load = Load(loaded.id, loaded.num_tokens)
+        sequence, load = read
+        if load:
             self._emit(replace(self._step([], []), load=(load,)))
-            self.room.keep_loaded(loaded, self._num_running_tokens)
-        self.waiting.unblock(loaded.sequence)
+            self.room.keep_loaded(sequence, load, self._num_running_tokens)
+        self.waiting.unblock(sequence)
 
     def _write_to_disk(self) -> None:
         """Has the stages write the next file, in a step of its own."""
@@ -496,9 +485,8 @@ class Scheduler:
             self._end(sequence)
         return Event(sequence.id, token, reason)
 
-    def _end_embedded(self, sequences: tuple[Sequence, ...]) -> list[Event]:
-        """Ends sequences whose embedding has come. They are not kept, because nobody continues
-        their prompts."""
+    def _end_embedded(self, sequences: list[Sequence]) -> list[Event]:
+        """Ends sequences whose embedding has come. Nobody continues their prompts."""
         events = []
         for sequence in sequences:
             sequence.num_pending -= 1
@@ -540,18 +528,12 @@ class Scheduler:
         return self._make_room(min(wanted, max_tokens - running))
 
     def _make_room(self, num_tokens: int) -> bool:
-        """Makes room for num_tokens more tokens: drops kept sequences, and then sends running ones
-        back. Returns False if there is no room until another result comes."""
+        """Drops kept sequences, then sends running ones back; False if a result has to come."""
         while not self.room.make(self._num_running_tokens + num_tokens):
-            if self._leaving or not self._send_back_youngest():
+            running = [s for s in self._live.values() if s not in self.waiting]
+            if self._leaving or len(running) < 2:
                 return False
-        return True
-
-    def _send_back_youngest(self) -> bool:
-        running = [s for s in self._live.values() if s not in self.waiting]
-        if len(running) < 2:
-            return False
-        self._send_back(running[-1])
+            self._send_back(running[-1])
         return True
 
     def _send_back(self, sequence: Sequence) -> None:
@@ -562,8 +544,7 @@ class Scheduler:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Forgets the leaving sequences whose steps have all come back. Those that have not ended
-        return to the queue."""
+        """Forgets leaving sequences without steps under way, or returns them to the queue."""
         for sequence in [s for s in self._leaving if not s.num_pending]:
             self._leaving.remove(sequence)
             if sequence.id in self._live:

@@ -188,8 +188,7 @@ class StageStatus:
         return self.latest.state
 
     def update(self, status: Status, ring: Sequence[int], now: float) -> None:
-        """Takes over the values of a report. ring has the ranks that take part, in order. now is a
-        time of the monotonic clock."""
+        """Takes over a report. ring has the ranks that take part, in order; now is monotonic."""
         self.latest = status
         if status.loaded:
             self._note_loaded(status.loaded)
@@ -246,8 +245,7 @@ class StageStatus:
 
     @property
     def memory_bytes(self) -> int:
-        """The memory for weights, keys and values when the stage was loaded, with that of the draft
-        model; 0 before that."""
+        """The memory for weights, draft model, keys and values; 0 until the stage is loaded."""
         if not self.loaded.free_bytes:
             return 0
         draft_bytes = self.plan.draft_bytes if self.plan else 0
@@ -262,8 +260,7 @@ class StageStatus:
         return f"rank {self.rank}: {self.state} {share:.0%}"
 
     def line(self) -> str:
-        """Returns the status as one line of the log, key=value. Only a stage that is ready has
-        byte counts: before that, they are those of an earlier engine."""
+        """Returns the status as one line of the log. Byte counts are known once it is ready."""
         words = [f"event=stage_{self.state}", f"rank={self.rank}"]
         if self.plan:
             start, end = self.plan.layers
@@ -313,8 +310,7 @@ class StageStatus:
 
 
 def first_shards(stages: Sequence[StageStatus]) -> list[StageStatus]:
-    """Returns the first shard of each stage. It stands for the others, which compute the same steps
-    at the same time."""
+    """Returns the first shard of each stage. The others compute the same steps."""
     return [stage for stage in stages if stage.plan is None or stage.plan.shard == 0]
 
 
@@ -338,8 +334,7 @@ def shard_disagreement(stages: Sequence[StageStatus]) -> PlanError | None:
 
 
 def is_silent(stage: StageStatus, now: float) -> bool:
-    """Whether the engine of a stage has stopped reporting. Engines report four times a second,
-    whatever they compute."""
+    """Whether the engine of a stage has stopped reporting, which it does whatever it computes."""
     return stage.state is StageState.READY and now - stage.timeline.heard_at > _SILENT_SECONDS
 
 
@@ -410,8 +405,7 @@ class StepLog:
 
 @dataclass(frozen=True, slots=True)
 class StageSpan:
-    """The span of one step on a stage, and the ids of the sequences that it computed. The spans of
-    a stage are numbered from 1."""
+    """The span of a step on a stage, numbered from 1, and the sequences that it computed."""
 
     rank: int
     number: int

@@ -52,8 +52,7 @@ _logger = logging.getLogger(__name__)
 
 
 class _Drafting:
-    """Guesses a few tokens of each row after its plain steps, as the draft model does if there is
-    one. They need not be right."""
+    """Guesses a few tokens of each row after its plain steps, right or wrong."""
 
     def __init__(self, is_on: bool, has_model: bool) -> None:
         self._is_on = is_on
@@ -145,7 +144,9 @@ class WarmUp:
         self._num_expected = sum(one.max_tokens for sequences in rounds for one in sequences)
         for sequences in rounds:
             await self._run_round(sequences)
-        if self._has_larger_chunks and self._clock() - started <= _QUICK_SECONDS:
+        # Several stages divide a prompt.
+        has_larger_chunks = self._num_stages == 1 and self._constants.prefill_chunk > _CHUNK
+        if has_larger_chunks and self._clock() - started <= _QUICK_SECONDS:
             self._num_expected += 1
             whole = self._sequence(self._constants.prefill_chunk + 1, _GREEDY, num_sampled=1)
             await self._run_round([whole])
@@ -189,11 +190,6 @@ class WarmUp:
             ]
         return rounds
 
-    @property
-    def _has_larger_chunks(self) -> bool:
-        """Whether a chunk is as large a server's may be. Several stages divide a prompt."""
-        return self._num_stages == 1 and self._constants.prefill_chunk > _CHUNK
-
     def _sequence(
         self,
         num_tokens: int,
@@ -212,9 +208,6 @@ class WarmUp:
             return
         self._scheduler.add(*sequences)
         self._live = {sequence.id: sequence for sequence in sequences}
-        await self._until_idle()
-
-    async def _until_idle(self) -> None:
         self._pump()
         while self._live or self._scheduler.num_in_flight:
             self._progressed.clear()

@@ -49,7 +49,7 @@ def stops_of(sequence: Sequence) -> list[int]:
 
 @dataclass(slots=True)
 class _Checkpoint:
-    """holders are the sequences that begin with its tokens."""
+    """holders are the sequences that begin with its tokens, and can be used with it."""
 
     id: int
     num_tokens: int
@@ -58,8 +58,7 @@ class _Checkpoint:
 
 
 class Checkpoints:
-    """All checkpoints, and the sequences that hold them. A checkpoint without a holder has to
-    go."""
+    """All checkpoints, and the sequences that hold them. One without a holder has to go."""
 
     def __init__(self) -> None:
         self._ids = itertools.count(FIRST_CHECKPOINT)
@@ -77,10 +76,6 @@ class Checkpoints:
     def is_full(self) -> bool:
         return len(self) >= MAX_CHECKPOINTS
 
-    def holders(self, checkpoint: int) -> set[int]:
-        """Returns the sequences whose keys and values can be used with a checkpoint."""
-        return self._checkpoints[checkpoint].holders
-
     def of_sequence(self, sequence_id: int) -> dict[int, int]:
         """Returns the checkpoints of a sequence, by their positions."""
         held = sorted(self._held.get(sequence_id, ()))
@@ -91,7 +86,7 @@ class Checkpoints:
         existing checkpoint of the same tokens is used again."""
         tokens = sequence.tokens[:num_tokens]
         key = key_of(sequence)
-        found = self._longest(tokens, key)
+        found = self.longest(tokens, key)
         if found is None or found.num_tokens < num_tokens:
             found = _Checkpoint(next(self._ids), num_tokens, key)
             self._checkpoints[found.id] = found
@@ -100,15 +95,13 @@ class Checkpoints:
         return found.id
 
     def share(self, sequence_id: int, source_id: int, num_tokens: int) -> None:
-        """Makes a sequence hold the checkpoints of another one with the same first num_tokens
-        tokens."""
+        """Makes a sequence hold another one's checkpoints of their common first num_tokens."""
         for id in self._held.get(source_id, ()):
             if self._checkpoints[id].num_tokens <= num_tokens:
                 self._hold(sequence_id, self._checkpoints[id])
 
     def leave(self, sequence_id: int) -> list[int]:
-        """Removes a sequence, whose keys and values go, from the holders. Returns the checkpoints
-        that go with it."""
+        """Removes a sequence from the holders. Returns the checkpoints that go with it."""
         gone: list[int] = []
         for id in sorted(self._held.pop(sequence_id, ())):
             checkpoint = self._checkpoints[id]
@@ -128,13 +121,8 @@ class Checkpoints:
         if not tree:
             del self._trees[removed.key]
 
-    def longest(self, tokens: ReadableList[int], key: PrefixKey) -> tuple[int, int] | None:
-        """Finds the longest checkpoint that tokens begin with. Returns its id and its number of
-        tokens."""
-        found = self._longest(tokens, key)
-        return (found.id, found.num_tokens) if found else None
-
-    def _longest(self, tokens: ReadableList[int], key: PrefixKey) -> _Checkpoint | None:
+    def longest(self, tokens: ReadableList[int], key: PrefixKey) -> _Checkpoint | None:
+        """Finds the longest checkpoint that tokens begin with."""
         if key not in self._trees:
             return None
         found = self._trees[key].prefixes(tokens)

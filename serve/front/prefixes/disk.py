@@ -14,7 +14,7 @@ from serve.core.messages import (
     PrefixRead,
     ReadPrefix,
 )
-from serve.core.types import FIRST_LOADED, NO_CHECKPOINT, NUM_LOADED_IDS, Sequence, Write
+from serve.core.types import FIRST_LOADED, NO_CHECKPOINT, NUM_LOADED_IDS, Load, Sequence, Write
 from serve.front.prefixes.checkpoints import PrefixKey, key_of
 from serve.front.prefixes.disk_index import (
     DiskIndex,
@@ -77,16 +77,6 @@ class _Writing:
     awaited: set[int]
     num_bytes: dict[int, int] = field(default_factory=dict)
     is_wanted: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The outcome of a read for which a sequence waited. id is the id of a new sequence that holds
-    its first num_tokens tokens, or None if a rank could not read them."""
-
-    sequence: Sequence
-    id: int | None
-    num_tokens: int
 
 
 class DiskPrefixes:
@@ -169,8 +159,9 @@ class DiskPrefixes:
         self._messages.append(message)
         return found.num_tokens
 
-    def on_read(self, rank: int, answer: PrefixRead) -> Loaded | None:
-        """Takes a rank's answer. Returns the end of the read when all ranks have answered."""
+    def on_read(self, rank: int, answer: PrefixRead) -> tuple[Sequence, Load | None] | None:
+        """Takes a rank's answer. After the last one, returns the sequence that waits, and what the
+        stages hold for it, or None if a rank could not read."""
         reading = self._readings.get(answer.sequence)
         if reading is None:
             return None
@@ -183,11 +174,11 @@ class DiskPrefixes:
             self._counts.num_damaged_files += 1
             names = self._index.remove(reading.damaged)
             self._forget([reading.damaged, *names], (answer.sequence,))
-            return Loaded(reading.sequence, None, 0)
+            return reading.sequence, None
         num_tokens = reading.found.num_tokens
         self._counts.num_reads += 1
         self._counts.num_read_tokens += num_tokens
-        return Loaded(reading.sequence, answer.sequence, num_tokens)
+        return reading.sequence, Load(answer.sequence, num_tokens)
 
     # --- writing
 
@@ -249,8 +240,7 @@ class DiskPrefixes:
         return None
 
     def on_written(self, rank: int, answer: PrefixFileWritten) -> None:
-        """Takes a rank's answer. If a rank could not write, nothing more is written until
-        `clear`."""
+        """Takes a rank's answer. If a rank could not write, nothing is written until `clear`."""
         writing = self._writing
         if writing is None or writing.write.name != answer.name:
             return
@@ -313,8 +303,7 @@ class DiskPrefixes:
     def _ends(
         self, start: int, stops: Collection[int], checkpoints: Collection[int]
     ) -> Iterator[int]:
-        """Yields the ends of new segments: at the stops, and between them so that no segment is too
-        long. A short segment is written only if it ends at a checkpoint."""
+        """Yields the ends of new segments: the stops, and between them all `segment` tokens."""
         for stop in sorted(stops):
             while stop - start > self._rules.segment:
                 start += self._rules.segment

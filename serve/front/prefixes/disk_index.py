@@ -20,8 +20,7 @@ _NAME_BYTES = 16
 
 
 def root_name(contents: list[str]) -> str:
-    """Returns the name of the empty sequence. contents identifies what keys and values depend on
-    besides tokens."""
+    """Returns the name of the empty sequence, for all that keys and values depend on."""
     return _hash(b"root", json.dumps(contents).encode())
 
 
@@ -164,8 +163,7 @@ class DiskIndex:
     def _prefixes(
         self, root: str, tokens: ReadableList[int]
     ) -> Iterator[tuple[tuple[str, ...], int]]:
-        """Yields all prefixes of tokens that are on disk: the names of their segments, and their
-        numbers of tokens."""
+        """Yields the segments' names and the length of each prefix of tokens on disk."""
         waiting: list[tuple[tuple[str, ...], int]] = [((), 0)]
         while waiting:
             names, start = waiting.pop()
@@ -187,8 +185,7 @@ class DiskIndex:
             name = self._entries[name].file.parent
 
     def _has_room(self, freed: Mapping[int, int]) -> bool:
-        """Whether each rank has room for a file as large as its largest one, once the bytes in
-        freed are free."""
+        """Whether each rank has room for a file as large as its largest, once freed is free."""
         return all(
             self.num_bytes[rank] - freed[rank] + self._largest[rank] <= limit
             for rank, limit in self.max_bytes.items()

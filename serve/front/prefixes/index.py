@@ -15,6 +15,7 @@ from serve.front.prefixes.tree import PrefixTree
 # ends at a checkpoint or where the other sequence ends (some caches cannot be cut); or none.
 Reuse = Literal["any", "checkpoints", "none"]
 
+_SHARED = PrefixKey()
 MIN_TOKENS = 16  # A shorter common beginning is not worth a copy.
 # Each has two arrays for each layer, is looked at for each new prompt, and Metal has room for
 # half a million arrays in all.
@@ -47,8 +48,7 @@ class Gone(NamedTuple):
 
 
 def scope_of(salt: str | None, api_key: str) -> str:
-    """Returns the cache scope of a request. It is empty without salt and key: such requests share
-    prefixes."""
+    """Returns the cache scope of a request. Requests without salt and key share prefixes."""
     if not salt and not api_key:
         return ""
     # A key of the server's is written as a digest, so the two cannot be mixed up.
@@ -84,12 +84,9 @@ class PrefixIndex:
         num_states = len(self._kept) + len(self.checkpoints)
         return self._num_kept_tokens + num_states * self._state_tokens
 
-    def keep(
-        self, sequence_id: int, tokens: list[int], adapter_version: int = 0, scope: str = ""
-    ) -> Gone:
+    def keep(self, sequence_id: int, tokens: list[int], key: PrefixKey = _SHARED) -> Gone:
         """Keeps a sequence. Returns what goes in return: sequences that are prefixes of this one,
         or the least recently used one."""
-        key = PrefixKey(adapter_version, scope)
         tree = self._trees.setdefault(key, PrefixTree())
         prefixes = tree.prefixes(tokens)
         gone = Gone(sorted(prefixes, key=self._num_uses.__getitem__), [])
@@ -114,16 +111,14 @@ class PrefixIndex:
         return self.leave(sequence_id)
 
     def leave(self, sequence_id: int) -> list[int]:
-        """Forgets that the stages hold anything of a sequence. Returns the checkpoints that go with
-        it."""
+        """Forgets that the stages hold a sequence. Returns the checkpoints that go with it."""
         gone = self.checkpoints.leave(sequence_id)
         for id in gone:
             del self._num_uses[id]
         return gone
 
     def evict(self) -> Gone | None:
-        """Forgets the least recently used sequence or checkpoint. Returns None if nothing is
-        kept."""
+        """Forgets the least recently used sequence or checkpoint; None if nothing is kept."""
         if not self._num_uses:
             return None
         id = min(self._num_uses, key=self._num_uses.__getitem__)
@@ -134,14 +129,12 @@ class PrefixIndex:
         return Gone([], [id])
 
     def num_bytes(self, bytes_per_token: int, bytes_per_state: int) -> int:
-        """Returns the memory that kept sequences and checkpoints take on all stages, without
-        padding."""
+        """Returns the memory that is taken on all stages, without padding."""
         num_states = len(self._kept) + len(self.checkpoints)
         return self._num_kept_tokens * bytes_per_token + num_states * bytes_per_state
 
     def to_json(self) -> dict[str, Any]:
-        """Describes what is kept for people, the most recently used sequence first. It does not
-        show who sent a sequence."""
+        """Describes what is kept, the latest use first. It does not show who sent a sequence."""
         kept: list[dict[str, Any]] = []
         for id, key in reversed(self._kept.items()):
             entry = {
@@ -180,8 +173,7 @@ class PrefixIndex:
             _remove(self._running_trees, key_of(sequence), sequence_id)
 
     def save(self, sequence: Sequence, num_tokens: int) -> int | None:
-        """Gives a sequence a checkpoint of its first num_tokens tokens. Returns the id of a
-        new one, which the stages have to make, or None if there is one of these tokens."""
+        """Gives a sequence a checkpoint. Returns its id if the stages have to make it."""
         id = self.checkpoints.add(sequence, num_tokens)
         is_new = id not in self._num_uses
         self._use(id)
@@ -191,12 +183,9 @@ class PrefixIndex:
         """Notes that a sequence has begun as a copy: it holds the same checkpoints."""
         self.checkpoints.share(sequence_id, beginning.source, beginning.num_tokens)
 
-    def longest(
-        self, tokens: ReadableList[int], adapter_version: int = 0, scope: str = ""
-    ) -> Beginning | None:
+    def longest(self, tokens: ReadableList[int], key: PrefixKey = _SHARED) -> Beginning | None:
         """Finds the sequence with the longest common prefix with tokens. Of several, a kept one is
         preferred, and of kept ones the least recently used one."""
-        key = PrefixKey(adapter_version, scope)
         best: tuple[int, int] | None = None
         if tree := self._trees.get(key):
             best = tree.longest(tokens, self._num_uses.__getitem__)
@@ -206,22 +195,17 @@ class PrefixIndex:
                 best = other
         return self._used(Beginning(*best)) if best else None
 
-    def latest(
-        self, tokens: ReadableList[int], adapter_version: int = 0, scope: str = ""
-    ) -> Beginning | None:
-        """Finds the longest prefix of tokens that ends at a checkpoint, or is a whole kept
-        sequence."""
-        key = PrefixKey(adapter_version, scope)
+    def latest(self, tokens: ReadableList[int], key: PrefixKey = _SHARED) -> Beginning | None:
+        """Finds the longest prefix that ends at a checkpoint, or is a whole kept sequence."""
         best: Beginning | None = None
         if tree := self._trees.get(key):
             ends = tree.prefixes(tokens)
-            best = max((Beginning(*end) for end in ends.items()), key=_length, default=None)
-        if found := self.checkpoints.longest(tokens, key):
-            id, num_tokens = found
-            if best is None or num_tokens > best.num_tokens:
-                holders = self.checkpoints.holders(id)
-                source = max(holders, key=lambda holder: (holder in self._kept, holder))
-                best = Beginning(source, num_tokens, id)
+            found_ends = (Beginning(*end) for end in ends.items())
+            best = max(found_ends, key=lambda end: end.num_tokens, default=None)
+        found = self.checkpoints.longest(tokens, key)
+        if found and (best is None or found.num_tokens > best.num_tokens):
+            source = max(found.holders, key=lambda holder: (holder in self._kept, holder))
+            best = Beginning(source, found.num_tokens, found.id)
         return self._used(best) if best else None
 
     def _used(self, beginning: Beginning) -> Beginning | None:
@@ -234,8 +218,7 @@ class PrefixIndex:
         return beginning
 
     def _holds_its_prompt(self, sequence_id: int) -> bool:
-        """Whether the stages hold the whole prompt of a sequence. Its last token is fed by the
-        first step that decodes."""
+        """Whether the stages hold all of a prompt. A decode step feeds its last token."""
         sequence = self._running[sequence_id]
         return sequence.num_computed >= len(sequence.prompt)
 
@@ -246,13 +229,8 @@ class PrefixIndex:
         self._num_uses[id] = self._next_use
 
 
-def _length(beginning: Beginning) -> int:
-    return beginning.num_tokens
-
-
 def _remove(trees: dict[PrefixKey, PrefixTree], key: PrefixKey, sequence_id: int) -> int:
-    """Removes a list from its tree, and the tree with its last list. Returns the number of tokens
-    of the list."""
+    """Removes a list, and a tree with its last one. Returns the list's number of tokens."""
     num_tokens = trees[key].remove(sequence_id)
     if not trees[key]:
         del trees[key]
@@ -270,12 +248,11 @@ def beginning(sequence: Sequence, index: PrefixIndex, at_checkpoints: bool) -> B
     if not may_begin_as_copy(sequence):
         return None
     find = index.latest if at_checkpoints else index.longest
-    return find(sequence.tokens[:-1], *key_of(sequence))
+    return find(sequence.tokens[:-1], key_of(sequence))
 
 
 def beginning_of_original(sequence: Sequence, live: Collection[int]) -> Beginning | None:
-    """Finds all that an original holds whose prompt has just been prefilled. Every cache can be
-    copied as a whole."""
+    """Finds all that an original holds whose prompt has just been prefilled."""
     original, num_tokens = sequence.original, len(sequence.prompt) - 1
     if original and original.id in live and original.num_computed == num_tokens > 0:
         return Beginning(original.id, num_tokens)

@@ -27,8 +27,7 @@ class _Node:
 
 
 class PrefixTree:
-    """A radix tree of lists. Every node but the root is the end of a list, or has at least two
-    children."""
+    """A radix tree of lists. Each node but the root ends a list or has several children."""
 
     def __init__(self) -> None:
         self._root = _Node([], 0)

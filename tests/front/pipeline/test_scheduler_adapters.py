@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from serve.core.types import Sequence, Step
 from serve.front.pipeline.scheduler import Reuse
+from serve.front.prefixes.checkpoints import PrefixKey
 from serve.front.prefixes.index import Beginning, Gone, PrefixIndex
 from tests.front.pipeline.simulation import (
     Pipeline,
@@ -178,10 +179,10 @@ def test_what_a_retired_version_has_kept_goes_at_once() -> None:
 
 def test_only_the_same_version_begins_alike() -> None:
     index = PrefixIndex()
-    index.keep(1, [5] * 30, adapter_version=1)
-    assert index.keep(2, [5] * 40, adapter_version=2) == Gone([], [])
-    assert index.longest([5] * 40, adapter_version=1) == Beginning(1, 30)
-    assert index.longest([5] * 40, adapter_version=2) == Beginning(2, 40)
+    index.keep(1, [5] * 30, PrefixKey(adapter_version=1))
+    assert index.keep(2, [5] * 40, PrefixKey(adapter_version=2)) == Gone([], [])
+    assert index.longest([5] * 40, PrefixKey(adapter_version=1)) == Beginning(1, 30)
+    assert index.longest([5] * 40, PrefixKey(adapter_version=2)) == Beginning(2, 40)
     assert index.longest([5] * 40) is None
-    assert index.keep(3, [5] * 35, adapter_version=1) == Gone([1], [])
+    assert index.keep(3, [5] * 35, PrefixKey(adapter_version=1)) == Gone([1], [])
     assert set(index.with_adapter(1)) == {3}

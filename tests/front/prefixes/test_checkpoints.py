@@ -1,7 +1,7 @@
 """Which checkpoints there are, whose they are, and when they go."""
 
 from serve.core.types import Pooling, Sampling, Sequence
-from serve.front.prefixes.checkpoints import EVERY_TOKENS, MIN_TOKENS, stops_of
+from serve.front.prefixes.checkpoints import EVERY_TOKENS, MIN_TOKENS, PrefixKey, stops_of
 from serve.front.prefixes.index import Beginning, Gone, PrefixIndex
 
 
@@ -73,7 +73,7 @@ def test_checkpoints_of_the_same_tokens_are_one_within_a_scope() -> None:
     saved = index.save(sequence(1, 200), 100)
     assert index.save(sequence(2, 250), 100) is None
     assert index.save(sequence(3, 250, scope="a"), 100) not in (None, saved)
-    assert index.latest([5] * 150, scope="b") is None
+    assert index.latest([5] * 150, PrefixKey(scope="b")) is None
 
 
 def test_evict_takes_what_was_not_used_longest_first() -> None:

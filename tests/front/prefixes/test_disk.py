@@ -13,9 +13,9 @@ from serve.core.messages import (
     PrefixRead,
     ReadPrefix,
 )
-from serve.core.types import Sampling, Sequence, Write
+from serve.core.types import Load, Sampling, Sequence, Write
 from serve.front.prefixes.checkpoints import PrefixKey
-from serve.front.prefixes.disk import DiskCounts, DiskPrefixes, DiskRules, Loaded
+from serve.front.prefixes.disk import DiskCounts, DiskPrefixes, DiskRules
 
 RULES = DiskRules(segment=16, min_segment=4, min_gain=8)
 KEY = PrefixKey()
@@ -86,14 +86,14 @@ class Ranks:
         (message,) = self.disk.take_messages()
         assert isinstance(message, ReadPrefix)
         names = [*message.names, message.state] if message.state else message.names
-        loaded: Loaded | None = None
+        read: tuple[Sequence, Load | None] | None = None
         for rank, own in self.files.items():
             damaged = next((name for name in names if name not in own), None)
-            loaded = self.disk.on_read(rank, PrefixRead(message.sequence, damaged))
+            read = self.disk.on_read(rank, PrefixRead(message.sequence, damaged))
         self.obey()
-        assert loaded
-        assert (loaded.id is None) == (loaded.num_tokens == 0)
-        return loaded.num_tokens
+        assert read
+        _, load = read
+        return load.num_tokens if load else 0
 
     def obey(self) -> None:
         for message in self.disk.take_messages():

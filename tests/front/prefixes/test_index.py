@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.core.types import Sampling, Sequence
+from serve.front.prefixes.checkpoints import PrefixKey
 from serve.front.prefixes.index import MAX_KEPT, MIN_TOKENS, Beginning, Gone, PrefixIndex
 from serve.front.prefixes.tree import PrefixTree, common_length
 
@@ -112,7 +113,9 @@ def test_prefix_index_gives_what_comparing_with_all_gives(
     fast, slow = PrefixIndex(), SlowIndex()
     for id, (action, tokens, scope) in enumerate(actions):
         if action == "keep":
-            assert fast.keep(id, tokens, scope=scope) == Gone(slow.keep(id, tokens, scope), [])
+            assert fast.keep(id, tokens, PrefixKey(scope=scope)) == Gone(
+                slow.keep(id, tokens, scope), []
+            )
         elif action == "forget" and slow.kept:
             oldest, _ = slow.kept.popitem(last=False)
             assert fast.evict() == Gone([oldest], [])
@@ -120,7 +123,9 @@ def test_prefix_index_gives_what_comparing_with_all_gives(
             whole = action == "whole"
             find = fast.latest if whole else fast.longest
             expected = slow.longest(tokens, whole, scope)
-            assert find(tokens, scope=scope) == (Beginning(*expected) if expected else None)
+            assert find(tokens, PrefixKey(scope=scope)) == (
+                Beginning(*expected) if expected else None
+            )
         assert list(fast) == list(slow.kept)
         assert fast.num_tokens == sum(len(tokens) for _, tokens in slow.kept.values())
 
@@ -167,13 +172,13 @@ def test_a_prompt_begins_as_one_that_is_decoded_while_it_is() -> None:
 
 def test_scopes_share_nothing_kept_or_decoded() -> None:
     index = PrefixIndex()
-    index.keep(1, [1] * 20, scope="a")
+    index.keep(1, [1] * 20, PrefixKey(scope="a"))
     index.decoding(decoded(2, [1] * 30, "a"))
-    assert index.longest([1] * 40, scope="b") is None
+    assert index.longest([1] * 40, PrefixKey(scope="b")) is None
     assert index.longest([1] * 40) is None
-    assert index.longest([1] * 40, scope="a") == Beginning(2, 30)
-    assert index.keep(3, [1] * 40, scope="b") == Gone([], [])
-    assert index.longest([1] * 30, scope="a") == Beginning(2, 30)
+    assert index.longest([1] * 40, PrefixKey(scope="a")) == Beginning(2, 30)
+    assert index.keep(3, [1] * 40, PrefixKey(scope="b")) == Gone([], [])
+    assert index.longest([1] * 30, PrefixKey(scope="a")) == Beginning(2, 30)
 
 
 class Compared(int):
