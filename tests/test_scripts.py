@@ -70,7 +70,7 @@ def test_changed_is_no_failure_where_no_test_ran(tmp_path: Path, code: int, expe
     """All chosen tests may be long: then pytest ends with 5."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts/test", tmp_path / "scripts/test")
-    standin = f"#!/bin/sh\n[ $2 != pytest ] || exit {code}\necho tests/a.py\n"
+    standin = f'#!/bin/sh\n[ "$2" != pytest ] || exit {code}\necho tests/a.py\n'
     for name in ("scripts/install", ".venv/bin/python"):
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
