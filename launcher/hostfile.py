@@ -1,4 +1,5 @@
-"""Reads MLX's hostfile strictly: the hosts, how to reach them, and where each listens.
+"""Reads MLX's hostfile strictly: the hosts, how to reach them, and where each listens. Writes that
+of a ring on one host.
 
     [{"ssh": "studio-1", "ips": ["10.0.0.1"]}, {"ssh": "studio-2", "ips": ["10.0.0.2"]}]
 
@@ -145,3 +146,9 @@ def _is_loopback(ip: str) -> bool:
 
 def _wrong(path: str, where: str, what: str, fix: str) -> NoReturn:
     raise UsageError(f"{path}: {where} {what}: {fix}.", code="wrong_format")
+
+
+def write_hostfile(path: str, addresses: Sequence[Sequence[str]]) -> None:
+    """Writes MLX's ring hostfile: for each rank the addresses `ip:port` on which it listens."""
+    Path(path).parent.mkdir(0o700, exist_ok=True)
+    Path(path).write_bytes(msgspec.json.encode(addresses))

@@ -1,7 +1,6 @@
 """A rank from its supervisor's point of view, and the ranks of this machine."""
 
 import codecs
-import json
 import os
 import secrets
 import signal
@@ -11,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 from launcher.command import HOST, Ring, rank_environment
+from launcher.hostfile import write_hostfile
 from serve.core.errors import AddressError, LostRankError
 from serve.core.folder import own_folder
 
@@ -147,12 +146,6 @@ def shared_ring(
     finally:
         os.close(leash)
         os.close(our_end)
-
-
-def write_hostfile(path: str, addresses: Sequence[Sequence[str]]) -> None:
-    """Writes MLX's ring hostfile: for each rank the addresses `ip:port` on which it listens."""
-    Path(path).parent.mkdir(0o700, exist_ok=True)
-    Path(path).write_text(json.dumps(addresses), "utf-8")
 
 
 def free_ports(count: int, address: str = HOST) -> list[int]:

@@ -80,7 +80,7 @@ def test_tests_of_clusters_depend_on_the_engine_and_those_of_formats_do_not() ->
     sources = all_sources()
     chosen, _ = choose(sources, ["serve/rank/sampling.py"])
     assert {"tests/rank/test_sampling.py", "tests/cluster/test_warm_up.py"} <= chosen
-    apart = {"tests/core/test_wire.py", "tests/front/output/test_stop_strings.py"}
+    apart = {"tests/core/test_wire.py", "tests/hub/test_ranges.py"}
     assert apart <= sources.keys() - chosen
 
 

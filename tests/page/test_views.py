@@ -135,7 +135,7 @@ def test_pipeline_names_the_bottleneck_and_the_request_that_waits(
     engine.busy_shares = {0: 0.3}
     engine.num_waiting = 2
     engine.delay = 60.0
-    with Running(engine, max_num_sequences=4) as server, waiting(server, "f1-57"):
+    with Running(engine, max_num_seqs=4) as server, waiting(server, "f1-57"):
         engine.generations[0].phase = "waiting"
         page = tab.show(server.url)
         finding = page.locator("[data-finding=bottleneck]")

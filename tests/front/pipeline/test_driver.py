@@ -324,7 +324,7 @@ async def test_too_many_restarts_end_everything_with_the_reason() -> None:
         with pytest.raises(EngineError):
             async for _ in generation:
                 pass
-        with fails(ClusterError, "cluster"):
+        with fails(UnavailableError, "unavailable", match="the cluster failed"):
             engine.submit([prompt(10, 5)])
 
 
