@@ -27,7 +27,7 @@ from launcher.supervisor import DRAIN_SECONDS, END_SECONDS, MAX_RESTARTS, Superv
 from serve import __version__
 from serve.cli.flags import did_you_mean, parse
 from serve.cli.old_flags import current
-from serve.core.config import check_ranges, flag
+from serve.core.config import ServeConfig, check_ranges, flag
 from serve.core.errors import BrigadeError, UsageError
 
 _catch_ctrl_c()
@@ -131,7 +131,9 @@ class DemoFlags:
 
 
 def launch(words: Sequence[str]) -> int:
-    own, command = split_at_command(current("launch", words))
+    own, command = split_at_command(words)
+    if command[:1] == ["serve"]:
+        command = current("serve", command, ServeConfig)
     flags = parse(LaunchFlags, own, "brigade launch", PURPOSES["launch"], usage=LAUNCH_USAGE)
     if flags.starts_nothing:
         if command:
@@ -198,7 +200,6 @@ def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> T
         return Terms()
     from serve.cli.flags import parse
     from serve.cli.main import check
-    from serve.core.config import ServeConfig
 
     if num_ranks is None:
         config = parse(ServeConfig, words[1:], "brigade serve", "")

@@ -83,7 +83,8 @@ class Server:
 
 
 def server_sent(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yields the data of server-sent events up to `[DONE]`. Raises EngineError without it."""
+    """Yields the data of server-sent events. Raises EngineError if the stream ends without
+    `[DONE]`."""
     for line in lines:
         field, _, value = line.strip().partition(":")
         if field != "data":

@@ -29,7 +29,8 @@ class Process(Protocol):
 
     @property
     def lost(self) -> bool:
-        """Whether something else than itself has ended the process, or the loss of another rank."""
+        """Whether the process was ended by something else, or ended because another rank was
+        lost."""
 
     def lines(self) -> Iterator[str]:
         """Yields the lines that the process writes. The last ones may come after its end."""

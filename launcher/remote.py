@@ -136,7 +136,8 @@ class Connection:
             self.process.stdin.flush()
 
     def next_line(self, timeout_seconds: float | None = None) -> str | FromAgent | None:
-        """Returns a rank's line, an agent's message, or None at the end. Raises queue.Empty."""
+        """Returns the next line of a rank or message of an agent, or None at the end. Raises
+        queue.Empty after the time-out."""
         text = self._lines.get(timeout=timeout_seconds)
         if text is None:
             self._lines.put(None)  # The next call returns None too, and does not wait in vain.

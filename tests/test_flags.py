@@ -12,6 +12,7 @@ from serve.core.config import ServeConfig
 from serve.core.constants import Constants
 from serve.core.errors import UsageError
 from serve.core.tool_parsers import call_formats
+from serve.tune.config import FineTuneConfig
 from tests.errors import fails
 
 
@@ -157,7 +158,7 @@ def test_a_quick_start_names_what_is_wrong(text: str, code: str) -> None:
 
 def test_old_names_work_and_say_the_new_ones(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--lora=a=/b", "--tensor-parallel", "2", "--mtp", "--no-prefix-cache"]
-    config = serve(*current("serve", words))
+    config = serve(*current("serve", words, ServeConfig))
     assert config.lora_modules == ("a=/b",)
     assert (config.tensor_parallel_size, config.draft_model) == ("2", "mtp")
     assert not config.enable_prefix_caching
@@ -167,6 +168,18 @@ def test_old_names_work_and_say_the_new_ones(capsys: pytest.CaptureFixture[str])
         "brigade serve: --mtp is called --draft-model mtp.",
         "brigade serve: --no-prefix-cache is called --no-enable-prefix-caching.",
     ]
+
+
+def test_old_names_of_other_programs_and_of_switches_with_values_are_left_alone() -> None:
+    words = ["--data-parallel", "2", "--mtp=1"]
+    assert current("serve", words, ServeConfig) == words
+
+
+def test_a_removed_flag_says_what_to_do_and_one_of_fine_tune_stays() -> None:
+    with fails(UsageError, "removed_flag", match="use --memory"):
+        current("serve", ["--kv-memory=3GB"], ServeConfig)
+    words = ["--stall-timeout", "5"]
+    assert current("fine-tune", words, FineTuneConfig) == words
 
 
 def test_a_flag_takes_several_values_or_is_repeated() -> None:

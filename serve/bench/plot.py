@@ -24,7 +24,8 @@ def draw(
     load: str,
     curves: Mapping[str, Points],
 ) -> None:
-    """Draws speed and latencies of each server, of its summaries by load, the x axis's label."""
+    """Draws the speed and latencies of each server against its load, which is the label of the x
+    axis."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -35,7 +35,7 @@ def words_for(prompt_tokens: int, probes: Sequence[int | None]) -> int:
 
 
 def read_questions(path: Path) -> list[str]:
-    """Reads the first turn of each ShareGPT conversation, if a human's. Raises UsageError."""
+    """Reads the first turn of each ShareGPT conversation that a human begins. Raises UsageError."""
     questions: list[str] = []
     try:
         for conversation in json.loads(path.read_text("utf-8")):

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     _heed_signals()
     try:
-        argv = current("fine-tune", sys.argv[1:] if argv is None else argv)
+        argv = current("fine-tune", sys.argv[1:] if argv is None else argv, FineTuneConfig)
         cluster = read_cluster(os.environ)
         is_return = cluster.num_returns > 0
         config = check(argv, cluster.num_ranks, cluster.rank, is_return=is_return)

@@ -70,7 +70,8 @@ def _call(
     kind: type[BrigadeError],
     expected: int | None = None,
 ) -> str:
-    """Returns a server's answer. Raises such an error for any but the expected error status."""
+    """Returns a server's answer. Raises an error of this kind for any error status but the expected
+    one."""
     variable = _key()
     client = Client(url, os.environ[variable] if variable else None)
     try:

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cluster = read_cluster(os.environ)
         follow_launcher(cluster)
-        words = current("serve", sys.argv[1:] if argv is None else argv)
+        words = current("serve", sys.argv[1:] if argv is None else argv, ServeConfig)
         run = _check_first(words, cluster)
         asyncio.run(run())
     except BrigadeError as error:

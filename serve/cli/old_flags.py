@@ -2,6 +2,10 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from serve.core.errors import UsageError
 
 # These work until version 0.2.
 _RENAMED = {
@@ -16,16 +20,32 @@ _RENAMED = {
     "--tensor-parallel": "--tensor-parallel-size",
     "--tool-parser": "--tool-call-parser",
 }
+# These would get the hint of a similar name that means something else.
+_REMOVED = {
+    "--body-timeout": "its value is fixed",
+    "--draft-revision": "write --draft-model org/name@REVISION",
+    "--header-timeout": "its value is fixed",
+    "--kv-memory": "use --memory",
+    "--load-timeout": "its value is fixed",
+    "--max-prompt-tokens": "use --max-model-len",
+    "--return-timeout": "its value is fixed, see --replan",
+    "--stall-timeout": "its value is fixed",
+}
 
 
-def current(program: str, words: Sequence[str]) -> list[str]:
-    """Returns a program's words with the names that flags have, and says each on stderr."""
+def current(program: str, words: Sequence[str], config: Any) -> list[str]:
+    """Returns the words of a program with the names that the flags of its config have, and says
+    each renamed one on stderr. Raises UsageError for a flag that was removed."""
+    known = {"--" + field.name.replace("_", "-") for field in fields(config)}
     renewed: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
-        if name in _RENAMED:
+        first, *more = _RENAMED.get(name, name).split() or [name]
+        if name in _REMOVED and name not in known:
+            raise UsageError(f"{name} was removed: {_REMOVED[name]}.", code="removed_flag")
+        is_old = name in _RENAMED and first.replace("--no-", "--") in known
+        if is_old and not (more and equals):
             print(f"brigade {program}: {name} is called {_RENAMED[name]}.", file=sys.stderr)
-            first, *more = _RENAMED[name].split()
             renewed += [first + equals + value, *more]
         else:
             renewed.append(word)

@@ -122,7 +122,7 @@ class PlanConfig(ModelSource):
 
 def run(argv: Sequence[str]) -> int:
     gc.disable()  # A large model has 100,000 tensors, and this process ends soon.
-    config = parse(PlanConfig, current("plan", argv), "brigade plan", __doc__)
+    config = parse(PlanConfig, current("plan", argv, PlanConfig), "brigade plan", __doc__)
     # Imported here: a wrong flag should not wait for MLX.
     from serve.cli.layouts import layout_notes, layout_table
     from serve.model.layouts import Comparison, compare
@@ -215,7 +215,8 @@ def _notes(
 
 
 def plan_table(stages: Sequence[StagePlan], has_promise: bool = False) -> Table:
-    """Returns a table with one row for each rank. The last column is of a decode step's time."""
+    """Returns a table with a row for each rank. Its last column is the share of a decode step's
+    time."""
     has_limit = any(stage.memory_bytes for stage in stages)
     columns: dict[str, Callable[[StagePlan], str]] = {
         "rank": lambda stage: str(stage.rank),

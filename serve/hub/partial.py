@@ -97,7 +97,8 @@ def pin(
     cache: Path | None,
     kind: Kind = MODEL,
 ) -> PartialModel:
-    """Opens the commit to which a revision points now. Rank 0 tells it the others."""
+    """Opens the commit to which a revision points now. Only rank 0 calls this; it sends the commit
+    to the others. Raises ModelError."""
     snapshot = resolve(repo, revision, cache or default_cache(), kind)
     return open_partial(repo, snapshot.commit, cache, snapshot, kind=kind)
 

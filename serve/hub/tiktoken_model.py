@@ -49,7 +49,8 @@ def is_tiktoken(folder: Path) -> bool:
 
 
 def tokenizer_json(folder: Path) -> str:
-    """Returns the tokenizer.json of a folder's tiktoken file, in seconds. Raises ModelError."""
+    """Makes a tokenizer.json of a folder's tiktoken file, which takes seconds. Raises
+    ModelError."""
     ranks = _read_ranks(folder / _FILE)
     added_tokens = list(_added_tokens(folder, len(ranks)))
     tokenizer = {

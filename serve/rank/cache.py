@@ -94,7 +94,7 @@ class GroupCaches:
         self._key_of: dict[int, int] = {}  # the key of each sequence's batch
         self._keys_of_group: dict[int, list[int]] = {}
         self._positions: dict[int, int] = {}  # the tokens that are held of each sequence
-        # The same before the last step, for sequences that it fed drafts: they can go back so far.
+        # Positions before the last step, of sequences that it fed drafts: they can go back to them.
         self._floors: dict[int, int] = {}
         self._checkpoints: dict[int, Checkpoint] = {}
         self._moved: set[int] = set()  # keys of batches whose rows were copied

@@ -34,7 +34,8 @@ Report = Callable[[FromPrefixCache], None]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Whether rows of different lengths can share a forward, and tokens can be fed together."""
+    """Facts of a model. batchable: rows of different lengths can share a forward pass. causal:
+    tokens fed together give the same logits as one by one."""
 
     batchable: bool
     causal: bool

@@ -220,7 +220,8 @@ class AdapterRegistry:
 
 
 def _fits(sizes: list[list[int]], limits: list[int]) -> bool:
-    """Whether the bytes on each rank are within its limit. sizes has them by version, then rank."""
+    """Whether the bytes on each rank are within its limit. sizes has, for each version, its bytes
+    on each rank."""
     by_rank = zip(*sizes, strict=True)
     totals = [sum(held) for held in by_rank]
     pairs = zip(totals, limits, strict=True)

@@ -140,7 +140,7 @@ def _wrong_tag(context: Context, value: Any) -> str:
         return f"needs a {field}"
     if len(known) > _MAX_KNOWN_CHARACTERS:
         whole_names, _, _ = known[:_MAX_KNOWN_CHARACTERS].rpartition(", ")
-        known = f"{whole_names}, ..."
+        known = f"{whole_names} and others"
     tag = value.get(field)
     if isinstance(tag, str):
         shown = json.dumps(tag[:_MAX_SHOWN_CHARACTERS])

@@ -38,7 +38,8 @@ class Acceptance:
         return num_right / (self._num_all[kind] + _PRIOR_WEIGHT)
 
     def gains(self, match_length: int, num_drafts: int) -> list[float]:
-        """Returns the chance of each of num_drafts drafts in a row, which needs all before it."""
+        """Returns, for each of num_drafts drafts in a row, the chance that it and all before it are
+        right."""
         chances = []
         chance = 1.0
         for n in range(num_drafts):
@@ -48,8 +49,8 @@ class Acceptance:
 
 
 class HitShares:
-    """The recent shares of tokens with a right guess, and with any guess: after a token without and
-    with a match. They begin at prior, which gets the same counts."""
+    """Recent shares of tokens that had a right guess, and that had any guess, each without and with
+    a match before. They begin as those of prior, which counts the same tokens."""
 
     def __init__(self, prior: "HitShares | None" = None) -> None:
         self._prior = prior

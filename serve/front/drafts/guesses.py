@@ -48,7 +48,7 @@ class Guesses:
         return self._acceptance.share(length) * net_gain(gains, token_cost)
 
     def catch_up(self, sequence: Sequence) -> bool:
-        """Learns new tokens, a part if there are many. Returns whether nothing is left."""
+        """Learns the new tokens, at most some at a time. Returns whether all are learned."""
         if self._to_add:
             for token in self._to_add[:_MAX_ADDED_AT_ONCE]:
                 self._suffixes.add(token)

@@ -20,7 +20,8 @@ _MIN_RETURN = 2.0  # of the time in which it reads a text
 
 
 class ModelCosts(NamedTuple):
-    """The draft model's times of a guess and of reading a token, as shares of a one-token step."""
+    """What a guess, and reading a token, cost the draft model, as shares of the time of a one-token
+    step."""
 
     guess: float
     reading: float

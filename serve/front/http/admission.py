@@ -107,7 +107,8 @@ class AccessCheck:
             self._hosts.check(scope)
 
     def _check_room(self, policy: Policy, scope: Scope) -> None:
-        """Raises UnavailableError. Probes are always answered: supervisors kill without them."""
+        """Raises UnavailableError, except for probes: a supervisor may kill a server that does not
+        answer them."""
         if policy.ignores_load:
             return
         if self._draining:
@@ -205,7 +206,7 @@ def _check_path(scope: Scope) -> None:
 
 
 def _digest(key: bytes) -> bytes:
-    """Returns the hash of a key: of one length, so that comparing reveals nothing of the key's."""
+    """Returns the hash of a key. All have one length, so comparing them does not reveal a key's."""
     return hashlib.sha256(key).digest()
 
 

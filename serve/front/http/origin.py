@@ -31,7 +31,8 @@ _FORWARDING = re.compile(
 
 class Hosts:
     """The values of Host that need no key. DNS rebinding needs a name, so a server beyond loopback
-    accepts every IP address; one on loopback only that and localhost."""
+    accepts every IP address; one on loopback accepts only its address and
+    localhost."""
 
     def __init__(self, bound: str, allowed: Iterable[str]) -> None:
         names = [host_of(name) or name.lower() for name in (bound, *allowed)]

@@ -23,8 +23,9 @@ _UNKNOWN_FIELD = "*"
 
 @dataclass(slots=True)
 class Record:
-    """The facts that a request's log line shows; None if unknown. started is a time.perf_counter.
-    path is the route's and field_names limits param: clients choose nothing but the id."""
+    """The facts that a request's log line shows; None if unknown. started is a time of
+    perf_counter. path is the route's, and of param only field_names are shown, so clients choose
+    nothing in the line but the id."""
 
     request: str
     method: str

@@ -79,7 +79,8 @@ def _chunk_seconds(
     num_groups: int,
     max_inter_token: float,
 ) -> float:
-    """Returns how long a prefill step may take if tokens are max_inter_token s apart."""
+    """Returns how long a prefill step may take on a stage so that tokens come at most
+    max_inter_token seconds apart."""
     num_stages = len(decode_seconds)
     slowest = max(decode_seconds)
     num_chunks = max_chunks_between_steps(num_stages)

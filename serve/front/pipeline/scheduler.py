@@ -306,7 +306,8 @@ class Scheduler:
         return step
 
     def _may_prefill(self, decoding: list[Group]) -> bool:
-        """Whether another prefill step may be under way, beside groups that decode."""
+        """Whether another prefill step may start: one for each stage, and not too many between two
+        steps of a group that decodes."""
         steps = self._in_flight.values()
         under_way = [step for step in steps if step.sequences and step.group is None]
         if len(under_way) >= self._num_stages:

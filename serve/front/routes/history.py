@@ -15,7 +15,8 @@ _logger = logging.getLogger(__name__)
 
 
 class Sample(NamedTuple):
-    """The state at a server's time, and what happened since the last. None: a mean of nothing."""
+    """The state at a time of the server, and what happened since the sample before. A mean is None
+    if nothing happened."""
 
     time: float
     tokens_per_second: float

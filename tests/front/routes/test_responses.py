@@ -336,6 +336,9 @@ def test_an_item_of_a_stored_response_can_be_referred_to(client: OpenAI, played:
     with pytest.raises(BadRequestError) as caught:
         ask(client, again)
     assert (caught.value.param, caught.value.code) == ("input", "item_not_found")
+    with pytest.raises(BadRequestError) as caught:
+        ask(client, [{"type": "item_reference"}])
+    assert (caught.value.param, caught.value.code) == ("input", "invalid_value")
 
 
 @pytest.mark.parametrize(

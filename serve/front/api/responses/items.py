@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, TypeAdapter, WithJsonSchema
 
+from serve.core.errors import RequestError
 from serve.front.api.messages import AssistantPart, ChatMessage, called, joined_parts
 from serve.front.api.opaque import opened
 from serve.front.api.responses.offer import Json, Offer, ToolDeclaration
@@ -313,10 +314,14 @@ def with_items(given: list[Any], stored: Json) -> list[Any]:
 
 def _is_reference(item: Any) -> bool:
     """An item without a type is a reference if an id is all that it has."""
-    if not isinstance(item, dict) or not isinstance(item.get("id"), str):
+    if not isinstance(item, dict):
         return False
     kind = item.get("type")
-    return kind == "item_reference" or (kind is None and item.keys() <= {"type", "id"})
+    is_bare = kind is None and item.keys() in ({"id"}, {"id", "type"})
+    is_reference = is_bare or kind == "item_reference"
+    if is_reference and not isinstance(item.get("id"), str):
+        raise RequestError("The id of an item_reference must be a string.", param="input")
+    return is_reference
 
 
 Item = Annotated[

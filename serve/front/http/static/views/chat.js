@@ -122,6 +122,7 @@ function send(event) {
 
 /** @param {number} number */
 function answerAgain(number) {
+  running?.abort();
   chat.turns.splice(number + 1);
   void answer(number);
 }
