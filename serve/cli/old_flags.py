@@ -40,13 +40,16 @@ def current(program: str, words: Sequence[str], config: Any) -> list[str]:
     renewed: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
-        first, *more = _RENAMED.get(name, name).split() or [name]
         if name in _REMOVED and name not in known:
             raise UsageError(f"{name} was removed: {_REMOVED[name]}.", code="removed_flag")
-        is_old = name in _RENAMED and first.replace("--no-", "--") in known
-        if is_old and not (more and equals):
-            print(f"brigade {program}: {name} is called {_RENAMED[name]}.", file=sys.stderr)
-            renewed += [first + equals + value, *more]
-        else:
+        if name not in _RENAMED:
             renewed.append(word)
+            continue
+        new_name, *new_value = _RENAMED[name].split()
+        is_switch_with_value = bool(new_value and equals)
+        if new_name.replace("--no-", "--") not in known or is_switch_with_value:
+            renewed.append(word)
+            continue
+        print(f"brigade {program}: {name} is called {_RENAMED[name]}.", file=sys.stderr)
+        renewed += [new_name + equals + value, *new_value]
     return renewed

@@ -24,8 +24,8 @@ The message is one line: what is wrong, where, and how to fix it.
 
 class BrigadeError(Exception):
     """The base of all errors that a person or a client can meet. param names the field of a
-    request that is wrong. code is one word for the reason, OpenAI's where OpenAI has one; the
-    class's word is for reasons that need not be told apart."""
+    request that is wrong. code names the reason, in OpenAI's word where it has one. An error
+    without a code of its own has that of its class."""
 
     exit_code = 1
     http_status = 500

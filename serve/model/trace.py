@@ -180,7 +180,7 @@ def _fields(value: Any) -> dict[str, Any]:
 
 class Graph(Generic[Key]):
     """The lazy graph between sources and outputs: it finds the sources that outputs use. Raises
-    PlanError if MLX cannot name so many arrays."""
+    PlanError if MLX cannot name that many arrays."""
 
     def __init__(self, outputs: Sequence[mx.array], sources: Mapping[Key, mx.array]) -> None:
         by_array: dict[int, list[Key]] = defaultdict(list)

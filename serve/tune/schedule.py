@@ -124,7 +124,7 @@ def _has_op(op: Op, shape: Shape) -> bool:
 
 
 def _num_ahead(kind: str, shape: Shape, position: int) -> int:
-    """Returns how many F a position runs before its first B, if there are so many."""
+    """Returns how many forward passes (F) a position runs before its first backward pass (B)."""
     ranks = shape.num_ranks
     return {
         "naive": 0,
