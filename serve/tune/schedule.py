@@ -124,7 +124,8 @@ def _has_op(op: Op, shape: Shape) -> bool:
 
 
 def _num_ahead(kind: str, shape: Shape, position: int) -> int:
-    """Returns how many forward passes (F) a position runs before its first backward pass (B)."""
+    """Returns how many forward passes (F) a position runs before its first backward pass (B): all
+    that there are, if there are fewer."""
     ranks = shape.num_ranks
     return {
         "naive": 0,
