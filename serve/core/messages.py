@@ -381,7 +381,7 @@ class AdapterRefused(Message, frozen=True):
 
 
 class PrefixFile(msgspec.Struct, frozen=True, array_like=True):
-    """A file of the prefix cache on a stage's disk, named as in serve.core.types.Write."""
+    """A file of the prefix cache on a stage's disk, named as in serve.core.ops.Write."""
 
     name: str
     parent: str

@@ -7,11 +7,14 @@ its sums. Stage is in serve.model.stage, Transport in serve.ring.transport.
 import itertools
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
+from serve.core.ops import AnyOp, Copy, Op
 from serve.core.parameters import MAX_INT, Range
+
+OpT = TypeVar("OpT", bound=Op)
 
 # Step numbers are int32 on the wire. They count up to this limit and then start again at 1. Numbers
 # above it belong to a warm-up, which no statistic includes.
@@ -22,7 +25,6 @@ NUM_LOADED_IDS = 2**16
 FIRST_LOADED = 2**30 - NUM_LOADED_IDS
 # The ids of checkpoints begin above those of sequences, so one set can hold ids of both.
 FIRST_CHECKPOINT = 2**30
-NO_CHECKPOINT = -1
 LAST_TOKEN = -1  # In a step: the token that the previous step of this row samples.
 
 FinishReason = Literal["stop", "length", "abort", "error", "refused", "conflict", "overflowed"]
@@ -267,68 +269,18 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     adapter_version: int = 0
 
 
-class Take(msgspec.Struct, frozen=True, array_like=True):
-    """A new sequence begins as a copy of the first num_tokens of another one. Caches that cannot
-    be cut are copied from a checkpoint at that position, which may be left out if the other one
-    has no more tokens than that."""
-
-    sequence: int
-    source: int
-    num_tokens: int
-    checkpoint: int = NO_CHECKPOINT
-
-
-class Save(msgspec.Struct, frozen=True, array_like=True):
-    """After a step, the stages keep a checkpoint of a sequence: a copy of those of its caches that
-    cannot be cut, such as windows and recurrent states."""
-
-    checkpoint: int
-    sequence: int
-
-
-class Load(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence begins with num_tokens tokens that the stages have read from their disks."""
-
-    sequence: int
-    num_tokens: int
-
-
-class Write(msgspec.Struct, frozen=True, array_like=True):
-    """After a step, the stages write a file of the prefix cache: the keys and values of the tokens
-    [start, end) of a sequence. If start is end, the file has the caches that cannot be cut at that
-    position, from a checkpoint if the sequence has more tokens. name identifies the first end
-    tokens of the sequence, and parent the first start tokens."""
-
-    sequence: int
-    name: str
-    parent: str
-    start: int
-    end: int
-    checkpoint: int = NO_CHECKPOINT
-
-    @property
-    def is_state(self) -> bool:
-        """Whether it has the caches that cannot be cut."""
-        return self.start == self.end
-
-
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The output of the scheduler: everything that a stage needs to know for one run.
 
-    A stage first begins the sequences in load, makes the copies in take, then drops the sequences
-    in drop and the checkpoints in forget, and frees the adapter versions in unload. After that,
-    group holds exactly rows, in this order: a stage moves a row from the group in which it finds
-    it, and starts a row at position 0 with an empty cache. tokens has the tokens of all rows, one
-    row after the other. When the rows have run, the stage makes the checkpoints in save, and hands
-    the files in write to its writer. A step that does not sample only fills caches; its rows that
-    have begun feed the same number of tokens, new rows may differ.
+    A stage performs the operations of before, in their order. After that, group holds exactly rows,
+    in this order: a stage moves a row from the group in which it finds it, and starts a row at
+    position 0 with an empty cache. tokens has the tokens of all rows, one row after the other. When
+    the rows have run, the stage performs the operations of after. A step that does not sample only
+    fills caches; its rows that have begun feed the same number of tokens, new rows may differ.
 
     A step that samples does so at each token that it feeds. A row feeds one token, and may feed
     drafts behind it: guesses of the tokens that follow. The next step of the sequence says by its
-    position how many of them were right, and a stage first forgets those that were not. num_guesses
-    has for each row how many tokens rank 0's draft model guesses after the step; it is empty if
-    there are none to guess. With shares_head, each shard of the last stage computes the logits of
-    its part of the vocabulary; rank 0's engine sets it.
+    position how many of them were right, and a stage first forgets those that were not.
     """
 
     number: int
@@ -336,15 +288,8 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     rows: tuple[Row, ...]
     tokens: tuple[int, ...]
     sample: bool
-    drop: tuple[int, ...] = ()
-    take: tuple[Take, ...] = ()
-    unload: tuple[int, ...] = ()
-    save: tuple[Save, ...] = ()
-    forget: tuple[int, ...] = ()
-    load: tuple[Load, ...] = ()
-    write: tuple[Write, ...] = ()
-    num_guesses: tuple[int, ...] = ()
-    shares_head: bool = False
+    before: tuple[AnyOp, ...] = ()
+    after: tuple[AnyOp, ...] = ()
 
     def __post_init__(self) -> None:
         if sum(row.num_tokens for row in self.rows) != len(self.tokens):
@@ -360,26 +305,23 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     def num_drafts(self) -> int:
         return len(self.tokens) - len(self.rows) if self.sample else 0
 
+    def ops(self, kind: type[OpT]) -> list[OpT]:
+        """Returns the operations of one kind."""
+        return [op for op in (*self.before, *self.after) if isinstance(op, kind)]
+
     @property
     def begun(self) -> list[int]:
         """The sequences that begin with this step: the stages hold nothing of them before."""
         new = [row.sequence for row in self.rows if row.position == 0]
-        return new + [take.sequence for take in self.take]
+        return new + [copy.sequence for copy in self.ops(Copy)]
 
     @property
     def touched(self) -> set[int]:
         """The ids of all sequences and checkpoints that this step computes, copies or drops. Steps
         that touch the same id have to run in order."""
         found = {row.sequence for row in self.rows}
-        found.update(self.drop, self.forget)
-        for take in self.take:
-            found.update((take.sequence, take.source, take.checkpoint))
-        for save in self.save:
-            found.update((save.checkpoint, save.sequence))
-        for write in self.write:
-            found.update((write.checkpoint, write.sequence))
-        found.update(load.sequence for load in self.load)
-        found.discard(NO_CHECKPOINT)
+        for op in (*self.before, *self.after):
+            found.update(op.touched)
         return found
 
 

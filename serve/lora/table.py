@@ -6,14 +6,14 @@
 import functools
 import hashlib
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import mlx.core as mx
 
 from serve.core.errors import AdapterError, EngineError, ModelError
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
-from serve.core.types import Step
+from serve.core.types import Row, Step
 from serve.hub.partial import PartialModel, open_partial
 from serve.hub.repo import ADAPTER
 from serve.lora import copies
@@ -69,6 +69,7 @@ class Adapters:
         self._num_slots = 0
         self._adapted: dict[str, Adapted] = {}
         self._rows = Rows()
+        self._has_changed = False  # since the last step
 
     @property
     def num_bytes(self) -> int:
@@ -197,24 +198,21 @@ class Adapters:
 
     # --- in the step loop
 
-    def apply(self, step: Step) -> list[mx.array]:
-        """Frees the versions that a step unloads and installs those of its rows. Returns arrays to
-        evaluate before the forward: lazy ones keep tables from being written in place."""
-        needed = {row.adapter_version for row in step.rows}
-        new = needed.difference(self._slots, {0})
-        for version in step.unload:
-            self._unload(version)
-        for version in sorted(new):
+    def install(self, rows: Iterable[Row]) -> list[mx.array]:
+        """Installs the versions of the rows of a step. Returns the arrays to evaluate before the
+        forward pass, if any has changed: lazy ones keep tables from being written in place."""
+        needed = {row.adapter_version for row in rows}
+        for version in sorted(needed.difference(self._slots, {0})):
             self._install(version)
-        if new or step.unload:
-            return self._arrays()
-        return []
+        arrays = self._arrays() if self._has_changed else []
+        self._has_changed = False
+        return arrays
 
     def keep_only(self, versions: Collection[int]) -> list[mx.array]:
-        """Frees all other versions. Returns the arrays to evaluate, as apply does."""
+        """Frees all other versions. Returns the arrays to evaluate, as install does."""
         held = self._answers.keys() | self._read.keys() | self._slots.keys()
         for version in sorted(held - set(versions)):
-            self._unload(version)
+            self.unload(version)
         return self._arrays()
 
     def _install(self, version: int) -> None:
@@ -224,6 +222,7 @@ class Adapters:
                 f"A step names adapter version {version}, which is not here.", code="out_of_step"
             )
         taken = set(self._slots.values())
+        self._has_changed = True
         free = (number for number in itertools.count(1) if number not in taken)
         slot = next(free)
         if slot >= self._num_slots:
@@ -238,12 +237,14 @@ class Adapters:
                     trace.open_seam(place.router, functools.partial(note_routing, self._rows))
             self._adapted[name].write(slot, matrices, self._num_slots)
 
-    def _unload(self, version: int) -> None:
+    def unload(self, version: int) -> None:
+        """Frees a version, if it is here."""
         self._answers.pop(version, None)
         self._read.pop(version, None)
         slot = self._slots.pop(version, None)
         if slot is None:
             return
+        self._has_changed = True
         for adapted in self._adapted.values():
             adapted.clear(slot)
         num_needed = len(self._slots) + 1  # Slot 0 is never free.

@@ -50,7 +50,7 @@ def _runs_together(model: nn.Module) -> bool:
     try:
         for number, feeds in enumerate(_TRIAL_STEPS):
             step = _trial_step(number, feeds, positions)
-            for part in caches.apply(step):
+            for part in caches.arrange(step):
                 if not _runs(model, step, part):
                     return False
             for sequence, num_tokens in feeds.items():

@@ -13,7 +13,8 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from serve.core.errors import EngineError
-from serve.core.types import NO_CHECKPOINT, Step, Write
+from serve.core.ops import NO_CHECKPOINT, Copy, Save, Write
+from serve.core.types import Step
 from serve.rank import checkpoints
 from serve.rank.checkpoints import Checkpoint
 from serve.rank.merged import MergedBatch
@@ -99,29 +100,27 @@ class GroupCaches:
         self._checkpoints: dict[int, Checkpoint] = {}
         self._moved: set[int] = set()  # keys of batches whose rows were copied
 
-    def apply(self, step: Step) -> list[Part]:
-        """Arranges the caches as a step says, and returns the parts in which its rows run. Raises
-        EngineError if the step does not fit what this stage holds."""
-        for take in step.take:
-            held = self._positions.get(take.source, 0)
-            if held < take.num_tokens:
-                raise EngineError(
-                    f"Step {step.number} takes {take.num_tokens} tokens of sequence {take.source}, "
-                    f"this stage holds {held} tokens of it: the ranks are out of step.",
-                    code="out_of_step",
-                )
-            self._set_apart(take.sequence, take.source, take.num_tokens, take.checkpoint)
-        for sequence in step.drop:
-            self._drop(sequence)
+    def arrange(self, step: Step) -> list[Part]:
+        """Arranges the rows of a step, and returns the parts in which they run. Raises EngineError
+        if the step does not fit what this stage holds."""
         self._check(step)
         for row in step.rows:
             if self._positions.get(row.sequence, 0) > row.position:
                 self.rewind(row.sequence, row.position)
         parts = [self._arranged(step, *assigned) for assigned in self._assigned(step).items()]
-        for checkpoint in step.forget:
-            self._checkpoints.pop(checkpoint, None)
         self._note_fed(step)
         return parts
+
+    def copy(self, copy: Copy) -> None:
+        """Begins a sequence as a copy. Raises EngineError if this stage holds too few tokens."""
+        num_held = self._positions.get(copy.source, 0)
+        if num_held < copy.num_tokens:
+            raise EngineError(
+                f"{copy.num_tokens} tokens of sequence {copy.source} are to be copied, and "
+                f"{num_held} are held here: the ranks are out of step.",
+                code="out_of_step",
+            )
+        self._set_apart(copy.sequence, copy.source, copy.num_tokens, copy.checkpoint)
 
     @property
     def reuse(self) -> str:
@@ -133,21 +132,32 @@ class GroupCaches:
         """Whether every row can forget its last tokens, wherever it is."""
         return self._can_cut and (self._in_slots or not self._can_batch)
 
-    def save(self, step: Step) -> list[mx.array]:
-        """Makes the checkpoints of a step whose rows have run. Returns their arrays, which have to
-        be evaluated. Raises EngineError if a sequence is not held here."""
-        saved: list[mx.array] = []
-        for save in step.save:
-            sequence = save.sequence
-            if sequence not in self._key_of:
-                raise EngineError(f"Step {step.number} saves sequence {sequence}, not held here.")
-            states = self._batch_of(sequence).states(sequence)
-            arrays = checkpoints.arrays(states)
-            num_bytes = sum(array.nbytes for array in arrays)
-            checkpoint = Checkpoint(self._positions[sequence], states, num_bytes)
-            self._checkpoints[save.checkpoint] = checkpoint
-            saved += arrays
-        return saved
+    def save(self, save: Save) -> list[mx.array]:
+        """Makes a checkpoint of a sequence whose rows have run. Returns its arrays, which have to
+        be evaluated. Raises EngineError if the sequence is not held here."""
+        sequence = save.sequence
+        if sequence not in self._key_of:
+            raise EngineError(
+                f"A checkpoint of sequence {sequence} is to be made, which is not held here: the "
+                "ranks are out of step.",
+                code="out_of_step",
+            )
+        states = self._batch_of(sequence).states(sequence)
+        arrays = checkpoints.arrays(states)
+        num_bytes = sum(array.nbytes for array in arrays)
+        checkpoint = Checkpoint(self._positions[sequence], states, num_bytes)
+        self._checkpoints[save.checkpoint] = checkpoint
+        return arrays
+
+    def drop(self, sequence: int) -> None:
+        """Frees what is held of a sequence, if anything is."""
+        self._leave(sequence)
+        self._positions.pop(sequence, None)
+        self._floors.pop(sequence, None)
+
+    def forget(self, checkpoint: int) -> None:
+        """Frees a checkpoint, if it is held."""
+        self._checkpoints.pop(checkpoint, None)
 
     def begin(self, sequence: int, caches: list[Any], num_tokens: int) -> None:
         """Begins a sequence with plain caches that hold its first num_tokens tokens."""
@@ -167,7 +177,7 @@ class GroupCaches:
         of its own: when a ring is lost, ranks may have run different steps, and later steps need
         the same rows in the same order on all of them."""
         for sequence in self._positions.keys() - positions.keys():
-            self._drop(sequence)
+            self.drop(sequence)
         for sequence, num_tokens in sorted(positions.items()):
             held = self._positions.get(sequence, 0)
             if held < num_tokens:
@@ -414,11 +424,6 @@ class GroupCaches:
                 f"No checkpoint {checkpoint} of {length} tokens is held: the ranks are out of step."
             )
         return found.states
-
-    def _drop(self, sequence: int) -> None:
-        self._leave(sequence)
-        self._positions.pop(sequence, None)
-        self._floors.pop(sequence, None)
 
     def _leave(self, sequence: int) -> None:
         """Removes a sequence from its batch, and the batch if it is then empty."""

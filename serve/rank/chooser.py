@@ -73,17 +73,15 @@ class Chooser:
             self._samplers[sequence] = Sampler(sampling, num_prompt, tokens, self._grammars)
             self._num_begun[sequence] += 1
 
-    def forget(self, sequences: tuple[int, ...]) -> list[int]:
-        """Counts one try of each sequence as ended. Returns the sequences without another try."""
-        gone = []
+    def forget(self, sequence: int) -> bool:
+        """Counts one try of a sequence as ended. Returns whether it was the only one."""
         with self._lock:
-            for sequence in sequences:
-                self._num_begun[sequence] -= 1
-                if self._num_begun[sequence] <= 0:
-                    del self._num_begun[sequence]
-                    self._samplers.pop(sequence, None)
-                    gone.append(sequence)
-        return gone
+            self._num_begun[sequence] -= 1
+            if self._num_begun[sequence] > 0:
+                return False
+            del self._num_begun[sequence]
+            self._samplers.pop(sequence, None)
+            return True
 
     def clear(self) -> None:
         """Forgets all sequences. Compiled grammars stay."""

@@ -68,14 +68,14 @@ class Embedder:
             self._pools[sequence] = _Pool(pooling, num_tokens)
             self._num_begun[sequence] += 1
 
-    def forget(self, sequences: tuple[int, ...]) -> None:
+    def forget(self, sequence: int) -> None:
+        """Counts one try of a sequence as ended."""
         with self._lock:
-            for sequence in sequences:
-                if sequence not in self._pools:
-                    continue
-                self._num_begun[sequence] -= 1
-                if self._num_begun[sequence] <= 0:
-                    del self._num_begun[sequence], self._pools[sequence]
+            if sequence not in self._pools:
+                return
+            self._num_begun[sequence] -= 1
+            if self._num_begun[sequence] <= 0:
+                del self._num_begun[sequence], self._pools[sequence]
 
     def pool(
         self,

@@ -53,9 +53,8 @@ class Outbox:
         in_use: set[int] = set()
         groups: set[int] = set()
         for step in self._steps:
-            # A waiting step may drop the last sequence that uses an adapter, so the step that
-            # unloads the adapter overtakes nothing.
-            has_to_be_last = bool(step.unload and waiting)
+            must_come_last = any(op.must_come_last for op in step.before)
+            has_to_be_last = bool(must_come_last and waiting)
             is_behind_its_group = bool(step.rows and step.group in groups)
             can_go = not has_to_be_last and not is_behind_its_group
             filled = None

@@ -13,6 +13,7 @@ import msgspec
 
 from serve.core.errors import EngineError
 from serve.core.messages import Activity, Order, Result, Span
+from serve.core.ops import AnyOp, Copy, Drop, Forget, Guess, Load, Save, ShareHead, Unload, Write
 from serve.core.types import FIRST_WARM_UP_STEP, Step
 from serve.lora.table import Adapters
 from serve.model.caches import quantized
@@ -72,6 +73,7 @@ class StepLoop:
         self.caches = GroupCaches(self._make_cache, self._batchable)
         self.outbox = Outbox(lambda step: transport.send(step, []))
         self.embedder = Embedder()
+        self._shares_head = False  # in the step that is being computed
         self.pooled: list[mx.array] = []  # the embedder's arrays of the latest step
         self.busy_seconds = 0.0
         self.num_steps = 0
@@ -97,7 +99,7 @@ class StepLoop:
         """Takes a step on rank 0, even while others run, and sends it once its tokens are known."""
         step = self.chooser.cut_drafts(step)
         if self.shared_head and step.sample and len(step.tokens) <= self.shared_head.max_tokens:
-            step = msgspec.structs.replace(step, shares_head=True)
+            step = msgspec.structs.replace(step, before=(*step.before, ShareHead()))
         self.outbox.put(step)
 
     def run(self) -> Iterator[Result]:
@@ -123,32 +125,27 @@ class StepLoop:
                 self._note(step, started)
                 if not self.stage.is_last:
                     self.transport.send(step, outputs)
-            self._keep(step)
+            self._finish(step)
 
     def forward(self, step: Step, received: list[mx.array]) -> list[mx.array]:
         """Runs a step and returns arrays for the next stage, part by part; on rank 0 the tokens
         (B,) and their scores. The other shards of the last stage return nothing."""
-        for load in step.load:
-            self.caches.begin(load.sequence, self._store().take(load.sequence), load.num_tokens)
-        parts = self.caches.apply(step)
+        self._shares_head = False
+        for op in step.before:
+            self._perform(op)
+        parts = self.caches.arrange(step)
         self._evaluate_moved()
-        mx.eval(self.adapters.apply(step))
-        if self.has_head:
-            for sequence in self.chooser.forget(step.drop):
-                self.outbox.forget(sequence)
-                if self.draft_model:
-                    self.draft_model.forget([sequence])
-            self.embedder.forget(step.drop)
+        mx.eval(self.adapters.install(step.rows))
         outputs: list[mx.array] = []
         hidden: list[mx.array | None] = []
         for n, part in enumerate(parts):
             size = len(received) // len(parts)
             self.adapters.select(step, part.rows)
             own_received = received[n * size : (n + 1) * size]
-            with self._head_of(step):
+            with self._head():
                 own_outputs = self.stage(part.tokens(step), part.caches, own_received)
             own_hidden = self.stage.take_hidden()
-            self._sum_up(step, own_outputs, own_hidden)
+            self._sum_up(own_outputs, own_hidden)
             outputs += own_outputs
             hidden.append(own_hidden)
         if self.has_head and parts:
@@ -161,20 +158,48 @@ class StepLoop:
         mx.eval(outputs, self.pooled, kept, self.caches.states(step))
         return outputs
 
-    def _head_of(self, step: Step) -> AbstractContextManager[None]:
+    def _perform(self, op: AnyOp) -> None:
+        """Performs an operation that comes before the rows of its step."""
+        match op:
+            case Load(sequence, num_tokens):
+                self.caches.begin(sequence, self._store().take(sequence), num_tokens)
+            case Copy():
+                self.caches.copy(op)
+            case Drop(sequence):
+                self._drop(sequence)
+            case Forget(checkpoint):
+                self.caches.forget(checkpoint)
+            case Unload(version):
+                self.adapters.unload(version)
+            case ShareHead():
+                self._shares_head = True
+            case Save() | Write() | Guess():
+                raise EngineError(f"{type(op).__name__} cannot come before the rows of a step.")
+
+    def _drop(self, sequence: int) -> None:
+        self.caches.drop(sequence)
+        if not self.has_head:
+            return
+        self.embedder.forget(sequence)
+        if self.chooser.forget(sequence):
+            self.outbox.forget(sequence)
+            if self.draft_model:
+                self.draft_model.forget([sequence])
+
+    def _head(self) -> AbstractContextManager[None]:
         """Makes the model compute its logits as the step says, inside of a with block."""
-        if self.shared_head and step.shares_head:
+        if self.shared_head and self._shares_head:
             return self.shared_head.shared()
         return nullcontext()
 
-    def _sum_up(self, step: Step, outputs: list[mx.array], hidden: mx.array | None) -> None:
+    def _sum_up(self, outputs: list[mx.array], hidden: mx.array | None) -> None:
         """Evaluates what the shards of this stage compute together. Shards match their sums only by
         the order of evaluation, and only rank 0 knows whether the head is needed. So all shards
         evaluate one part after the other, each up to the head, or with a head that they share up to
         the logits."""
         if self.transport.num_shards == 1:
             return
-        if self.shared_head and step.shares_head:
+        if self.shared_head and self._shares_head:
             outputs = [self.shared_head.take()]
         elif self.stage.is_last:
             assert hidden is not None, "make_plan refuses models without hidden states"
@@ -187,30 +212,33 @@ class StepLoop:
         for arrays in self.caches.moved():
             mx.eval(arrays)
 
-    def _keep(self, step: Step) -> None:
-        """Makes a step's checkpoints, then its files. Its outputs have left, so no stage waits; the
-        next step must not be received before, because it writes to the same buffers."""
-        if not step.save and not step.write:
+    def _finish(self, step: Step) -> None:
+        """Performs the operations that come after the rows of a step. Its outputs have left, so no
+        stage waits; the next step must not be received before, because it writes to the same
+        buffers."""
+        if not step.after:
             return
         started = time.monotonic()
         self.step = step.number
-        mx.eval(self.caches.save(step))
-        self._write(step)
+        for op in step.after:
+            if isinstance(op, Save):
+                mx.eval(self.caches.save(op))
+            elif isinstance(op, Write):
+                self._write(op)
         self.step = None
         if step.number < FIRST_WARM_UP_STEP:
             self.busy_seconds += time.monotonic() - started
 
-    def _write(self, step: Step) -> None:
-        """Hands a step's files to the store. One that cannot be made costs only speed."""
-        for write in step.write:
-            try:
-                content = self.caches.content(write)
-            except EngineError as error:
-                self._store().refuse(write, error)
-                continue
-            self._evaluate_moved()
-            mx.eval(content.arrays)
-            self._store().write(write, content)
+    def _write(self, write: Write) -> None:
+        """Hands a file to the store. One that cannot be made costs only speed."""
+        try:
+            content = self.caches.content(write)
+        except EngineError as error:
+            self._store().refuse(write, error)
+            return
+        self._evaluate_moved()
+        mx.eval(content.arrays)
+        self._store().write(write, content)
 
     def _store(self) -> PrefixStore:
         if self.prefix_store is None:

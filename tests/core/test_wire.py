@@ -24,11 +24,13 @@ from serve.core.messages import (
     Result,
     TensorSpec,
 )
+from serve.core.ops import AnyOp
 from serve.core.types import Row, Step
 from tests.errors import fails
 
 int32 = st.integers(-(2**31), 2**31 - 1)
 small = st.integers(0, 2**31 - 1)
+ops = st.one_of(*map(st.builds, typing.get_args(AnyOp)))
 
 
 @st.composite
@@ -42,8 +44,8 @@ def steps(draw: st.DrawFn) -> Step:
         rows=tuple(rows),
         tokens=tuple(draw(st.lists(int32, min_size=num_tokens, max_size=num_tokens))),
         sample=draw(st.booleans()),
-        drop=tuple(draw(st.lists(small, max_size=4))),
-        unload=tuple(draw(st.lists(small, max_size=3))),
+        before=tuple(draw(st.lists(ops, max_size=4))),
+        after=tuple(draw(st.lists(ops, max_size=4))),
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from serve.core.types import Write
+from serve.core.ops import Write
 from serve.rank.prefixes import contents
 from serve.rank.prefixes.store import PrefixStore
 

@@ -53,9 +53,11 @@ class Pipeline:
 
     def apply(self, versions: list[int], unload: tuple[int, ...] = ()) -> None:
         rows = tuple(Row(n, 0, 1, version) for n, version in enumerate(versions))
-        step = Step(1, 0, rows, (0,) * len(rows), True, unload=unload)
+        step = Step(1, 0, rows, (0,) * len(rows), True)
         for own in self.adapters:
-            mx.eval(own.apply(step))
+            for version in unload:
+                own.unload(version)
+            mx.eval(own.install(rows))
             own.select(step, range(len(rows)))
 
     def logits(self, versions: list[int], fed: Any = FED) -> list[mx.array]:
@@ -209,18 +211,17 @@ def test_table_keeps_only_some_versions_and_does_not_read_them_again(tmp_path: P
         asked = LoadAdapter(version, str(folder), None, None, [])
         answers[version] = own.answer(asked)
         if version < 3:
-            step = Step(version, 0, (Row(0, 0, 1, version),), (0,), True)
-            mx.eval(own.apply(step))
+            mx.eval(own.install([Row(0, 0, 1, version)]))
     mx.eval(own.keep_only([2, 3]))
     shutil.rmtree(tmp_path)
     for version in (2, 3):
         asked = LoadAdapter(version, str(tmp_path / str(version)), None, None, [])
         assert own.answer(asked) is answers[version]
-        mx.eval(own.apply(Step(9, 0, (Row(0, 0, 1, version),), (0,), True)))
+        mx.eval(own.install([Row(0, 0, 1, version)]))
     gone = LoadAdapter(1, str(tmp_path / "1"), None, None, [])
     assert isinstance(own.answer(gone), AdapterRefused)
     with fails(EngineError, "out_of_step", match="version 1"):
-        own.apply(Step(9, 0, (Row(0, 0, 1, 1),), (0,), True))
+        own.install([Row(0, 0, 1, 1)])
 
 
 def test_a_step_with_a_version_that_is_not_there_is_an_error(tmp_path: Path) -> None:

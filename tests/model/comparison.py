@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from serve.core.errors import PlanError
+from serve.core.ops import Drop
 from serve.core.types import Row, Step
 from serve.model import trial
 from serve.model.stage import Stage
@@ -110,7 +111,7 @@ def steps(ragged: Ragged = RAGGED) -> Iterator[Step]:
         rows = tuple(Row(s, positions.get(s, 0), len(fed)) for s, fed in feeds.items())
         positions |= {row.sequence: row.position + row.num_tokens for row in rows}
         tokens = tuple(token for fed in feeds.values() for token in fed)
-        yield Step(number, group, rows, tokens, True, drop)
+        yield Step(number, group, rows, tokens, True, tuple(map(Drop, drop)))
 
 
 def ragged(places: Sequence[Place], can_batch: bool, feeds: Ragged = RAGGED) -> Iterator[mx.array]:
@@ -118,7 +119,10 @@ def ragged(places: Sequence[Place], can_batch: bool, feeds: Ragged = RAGGED) -> 
     caches = [GroupCaches(make_cache, can_batch) for _, make_cache in places]
     for step in steps(feeds):
         logits: dict[int, mx.array] = {}
-        for parts in zip(*(own.apply(step) for own in caches), strict=True):
+        for own in caches:
+            for op in step.ops(Drop):
+                own.drop(op.sequence)
+        for parts in zip(*(own.arrange(step) for own in caches), strict=True):
             passed: list[mx.array] = []
             for (run, _), part in zip(places, parts, strict=True):
                 passed = run(part.tokens(step), part.caches, passed)

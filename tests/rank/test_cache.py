@@ -16,7 +16,8 @@ from mlx_lm.models.cache import (
 )
 
 from serve.core.errors import EngineError
-from serve.core.types import Row, Step, Take, Write
+from serve.core.ops import Copy, Drop, Write
+from serve.core.types import Row, Step
 from serve.model.caches import quantized
 from serve.model.stage import Stage
 from serve.rank.cache import GroupCaches, Part
@@ -49,19 +50,23 @@ class Rig:
         group: int,
         feeds: dict[int, list[int]],
         drop: tuple[int, ...] = (),
-        take: tuple[Take, ...] = (),
+        copies: tuple[Copy, ...] = (),
     ) -> None:
         """Runs a step and compares each row's logits with the sequence alone."""
-        for each in take:
+        for each in copies:
             self.length[each.sequence] = each.num_tokens
             self.alone[each.sequence] = copy.deepcopy(self.alone[each.source])
             trim_prompt_cache(self.alone[each.sequence], self.length[each.source] - each.num_tokens)
         self.number += 1
         rows = tuple(Row(s, self.length.get(s, 0), len(t)) for s, t in feeds.items())
         tokens = tuple(t for fed in feeds.values() for t in fed)
-        step = Step(self.number, group, rows, tokens, True, drop, take)
+        step = Step(self.number, group, rows, tokens, True)
         logits: dict[int, mx.array] = {}
-        parts = self.caches.apply(step)
+        for each in copies:
+            self.caches.copy(each)
+        for sequence in drop:
+            self.caches.drop(sequence)
+        parts = self.caches.arrange(step)
         mx.eval(self.caches.moved())
         for part in parts:
             (output,) = self.stage(part.tokens(step), part.caches, [])
@@ -166,7 +171,7 @@ def test_new_rows_may_have_different_lengths_and_others_not(rig: Rig) -> None:
     rig.step(1, {2: [1], 0: [2]})
     rows = (Row(0, 2, 1), Row(2, 5, 2))
     with fails(EngineError, "engine", match=r"\[1, 2\]"):
-        rig.caches.apply(Step(99, 1, rows, (3, 4, 5), sample=False))
+        rig.caches.arrange(Step(99, 1, rows, (3, 4, 5), sample=False))
 
 
 def test_rows_go_back_behind_wrong_drafts(rig: Rig) -> None:
@@ -185,7 +190,7 @@ def test_rows_go_back_behind_wrong_drafts(rig: Rig) -> None:
     rig.step(0, {0: [27, 28], 2: [29, 30, 31], 1: [32]})
     rig.reject(0, 1)
     rig.step(0, {0: [33], 1: [34]}, drop=(2,))
-    rig.step(0, {1: [35]}, take=(Take(3, 1, 4),))
+    rig.step(0, {1: [35]}, copies=(Copy(3, 1, 4),))
     rig.step(0, {0: [36], 1: [37], 3: [38, 39]})
 
 
@@ -274,7 +279,7 @@ def _random_step(
         return Step(number, 2 + number, (row,), (1,) * num_tokens, False)
     if kind < 0.5:
         gone = groups[group].pop(chance.randrange(len(groups[group])))
-        return Step(number, -1, (), (), False, drop=(gone,))
+        return Step(number, -1, (), (), False, before=(Drop(gone),))
     positions = caches.positions
     rows = tuple(Row(s, positions[s], 1) for s in groups[group])
     return Step(number, group, rows, (1,) * len(rows), True)
@@ -282,7 +287,9 @@ def _random_step(
 
 def feed_ones(caches: GroupCaches, step: Step) -> list[Part]:
     """Runs a step of which all keys and values are ones."""
-    parts = caches.apply(step)
+    for op in step.ops(Drop):
+        caches.drop(op.sequence)
+    parts = caches.arrange(step)
     for arrays in caches.moved():
         mx.eval(arrays)
     for part in parts:
@@ -312,25 +319,25 @@ def test_caches_have_no_content_for_tokens_that_are_not_held(rig: Rig) -> None:
 
 def test_caches_that_cannot_go_back_refuse_to() -> None:
     caches = GroupCaches(lambda: [RotatingKVCache(4)])
-    caches.apply(Step(1, 0, (Row(0, 0, 1),), (1,), True))
+    caches.arrange(Step(1, 0, (Row(0, 0, 1),), (1,), True))
     caches._batches[0].caches[0].update_and_fetch(*[mx.zeros((1, 1, 8, 4))] * 2)
     caches._positions[0], caches._floors[0] = 8, 4
     with fails(EngineError, "cannot_rewind"):
-        caches.apply(Step(2, 0, (Row(0, 6, 1),), (1,), True))
+        caches.arrange(Step(2, 0, (Row(0, 6, 1),), (1,), True))
 
 
 def test_a_sequence_begins_as_a_copy_of_another(rig: Rig) -> None:
     rig.step(0, {0: [1, 2, 3, 4, 5]})
-    rig.step(0, {0: [6], 1: [7]}, take=())
-    rig.step(0, {}, take=(Take(2, 0, 4),))
+    rig.step(0, {0: [6], 1: [7]})
+    rig.step(0, {}, copies=(Copy(2, 0, 4),))
     rig.step(0, {0: [8], 1: [9], 2: [9]})
     rig.step(0, {1: [1]})
-    rig.step(0, {}, take=(Take(3, 0, 7),), drop=(0,))
+    rig.step(0, {}, copies=(Copy(3, 0, 7),), drop=(0,))
     rig.step(1, {3: [5, 6]})
     rig.step(0, {1: [1], 2: [2]})
     rig.step(0, {1: [3], 2: [4], 3: [5]})
     with fails(EngineError, "out_of_step", match="99 tokens of sequence 3"):
-        rig.caches.apply(Step(99, 0, (), (), False, (), (Take(4, 3, 99),)))
+        rig.caches.copy(Copy(4, 3, 99))
 
 
 def test_a_row_that_joins_sees_nothing_of_who_had_its_slot(rig: Rig) -> None:
@@ -429,7 +436,7 @@ class RandomLife:
             source = self.chance.choice(sources)
             new_id = next(self._ids)
             num_tokens = self.chance.randint(1, self.rig.length[source])
-            self.rig.step(-1, {}, take=(Take(new_id, source, num_tokens),))
+            self.rig.step(-1, {}, copies=(Copy(new_id, source, num_tokens),))
             self.groups[group].append(new_id)
 
     def lose_ring(self) -> None:
@@ -539,7 +546,7 @@ def test_buffers_that_grow_are_copied_one_after_the_other() -> None:
 
 
 def run(stage: Stage, caches: GroupCaches, step: Step) -> None:
-    parts = caches.apply(step)
+    parts = caches.arrange(step)
     mx.eval(caches.moved())
     outputs = [stage(part.tokens(step), part.caches, []) for part in parts]
     mx.eval(outputs, caches.states(step))
@@ -550,7 +557,7 @@ def test_new_rows_beside_old_ones_are_a_part_of_their_own(can_batch: bool) -> No
     rig = Rig(can_batch)
     rig.step(0, {0: [1], 1: [2]})
     rows = (Row(2, 0, 1), Row(0, 1, 1), Row(3, 0, 1), Row(1, 1, 1))
-    parts = rig.caches.apply(Step(2, 0, rows, (5, 6, 7, 8), True))
+    parts = rig.caches.arrange(Step(2, 0, rows, (5, 6, 7, 8), True))
     expected = [(0, 2), (1, 3)] if can_batch else [(0,), (1,), (2,), (3,)]
     assert sorted(part.rows for part in parts) == sorted(expected)
 
@@ -569,13 +576,13 @@ def test_new_rows_begin_together_only_where_their_caches_allow_it(
 ) -> None:
     rows = tuple(Row(n, 0, length) for n, length in enumerate(lengths))
     step = Step(1, 0, rows, (1,) * sum(lengths), sample=False)
-    parts = GroupCaches(lambda: [cache()], can_batch).apply(step)
+    parts = GroupCaches(lambda: [cache()], can_batch).arrange(step)
     assert [part.rows for part in parts] == expected
 
 
 def test_groups_without_rows_are_forgotten() -> None:
     caches = GroupCaches(lambda: [KVCache()])
     for number in range(600):
-        caches.apply(Step(number, number, (Row(number, 0, 1),), (1,), sample=False))
-        caches.apply(Step(number, number, (), (), sample=False, drop=(number,)))
+        caches.arrange(Step(number, number, (Row(number, 0, 1),), (1,), sample=False))
+        caches.drop(number)
     assert len(caches._keys_of_group) < 300

@@ -16,6 +16,7 @@ import pytest
 from serve.core.checkpoint import read_checkpoint
 from serve.core.errors import ClusterError, EngineError
 from serve.core.messages import Leave, Left, Loaded, Order
+from serve.core.ops import Guess
 from serve.core.plan import DraftSource
 from serve.core.types import Row, Sampling, Step
 from serve.core.wire import FrameReader
@@ -166,7 +167,7 @@ def guesses(ordered: Ordered, prompt: tuple[int, ...]) -> tuple[int, ...]:
     results = loop.run()
     loop.transport.send(step(1, 0, prompt[:-1], sample=False), [])
     asking = step(2, len(prompt) - 1, prompt[-1:], sample=True)
-    loop.transport.send(msgspec.structs.replace(asking, num_guesses=(4,)), [])
+    loop.transport.send(msgspec.structs.replace(asking, after=(Guess((4,)),)), [])
     next(results)
     result = next(results)
     (guessed,) = result.guesses

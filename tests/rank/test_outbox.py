@@ -1,6 +1,7 @@
 """Steps that wait for tokens, and those that may go before them."""
 
-from serve.core.types import LAST_TOKEN, Row, Step, Take
+from serve.core.ops import Copy, Drop
+from serve.core.types import LAST_TOKEN, Row, Step
 from serve.rank.outbox import Outbox
 
 
@@ -36,9 +37,9 @@ def test_only_what_has_nothing_in_common_goes_before() -> None:
     same_group = decode(2, 0, (6, 3, 7))
     other_group = decode(3, 1, (7, 3, 7))
     after_same_group = decode(4, 2, (6, 4, 9))
-    drop = Step(5, -1, (), (), False, drop=(5,))
-    copy = Step(6, -1, (), (), False, take=(Take(8, 5, 4),))
-    other_drop = Step(7, -1, (), (), False, drop=(9,))
+    drop = Step(5, -1, (), (), False, before=(Drop(5),))
+    copy = Step(6, -1, (), (), False, before=(Copy(8, 5, 4),))
+    other_drop = Step(7, -1, (), (), False, before=(Drop(9),))
     for step in (same_group, other_group, after_same_group, drop, copy, other_drop):
         outbox.put(step)
     assert [step.number for step in sent] == [3, 7]

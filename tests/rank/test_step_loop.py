@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from serve.core.types import Row, Step, Write
+from serve.core.ops import Drop, ShareHead, Write
+from serve.core.types import Row, Step
 from serve.model.head import share_head
 from serve.model.stage import Stage
 from serve.rank.prefixes.contents import FileContent, MakeCaches
@@ -64,7 +65,7 @@ def expected(tmp_path: Path) -> FileContent:
     """The file of a sequence to which no other step came."""
     last, first = local_ring(2)
     loop = make_loop(tmp_path / "expected", (0, 2), first)
-    last.send(prefill(1, 1, TOKENS, write=(write_of(1),)), [])
+    last.send(prefill(1, 1, TOKENS, after=(write_of(1),)), [])
     first.close()
     assert not list(loop.run())
     (content,) = observed(loop).contents
@@ -76,8 +77,8 @@ def test_step_loop_sends_before_it_writes(tmp_path: Path, expected: FileContent)
     """The next steps wait already: one drops the sequence, and another takes its place."""
     last, first = local_ring(2)
     loop = make_loop(tmp_path / "first", (0, 2), first)
-    last.send(prefill(1, 1, TOKENS, write=(write_of(1),)), [])
-    last.send(prefill(2, 2, OTHER_TOKENS, drop=(1,)), [])
+    last.send(prefill(1, 1, TOKENS, after=(write_of(1),)), [])
+    last.send(prefill(2, 2, OTHER_TOKENS, before=(Drop(1),)), [])
     last.send(prefill(3, 3, OTHER_TOKENS), [])
     first.close()
     assert not list(loop.run())
@@ -93,7 +94,7 @@ def test_step_loop_sends_before_it_writes(tmp_path: Path, expected: FileContent)
 def test_step_loop_yields_a_result_before_it_writes(tmp_path: Path) -> None:
     (only,) = local_ring(1)
     loop = make_loop(tmp_path / "only", (0, 4), only)
-    only.send(prefill(1, 1, TOKENS, write=(write_of(1),)), [])
+    only.send(prefill(1, 1, TOKENS, after=(write_of(1),)), [])
     only.close()
     results = loop.run()
     next(results)
@@ -126,4 +127,4 @@ def test_put_says_which_steps_share_the_head() -> None:
         message = transport.receive()
         assert message is not None
         step, _ = message
-        assert step.shares_head == is_shared
+        assert bool(step.ops(ShareHead)) == is_shared

@@ -144,7 +144,7 @@ def fed(caches: GroupCaches, stage: Stage, number: int, feeds: dict[int, Fed]) -
     tokens = tuple(token for _, own in feeds.values() for token in own)
     step = Step(number, 0, rows, tokens, sample=number > 1)
     outputs: dict[int, mx.array] = {}
-    for part in caches.apply(step):
+    for part in caches.arrange(step):
         (logits,) = stage(part.tokens(step), part.caches, [])
         outputs |= part.outputs_of_rows(step, logits)
     mx.eval(outputs, caches.states(step))

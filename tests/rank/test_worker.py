@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from serve.core.messages import Activity, FromEngine, Leave, Left, Order, Status, ToEngine
+from serve.core.ops import Guess
 from serve.core.plan import DraftSource
 from serve.core.types import Row, Sampling, Step
 from serve.core.wire import FrameReader, frame
@@ -92,7 +93,7 @@ def test_rank_0_loads_its_draft_model_and_reports_its_guesses(tmp_path: Path) ->
         prompt = [5, 6, 7]
         loop.chooser.admit(5, Sampling(temperature=0), 3, prompt)
         loop.transport.send(Step(1, 7, (Row(5, 0, 2),), (5, 6), False), [])
-        asking = Step(2, 0, (Row(5, 2, 1),), (7,), True, num_guesses=(3,))
+        asking = Step(2, 0, (Row(5, 2, 1),), (7,), True, after=(Guess((3,)),))
         loop.transport.send(asking, [])
         results = loop.run()
         assert next(results).guesses == ()

@@ -5,6 +5,7 @@ from collections.abc import Sequence as ReadableList
 
 from msgspec.structs import replace
 
+from serve.core.ops import Guess
 from serve.core.types import Group, Sequence, Step
 from serve.front.drafts.interface import Drafting
 
@@ -29,14 +30,14 @@ def ask(
     step: Step,
     groups: ReadableList[Group],
 ) -> Step:
-    """Returns the step with the number of tokens that the draft model guesses for each row."""
+    """Returns the step, after which the draft model guesses what follows each row."""
     num_busy_groups = sum(bool(group.sequences) for group in groups)
     asked = drafting.ask(sequences, num_busy_groups)
     if not any(asked):
         return step
     for sequence, num_guesses in zip(sequences, asked, strict=True):
         sequence.num_asked = num_guesses
-    return replace(step, num_guesses=tuple(asked))
+    return replace(step, after=(*step.after, Guess(tuple(asked))))
 
 
 def take_guesses(

@@ -2,7 +2,7 @@
 
 `schedule` is called until it returns None, and `update` with each result. Stages run steps that
 share a sequence in the order in which they are scheduled. So later steps can rely on what a step
-does to the caches (take, drop, join, move) as soon as it is scheduled.
+does to the caches (copy, drop, join, move) as soon as it is scheduled.
 
 A prompt is prefilled up to its last token, in steps that need no result. Then the sequence joins
 the smallest group, where it feeds the last token of the prompt first. When the stages have no room
@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from serve.core.errors import OverloadedError, RequestError
 from serve.core.messages import PrefixRead, Result
+from serve.core.ops import AnyOp, Copy, Drop, Forget, Unload
 from serve.core.types import (
     FAILURES,
     FIRST_WARM_UP_STEP,
@@ -29,7 +30,6 @@ from serve.core.types import (
     Row,
     Sequence,
     Step,
-    Take,
     tokens_of_rows,
 )
 from serve.front.drafts import rows
@@ -300,7 +300,7 @@ class Scheduler:
         for sequence, count in zip(sequences, num_tokens, strict=True):
             note_overtaking(sequence, count, (*self.prefilling, *self.waiting.new))
         save = self.room.checkpoints(sequences, num_tokens, self._num_running_tokens)
-        step = replace(self._step(sequences, num_tokens), save=save)
+        step = replace(self._step(sequences, num_tokens), after=save)
         for sequence in sequences:
             self._join_if_prefilled(sequence)
         return step
@@ -319,10 +319,12 @@ class Scheduler:
     def _emit(self, step: Step | None) -> None:
         """Emits a step. Drops and unloads go first, because their room may be needed, and in a
         separate step, which waits for no other step."""
-        unload = self._unused_adapters()
-        drop, forget = map(tuple, self.room.take_gone())
-        if drop or forget or unload:
-            self._ready.append(replace(self._step([], []), drop=drop, forget=forget, unload=unload))
+        gone = self.room.take_gone()
+        ops: list[AnyOp] = [Drop(id) for id in gone.sequences]
+        ops += [Forget(id) for id in gone.checkpoints]
+        ops += [Unload(version) for version in self._unused_adapters()]
+        if ops:
+            self._ready.append(replace(self._step([], []), before=tuple(ops)))
         if step:
             self._ready.append(step)
 
@@ -394,7 +396,7 @@ class Scheduler:
         if not found:
             return
         self.room.kept.begun(sequence.id, found)
-        self._emit(replace(self._step([], []), take=(Take(sequence.id, *found),)))
+        self._emit(replace(self._step([], []), before=(Copy(sequence.id, *found),)))
 
     def _find_prefix(self, sequence: Sequence) -> Beginning | None:
         """Returns what a sequence can begin with as a copy, and marks it as used."""
@@ -417,14 +419,14 @@ class Scheduler:
             return
         sequence, load = read
         if load:
-            self._emit(replace(self._step([], []), load=(load,)))
+            self._emit(replace(self._step([], []), before=(load,)))
             self.room.keep_loaded(sequence, load, self._num_running_tokens)
         self.waiting.unblock(sequence)
 
     def _write_to_disk(self) -> None:
         """Has the stages write the next file, in a step of its own."""
         if self.room.disk and (write := self.room.disk.next_write(self.room.holds)):
-            self._emit(replace(self._step([], []), write=(write,)))
+            self._emit(replace(self._step([], []), after=(write,)))
 
     def _join_if_prefilled(self, sequence: Sequence) -> None:
         if sequence.num_computed == sequence.num_to_prefill:

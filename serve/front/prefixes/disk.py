@@ -14,7 +14,8 @@ from serve.core.messages import (
     PrefixRead,
     ReadPrefix,
 )
-from serve.core.types import FIRST_LOADED, NO_CHECKPOINT, NUM_LOADED_IDS, Load, Sequence, Write
+from serve.core.ops import NO_CHECKPOINT, Load, Write
+from serve.core.types import FIRST_LOADED, NUM_LOADED_IDS, Sequence
 from serve.front.prefixes.checkpoints import PrefixKey, key_of
 from serve.front.prefixes.disk_index import (
     DiskIndex,

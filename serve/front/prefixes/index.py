@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator
 from collections.abc import Sequence as ReadableList
 from typing import Any, Literal, NamedTuple
 
-from serve.core.types import FIRST_CHECKPOINT, NO_CHECKPOINT, Save, Sequence, Write
+from serve.core.ops import NO_CHECKPOINT, Save, Write
+from serve.core.types import FIRST_CHECKPOINT, Sequence
 from serve.front.prefixes.checkpoints import Checkpoints, PrefixKey, key_of
 from serve.front.prefixes.tree import PrefixTree
 

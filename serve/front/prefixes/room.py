@@ -1,7 +1,8 @@
 """The room for keys and values on the stages: decides what is kept for later prompts, and what is
 dropped when running sequences need the room. Pure."""
 
-from serve.core.types import Load, Save, Sequence, Write
+from serve.core.ops import Load, Save, Write
+from serve.core.types import Sequence
 from serve.front.prefixes.checkpoints import key_of
 from serve.front.prefixes.counts import PrefixCounts
 from serve.front.prefixes.disk import DiskPrefixes

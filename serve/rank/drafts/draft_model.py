@@ -16,6 +16,7 @@ import msgspec
 
 from serve.core.errors import PlanError
 from serve.core.messages import Loaded, Result, Span
+from serve.core.ops import Guess
 from serve.core.plan import MAX_DRAFT_ROWS, MAX_DRAFT_TOKENS
 from serve.core.types import FIRST_WARM_UP_STEP, NUM_SEQUENCE_IDS, Row, Sampling, Step
 from serve.model.stage import Stage
@@ -126,10 +127,11 @@ class Drafter(ABC):
     ) -> tuple[Result, list[Span]]:
         """Returns the result of a step with guesses, as many as the step asks for, and the spans of
         the runs that it took; none for a warm-up."""
-        if not step.num_guesses:
+        asked = step.ops(Guess)
+        if not asked:
             return result, []
         requests: list[GuessRequest] = []
-        for row, num_guesses in zip(step.rows, step.num_guesses, strict=True):
+        for row, num_guesses in zip(step.rows, asked[0].num_tokens, strict=True):
             sampler = chooser.sampler(row.sequence)
             each = GuessRequest(row.sequence, sampler.tokens, sampler.sampling, num_guesses)
             requests.append(each)
@@ -291,10 +293,11 @@ class Drafter(ABC):
             rows.append(row)
             tokens += new
             held += new
-        gone = tuple(self._gone)
+        for sequence in self._gone:
+            self._caches.drop(sequence)
         self._gone = []
-        step = Step(0, group, tuple(rows), tuple(tokens), sample=True, drop=gone)
-        parts = self._caches.apply(step)
+        step = Step(0, group, tuple(rows), tuple(tokens), sample=True)
+        parts = self._caches.arrange(step)
         moved = self._caches.moved()
         mx.eval(moved)  # before the forward, as GroupCaches says
         logits: dict[int, mx.array] = {}

@@ -31,7 +31,7 @@ from serve.core.messages import (
     PrefixRead,
     ReadPrefix,
 )
-from serve.core.types import Write
+from serve.core.ops import Write
 from serve.rank.prefixes import contents, stored_files
 from serve.rank.prefixes.contents import FileContent, MakeCaches
 from serve.rank.prefixes.stored_files import SUFFIX, UNFINISHED, StoredFile

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serve.core.messages import PrefixFile
-from serve.core.types import Write
+from serve.core.ops import Write
 
 SUFFIX = ".safetensors"
 UNFINISHED = "unfinished-"

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 from serve.bench.records import quantile
 from serve.core.messages import Result, Span
+from serve.core.ops import Copy
 from serve.core.types import Sampling, Sequence, Step
 from serve.front.pipeline import capacity, prefill_order
 from serve.front.pipeline.scheduler import Scheduler
@@ -93,8 +94,8 @@ class Simulation:
             else:
                 self._add(event)
             while step := self.scheduler.schedule():
-                for take in step.take:
-                    self.outcomes[take.sequence].num_cached = take.num_tokens
+                for copy in step.ops(Copy):
+                    self.outcomes[copy.sequence].num_cached = copy.num_tokens
                 self._outbox.put(step)
         return self.outcomes
 

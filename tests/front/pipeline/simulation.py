@@ -15,15 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from serve.core.messages import Result
-from serve.core.types import (
-    FAILURES,
-    NO_CHECKPOINT,
-    OVERFLOWED_TOKEN,
-    Event,
-    Sampling,
-    Sequence,
-    Step,
-)
+from serve.core.ops import NO_CHECKPOINT, Copy, Drop, Forget, Load, Save, Write
+from serve.core.types import FAILURES, OVERFLOWED_TOKEN, Event, Sampling, Sequence, Step
 from serve.front.drafts.interface import Drafting
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.prefixes.disk_index import segment_name
@@ -61,21 +54,22 @@ class StageModel:
         return sum(map(len, self.held.values()))
 
     def run(self, step: Step) -> None:
-        for load in step.load:
+        for load in step.ops(Load):
             self.held[load.sequence] = list(self.loaded.pop(load.sequence))
             assert len(self.held[load.sequence]) == load.num_tokens
-        for take in step.take:
-            assert len(self.held[take.source]) >= take.num_tokens, f"{take} of too little"
-            assert take.sequence not in self.held
-            tokens = self.held[take.source][: take.num_tokens]
-            if take.checkpoint != NO_CHECKPOINT:
-                assert self.checkpoints[take.checkpoint] == tokens, f"{take} of another prefix"
+        for copy in step.ops(Copy):
+            assert len(self.held[copy.source]) >= copy.num_tokens, f"{copy} of too little"
+            assert copy.sequence not in self.held
+            tokens = self.held[copy.source][: copy.num_tokens]
+            if copy.checkpoint != NO_CHECKPOINT:
+                assert self.checkpoints[copy.checkpoint] == tokens, f"{copy} of another prefix"
             elif not self.can_cut:
-                assert tokens == self.held[take.source], f"{take} without a checkpoint"
-            self.held[take.sequence] = list(tokens)
-        for checkpoint in step.forget:
-            del self.checkpoints[checkpoint]
-        for sequence in step.drop:
+                assert tokens == self.held[copy.source], f"{copy} without a checkpoint"
+            self.held[copy.sequence] = list(tokens)
+        for forget in step.ops(Forget):
+            del self.checkpoints[forget.checkpoint]
+        for drop in step.ops(Drop):
+            sequence = drop.sequence
             assert sequence in self.held, f"step {step.number} drops {sequence}, which is not here"
             del self.held[sequence]
             self.floors.pop(sequence, None)
@@ -92,10 +86,10 @@ class StageModel:
                 self.floors[row.sequence] = row.position
         if len({row.num_tokens for row in step.rows}) > 1 and not step.sample:
             assert not any(row.position for row in step.rows), "begun rows of different lengths"
-        for save in step.save:
+        for save in step.ops(Save):
             assert save.checkpoint not in self.checkpoints
             self.checkpoints[save.checkpoint] = list(self.held[save.sequence])
-        for write in step.write:
+        for write in step.ops(Write):
             held = self.held[write.sequence]
             assert len(held) >= write.end, f"{write} of {len(held)} tokens"
             if write.is_state:

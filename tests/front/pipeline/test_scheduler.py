@@ -8,6 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from serve.core.errors import OverloadedError
+from serve.core.ops import Copy
 from serve.core.types import FAILURES
 from serve.front.pipeline.scheduler import Reuse
 from tests.errors import fails
@@ -459,7 +460,7 @@ def test_a_prompt_is_computed_once_for_all_its_copies(reuse: Reuse, prompt: int)
         assert pipeline.output(id) == expected(id, prompt, 3 + i)
     fed = sum(len(step.tokens) for step in pipeline.steps if not step.sample)
     assert fed == prompt - 1
-    assert sum(len(step.take) for step in pipeline.steps) == (3 if prompt > 1 else 0)
+    assert sum(len(step.ops(Copy)) for step in pipeline.steps) == (3 if prompt > 1 else 0)
     check_all_ended(pipeline)
 
 

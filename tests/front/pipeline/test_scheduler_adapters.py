@@ -8,6 +8,7 @@ from itertools import count
 import pytest
 from hypothesis import strategies as st
 
+from serve.core.ops import Copy, Unload
 from serve.core.types import Sequence, Step
 from serve.front.pipeline.scheduler import Reuse
 from serve.front.prefixes.checkpoints import PrefixKey
@@ -23,6 +24,10 @@ from tests.front.pipeline.simulation import (
 from tests.front.pipeline.test_scheduler import check_all_ended
 
 
+def unloaded(step: Step) -> list[int]:
+    return [op.adapter_version for op in step.ops(Unload)]
+
+
 @dataclass
 class AdapterStage(StageModel):
     """loaded are the versions that it could compute with."""
@@ -32,12 +37,12 @@ class AdapterStage(StageModel):
     sequences: dict[int, Sequence] = field(default_factory=dict)
 
     def run(self, step: Step) -> None:
-        for take in step.take:
+        for copy in step.ops(Copy):
             # Of the source it is known what it was fed with.
-            assert self.version[take.source] == self.sequences[take.sequence].adapter_version
-            self.version[take.sequence] = self.version[take.source]
+            assert self.version[copy.source] == self.sequences[copy.sequence].adapter_version
+            self.version[copy.sequence] = self.version[copy.source]
         super().run(step)
-        for version in step.unload:
+        for version in unloaded(step):
             self.loaded.discard(version)  # A rank that refused it never had it.
             assert not any(self.version[s] == version for s in self.held), "it is still held"
         for row in step.rows:
@@ -153,7 +158,8 @@ def test_a_running_sequence_keeps_its_version_and_frees_it() -> None:
     assert len(pipeline.output(0)) < 30
     assert all(old.adapter_version in stage.loaded for stage in pipeline.stages)
     pipeline.run()
-    assert [step.unload for step in pipeline.steps if step.unload] == [(old.adapter_version,)]
+    unloads = [version for step in pipeline.steps for version in unloaded(step)]
+    assert unloads == [old.adapter_version]
     versions = {
         row.adapter_version for step in pipeline.steps for row in step.rows if row.sequence == 0
     }

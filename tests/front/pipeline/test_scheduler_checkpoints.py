@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from serve.core.ops import Forget, Save
 from serve.core.types import Sequence
 from serve.front.prefixes import checkpoints
 from tests.front.pipeline.simulation import (
@@ -113,7 +114,7 @@ def test_schedule_makes_a_checkpoint_once_for_the_same_tokens() -> None:
     for id in range(5):
         pipeline.add(chat(id, [*shared, id], 300))
     pipeline.run()
-    saved = [save for step in pipeline.steps for save in step.save]
+    saved = [save for step in pipeline.steps for save in step.ops(Save)]
     assert len(saved) == 1
     check_checkpoints(pipeline)
 
@@ -131,7 +132,7 @@ def test_schedule_drops_the_checkpoint_that_was_not_used_longest() -> None:
     pipeline.add(chat(10, [*tokens(0, 200), *tokens(77, 40)], 230))
     pipeline.run()
     assert (pipeline.added[9].num_cached, pipeline.added[10].num_cached) == (200, 0)
-    assert any(step.forget for step in pipeline.steps)
+    assert any(step.ops(Forget) for step in pipeline.steps)
 
 
 def check_room(pipeline: Pipeline) -> None:
@@ -147,7 +148,7 @@ def test_schedule_makes_no_checkpoint_that_would_push_out_all_that_is_kept() -> 
     pipeline.scheduler.settle(1, 1000, state_tokens=400)
     pipeline.add(chat(0, tokens(0, 300), 200))
     pipeline.run()
-    assert not any(step.save for step in pipeline.steps)
+    assert not any(step.ops(Save) for step in pipeline.steps)
 
 
 def test_schedule_saves_no_checkpoint_that_another_one_of_its_step_pushes_out() -> None:
@@ -162,7 +163,7 @@ def test_schedule_saves_no_checkpoint_that_another_one_of_its_step_pushes_out() 
     pipeline.tick()
     pipeline.tick()
     shared = [step for step in pipeline.steps if len(step.rows) == 2 and not step.sample]
-    assert [len(step.save) for step in shared] == [1]
+    assert [len(step.ops(Save)) for step in shared] == [1]
     pipeline.run()
     assert sorted(pipeline.stages[0].checkpoints) == sorted(
         pipeline.scheduler.room.kept.checkpoints

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from serve.core.messages import Result
+from serve.core.ops import Guess
 from serve.core.types import OVERFLOWED_TOKEN, Row, Sequence, Step, tokens_of_rows
 from serve.front.drafts.interface import Draft
 from serve.front.pipeline.scheduler import Reuse
@@ -75,11 +76,12 @@ class RandomDrafting:
 def with_guesses(step: Step, result: Result, chance: random.Random) -> Result:
     """Adds what a draft model guesses for the rows for which the step asks: often right, often
     less than asked for, as where its numbers overflow."""
-    if not step.num_guesses:
+    asked = step.ops(Guess)
+    if not asked:
         return result
     guesses: list[tuple[int, ...]] = []
     sampled = tokens_of_rows(result.tokens, result.num_accepted)
-    for row, tokens, num_guesses in zip(step.rows, sampled, step.num_guesses, strict=True):
+    for row, tokens, num_guesses in zip(step.rows, sampled, asked[0].num_tokens, strict=True):
         first = row.position + 1 + len(tokens)
         num_made = chance.randint(0, num_guesses)
         right = [next_token(row.sequence, first + i) for i in range(num_made)]

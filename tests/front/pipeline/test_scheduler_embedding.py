@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from serve.core.ops import Copy
 from serve.core.types import Pooling, Sequence
 from serve.front.pipeline.scheduler import Reuse
 from tests.front.pipeline.simulation import Pipeline, make_sequence
@@ -51,8 +52,8 @@ def test_schedule_takes_no_prefix_for_or_from_an_embedded_prompt(reuse: Reuse) -
     ):
         pipeline.add(sequence)
         pipeline.run()
-        takes = [take for step in pipeline.steps for take in step.take]
-        assert all(take.source != 2 and take.sequence not in (2, 4) for take in takes)
+        copies = [copy for step in pipeline.steps for copy in step.ops(Copy)]
+        assert all(copy.source != 2 and copy.sequence not in (2, 4) for copy in copies)
         assert len(ends(pipeline, sequence.id)) == (3 if number % 2 == 0 else 1)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from serve.core.ops import Drop, Unload
 from serve.core.types import LAST_TOKEN, Sampling, Sequence
 from serve.front.pipeline.queues import Waiting
 from serve.front.pipeline.scheduler import Reuse
@@ -95,7 +96,7 @@ def test_one_that_is_dropped_while_there_are_no_engines_is_not_run() -> None:
     pipeline.run()
     fed = {row.sequence for step in pipeline.steps[num_before:] for row in step.rows}
     assert fed == {0, 2}
-    assert not any(step.drop == (1,) for step in pipeline.steps[num_before:])
+    assert not any(step.before == (Drop(1),) for step in pipeline.steps[num_before:])
     check_all_ended(pipeline)
 
 
@@ -111,7 +112,9 @@ def test_adapters_that_nobody_uses_any_more_are_not_unloaded_where_they_are_not(
     pipeline.kill()
     num_before = len(pipeline.steps)
     pipeline.run()
-    unloaded = [version for step in pipeline.steps[num_before:] for version in step.unload]
+    unloaded = [
+        op.adapter_version for step in pipeline.steps[num_before:] for op in step.ops(Unload)
+    ]
     assert unloaded == [3], "version 4 died with its engines, 3 goes after its last sequence"
     check_whole(pipeline)
 

@@ -13,7 +13,8 @@ from serve.core.messages import (
     PrefixRead,
     ReadPrefix,
 )
-from serve.core.types import Load, Sampling, Sequence, Write
+from serve.core.ops import Load, Write
+from serve.core.types import Sampling, Sequence
 from serve.front.prefixes.checkpoints import PrefixKey
 from serve.front.prefixes.disk import DiskCounts, DiskPrefixes, DiskRules
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import strategies as st
 
 from serve.core.messages import PrefixFile, PrefixFiles, PrefixFileWritten, PrefixRead, ReadPrefix
-from serve.core.types import Pooling, Sampling, Sequence, Step, Write
+from serve.core.ops import Write
+from serve.core.types import Pooling, Sampling, Sequence, Step
 from serve.front.pipeline.scheduler import Reuse
 from serve.front.prefixes.counts import PrefixCounts
 from serve.front.prefixes.disk import DiskCounts, DiskPrefixes, DiskRules
@@ -156,7 +157,7 @@ class DiskPipeline(Pipeline):
 
     def _finish(self, step: Step) -> None:
         super()._finish(step)
-        for write in step.write:
+        for write in step.ops(Write):
             self.writing.append(write)
             self.contents[write.name] = self.stages[-1].held[write.sequence][: write.end]
 

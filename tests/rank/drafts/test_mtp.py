@@ -11,8 +11,9 @@ import pytest
 from mlx_lm.models.cache import RotatingKVCache
 
 from serve.core.errors import ModelError, PlanError
+from serve.core.ops import Copy, Drop, Guess
 from serve.core.plan import MAX_DRAFT_ROWS, DraftSource
-from serve.core.types import Row, Sampling, Step, Take
+from serve.core.types import Row, Sampling, Step
 from serve.model.mtp import FAMILIES, PredictionHead
 from serve.model.stage import Stage
 from serve.model.weights import build_model
@@ -162,7 +163,7 @@ def test_guesses_are_those_of_a_head_that_reads_everything(folder: Path) -> None
     for _ in range(20):
         if chance.random() < 0.2:
             id = chance.choice(list(texts))
-            engine.step([], sample=False, drop=(id,))
+            engine.step([], sample=False, before=(Drop(id),))
             engine.begin(id, texts[id], chance)
         rows: list[tuple[int, int, list[int]]] = []
         for (id, text), guessed in zip(texts.items(), guesses, strict=True):
@@ -173,7 +174,7 @@ def test_guesses_are_those_of_a_head_that_reads_everything(folder: Path) -> None
                 drafts = [*drafts, chance.randrange(VOCABULARY)]
             rows.append((id, len(text) - 1, [text[-1], *drafts]))
         num_guesses = tuple(chance.randint(0, 3) for _ in rows)
-        result = engine.step(rows, sample=True, num_guesses=num_guesses)
+        result = engine.step(rows, sample=True, after=(Guess(num_guesses),))
         num_accepted += sum(max(0, number) for number in result.num_accepted)
         texts = {id: answered(text, result, n) for n, (id, text) in enumerate(texts.items())}
         guesses = list(result.guesses) or [()] * len(rows)
@@ -189,7 +190,9 @@ def test_right_guesses_are_read_again_with_the_models_hidden_states(folder: Path
         text = [chance.randrange(VOCABULARY) for _ in range(6)]
         engine.begin(id, text, chance)
         for _ in range(2):
-            result = engine.step([(id, len(text) - 1, text[-1:])], sample=True, num_guesses=(4,))
+            result = engine.step(
+                [(id, len(text) - 1, text[-1:])], sample=True, after=(Guess((4,)),)
+            )
             text = answered(text, result)
             guesses = list(result.guesses[0])
             assert tuple(guesses) == reference.guesses(text, 4)
@@ -219,7 +222,7 @@ def test_deepseeks_head_guesses_the_same_after_any_chunks(tmp_path: Path) -> Non
     found: list[Any] = []
     for id in range(3):
         engine.begin(id, text, random.Random(id))
-        result = engine.step([(id, 28, text[-1:])], sample=True, num_guesses=(4,))
+        result = engine.step([(id, 28, text[-1:])], sample=True, after=(Guess((4,)),))
         found.append((result.tokens, result.guesses))
     assert found[0] == found[1] == found[2]
     assert len(found[0][1][0]) == 4
@@ -243,14 +246,14 @@ def test_a_head_reads_from_where_hidden_states_are_held(tmp_path: Path) -> None:
     text = [chance.randrange(VOCABULARY) for _ in range(30)]
     engine.begin(0, text, chance)
     other = [*text[:20], 1, 2, 3, 4]
-    engine.step([], sample=False, take=(Take(1, 0, 20),))
+    engine.step([], sample=False, before=(Copy(1, 0, 20),))
     engine.begin(1, other, chance, first=20)
-    result = engine.step([(1, 23, [4])], sample=True, num_guesses=(2,))
+    result = engine.step([(1, 23, [4])], sample=True, after=(Guess((2,)),))
     other = answered(other, result)
     assert result.guesses == (reference.guesses(other, 2, first=21),)
     long = [chance.randrange(VOCABULARY) for _ in range(2 * NUM_TOKENS_READ)]
     engine.begin(2, long, chance)
-    result = engine.step([(2, len(long) - 1, long[-1:])], sample=True, num_guesses=(2,))
+    result = engine.step([(2, len(long) - 1, long[-1:])], sample=True, after=(Guess((2,)),))
     long = answered(long, result)
     first = len(long) - NUM_TOKENS_READ
     assert result.guesses == (reference.guesses(long, 2, first=first),)
@@ -261,9 +264,9 @@ def test_only_the_latest_sequences_keep_hidden_states(folder: Path) -> None:
     for id in range(MAX_DRAFT_ROWS + 3):
         engine.begin(id, [1, 2, 3, id % VOCABULARY], chance)
     assert len(engine.drafter._hidden) == MAX_DRAFT_ROWS
-    result = engine.step([(0, 3, [0])], sample=True, num_guesses=(2,))
+    result = engine.step([(0, 3, [0])], sample=True, after=(Guess((2,)),))
     assert len(result.guesses[0]) == 2, "its newest token has a hidden state again"
-    engine.step([], sample=False, drop=tuple(range(MAX_DRAFT_ROWS + 3)))
+    engine.step([], sample=False, before=tuple(map(Drop, range(MAX_DRAFT_ROWS + 3))))
     assert not engine.drafter._hidden
     assert not engine.drafter._rows
 
@@ -271,7 +274,7 @@ def test_only_the_latest_sequences_keep_hidden_states(folder: Path) -> None:
 def test_a_head_that_is_cleared_keeps_nothing(folder: Path) -> None:
     engine = Engine(folder)
     engine.begin(0, [1, 2, 3], random.Random(5))
-    engine.step([(0, 2, [3])], sample=True, num_guesses=(2,))
+    engine.step([(0, 2, [3])], sample=True, after=(Guess((2,)),))
     drafter = engine.drafter
     held = [drafter._rows, drafter._hidden, drafter._lengths, drafter._outputs]
     assert all(held)

@@ -22,7 +22,8 @@ from serve.core.messages import (
     PrefixRead,
     ReadPrefix,
 )
-from serve.core.types import Row, Sampling, Sequence, Step, Write
+from serve.core.ops import Write
+from serve.core.types import Row, Sampling, Sequence, Step
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.prefixes.disk import DiskRules
 from serve.model.stage import Stage
@@ -239,7 +240,7 @@ def test_prefix_store_refuses_what_a_stage_does_not_hold_and_steps_go_on(
     next(results)
     for number, end in enumerate((2, 4, 3), 2):
         asked = Write(1, f"{number:032x}", "0" * 32, 0, end)
-        transport.send(Step(number, -1, (), (), False, write=(asked,)), [])
+        transport.send(Step(number, -1, (), (), False, after=(asked,)), [])
         next(results)
     transport.send(Step(5, 0, (Row(1, 3, 1),), (4,), True), [])
     assert len(next(results).tokens) == 1

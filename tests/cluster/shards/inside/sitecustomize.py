@@ -12,19 +12,20 @@ import sys
 from pathlib import Path
 
 if "serve.rank.worker" in sys.orig_argv:
+    from serve.core.ops import ShareHead
     from serve.model.head import SharedHead
     from serve.rank.step_loop import StepLoop
 
     _folder = Path(os.environ["SHARED_HEAD"])
-    _sum_up = StepLoop._sum_up
+    _forward = StepLoop.forward
 
-    def _noting_sum_up(self, step, outputs, hidden):
-        if step.shares_head and self.stage.is_last:
+    def _noting_forward(self, step, received):
+        if step.ops(ShareHead) and self.stage.is_last:
             with open(_folder / f"steps-{os.getpid()}", "a") as file:
                 file.write(f"{len(step.rows)} {step.num_drafts}\n")
-        _sum_up(self, step, outputs, hidden)
+        return _forward(self, step, received)
 
-    StepLoop._sum_up = _noting_sum_up
+    StepLoop.forward = _noting_forward
     SharedHead.max_tokens = property(
         lambda self: int((_folder / "max_tokens").read_text()),
         lambda self, measured: None,

@@ -1,0 +1,131 @@
+"""The operations that stages perform before and after the rows of a step, in the order in which the
+step lists them.
+
+A feature of the engine that needs more than rows adds an operation here, and the scheduler and the
+ranks each have a part that makes it or performs it.
+"""
+
+from typing import ClassVar, TypeAlias
+
+import msgspec
+
+NO_CHECKPOINT = -1
+
+
+class Op(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The base of all operations. A step with one that must_come_last overtakes no other step."""
+
+    must_come_last: ClassVar[bool] = False
+
+    @property
+    def touched(self) -> tuple[int, ...]:
+        """The ids of the sequences and checkpoints that it reads or changes."""
+        return ()
+
+
+class Load(Op, frozen=True):
+    """A sequence begins with num_tokens tokens that the stages have read from their disks."""
+
+    sequence: int
+    num_tokens: int
+
+    @property
+    def touched(self) -> tuple[int, ...]:
+        return (self.sequence,)
+
+
+class Copy(Op, frozen=True):
+    """A new sequence begins as a copy of the first num_tokens of another one. Caches that cannot
+    be cut are copied from a checkpoint at that position, which may be left out if the other one
+    has no more tokens than that."""
+
+    sequence: int
+    source: int
+    num_tokens: int
+    checkpoint: int = NO_CHECKPOINT
+
+    @property
+    def touched(self) -> tuple[int, ...]:
+        return (self.sequence, self.source, *_if_given(self.checkpoint))
+
+
+class Drop(Op, frozen=True):
+    """The stages free what they hold of a sequence."""
+
+    sequence: int
+
+    @property
+    def touched(self) -> tuple[int, ...]:
+        return (self.sequence,)
+
+
+class Forget(Op, frozen=True):
+    """The stages free a checkpoint."""
+
+    checkpoint: int
+
+    @property
+    def touched(self) -> tuple[int, ...]:
+        return (self.checkpoint,)
+
+
+class Unload(Op, frozen=True):
+    """The stages free a version of an adapter. It must come last, because a step that waits may
+    drop the last sequence that uses the version."""
+
+    must_come_last: ClassVar[bool] = True
+
+    adapter_version: int
+
+
+class Save(Op, frozen=True):
+    """The stages keep a checkpoint of a sequence: a copy of those of its caches that cannot be cut,
+    such as windows and recurrent states."""
+
+    checkpoint: int
+    sequence: int
+
+    @property
+    def touched(self) -> tuple[int, ...]:
+        return (self.checkpoint, self.sequence)
+
+
+class Write(Op, frozen=True):
+    """The stages write a file of the prefix cache: the keys and values of the tokens [start, end)
+    of a sequence. If start is end, the file has the caches that cannot be cut at that position,
+    from a checkpoint if the sequence has more tokens. name identifies the first end tokens of the
+    sequence, and parent the first start tokens."""
+
+    sequence: int
+    name: str
+    parent: str
+    start: int
+    end: int
+    checkpoint: int = NO_CHECKPOINT
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it has the caches that cannot be cut."""
+        return self.start == self.end
+
+    @property
+    def touched(self) -> tuple[int, ...]:
+        return (self.sequence, *_if_given(self.checkpoint))
+
+
+class Guess(Op, frozen=True):
+    """Rank 0's draft model guesses the tokens that follow each row: num_tokens[i] of row i."""
+
+    num_tokens: tuple[int, ...]
+
+
+class ShareHead(Op, frozen=True):
+    """Each shard of the last stage computes the logits of its part of the vocabulary. Rank 0's
+    engine adds it where that pays."""
+
+
+AnyOp: TypeAlias = Load | Copy | Drop | Forget | Unload | Save | Write | Guess | ShareHead
+
+
+def _if_given(checkpoint: int) -> tuple[int, ...]:
+    return () if checkpoint == NO_CHECKPOINT else (checkpoint,)
