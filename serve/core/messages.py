@@ -6,14 +6,16 @@ have the messages of each direction. Those of agents and helper processes are JS
 serve.core.agent_messages and serve.core.helper_messages.
 """
 
-import math
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
 from serve.core.layouts import Link as LinkSpeed
+from serve.core.outputs import AnyOutput, Output
 from serve.core.plan import DraftSource, PlanRequest, StagePlan
-from serve.core.types import Embedding, Pooling, Sampling, Score, StageState, Step, SumCounts
+from serve.core.types import Pooling, Sampling, StageState, Step, SumCounts
+
+OutputT = TypeVar("OutputT", bound=Output)
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
@@ -420,36 +422,22 @@ class PrefixFileWritten(Message, frozen=True):
     num_bytes: int
 
 
-class Scores(msgspec.Struct, frozen=True, array_like=True):
-    """The scores of a sequence's tokens from a position on."""
-
-    sequence: int
-    position: int
-    scores: tuple[Score, ...]
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the logits were finite. -inf is a valid score: that token cannot be
-        generated."""
-        return not any(math.isnan(score.logprob) for score in self.scores)
-
-
 class Result(Message, frozen=True):
-    """Rank 0's engine returns the tokens and scores of a step, and the embeddings of prompts that
-    are complete with it. tokens has one token for each row (or one of FAILURES), and is empty if
-    the step did not sample. If the step fed drafts, num_drafts has their number for each row, and
-    num_accepted how many of them were right: each row has that many tokens more, one row after the
-    other. A row with -1 has no token: its drafts may have made its numbers overflow, and it has to
-    be computed again without drafts. guesses are the draft model's for each row, if the step asked
-    for some."""
+    """Rank 0's engine returns the tokens of a step and its other outputs. tokens has one token for
+    each row (or one of FAILURES), and is empty if the step did not sample. If the step fed drafts,
+    num_drafts has their number for each row, and num_accepted how many of them were right: each row
+    has that many tokens more, one row after the other. A row with -1 has no token: its drafts may
+    have made its numbers overflow, and it has to be computed again without drafts."""
 
     number: int
     tokens: tuple[int, ...]
-    scores: tuple[Scores, ...] = ()
-    embeddings: tuple[Embedding, ...] = ()
     num_accepted: tuple[int, ...] = ()
     num_drafts: tuple[int, ...] = ()
-    guesses: tuple[tuple[int, ...], ...] = ()
+    outputs: tuple[AnyOutput, ...] = ()
+
+    def outputs_of(self, kind: type[OutputT]) -> list[OutputT]:
+        """Returns the outputs of one kind."""
+        return [output for output in self.outputs if isinstance(output, kind)]
 
 
 FromPrefixCache: TypeAlias = PrefixFiles | PrefixRead | PrefixFileWritten

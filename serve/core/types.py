@@ -349,13 +349,6 @@ class Event:
     embedding: bytes | None = None
 
 
-class Embedding(msgspec.Struct, frozen=True, array_like=True):
-    """The embedding of a sequence's prompt, as in an Event; None if its numbers are not finite."""
-
-    sequence: int
-    numbers: bytes | None
-
-
 class StageState(StrEnum):
     """What the engine of a stage does."""
 

@@ -14,7 +14,8 @@ import mlx.core as mx
 import msgspec
 
 from serve.core.errors import RequestError
-from serve.core.messages import Result, Scores
+from serve.core.messages import Result
+from serve.core.outputs import Scores
 from serve.core.types import (
     CONFLICT_TOKEN,
     FAILED_TOKEN,
@@ -170,7 +171,7 @@ class Chooser:
         for row, token in zip(step.rows, tokens, strict=False):
             if token not in FAILURES:
                 self._samplers[row.sequence].note(token)
-        return Result(step.number, tokens, tuple(scores))
+        return Result(step.number, tokens, outputs=tuple(scores))
 
     def _verify(
         self,
@@ -199,9 +200,9 @@ class Chooser:
         return Result(
             step.number,
             tokens_of_all,
-            tuple(scores),
-            num_accepted=num_accepted,
-            num_drafts=num_drafts,
+            num_accepted,
+            num_drafts,
+            outputs=tuple(scores),
         )
 
     def _sample(self, step: Step, parts: list[Part], logits: list[mx.array]) -> mx.array:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from serve.core.types import Embedding, Pooling, Row, Step
+from serve.core.outputs import Embedding
+from serve.core.types import Pooling, Row, Step
 from serve.rank.cache import Part
 
 

@@ -249,7 +249,8 @@ class StepLoop:
         result = self.chooser.result(step, outputs)
         if not self.pooled:
             return result
-        return msgspec.structs.replace(result, embeddings=self.embedder.result(self.pooled))
+        embeddings = self.embedder.result(self.pooled)
+        return msgspec.structs.replace(result, outputs=(*result.outputs, *embeddings))
 
     def _chosen(self, step: Step, parts: list[Part], logits: list[mx.array]) -> list[mx.array]:
         chosen: list[mx.array] = []

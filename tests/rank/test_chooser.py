@@ -12,7 +12,8 @@ import pytest
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
-from serve.core.messages import Result, Scores
+from serve.core.messages import Result
+from serve.core.outputs import Scores
 from serve.core.types import LAST_TOKEN, OVERFLOWED_TOKEN, Reasoning, Row, Sampling, Step
 from serve.rank.cache import Part
 from serve.rank.chooser import Chooser, scoring_bytes
@@ -66,7 +67,7 @@ def test_choose_fails_rows_that_are_not_finite_and_no_other(
     assert {n for n, token in enumerate(got.tokens) if token == OVERFLOWED_TOKEN} == {0, 2, 3, 5}
     assert [got.tokens[n] for n in (1, 4)] == [alone.tokens[n] for n in (1, 4)]
     assert got.tokens[6] == 3
-    bad = {each.sequence for each in got.scores if not each.is_finite}
+    bad = {each.sequence for each in got.outputs_of(Scores) if not each.is_finite}
     assert bad == ({0, 2, 3, 5} if sampling.logprobs else set())
 
 
@@ -88,7 +89,7 @@ def test_choose_scores_a_prompt_in_slices(length: int) -> None:
     chooser.admit(3, Sampling(prompt_logprobs=4), length, prompt)
     logits = mx.random.normal((1, length - 1, VOCABULARY), key=mx.random.key(2))
     step = Step(1, 9, (Row(3, 0, length - 1),), tuple(prompt[:-1]), False)
-    scores = run(chooser, step, logits).scores
+    scores = run(chooser, step, logits).outputs_of(Scores)
     assert max(len(each.scores) for each in scores) <= 64
     assert [each.position for each in scores] == list(range(1, length, 64))
     every = [score for each in scores for score in each.scores]
@@ -107,7 +108,8 @@ def test_scores_of_a_prompt_that_overflows_say_so() -> None:
     logits[0, :, 3] = -mx.inf
     logits[1, 20:, 7] = mx.inf
     rows = (Row(1, 0, 39), Row(2, 0, 39))
-    scores = run(chooser, Step(1, 9, rows, tuple(prompt[:-1]) * 2, False), logits).scores
+    result = run(chooser, Step(1, 9, rows, tuple(prompt[:-1]) * 2, False), logits)
+    scores = result.outputs_of(Scores)
     assert {each.sequence: each.is_finite for each in scores} == {1: True, 2: False}
     assert scores[0].scores[2].logprob == -math.inf
 
@@ -122,7 +124,7 @@ def test_choose_takes_no_more_memory_than_is_planned(num_top: int) -> None:
     held = mx.get_active_memory()
     mx.reset_peak_memory()
     step = Step(1, 9, (Row(3, 0, length - 1),), tuple(prompt[:-1]), False)
-    scores: tuple[Scores, ...] = run(chooser, step, logits).scores
+    scores: tuple[Scores, ...] = run(chooser, step, logits).outputs_of(Scores)
     assert sum(len(each.scores) for each in scores) == length - 1
     small = 2**20
     assert mx.get_peak_memory() - held <= scoring_bytes(logits.shape) + small
@@ -144,7 +146,7 @@ def test_choose_forces_the_end_of_reasoning_whatever_else_a_row_asks_for() -> No
     got = decode([*others, *limited], logits)
     assert got.tokens == (*alone.tokens, 41, 41, 41, 41)
     exact = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    for n, scores in enumerate(got.scores):
+    for n, scores in enumerate(got.outputs_of(Scores)):
         token = got.tokens[n]
         assert scores.scores[0].token == token
         assert scores.scores[0].logprob == pytest.approx(exact[n, token].item(), abs=1e-4)

@@ -17,6 +17,7 @@ from serve.core.checkpoint import read_checkpoint
 from serve.core.errors import ClusterError, EngineError
 from serve.core.messages import Leave, Left, Loaded, Order
 from serve.core.ops import Guess
+from serve.core.outputs import Guesses
 from serve.core.plan import DraftSource
 from serve.core.types import Row, Sampling, Step
 from serve.core.wire import FrameReader
@@ -170,7 +171,8 @@ def guesses(ordered: Ordered, prompt: tuple[int, ...]) -> tuple[int, ...]:
     loop.transport.send(msgspec.structs.replace(asking, after=(Guess((4,)),)), [])
     next(results)
     result = next(results)
-    (guessed,) = result.guesses
+    (output,) = result.outputs_of(Guesses)
+    (guessed,) = output.rows
     assert len(guessed) == 4
     return result.tokens + guessed
 

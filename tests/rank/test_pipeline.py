@@ -17,6 +17,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from serve.core.messages import PrefixFileWritten, PrefixRead, Result
+from serve.core.outputs import Embedding, Scores
 from serve.core.plan import even_split
 from serve.core.types import Sampling, Score, Sequence
 from serve.front.drafts.interface import Drafting
@@ -148,9 +149,9 @@ class LocalPipeline:
 
     def _take(self, result: Result | FromStore) -> None:
         if isinstance(result, Result):
-            for each in result.scores:
+            for each in result.outputs_of(Scores):
                 self.scores[each.sequence] |= dict(enumerate(each.scores, each.position))
-            for embedding in result.embeddings:
+            for embedding in result.outputs_of(Embedding):
                 self.embeddings[embedding.sequence] = embedding.numbers
             self.scheduler.update(result)
             return

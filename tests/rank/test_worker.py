@@ -7,6 +7,7 @@ import msgspec
 
 from serve.core.messages import Activity, FromEngine, Leave, Left, Order, Status, ToEngine
 from serve.core.ops import Guess
+from serve.core.outputs import Guesses
 from serve.core.plan import DraftSource
 from serve.core.types import Row, Sampling, Step
 from serve.core.wire import FrameReader, frame
@@ -96,10 +97,10 @@ def test_rank_0_loads_its_draft_model_and_reports_its_guesses(tmp_path: Path) ->
         asking = Step(2, 0, (Row(5, 2, 1),), (7,), True, after=(Guess((3,)),))
         loop.transport.send(asking, [])
         results = loop.run()
-        assert next(results).guesses == ()
+        assert next(results).outputs == ()
         result = next(results)
         expected = tuple(whole_model(prompt, 4))
-        assert (result.tokens, result.guesses) == (expected[:1], (expected[1:],))
+        assert (result.tokens, result.outputs) == (expected[:1], (Guesses((expected[1:],)),))
         worker._report()
         (status,) = FrameReader(Status).feed(ours.recv(1 << 16))
         assert status.activity

@@ -6,6 +6,7 @@ from collections.abc import Sequence as ReadableList
 from msgspec.structs import replace
 
 from serve.core.ops import Guess
+from serve.core.outputs import Guesses
 from serve.core.types import Group, Sequence, Step
 from serve.front.drafts.interface import Drafting
 
@@ -42,14 +43,14 @@ def ask(
 
 def take_guesses(
     sequences: ReadableList[Sequence],
-    guesses: ReadableList[tuple[int, ...]],
+    outputs: ReadableList[Guesses],
 ) -> None:
     """Takes the draft model's guesses. Only the latest step of a row can have asked for some."""
     for n, sequence in enumerate(sequences):
         if sequence.num_pending:
             continue
         sequence.num_asked = 0
-        sequence.guesses = guesses[n] if guesses else ()
+        sequence.guesses = outputs[0].rows[n] if outputs else ()
 
 
 def awaits_result(sequences: ReadableList[Sequence]) -> bool:

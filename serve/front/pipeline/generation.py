@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from serve.core.errors import BrigadeError
-from serve.core.messages import Scores
+from serve.core.outputs import Scores
 from serve.core.types import Event, Score, Sequence
 from serve.front.pipeline.interface import Phase
 

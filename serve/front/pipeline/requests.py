@@ -29,9 +29,9 @@ from serve.core.messages import (
     PrefixFileWritten,
     PrefixRead,
     Result,
-    Scores,
     ToPrefixCache,
 )
+from serve.core.outputs import Embedding, Scores
 from serve.core.plan import KvRoom
 from serve.core.types import NUM_SEQUENCE_IDS, Event, Sampling, Sequence, Step
 from serve.front.drafts.speculation import Speculation
@@ -432,11 +432,11 @@ class Requests:
 
     def _take(self, result: Result) -> None:
         self._progress_at = self._clock()
-        for scores in result.scores:
+        for scores in result.outputs_of(Scores):
             self._note_scores(scores)
         self._adapt_to_pace()
         embeddings: dict[int, bytes] = {}
-        for embedding in result.embeddings:
+        for embedding in result.outputs_of(Embedding):
             if embedding.numbers is not None:
                 embeddings[embedding.sequence] = embedding.numbers
             elif generation := self._generations.get(embedding.sequence):

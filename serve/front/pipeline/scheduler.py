@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from serve.core.errors import OverloadedError, RequestError
 from serve.core.messages import PrefixRead, Result
 from serve.core.ops import AnyOp, Copy, Drop, Forget, Unload
+from serve.core.outputs import Guesses
 from serve.core.types import (
     FAILURES,
     FIRST_WARM_UP_STEP,
@@ -204,7 +205,7 @@ class Scheduler:
         num_verified = result.num_drafts or (0,) * len(tokens)
         for sequence, sampled, num in zip(done.sequences, tokens, num_verified, strict=True):
             events += self._take_sampled(sequence, sampled, num)
-        rows.take_guesses(done.sequences, result.guesses)
+        rows.take_guesses(done.sequences, result.outputs_of(Guesses))
         balance(self.groups)
         self._let_go()
         return events

@@ -17,6 +17,7 @@ import msgspec
 from serve.core.errors import PlanError
 from serve.core.messages import Loaded, Result, Span
 from serve.core.ops import Guess
+from serve.core.outputs import Guesses
 from serve.core.plan import MAX_DRAFT_ROWS, MAX_DRAFT_TOKENS
 from serve.core.types import FIRST_WARM_UP_STEP, NUM_SEQUENCE_IDS, Row, Sampling, Step
 from serve.model.stage import Stage
@@ -136,7 +137,8 @@ class Drafter(ABC):
             each = GuessRequest(row.sequence, sampler.tokens, sampler.sampling, num_guesses)
             requests.append(each)
         guesses = self.guess(step.group, requests)
-        result = msgspec.structs.replace(result, guesses=tuple(guesses))
+        outputs = (*result.outputs, Guesses(tuple(guesses)))
+        result = msgspec.structs.replace(result, outputs=outputs)
         runs = self.take_runs()
         if step.number >= FIRST_WARM_UP_STEP:
             return result, []

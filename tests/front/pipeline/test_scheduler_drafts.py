@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from serve.core.messages import Result
 from serve.core.ops import Guess
+from serve.core.outputs import Guesses
 from serve.core.types import OVERFLOWED_TOKEN, Row, Sequence, Step, tokens_of_rows
 from serve.front.drafts.interface import Draft
 from serve.front.pipeline.scheduler import Reuse
@@ -86,7 +87,7 @@ def with_guesses(step: Step, result: Result, chance: random.Random) -> Result:
         num_made = chance.randint(0, num_guesses)
         right = [next_token(row.sequence, first + i) for i in range(num_made)]
         guesses.append(tuple(token if chance.random() < 0.7 else WRONG for token in right))
-    return replace(result, guesses=tuple(guesses))
+    return replace(result, outputs=(Guesses(tuple(guesses)),))
 
 
 class CertainDrafting(RandomDrafting):
