@@ -22,7 +22,6 @@ def biased(**marks: float) -> dict[str, float]:
 
 # Asked for once: some tests record what their model sends.
 TOWARDS_ENDS = biased(quote=20, brace=14, bracket=14)
-TOWARDS_ENDS_OF_TEXTS = biased(quote=14, brace=8)
 
 
 class TestChatModel(ChatModelIntegrationTests):
@@ -40,7 +39,3 @@ class TestChatModel(ChatModelIntegrationTests):
             "stream_usage": True,
             "logit_bias": TOWARDS_ENDS,
         }
-
-    @property
-    def structured_output_kwargs(self) -> dict[str, Any]:
-        return {"logit_bias": TOWARDS_ENDS_OF_TEXTS}
