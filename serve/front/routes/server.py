@@ -78,9 +78,11 @@ class ServerCalls:
     async def models(self, request: Request) -> Response:
         """Lists the model and its adapters, for clients of Anthropic in pages."""
         names = self._engine.adapters.registry.names
+        query = request.query_params
         if guard.dialect_of(request.scope) is Dialect.ANTHROPIC:
-            return json_response(self._page(names, request.query_params))
-        return json_response({"object": "list", "data": [self._described(name) for name in names]})
+            return json_response(self._page_of_anthropic(names, query))
+        shown, _ = _page(names, query, len(names))
+        return json_response({"object": "list", "data": [self._described(name) for name in shown]})
 
     @endpoint(policy=_MODELS)
     async def model(self, request: Request) -> Response:
@@ -93,19 +95,11 @@ class ServerCalls:
             return json_response(self._described_to_anthropic(found))
         return json_response(self._described(found))
 
-    def _page(self, names: list[str], query: Mapping[str, str]) -> Json:
-        """Returns a page of the list, between after_id and before_id. Raises RequestError."""
-        limit = _limit(query.get("limit", str(_PAGE)))
-        start, end = 0, len(names)
-        if "after_id" in query:
-            start = _index(names, query["after_id"], "after_id") + 1
-        if "before_id" in query:
-            end = _index(names, query["before_id"], "before_id")
-        is_backward = "before_id" in query and "after_id" not in query
-        shown = names[start:end][-limit:] if is_backward else names[start:end][:limit]
+    def _page_of_anthropic(self, names: list[str], query: Mapping[str, str]) -> Json:
+        shown, has_more = _page(names, query, _PAGE)
         return {
             "data": [self._described_to_anthropic(name) for name in shown],
-            "has_more": len(shown) < max(0, end - start),
+            "has_more": has_more,
             "first_id": shown[0] if shown else None,
             "last_id": shown[-1] if shown else None,
         }
@@ -187,6 +181,21 @@ class ServerCalls:
     async def openapi(self, _: Request) -> Response:
         """Describes every call, its parameters and its body for programs."""
         return json_response(self._document)
+
+
+def _page(names: list[str], query: Mapping[str, str], limit: int) -> tuple[list[str], bool]:
+    """Returns the names between after_id and before_id, and whether there are more of them. limit
+    is that of a query without one. Raises RequestError."""
+    if "limit" in query:
+        limit = _limit(query["limit"])
+    start, end = 0, len(names)
+    if "after_id" in query:
+        start = _index(names, query["after_id"], "after_id") + 1
+    if "before_id" in query:
+        end = _index(names, query["before_id"], "before_id")
+    is_backward = "before_id" in query and "after_id" not in query
+    shown = names[start:end][-limit:] if is_backward else names[start:end][:limit]
+    return shown, len(shown) < max(0, end - start)
 
 
 def _limit(text: str) -> int:

@@ -73,14 +73,20 @@ def test_the_official_client_of_anthropic_gets_a_model(claude: anthropic.Anthrop
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=x", "limit=1001", "after_id=other"])
-def test_a_wrong_page_is_refused(adapted: Running, query: str) -> None:
+def test_a_wrong_page_is_refused_in_the_form_of_the_api(adapted: Running, query: str) -> None:
     reply = httpx2.get(f"{adapted.url}/v1/models?{query}", headers=VERSION)
     assert reply.status_code == 400
     assert reply.json()["type"] == "error"
+    reply = httpx2.get(f"{adapted.url}/v1/models?{query}")
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == query.partition("=")[0]
 
 
 def test_other_clients_get_the_form_of_openai(adapted: Running) -> None:
-    listed = httpx2.get(adapted.url + "/v1/models?limit=x").json()
+    page = httpx2.get(adapted.url + "/v1/models?after_id=tiny&limit=2").json()
+    assert [model["id"] for model in page["data"]] == ["a", "b"]
+    listed = httpx2.get(adapted.url + "/v1/models").json()
+    assert [model["id"] for model in listed["data"]] == NAMES
     assert listed["object"] == "list"
     assert {model["object"] for model in listed["data"]} == {"model"}
     missing = httpx2.get(adapted.url + "/v1/models/other").json()
