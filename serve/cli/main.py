@@ -28,6 +28,7 @@ from serve.core.checkpoint import Checkpoint, is_folder, read_checkpoint
 from serve.core.config import (
     Cluster,
     ServeConfig,
+    draft_folder,
     draft_on_hub,
     hub_id,
     read_cluster,
@@ -121,6 +122,9 @@ def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutin
     on all ranks: then rank 0 reports it, and the launcher ends the others before they repeat it."""
     try:
         asked = parse(ServeConfig, argv, "brigade serve", __doc__)
+        draft = draft_folder(asked.draft_model)
+        if draft and not cluster.rank:  # Other ranks do not need it.
+            read_checkpoint(draft, "--draft-model")
         if asked.hub_id and cluster.rank:
             # Rank 0 first fetches the small files, and sends the commit when all have joined.
             return functools.partial(run_member, asked, cluster, _facts(asked, None))

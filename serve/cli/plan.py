@@ -14,6 +14,7 @@ from serve.cli.flags import parse
 from serve.cli.old_flags import current
 from serve.cli.output import Output
 from serve.core.amounts import format_bytes
+from serve.core.checkpoint import read_checkpoint
 from serve.core.config import (
     DEFAULT_NUM_SEQUENCES,
     DRAFT_MODEL_HELP,
@@ -184,6 +185,7 @@ def _draft_source(config: PlanConfig, folder: Path) -> DraftSource | None:
         return None
     on_hub = draft_on_hub(config.draft_model)
     if on_hub is None:
+        read_checkpoint(Path(config.draft_model), "--draft-model")
         return DraftSource(config.draft_model, None, None)
     repo, revision = on_hub
     from serve.hub.partial import pin

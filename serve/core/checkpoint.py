@@ -63,17 +63,18 @@ class Checkpoint:
     digest: str
 
 
-def not_a_folder(model: Path) -> str:
+def not_a_folder(model: Path, flag: str = "--model") -> str:
     return (
-        f"--model {model} is not a folder: give the path of a downloaded model, or org/name of one "
+        f"{flag} {model} is not a folder: give the path of a downloaded model, or org/name of one "
         "on the Hugging Face hub."
     )
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Reads the description of a model folder. Raises ModelError if it is not a complete model."""
+def read_checkpoint(folder: Path, flag: str = "--model") -> Checkpoint:
+    """Reads the description of a model folder, which was given by a flag. Raises ModelError if it
+    is not a complete model."""
     if not is_folder(folder):
-        raise ModelError(not_a_folder(folder), code="no_folder")
+        raise ModelError(not_a_folder(folder, flag), code="no_folder")
     config_file = folder / "config.json"
     config = read_json(config_file)
     model_type = config.get("model_type")

@@ -308,6 +308,14 @@ def draft_on_hub(draft_model: str | None) -> tuple[str, str | None] | None:
     return (repo, revision or None) if hub_id(Path(repo)) else None
 
 
+def draft_folder(draft_model: str | None) -> Path | None:
+    """Returns the folder of a draft model. None if it is on the hub, or if --draft-model names no
+    model."""
+    if draft_model is None or draft_model in ("none", "mtp") or draft_on_hub(draft_model):
+        return None
+    return Path(draft_model)
+
+
 def check_revision(model: Path, revision: str | None) -> None:
     if revision and not hub_id(model):
         raise UsageError(f"--revision is for models on the hub, and {model} is not one.")

@@ -23,6 +23,7 @@ from launcher.process import free_ports
 from tests import heads
 from tests.cluster.questions import QUESTIONS
 from tests.cluster.servers import (
+    BIN,
     ROOT,
     TINY_CHAT,
     Server,
@@ -191,6 +192,14 @@ def test_a_draft_model_with_another_vocabulary_is_refused(draft_model: Path) -> 
     *_, last = ended.stderr.splitlines()
     assert last.startswith(f"brigade serve: --draft-model {other}: only ")
     assert "same tokenizer" in last
+
+
+@pytest.mark.parametrize("words", [["serve", "--port", "0"], ["plan", "-n", "2"]])
+def test_a_wrong_folder_of_a_draft_model_is_named_before_an_engine_starts(words: list[str]) -> None:
+    words = [str(BIN / "brigade"), *words, "--model", str(TINY_CHAT), "--draft-model", "/nowhere"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert ended.returncode == 3
+    assert ended.stderr.startswith(f"brigade {words[1]}: --draft-model /nowhere is not a folder")
 
 
 @contextmanager

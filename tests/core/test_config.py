@@ -10,6 +10,7 @@ from serve.core.config import (
     Address,
     Cluster,
     ServeConfig,
+    draft_folder,
     draft_on_hub,
     parse_address,
     read_cluster,
@@ -197,6 +198,7 @@ def test_a_draft_model_may_be_on_the_hub(
     draft_model: str | None, on_hub: tuple[str, str | None] | None
 ) -> None:
     assert draft_on_hub(draft_model) == on_hub
+    assert (draft_folder(draft_model) is None) == (draft_model != "/folder")
 
 
 def test_a_draft_models_folder_comes_before_a_name_on_the_hub(

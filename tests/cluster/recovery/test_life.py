@@ -64,6 +64,7 @@ def broken_model(folder: Path) -> Path:
     [
         (["--model", "/nowhere"], 3, "/nowhere is not a folder"),
         (["--model", "BROKEN"], 3, "fetch it again"),
+        (["--model", "GOOD", "--draft-model", "x"], 3, "--draft-model x is not a folder"),
         (["--model", "BAD-TOKENIZER"], 3, "tokenizer"),
         (["--model", "BAD-SHAPE"], 3, "cannot build the model"),
         pytest.param(
