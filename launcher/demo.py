@@ -41,7 +41,7 @@ class NotReadyError(ClusterError):
     """The ranks run, but do not become ready."""
 
 
-class Server:
+class DemoServer:
     """A server on this machine. Each call opens a new connection."""
 
     def __init__(self, port: int) -> None:
@@ -204,7 +204,7 @@ class Demo:
         else:
             self._port = port or free_ports(1)[0]
         self._is_moved = port is None and self._port != DEFAULT_PORT
-        self._server = Server(self._port)
+        self._server = DemoServer(self._port)
         self._num_ranks = num_ranks
         self._once = once
         self._console = Console(highlight=False, soft_wrap=True)

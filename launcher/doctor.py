@@ -28,7 +28,7 @@ from launcher.checks import (
 from launcher.command import RING_CHECK
 from launcher.hostfile import Host
 from launcher.remote import (
-    Connection,
+    AgentConnection,
     HostError,
     HostsError,
     SshAccess,
@@ -51,7 +51,7 @@ RING_SECONDS = 60.0
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 Tell = Callable[[str], None]
-Ask = Callable[[Connection], tuple[HostFacts, float]]
+Ask = Callable[[AgentConnection], tuple[HostFacts, float]]
 
 
 def diagnose(
@@ -84,7 +84,7 @@ def check_before(facts: Sequence[HostFacts], environment: Mapping[str, str]) -> 
 
 
 def ask(
-    connection: Connection,
+    connection: AgentConnection,
     model: Path | None = None,
     prefix_cache_dir: Path | None = None,
     port: int | None = None,
@@ -115,7 +115,7 @@ def examine(hosts: Sequence[Host], access: SshAccess, ask: Ask, tell: Tell) -> I
 
 
 def examine_connected(
-    connections: list[Connection],
+    connections: list[AgentConnection],
     access: SshAccess,
     ask: Ask,
     tell: Tell,
@@ -141,7 +141,7 @@ def examine_connected(
         yield examine_ring(connections, access.python, tell)
 
 
-def examine_hops(connections: Sequence[Connection], tell: Tell) -> Iterator[Finding]:
+def examine_hops(connections: Sequence[AgentConnection], tell: Tell) -> Iterator[Finding]:
     """Measures both directions of each hop, one after the other, because they may share a cable."""
     pairs = list(pairwise([*connections, connections[0]]))
     if len(connections) == 2:
@@ -153,7 +153,7 @@ def examine_hops(connections: Sequence[Connection], tell: Tell) -> Iterator[Find
                 yield examine_hop(here, there, ip)
 
 
-def examine_hop(here: Connection, there: Connection, ip: str) -> Finding:
+def examine_hop(here: AgentConnection, there: AgentConnection, ip: str) -> Finding:
     where = f"{here.host} → {there.host} ({ip})"
     try:
         port = there.ask(StartEcho(ip), EchoStarted).port
@@ -162,7 +162,7 @@ def examine_hop(here: Connection, there: Connection, ip: str) -> Finding:
         return broken_hop(where, str(error).rstrip("."))
 
 
-def examine_ring(connections: list[Connection], python: str, tell: Tell) -> Finding:
+def examine_ring(connections: list[AgentConnection], python: str, tell: Tell) -> Finding:
     """Starts a real MLX ring, in which the ranks compute a sum."""
     tell("forming a ring")
     lines: list[str] = []

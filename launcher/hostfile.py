@@ -24,14 +24,14 @@ _SSH = re.compile(r"[^\s\x00-\x1f\x7f-][^\s\x00-\x1f\x7f]*")  # A name with a da
 _FORM = 'write [{"ssh": "studio-1", "ips": ["10.0.0.1"]}, …]'
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+class _HostEntry(msgspec.Struct, forbid_unknown_fields=True):
     ssh: str
     ips: Annotated[list[str], msgspec.Meta(min_length=1)]
     rdma: list[Any] = []
 
 
 class _Content(msgspec.Struct, forbid_unknown_fields=True):
-    hosts: Annotated[list[_Entry], msgspec.Meta(min_length=1)]
+    hosts: Annotated[list[_HostEntry], msgspec.Meta(min_length=1)]
     backend: str = "ring"
     envs: list[str] = []
 
@@ -107,7 +107,7 @@ def parse_hostfile(text: str, path: str) -> Hostfile:
     return Hostfile(tuple(hosts), environment)
 
 
-def _check_entry(path: str, rank: int, entry: _Entry) -> None:
+def _check_entry(path: str, rank: int, entry: _HostEntry) -> None:
     if not _SSH.fullmatch(entry.ssh):
         fix = "write the name that `ssh NAME` takes"
         _wrong(path, f"rank {rank}", f"has ssh {entry.ssh!r}", fix)

@@ -47,7 +47,7 @@ class Launch:
     ranks: dict[str, str] = field(default_factory=dict)  # rank -> how its process is
 
 
-class Record(Observer):
+class LaunchRecord(Observer):
     """Keeps the file of this launch up to date."""
 
     def __init__(self, launch: Launch, descriptor: int) -> None:
@@ -92,14 +92,14 @@ def recorded(
     words: Sequence[str],
     hosts: Sequence[str],
     end_seconds: float,
-) -> Iterator[Record]:
+) -> Iterator[LaunchRecord]:
     file = _folder() / f"{os.getpid()}.launch"
     new = file.with_suffix(".new")
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         launch = Launch(os.getpid(), list(words), list(hosts), time.time(), end_seconds)
-        record = Record(launch, descriptor)
+        record = LaunchRecord(launch, descriptor)
         new.rename(file)  # Other processes see it only when it is locked and written.
         yield record
     finally:

@@ -79,7 +79,7 @@ class SshAccess:
     folder: Path | None = None
 
 
-class Connection:
+class AgentConnection:
     """The launcher's end of one agent. Raises HostError."""
 
     def __init__(self, host: Host, access: SshAccess) -> None:
@@ -150,10 +150,10 @@ class Connection:
         except ClusterError as error:
             return AgentError(str(error))
 
-    def again(self) -> "Connection":
+    def again(self) -> "AgentConnection":
         """Returns a new connection to the same host: an agent runs only one rank."""
         self.close()
-        return Connection(self.host, self._access)
+        return AgentConnection(self.host, self._access)
 
     def close(self) -> None:
         """Closes the agent's input, which ends the agent and its rank."""
@@ -206,7 +206,7 @@ class Connection:
 class RemoteProcess:
     """A rank that runs under an agent. It ends when the agent's connection does."""
 
-    def __init__(self, connection: Connection, order: RunRank) -> None:
+    def __init__(self, connection: AgentConnection, order: RunRank) -> None:
         host = connection.host
         self.name = f"rank {host.rank} {host.ssh}"
         self._connection = connection
@@ -260,11 +260,11 @@ def connected(
     tell: Callable[[str], object],
     *,
     serves: bool = False,
-) -> Iterator[list[Connection]]:
+) -> Iterator[list[AgentConnection]]:
     """Starts an agent on each host and waits for it. At the end of the context the agents and
     their ranks end. Until ranks run, a signal ends this process. For a server, SIGTERM is a normal
     end with code 0."""
-    connections: list[Connection] = []
+    connections: list[AgentConnection] = []
     living = threading.Event()
     signals: list[int] = []
 
@@ -285,10 +285,10 @@ def connected(
     tell(event_line(f"event=connecting hosts={names} timeout={GREETING_SECONDS:g}"))
     try:
         for host in hosts:
-            connections.append(Connection(host, access))
+            connections.append(AgentConnection(host, access))
             if signals:  # It came before this connection was in the list.
                 end(signals[0])
-        on_each(connections, Connection.greet)
+        on_each(connections, AgentConnection.greet)
         threading.Thread(target=live, daemon=True).start()
         yield connections
     finally:
@@ -296,14 +296,14 @@ def connected(
             signal.signal(number, handler)
         living.set()
         with ThreadPoolExecutor(len(hosts)) as pool:
-            list(pool.map(Connection.close, connections))
+            list(pool.map(AgentConnection.close, connections))
         if signals:
             sys.exit(0 if serves and signals[0] == signal.SIGTERM else 128 + signals[0])
 
 
 def on_each(
-    connections: Sequence[Connection],
-    call: Callable[[Connection], Result],
+    connections: Sequence[AgentConnection],
+    call: Callable[[AgentConnection], Result],
 ) -> list[Result]:
     """Calls a function with all connections at once, and returns the results. Raises HostsError."""
     results: list[Result] = []
@@ -323,7 +323,7 @@ def on_each(
 
 @contextmanager
 def remote_ranks(
-    connections: list[Connection],
+    connections: list[AgentConnection],
     command: Sequence[str],
     environment: Mapping[str, str],
     drain_seconds: float,
@@ -366,7 +366,7 @@ def remote_ranks(
         is_over.set()
 
 
-def _reserve_ports(connection: Connection) -> list[int]:
+def _reserve_ports(connection: AgentConnection) -> list[int]:
     """Reserves a port for each address, and one more on rank 0's host, where the parents meet."""
     ips = list(connection.host.ips)
     if connection.host.rank == 0:

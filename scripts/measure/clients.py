@@ -11,10 +11,10 @@ import httpx2
 
 from scripts.measure import servers
 from scripts.measure.rounds import Settings, in_turn
-from serve.bench.client import Server, connected
+from serve.bench.client import ChatClient, connected
 from serve.bench.load import closed_loop
 from serve.bench.prompts import PROBE_WORDS, Prompts, random_words, words_for
-from serve.bench.records import Record
+from serve.bench.records import RequestRecord
 
 TIMEOUT = 600.0
 PROMPT_TOKENS = 66
@@ -24,14 +24,16 @@ REPORT_SECONDS = 0.6  # the stages report their steps four times a second
 class Asked:
     """A running server, and prompts of exact lengths for it."""
 
-    def __init__(self, url: str, server: Server, probes: Sequence[int | None], seed: int) -> None:
+    def __init__(
+        self, url: str, server: ChatClient, probes: Sequence[int | None], seed: int
+    ) -> None:
         self.url = url
         self._server, self._probes, self._seed = server, probes, seed
 
-    async def __call__(self, prompt: str, max_tokens: int) -> Record:
+    async def __call__(self, prompt: str, max_tokens: int) -> RequestRecord:
         return await self.chat([{"role": "user", "content": prompt}], max_tokens)
 
-    async def chat(self, messages: list[dict[str, str]], max_tokens: int) -> Record:
+    async def chat(self, messages: list[dict[str, str]], max_tokens: int) -> RequestRecord:
         """Raises NotMeasuredError unless the answer has max_tokens tokens."""
         record = await self._server.ask(messages, max_tokens)
         if record.error or record.tokens != max_tokens or not record.times:
@@ -42,9 +44,9 @@ class Asked:
         prompts = Prompts(self._seed, words_for(num_tokens, self._probes))
         return prompts.take(f"{name}/{num_tokens}", count)
 
-    async def at_once(self, name: str, num_clients: int, max_tokens: int) -> list[Record]:
+    async def at_once(self, name: str, num_clients: int, max_tokens: int) -> list[RequestRecord]:
         """The answers of num_clients clients to a short prompt each."""
-        records: list[Record] = []
+        records: list[RequestRecord] = []
         prompts = self.prompts(name, PROMPT_TOKENS, num_clients)
         await closed_loop(lambda text: self(text, max_tokens), prompts, num_clients, records.append)
         return records
@@ -92,7 +94,7 @@ def ask_in_turn(
     in_turn(settings.rounds, names, run)
 
 
-def first_token_seconds(record: Record) -> float:
+def first_token_seconds(record: RequestRecord) -> float:
     return record.times[0] - record.start
 
 

@@ -10,11 +10,11 @@ from scripts.measure.clients import TIMEOUT, Asked, ask_in_turn
 from scripts.measure.rounds import Row, Settings, Table
 from serve.bench.client import connected
 from serve.bench.config import BenchConfig, Level
-from serve.bench.load import Target
+from serve.bench.load import LoadGenerator
 from serve.bench.plot import draw
-from serve.bench.records import Record, Summary, summarise
+from serve.bench.records import RequestRecord, Summary, summarise
 
-Runs = dict[tuple[str, int], list[list[Record]]]
+Runs = dict[tuple[str, int], list[list[RequestRecord]]]
 """The records of each round, by the server and the number of clients."""
 
 
@@ -34,7 +34,7 @@ def curve(settings: Settings) -> Row:
 
 async def put_load(
     settings: Settings, url: str, name: str, clients: int, round_: int
-) -> list[Record]:
+) -> list[RequestRecord]:
     """The records of one level of load on a running server, after a warm-up."""
     model = servers.model_name(name, settings.model)
     config = BenchConfig(
@@ -44,9 +44,9 @@ async def put_load(
         requests=settings.requests_per_client * clients,
         seed=settings.seed,
     )
-    records: list[Record] = []
+    records: list[RequestRecord] = []
     async with connected(url, model, None, TIMEOUT) as server:
-        target = await Target.calibrated(config, server)
+        target = await LoadGenerator.calibrated(config, server)
         await target.run(Level(clients, False), round_, records.append)
     return records
 

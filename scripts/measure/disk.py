@@ -14,9 +14,9 @@ import psutil
 from scripts.measure.clients import TIMEOUT, first_token_seconds, pipeline
 from scripts.measure.rounds import Row, Samples, Settings, in_turn
 from scripts.measure.servers import BRIGADE_2, NotMeasuredError, running
-from serve.bench.client import Server, connected
+from serve.bench.client import ChatClient, connected
 from serve.bench.prompts import random_words
-from serve.bench.records import Record
+from serve.bench.records import RequestRecord
 
 NUM_WORDS = 7300  # about 7,900 tokens of the bench model, which has room for 8,192
 NUM_TOKENS = 120
@@ -89,7 +89,7 @@ async def _kill_seconds(url: str, settings: Settings, number: int) -> float:
     return later[0] - killed
 
 
-async def _asked(server: Server, settings: Settings, number: int) -> Record:
+async def _asked(server: ChatClient, settings: Settings, number: int) -> RequestRecord:
     words = random_words(Random(f"{settings.seed}/{number}"), NUM_WORDS)
     record = await server.ask([{"role": "user", "content": words}], NUM_TOKENS)
     if record.error or not record.times:

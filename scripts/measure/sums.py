@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from serve.bench.records import Record, quantile
+from serve.bench.records import RequestRecord, quantile
 
 Window = tuple[float, float]
 
@@ -21,19 +21,19 @@ def ratio(values: Sequence[float], others: Sequence[float]) -> float:
     return p50(values) / p50(others)
 
 
-def steady_window(run: Sequence[Record]) -> Window:
+def steady_window(run: Sequence[RequestRecord]) -> Window:
     """While every request of the run decodes: from the last first chunk to the first last one."""
     return max(record.times[0] for record in run), min(record.times[-1] for record in run)
 
 
-def steady_tokens_per_second(run: Sequence[Record]) -> float:
+def steady_tokens_per_second(run: Sequence[RequestRecord]) -> float:
     """For answers whose tokens come as one chunk each."""
     begin, end = steady_window(run)
     tokens = sum(begin < time <= end for record in run for time in record.times)
     return tokens / (end - begin) if end > begin else float("nan")
 
 
-def gaps_in(run: Sequence[Record], window: Window) -> list[float]:
+def gaps_in(run: Sequence[RequestRecord], window: Window) -> list[float]:
     """Gaps between chunks of which any part lies in the window."""
     begin, end = window
     return [

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from serve.bench.records import Record
+from serve.bench.records import RequestRecord
 from serve.client import (
     AsyncClient,
     HTTPStatusError,
@@ -52,7 +52,7 @@ class _Answer:
         return None
 
 
-class Server:
+class ChatClient:
     """A server that offers a model. `ask` never raises for what the server or the network does."""
 
     def __init__(self, http: AsyncClient, model: str) -> None:
@@ -64,7 +64,7 @@ class Server:
         messages: list[dict[str, str]],
         max_tokens: int,
         temperature: float = 0.0,
-    ) -> Record:
+    ) -> RequestRecord:
         """Sends one chat and reads its whole answer, which is streamed."""
         body = {
             "model": self.model,
@@ -82,7 +82,7 @@ class Server:
             # A server with a short listening queue resets some of many simultaneous connections.
             await asyncio.sleep(_RECONNECT_SECONDS)
             error = await self._answer(body, answer)
-        return Record(
+        return RequestRecord(
             start=start,
             end=perf_counter(),
             times=tuple(answer.times),
@@ -129,14 +129,14 @@ async def connected(
     model: str | None,
     key: str | None,
     timeout: float,
-) -> AsyncIterator[Server]:
+) -> AsyncIterator[ChatClient]:
     """Connects to a server. Raises AddressError, UnavailableError, or UsageError for no model."""
     base = url.rstrip("/")
     if not base.endswith("/v1"):
         base = f"{base}/v1"
     async with connections(base, key, timeout) as http:
         name = await _model_name(http, url, model)
-        yield Server(http, name)
+        yield ChatClient(http, name)
 
 
 async def _model_name(http: AsyncClient, url: str, wanted: str | None) -> str:

@@ -10,14 +10,14 @@ from dataclasses import replace
 from itertools import accumulate
 from random import Random
 
-from serve.bench.client import Server
+from serve.bench.client import ChatClient
 from serve.bench.config import BenchConfig, Level
 from serve.bench.prompts import PROBE_WORDS, Prompts, random_words, read_questions, words_for
-from serve.bench.records import Record
+from serve.bench.records import RequestRecord
 from serve.core.errors import ClusterError
 
-Ask = Callable[[str], Awaitable[Record]]
-Seen = Callable[[Record], None]
+Ask = Callable[[str], Awaitable[RequestRecord]]
+Seen = Callable[[RequestRecord], None]
 
 # The time between two clients' first requests: short listening queues overflow.
 RAMP_SECONDS = 0.02
@@ -74,16 +74,16 @@ def num_requests(config: BenchConfig, level: Level) -> int:
     return _NUM_REQUESTS_PER_CLIENT * int(level.value)
 
 
-class Target:
+class LoadGenerator:
     """One server under load: the prompts for it, and runs at several levels of load."""
 
-    def __init__(self, config: BenchConfig, server: Server, prompts: Prompts) -> None:
+    def __init__(self, config: BenchConfig, server: ChatClient, prompts: Prompts) -> None:
         self._config = config
         self._server = server
         self._prompts = prompts
 
     @classmethod
-    async def calibrated(cls, config: BenchConfig, server: Server) -> "Target":
+    async def calibrated(cls, config: BenchConfig, server: ChatClient) -> "LoadGenerator":
         """Measures the tokens in a word, for prompts of the wanted length. Raises ClusterError."""
         if config.prompts:
             questions = read_questions(config.prompts)
@@ -116,7 +116,7 @@ class Target:
         num_clients = _NUM_OPEN_WARM_UPS if level.is_open else int(level.value)
         prompts = self._prompts.take(f"{name}/warm-up", num_clients)
 
-        def see_failure(record: Record) -> None:
+        def see_failure(record: RequestRecord) -> None:
             if record.error:
                 seen(replace(record, error=f"warm-up: {record.error}"))
 
@@ -124,7 +124,7 @@ class Target:
         await closed_loop(ask, prompts, num_clients, see_failure)
 
     def _ask(self, max_tokens: int) -> Ask:
-        async def ask(prompt: str) -> Record:
+        async def ask(prompt: str) -> RequestRecord:
             messages = [{"role": "user", "content": prompt}]
             return await self._server.ask(messages, max_tokens, self._config.temperature)
 

@@ -8,7 +8,7 @@ from statistics import median, quantiles
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RequestRecord:
     """One request and its answer. Times are seconds of a monotonic clock.
 
     times has the arrival of each chunk with text. tokens and prompt_tokens are from the server's
@@ -57,7 +57,7 @@ class Summary:
     itl_mean_seconds: float | None
 
 
-def summarise(runs: Sequence[Sequence[Record]]) -> Summary:
+def summarise(runs: Sequence[Sequence[RequestRecord]]) -> Summary:
     """Summarises one or more runs at the same load: tokens_per_second is the median of the runs,
     all other figures are over the requests of all runs."""
     every = list(chain.from_iterable(runs))
@@ -94,7 +94,7 @@ def quantile(values: Iterable[float], share: float) -> float | None:
     return percentiles[round(100 * share) - 1]
 
 
-def tokens_per_second(run: Sequence[Record]) -> float:
+def tokens_per_second(run: Sequence[RequestRecord]) -> float:
     """Returns the tokens of whole answers over the time from first request to last end."""
     whole = _whole(run)
     if not whole:
@@ -105,12 +105,12 @@ def tokens_per_second(run: Sequence[Record]) -> float:
     return num_tokens / (end - start)
 
 
-def _whole(records: Iterable[Record]) -> list[Record]:
+def _whole(records: Iterable[RequestRecord]) -> list[RequestRecord]:
     """Returns the records of requests that got a whole answer."""
     return [record for record in records if record.error is None]
 
 
-def _mean_token_gap(whole: Sequence[Record]) -> float | None:
+def _mean_token_gap(whole: Sequence[RequestRecord]) -> float | None:
     num_gaps = 0
     seconds = 0.0
     for record in whole:

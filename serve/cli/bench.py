@@ -18,13 +18,13 @@ from rich.text import Text
 
 from serve.bench.client import connected
 from serve.bench.config import BenchConfig, Level
-from serve.bench.load import Target, num_requests
+from serve.bench.load import LoadGenerator, num_requests
 from serve.bench.plot import check_plot, draw
-from serve.bench.records import Record, Summary, summarise
+from serve.bench.records import RequestRecord, Summary, summarise
 from serve.cli.flags import parse
 from serve.core.errors import ClusterError, UsageError
 
-Runs = dict[tuple[Level, str], list[list[Record]]]
+Runs = dict[tuple[Level, str], list[list[RequestRecord]]]
 """The records of each round, by level and server. A server is `A: URL` or `B: URL`, because one URL
 may be given twice, to see how much equal servers differ."""
 _PROGRESS_SECONDS = 10.0
@@ -57,12 +57,12 @@ def run(argv: Sequence[str]) -> int:
 async def measure(config: BenchConfig, runs: Runs) -> None:
     """Fills runs, and shows them meanwhile. Raises BrigadeError if a server is not there."""
     async with AsyncExitStack() as stack:
-        targets: dict[str, Target] = {}
+        targets: dict[str, LoadGenerator] = {}
         for url in config.url:
             link = connected(url, config.model, os.environ.get("OPENAI_API_KEY"), config.timeout)
             server = await stack.enter_async_context(link)
             letter = "AB"[len(targets)]
-            targets[f"{letter}: {url}"] = await Target.calibrated(config, server)
+            targets[f"{letter}: {url}"] = await LoadGenerator.calibrated(config, server)
         console = Console()
         if console.is_terminal:
             # The table is drawn rarely, because that sorts all records so far, in the process that
@@ -72,17 +72,17 @@ async def measure(config: BenchConfig, runs: Runs) -> None:
                 console=console,
                 refresh_per_second=0.5,
             ):
-                await run_levels(config, targets, runs, Progress(lambda _: None))
+                await run_levels(config, targets, runs, ProgressReporter(lambda _: None))
             return
         try:
-            await run_levels(config, targets, runs, Progress(tell))
+            await run_levels(config, targets, runs, ProgressReporter(tell))
         finally:
             with console.capture() as shown:
                 console.print(table(runs))
             print("\n".join(line.rstrip() for line in shown.get().splitlines()))
 
 
-class Progress:
+class ProgressReporter:
     """Tells when a run begins, and at times how many of its requests have ended."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
@@ -105,23 +105,25 @@ class Progress:
 
 async def run_levels(
     config: BenchConfig,
-    targets: Mapping[str, Target],
+    targets: Mapping[str, LoadGenerator],
     runs: Runs,
-    progress: Progress,
+    progress: ProgressReporter,
 ) -> None:
     """Sends the load of each level to each server in turn."""
     for level in config.levels:
         for round_ in range(config.rounds):
             for name, target in targets.items():
                 progress.begin(f"{level}, round {round_ + 1} of {config.rounds}, {name}")
-                records: list[Record] = []
+                records: list[RequestRecord] = []
                 runs.setdefault((level, name), []).append(records)
                 seen = _seen(records, progress, num_requests(config, level))
                 await target.run(level, round_, seen)
 
 
-def _seen(records: list[Record], progress: Progress, num_requests: int) -> Callable[[Record], None]:
-    def note(record: Record) -> None:
+def _seen(
+    records: list[RequestRecord], progress: ProgressReporter, num_requests: int
+) -> Callable[[RequestRecord], None]:
+    def note(record: RequestRecord) -> None:
         records.append(record)
         progress.ended(len(records), num_requests)
 

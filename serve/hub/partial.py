@@ -16,14 +16,14 @@ from huggingface_hub.utils import WeakFileLock
 from serve.core.checkpoint import TensorRange, header_bytes, parse_header, read_header
 from serve.core.errors import ModelError
 from serve.hub.fetch import STANDARD, Fetch, Progress, Shard, Sizes
-from serve.hub.parts import Part
+from serve.hub.parts import TensorPart
 from serve.hub.ranges import Range
 from serve.hub.remote import RemoteFile
 from serve.hub.repo import (
     INDEX,
     MODEL,
     STATE_FOLDER,
-    Kind,
+    RepoKind,
     Snapshot,
     cached_whole,
     default_cache,
@@ -62,7 +62,7 @@ class PartialModel:
         self,
         names: Iterable[str],
         progress: Progress,
-        parts: Iterable[Part] = (),
+        parts: Iterable[TensorPart] = (),
     ) -> int:
         """Fetches what is missing of these tensors and parts of tensors; returns the number of
         bytes received.
@@ -95,7 +95,7 @@ def pin(
     repo: str,
     revision: str | None,
     cache: Path | None,
-    kind: Kind = MODEL,
+    kind: RepoKind = MODEL,
 ) -> PartialModel:
     """Opens the commit to which a revision points now. Only rank 0 calls this; it sends the commit
     to the others. Raises ModelError."""
@@ -109,7 +109,7 @@ def open_partial(
     cache: Path | None,
     snapshot: Snapshot | None = None,
     sizes: Sizes = STANDARD,
-    kind: Kind = MODEL,
+    kind: RepoKind = MODEL,
 ) -> PartialModel:
     """Opens the folder of this commit in the cache (None: under HF_HOME), or makes it. A snapshot
     that was just resolved saves a request. Raises ModelError."""
@@ -134,7 +134,7 @@ def open_partial(
     return PartialModel(folder, known, remotes, sizes)
 
 
-def _make(folder: Path, snapshot: Snapshot, kind: Kind) -> list[RemoteFile]:
+def _make(folder: Path, snapshot: Snapshot, kind: RepoKind) -> list[RemoteFile]:
     """Makes the small files and the sparse weight files; returns the remote weight files, which
     notice if the rest of a file is not of the same version as its header."""
     if kind.config not in snapshot.files:

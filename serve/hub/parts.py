@@ -17,7 +17,7 @@ _MIN_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """The ranges [start, end) of one axis of a tensor in a file."""
 
     tensor: TensorRange

@@ -38,7 +38,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class RepoKind:
     """The kind of a repository: a model or an adapter. config names the file that every repository
     of this kind has, weights is a pattern for the names of the weight files."""
 
@@ -47,8 +47,8 @@ class Kind:
     weights: str
 
 
-MODEL = Kind("a language model", "config.json", r"model.*\.safetensors")
-ADAPTER = Kind("an adapter", "adapter_config.json", r"(adapters|adapter_model)\.safetensors")
+MODEL = RepoKind("a language model", "config.json", r"model.*\.safetensors")
+ADAPTER = RepoKind("an adapter", "adapter_config.json", r"(adapters|adapter_model)\.safetensors")
 
 
 class RepoFile(msgspec.Struct, frozen=True):
@@ -80,13 +80,13 @@ class Snapshot(msgspec.Struct, frozen=True):
     def save(self, path: Path) -> None:
         write_whole(path, msgspec.json.encode(self))
 
-    def small_files(self, kind: Kind) -> list[str]:
+    def small_files(self, kind: RepoKind) -> list[str]:
         """Returns the files to fetch whole. An adapter's tokenizer files belong to its model."""
         if kind is ADAPTER:
             return [kind.config]
         return [name for name in self.files if Path(name).suffix in _SMALL]
 
-    def weight_files(self, kind: Kind, index: Path | None) -> list[str]:
+    def weight_files(self, kind: RepoKind, index: Path | None) -> list[str]:
         """Returns the safetensors files; index is the local path of a model's index. Raises
         ModelError if there are none, or if one is missing."""
         if index is None:
@@ -130,7 +130,7 @@ def resolve(
     repo: str,
     revision: str | None,
     cache: Path,
-    kind: Kind = MODEL,
+    kind: RepoKind = MODEL,
 ) -> Snapshot:
     """Returns the files of the commit to which a branch, tag or commit (None: main) points. If the
     hub cannot be reached, its last answer is used. A host that cannot even resolve the hub's name
@@ -229,7 +229,7 @@ def saved_snapshot(folder: Path) -> Path:
     return folder / STATE_FOLDER / "snapshot.json"
 
 
-def _cached_by_hub(repo: str, revision: str | None, kind: Kind) -> Snapshot | None:
+def _cached_by_hub(repo: str, revision: str | None, kind: RepoKind) -> Snapshot | None:
     """Returns a snapshot in the hub's own cache, which may lack files."""
     try:
         config = try_to_load_from_cache(repo, kind.config, revision=revision)

@@ -95,7 +95,7 @@ Expects = Callable[[str, int | None, str, int], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TargetModule:
     """The matrices of one module: parts names "a", "b" and, with DoRA, the magnitudes "m"."""
 
     rank: int
@@ -114,7 +114,7 @@ class AdapterFiles:
     config: dict[str, Any]
     is_peft: bool
     is_dora: bool
-    targets: dict[str, Target]
+    targets: dict[str, TargetModule]
     tensors: dict[str, TensorRange]
     expects: Expects
     digest: str
@@ -275,7 +275,7 @@ def _targets(
     tensors: dict[str, TensorRange],
     pattern: re.Pattern[str],
     settings: _Settings,
-) -> dict[str, Target]:
+) -> dict[str, TargetModule]:
     wanted = {"a", "b"}
     if settings.is_dora:
         wanted.add("m")
@@ -297,7 +297,7 @@ def _targets(
         parts[match["module"]][part] = name
     if not parts:
         raise AdapterError("The adapter has no tensors.", code="missing_tensor")
-    targets: dict[str, Target] = {}
+    targets: dict[str, TargetModule] = {}
     for module, found in parts.items():
         missing = wanted - found.keys()
         if missing:
@@ -307,7 +307,7 @@ def _targets(
             )
     for module, found in parts.items():
         rank, scale = settings.rank_and_scale(module)
-        targets[module] = Target(rank, scale, found)
+        targets[module] = TargetModule(rank, scale, found)
     return targets
 
 

@@ -11,7 +11,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from serve.core.errors import AdapterError, ModelError
 from serve.hub.partial import PartialModel
-from serve.lora.files import CONFIG_FILE, AdapterFiles, Target, file_stamp
+from serve.lora.files import CONFIG_FILE, AdapterFiles, TargetModule, file_stamp
 from serve.lora.layers import EMBEDDINGS, EXPERTS, Matrices, ModuleMatrices, dequantized
 from serve.model.sharding import DIVIDED, Division, Divisions
 from serve.model.stage import Stage
@@ -66,7 +66,7 @@ def num_bytes(modules: ModuleMatrices) -> int:
     return sum(matrices.a.nbytes + matrices.b.nbytes for matrices in modules.values())
 
 
-def check_fit(name: str, place: Place, files: AdapterFiles, target: Target) -> None:
+def check_fit(name: str, place: Place, files: AdapterFiles, target: TargetModule) -> None:
     """Raises AdapterError if the matrices do not fit the module."""
     module = place.module
     if not _is_supported(place, files):
@@ -159,7 +159,7 @@ def _matches_with_any_rank(found: tuple[int, ...], pattern: tuple[int | None, ..
     return True
 
 
-def fetch(partial: PartialModel, targets: Mapping[str, Target]) -> None:
+def fetch(partial: PartialModel, targets: Mapping[str, TargetModule]) -> None:
     """Fetches the tensors of these targets from the hub. Raises AdapterError."""
     names: list[str] = []
     for target in targets.values():
@@ -172,7 +172,7 @@ def fetch(partial: PartialModel, targets: Mapping[str, Target]) -> None:
 
 def read_matrices(
     files: AdapterFiles,
-    targets: Mapping[str, Target],
+    targets: Mapping[str, TargetModule],
     own_places: Mapping[str, Place],
 ) -> ModuleMatrices:
     """Reads these targets' matrices, and nothing else; of a divided module, this shard's part. They
@@ -197,7 +197,7 @@ def read_matrices(
 
 def _matrices(
     parts: dict[str, mx.array],
-    target: Target,
+    target: TargetModule,
     files: AdapterFiles,
     place: Place,
 ) -> Matrices:

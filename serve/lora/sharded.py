@@ -31,7 +31,7 @@ from serve.model.sharding import (
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ArrayDivision:
     """The part of a trained array that this shard has. axis is the axis that is divided."""
 
     division: Division
@@ -69,7 +69,7 @@ Shapes = dict[str, tuple[int, ...]]
 class TrainedParts:
     """The names of trained arrays that are divided, or whose gradients the shards add up."""
 
-    divided: dict[str, Part]
+    divided: dict[str, ArrayDivision]
     partial: set[str]
 
 
@@ -283,7 +283,7 @@ def _parts_in_blocks(model: nn.Module, sharding: Sharding, num_shards: int) -> T
         made = sharding.made.get(id(array))
         if made is not None:
             _check_share(path, made.division, num_shards)
-            parts.divided[path] = Part(made.division, made.division.axis)
+            parts.divided[path] = ArrayDivision(made.division, made.division.axis)
         elif sharding.is_in_block(name):
             parts.partial.add(path)
             if division is not None and key == "bias":
@@ -301,9 +301,9 @@ def _parts_of_weights(trained: Set[str], sharding: Sharding, num_shards: int) ->
         if weight not in trained:
             continue
         _check_division(name, division, num_shards)
-        parts.divided[weight] = Part(division, division.axis)
+        parts.divided[weight] = ArrayDivision(division, division.axis)
         if bias in trained and division.axis == -2:
-            parts.divided[bias] = Part(division, -1)
+            parts.divided[bias] = ArrayDivision(division, -1)
     return parts
 
 
@@ -360,10 +360,10 @@ def _note(name: str, adapter: nn.Module, division: Division, parts: TrainedParts
     """Notes which arrays of a module's adapter are divided."""
     axis_of_a, axis_of_b = _axes(adapter)
     if division.axis == -1:
-        parts.divided[f"{name}.lora_a"] = Part(division, axis_of_a)
+        parts.divided[f"{name}.lora_a"] = ArrayDivision(division, axis_of_a)
         parts.partial.add(f"{name}.lora_b")
     else:
-        parts.divided[f"{name}.lora_b"] = Part(division, axis_of_b)
+        parts.divided[f"{name}.lora_b"] = ArrayDivision(division, axis_of_b)
         parts.partial.add(f"{name}.lora_a")
         if isinstance(adapter, DoRALinear):
-            parts.divided[f"{name}.m"] = Part(division, 0)
+            parts.divided[f"{name}.m"] = ArrayDivision(division, 0)

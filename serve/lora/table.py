@@ -20,7 +20,7 @@ from serve.lora import copies
 from serve.lora.files import (
     CONFIG_FILE,
     AdapterFiles,
-    Target,
+    TargetModule,
     read_adapter,
 )
 from serve.lora.layers import (
@@ -97,7 +97,7 @@ class Adapters:
                 code="out_of_range",
             )
         self._check_targets(files)
-        targets: dict[str, Target] = {}
+        targets: dict[str, TargetModule] = {}
         for name, target in files.targets.items():
             place = self._places.get(name)
             if place is None:

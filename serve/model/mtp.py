@@ -217,7 +217,7 @@ def _variant(family: Family, checkpoint: Checkpoint) -> Variant:
     prefix = _prefix(family, checkpoint)
 
     def changed(model_class: Any) -> Any:
-        class Head(model_class):  # type: ignore[misc]
+        class MtpHead(model_class):  # type: ignore[misc]
             def __init__(self, args: Any) -> None:
                 super().__init__(args)
                 size = args.hidden_size
@@ -235,7 +235,7 @@ def _variant(family: Family, checkpoint: Checkpoint) -> Variant:
                 sanitized: trace.Arrays = super().sanitize(own)
                 return sanitized
 
-        return Head
+        return MtpHead
 
     config: dict[str, Any] = {"num_hidden_layers": 1, **family.config}
     quantization = read_json(checkpoint.folder / "config.json").get("quantization")

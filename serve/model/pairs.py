@@ -27,8 +27,8 @@ from serve.model.probe import (
     LINEAR,
     TOLERANCE,
     MismatchError,
+    ModelProbe,
     Numbers,
-    Probe,
     Roles,
     relative_difference,
 )
@@ -56,18 +56,18 @@ class Pairs:
 def find_pairs(model: nn.Module, num_shards: int, *, in_blocks: bool = False) -> Pairs:
     """Finds how the layers of a lazy model can be divided; the result may be empty. With in_blocks,
     every pair has to be inside of a module in `summed`, else PlanError is raised."""
-    with Probe(model) as probe:
+    with ModelProbe(model) as probe:
         try:
             probe.record()
         except FAILURES:
             return Pairs(Roles(), ())
-        return _Search(probe, num_shards, in_blocks=in_blocks).run()
+        return _PairSearch(probe, num_shards, in_blocks=in_blocks).run()
 
 
-class _Search:
+class _PairSearch:
     """Finds the pairs of all layers. Layers whose code does the same are searched once."""
 
-    def __init__(self, probe: Probe, num_shards: int, *, in_blocks: bool) -> None:
+    def __init__(self, probe: ModelProbe, num_shards: int, *, in_blocks: bool) -> None:
         self.probe = probe
         self.num_shards = num_shards
         self.in_blocks = in_blocks
@@ -145,7 +145,7 @@ class _Search:
 class _Layer:
     """Finds the pairs of one layer. Names are those inside of the layer."""
 
-    def __init__(self, probe: Probe, i: int, num_shards: int) -> None:
+    def __init__(self, probe: ModelProbe, i: int, num_shards: int) -> None:
         self.probe = probe
         self.i = i
         self.num_shards = num_shards
@@ -360,7 +360,7 @@ class _Layer:
         return found
 
 
-def _is_additive(probe: Probe, i: int, module_name: str, matrices: Sequence[str]) -> bool:
+def _is_additive(probe: ModelProbe, i: int, module_name: str, matrices: Sequence[str]) -> bool:
     """Whether a module's outputs, for parts of these matrices' outputs, add up to the whole."""
     module = probe.modules[module_name]
     outputs: list[Any] = []

@@ -97,7 +97,7 @@ class MatrixCall:
     outputs: mx.array
 
 
-class Probe:
+class ModelProbe:
     """A run of a whole lazy model. In a with block weights are blank, and smaller arrays random."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -115,7 +115,7 @@ class Probe:
         self._num_drawn = 0
         self._open = ExitStack()
 
-    def __enter__(self) -> "Probe":
+    def __enter__(self) -> "ModelProbe":
         self._open.enter_context(mx.stream(mx.cpu))  # the same numbers on every machine
         self._open.enter_context(trace.uncompiled())
         self._open.enter_context(trial.without_weights(self.model))

@@ -20,7 +20,7 @@ from mlx_lm import utils
 from serve.core.checkpoint import TensorRange, read_checkpoint
 from serve.core.errors import ModelError
 from serve.hub.partial import PartialModel, open_partial
-from serve.hub.parts import Part
+from serve.hub.parts import TensorPart
 from serve.model.sharding import Divisions, Sharding
 from serve.model.stage import Stage
 from serve.model.trace import Arrays, depends_on, edges
@@ -31,7 +31,7 @@ _MAX_TRACED = 400  # arrays in one call of the tracer
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
-Parts = dict[int, Part]
+Parts = dict[int, TensorPart]
 """The parts of tensors that lazy arrays stand for, by the id of the array."""
 Progress = Callable[[str, int, int], None]
 """Called with the state ("fetching" or "loading"), the bytes done, and the bytes in all."""
@@ -188,11 +188,11 @@ class _Cut:
             if tensor.shape == shape:
                 division = made.division
                 axis = division.axis % len(shape)
-                found[key] = Part(tensor, axis, division.ranges)
+                found[key] = TensorPart(tensor, axis, division.ranges)
         return found
 
 
-def _read_part(array: mx.array, part: Part) -> None:
+def _read_part(array: mx.array, part: TensorPart) -> None:
     data: Any = part.read()
     numbers = mx.array(data)
     flat = numbers.view(array.dtype)
@@ -301,7 +301,7 @@ def _build(
         made = make(build_model(model.folder, raw, variant))
         early = _evaluated(raw) - wanted
         wanted |= early
-        parts: list[Part] = []
+        parts: list[TensorPart] = []
         whole: list[mx.array] = []
         found = own_parts(made, raw, model.tensors)
         for array in weights(made):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serve.core.plan import LayerRange
-from serve.tune.forecast import Forecast
+from serve.tune.forecast import TrainingForecast
 from serve.tune.layout import Layout
 from serve.tune.schedule import Schedule
 
@@ -19,7 +19,7 @@ class Started:
     layout: Layout
     layers: list[LayerRange]
     num_trained: int
-    forecast: Forecast
+    forecast: TrainingForecast
     size: str
     num_cut: int
     num_dropped: int
@@ -72,7 +72,7 @@ class Finished:
 
     iteration: int
     is_early: bool
-    forecast: Forecast
+    forecast: TrainingForecast
     utilisation: float
     expected_utilisation: float
     peak_bytes: list[int]

@@ -23,7 +23,7 @@ class OpRecord(NamedTuple):
     peak: int
 
 
-class Span(NamedTuple):
+class OpSpan(NamedTuple):
     """The time of an op, in seconds since its rank began the update."""
 
     kind: str
@@ -33,8 +33,8 @@ class Span(NamedTuple):
     end: float
 
 
-def spans(records: Sequence[OpRecord]) -> list[Span]:
-    return [Span(*record.op, record.start, record.end) for record in records]
+def spans(records: Sequence[OpRecord]) -> list[OpSpan]:
+    return [OpSpan(*record.op, record.start, record.end) for record in records]
 
 
 class OpSeconds:
@@ -122,7 +122,7 @@ def peak_bytes(probe: Probe, num_in_flight: int, *, adds_up: bool = True) -> int
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class TrainingForecast:
     """The forecast of a run. in_flight and peak_bytes have one number for each rank."""
 
     utilisation: float
@@ -130,7 +130,7 @@ class Forecast:
     peak_bytes: list[int]
 
 
-def forecast(schedule: Schedule, probes: Sequence[Probe], layout: Layout) -> Forecast:
+def forecast(schedule: Schedule, probes: Sequence[Probe], layout: Layout) -> TrainingForecast:
     """Makes the forecast of a schedule from the probes of all ranks, rank 0's first. The times of
     the first pipeline stand for those of the others."""
     by_place = schedule.in_flight[::-1]
@@ -142,4 +142,4 @@ def forecast(schedule: Schedule, probes: Sequence[Probe], layout: Layout) -> For
     for probe, num_in_flight in zip(probes, in_flight, strict=True):
         peak = peak_bytes(probe, num_in_flight, adds_up=adds_up)
         peaks.append(peak)
-    return Forecast(expected, in_flight, peaks)
+    return TrainingForecast(expected, in_flight, peaks)

@@ -60,7 +60,7 @@ def _bytes_of(array: mx.array) -> memoryview:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class UpdateMetrics:
     """One update as all ranks know it. loss is the mean over the learned tokens. is_skipped
     says that something was not finite, so no parameter has changed. busy_seconds and peak_bytes
     have one number for each rank; records are this rank's own."""
@@ -258,7 +258,7 @@ class Trainer:
         number: int,
         batches: Sequence[MicroBatch],
         schedule: Schedule,
-    ) -> Update:
+    ) -> UpdateMetrics:
         """Makes the update with this number. The schedule is that of this replica's share."""
         self._draw.update = number
         num_labels = sum(batch.num_labels for batch in batches)
@@ -273,7 +273,7 @@ class Trainer:
         ran.gradients.clear()
         if mx.get_cache_memory() > self.config.clear_cache_bytes:
             mx.clear_cache()
-        return Update(
+        return UpdateMetrics(
             loss=loss,
             gradient_norm=norm,
             num_labels=num_labels,

@@ -24,7 +24,7 @@ from serve.core.plan import (
     even_split,
     parse_split,
 )
-from serve.lora.sharded import Part, TrainedParts, shard_trained
+from serve.lora.sharded import ArrayDivision, TrainedParts, shard_trained
 from serve.model.costs import measure
 from serve.model.planning import balance
 from serve.model.sharding import Sharding
@@ -59,9 +59,9 @@ class KeyedDropout(nn.Module):
         self._name = name
         self._keep = keep
         self._draw = draw
-        self._part: Part | None = None
+        self._part: ArrayDivision | None = None
 
-    def take(self, part: Part) -> None:
+    def take(self, part: ArrayDivision) -> None:
         """Makes it drop the same numbers of a part of the inputs as it would of all."""
         self._part = part
 
@@ -170,7 +170,7 @@ def divide(
     for name, module in model.named_modules():
         part = found.divided.get(f"{name}.lora_a")
         if part and isinstance(module.get("dropout"), KeyedDropout):
-            module["dropout"].take(Part(part.division, -1))
+            module["dropout"].take(ArrayDivision(part.division, -1))
     return sharding
 
 

@@ -15,17 +15,17 @@ from serve.tune.config import FineTuneConfig
 from serve.tune.data import examples, packing
 from serve.tune.data.examples import MicroBatch
 from serve.tune.events import Finished, NothingLeft, Show, Started, Validated, Written
-from serve.tune.forecast import Forecast, Span, forecast, probe_of, spans, utilisation
+from serve.tune.forecast import OpSpan, TrainingForecast, forecast, probe_of, spans, utilisation
 from serve.tune.inputs import Inputs, agree, open_inputs
-from serve.tune.loop import Update
+from serve.tune.loop import UpdateMetrics
 from serve.tune.mesh import Groups, join
 from serve.tune.precision import HALF
 from serve.tune.results import card, run_folder, whole
 from serve.tune.results.checkpoint import load_arrays
 from serve.tune.schedule import Schedule
 from serve.tune.session import (
-    Progress,
     Session,
+    TrainingProgress,
     held_out_batches,
     keep,
     load,
@@ -84,7 +84,7 @@ def run_rank(
     has_checkpoint = saving.has_checkpoint(inputs.config, links, is_return=is_return)
     session = load(inputs, groups, show if links.rank == 0 else lambda _: None)
     progress = saving.new_progress(session)
-    ran: list[Span] = []
+    ran: list[OpSpan] = []
     if session.config.trains:
         check_packing(session)
         if has_checkpoint:
@@ -118,7 +118,7 @@ def check_packing(session: Session) -> None:
 # --- training
 
 
-def train(session: Session, progress: Progress) -> list[Span]:
+def train(session: Session, progress: TrainingProgress) -> list[OpSpan]:
     """Trains until the last batch, or until the validation loss no longer falls. Returns when
     each op of the last update ran, on all ranks. Raises BrigadeError."""
     config = session.config
@@ -153,7 +153,7 @@ def train(session: Session, progress: Progress) -> list[Span]:
     return _tell_end(session, progress, schedule, expected, window)
 
 
-def _is_due(config: FineTuneConfig, progress: Progress, every: int) -> bool:
+def _is_due(config: FineTuneConfig, progress: TrainingProgress, every: int) -> bool:
     """Whether the last update has completed another `every` batches."""
     num_since_due = progress.done % every
     return num_since_due < config.grad_accumulation_steps
@@ -161,10 +161,10 @@ def _is_due(config: FineTuneConfig, progress: Progress, every: int) -> bool:
 
 def _update(
     session: Session,
-    progress: Progress,
+    progress: TrainingProgress,
     schedule: Schedule,
     window: Window,
-) -> Update:
+) -> UpdateMetrics:
     """Makes the next update. Raises EngineError after too many that were not finite."""
     num_accumulated = session.config.grad_accumulation_steps
     began = time.perf_counter()
@@ -181,7 +181,7 @@ def _update(
     return update
 
 
-def measure(session: Session, num_parts: int, schedule: Schedule) -> Forecast:
+def measure(session: Session, num_parts: int, schedule: Schedule) -> TrainingForecast:
     """Runs the largest micro-batches twice, because the first run includes one-time costs."""
     trainer = session.trainer
     pipeline_size = session.groups.layout.pipeline_size
@@ -205,7 +205,7 @@ def measure(session: Session, num_parts: int, schedule: Schedule) -> Forecast:
     return forecast(schedule, probes, session.groups.layout)
 
 
-def _validate(session: Session, progress: Progress, batches: list[MicroBatch]) -> None:
+def _validate(session: Session, progress: TrainingProgress, batches: list[MicroBatch]) -> None:
     """Computes the validation loss, and keeps the weights if it is the lowest so far."""
     if not batches:
         return
@@ -227,7 +227,7 @@ def _held_out_loss(
     return loss
 
 
-def _report(session: Session, progress: Progress, window: Window) -> None:
+def _report(session: Session, progress: TrainingProgress, window: Window) -> None:
     learning_rate = float(session.trainer.optimizer.learning_rate.item())
     accumulated = session.config.grad_accumulation_steps
     reported = window.report(progress.done, learning_rate, accumulated)
@@ -236,9 +236,9 @@ def _report(session: Session, progress: Progress, window: Window) -> None:
 
 def _tell_start(
     session: Session,
-    progress: Progress,
+    progress: TrainingProgress,
     schedule: Schedule,
-    expected: Forecast,
+    expected: TrainingForecast,
 ) -> None:
     split = session.inputs.train
     trainer = session.trainer
@@ -263,11 +263,11 @@ def _tell_start(
 
 def _tell_end(
     session: Session,
-    progress: Progress,
+    progress: TrainingProgress,
     schedule: Schedule,
-    expected: Forecast,
+    expected: TrainingForecast,
     window: Window,
-) -> list[Span]:
+) -> list[OpSpan]:
     own = OpTimes([], [])
     if session.links.rank in session.groups.layout.pipeline(0):
         # The times of one pipeline stand for those of the others, which do the same.
@@ -285,7 +285,7 @@ def _tell_end(
         best=progress.history.best,
     )
     keep(session, finished)
-    return [Span(*span) for note in notes for span in note.spans]
+    return [OpSpan(*span) for note in notes for span in note.spans]
 
 
 # --- after training
@@ -293,8 +293,8 @@ def _tell_end(
 
 def finish(
     session: Session,
-    progress: Progress,
-    ran: list[Span],
+    progress: TrainingProgress,
+    ran: list[OpSpan],
     command: str,
 ) -> Path:
     """Tests the best weights, and writes card and charts. Returns the folder of these weights."""
@@ -319,7 +319,7 @@ def finish(
     return folder
 
 
-def _best(config: FineTuneConfig, progress: Progress) -> tuple[int, Path]:
+def _best(config: FineTuneConfig, progress: TrainingProgress) -> tuple[int, Path]:
     """Returns the batches and the folder of the weights with the lowest validation loss."""
     best = progress.history.best
     if best:

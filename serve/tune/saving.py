@@ -13,12 +13,12 @@ from serve.core.messages import NotFinite, ResumePoint, RunStart, WeightDigest
 from serve.tune.backward import Arrays
 from serve.tune.config import FineTuneConfig
 from serve.tune.events import Saved
-from serve.tune.loop import Update
+from serve.tune.loop import UpdateMetrics
 from serve.tune.model import adapter_config
 from serve.tune.optimizer import num_steps
 from serve.tune.results import checkpoint, run_folder
-from serve.tune.results.history import History
-from serve.tune.session import Progress, Session
+from serve.tune.results.history import LossHistory
+from serve.tune.session import Session, TrainingProgress
 from serve.tune.transport import Links, announce, exchange, gather, share
 from serve.tune.window import Window
 
@@ -33,7 +33,7 @@ def has_checkpoint(config: FineTuneConfig, links: Links, *, is_return: bool) -> 
     return announce(links, own, RunStart).has_checkpoint
 
 
-def begin(session: Session) -> Progress:
+def begin(session: Session) -> TrainingProgress:
     """Makes the folder of a new run. Raises UsageError if another run is there."""
     config = session.config
     adapter: Arrays = {}
@@ -47,11 +47,11 @@ def begin(session: Session) -> Progress:
     return new_progress(session)
 
 
-def new_progress(session: Session) -> Progress:
-    return Progress(session.config.num_micro_batches(session.groups.layout))
+def new_progress(session: Session) -> TrainingProgress:
+    return TrainingProgress(session.config.num_micro_batches(session.groups.layout))
 
 
-def resume(session: Session) -> Progress:
+def resume(session: Session) -> TrainingProgress:
     """Continues from the last checkpoint of a former run. Raises UsageError."""
     links = session.links
     own: ResumePoint | None = None
@@ -68,15 +68,15 @@ def resume(session: Session) -> Progress:
     session.trainer.restore(adapter, optimizer, point.step)
     loss_scale = session.trainer.loss_scale
     loss_scale.value, loss_scale.num_finite = point.loss_scale
-    return Progress(
+    return TrainingProgress(
         point.num_parts,
         done=point.iteration,
-        history=History(list(point.losses)),
+        history=LossHistory(list(point.losses)),
         saved=point.iteration,
     )
 
 
-def save(session: Session, progress: Progress) -> None:
+def save(session: Session, progress: TrainingProgress) -> None:
     """Gathers the adapter and the optimizer's state, and writes them on rank 0."""
     check_finite(session, progress, f"after batch {progress.done}")
     check_replicas(session, progress)
@@ -88,7 +88,7 @@ def save(session: Session, progress: Progress) -> None:
     progress.has_learned = False
 
 
-def save_best(session: Session, progress: Progress) -> None:
+def save_best(session: Session, progress: TrainingProgress) -> None:
     """Writes the adapter with the lowest validation loss so far."""
     check_finite(session, progress, f"after batch {progress.done}")
     adapter = gather_adapter(session)
@@ -109,7 +109,7 @@ def save_adapter(session: Session, folder: Path, adapter: Arrays) -> None:
 # --- checks before files are replaced
 
 
-def check_finite(session: Session, progress: Progress, moment: str) -> None:
+def check_finite(session: Session, progress: TrainingProgress, moment: str) -> None:
     """Raises EngineError on all ranks if one of them holds a number that is not finite."""
     notes = exchange(session.links, NotFinite(session.trainer.find_not_finite()))
     for rank, note in enumerate(notes):
@@ -121,7 +121,7 @@ def check_finite(session: Session, progress: Progress, moment: str) -> None:
             )
 
 
-def check_replicas(session: Session, progress: Progress) -> None:
+def check_replicas(session: Session, progress: TrainingProgress) -> None:
     """Raises EngineError on all ranks if two replicas no longer have the same weights."""
     layout = session.groups.layout
     if layout.num_replicas == 1:
@@ -139,8 +139,8 @@ def check_replicas(session: Session, progress: Progress) -> None:
 
 def check_sound(
     session: Session,
-    progress: Progress,
-    update: Update,
+    progress: TrainingProgress,
+    update: UpdateMetrics,
     window: Window,
 ) -> None:
     """Raises EngineError if a run would end with weights whose loss is not finite."""
@@ -150,7 +150,7 @@ def check_sound(
         raise EngineError(f"{window.failure} {what_is_kept(session, progress)}", code="not_finite")
 
 
-def what_is_kept(session: Session, progress: Progress) -> str:
+def what_is_kept(session: Session, progress: TrainingProgress) -> str:
     """Returns a sentence that says which weights are on disk."""
     saved = progress.saved
     if saved is None:
@@ -170,13 +170,13 @@ def what_is_kept(session: Session, progress: Progress) -> str:
 
 def _write(
     session: Session,
-    progress: Progress,
+    progress: TrainingProgress,
     adapter: Arrays,
     state: Arrays,
 ) -> None:
     config = session.config
     loss_scale = session.trainer.loss_scale
-    whole = checkpoint.Checkpoint(
+    whole = checkpoint.TrainingCheckpoint(
         iteration=progress.done,
         step=num_steps(session.trainer.optimizer),
         settings=_settings(session, progress.num_parts),
@@ -191,7 +191,7 @@ def _write(
         checkpoint.export_peft(config.adapter_path)
 
 
-def _take_up(session: Session) -> checkpoint.Checkpoint:
+def _take_up(session: Session) -> checkpoint.TrainingCheckpoint:
     """Returns the last checkpoint, and makes the folder's other files follow from it."""
     config = session.config
     folder = config.adapter_path
@@ -207,7 +207,7 @@ def _take_up(session: Session) -> checkpoint.Checkpoint:
     return last
 
 
-def _resume_point(session: Session, last: checkpoint.Checkpoint) -> ResumePoint:
+def _resume_point(session: Session, last: checkpoint.TrainingCheckpoint) -> ResumePoint:
     value, num_finite = last.loss_scale
     return ResumePoint(
         iteration=last.iteration,

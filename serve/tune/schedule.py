@@ -253,7 +253,7 @@ def _held(ops: Sequence[Op], first_trained: int) -> Iterator[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class Simulation:
     """The times at which each position runs its ops, as (op, start, end)."""
 
     spans: list[list[tuple[Op, float, float]]]
@@ -273,12 +273,12 @@ class Timeline:
         return 1.0
 
 
-def simulate(schedule: Schedule, costs: Sequence[OpCost], hop: float = 0.0) -> Timeline:
+def simulate(schedule: Schedule, costs: Sequence[OpCost], hop: float = 0.0) -> Simulation:
     """Returns when each op would run, from the costs of each stage; hop is the time from one rank
     to the next. Raises PlanError if the ranks wait for each other forever."""
     shape = schedule.shape
     ends: dict[Op, float] = {}
-    timeline = Timeline([[] for _ in schedule.ops])
+    timeline = Simulation([[] for _ in schedule.ops])
     left = [list(reversed(ops)) for ops in schedule.ops]
 
     def arrival(need: Op, op: Op) -> float:

@@ -21,7 +21,7 @@ from serve.tune.loop import Trainer
 from serve.tune.mesh import Groups
 from serve.tune.model import DropoutKeys, divide, has_adapter_file, prepare, split_layers
 from serve.tune.results import checkpoint
-from serve.tune.results.history import History
+from serve.tune.results.history import LossHistory
 from serve.tune.schedule import Shape
 from serve.tune.transport import Links, exchange
 
@@ -51,7 +51,7 @@ class Session:
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainingProgress:
     """The progress of a run.
 
     `done` counts batches; `saved` is its value at the last checkpoint. A batch is divided into
@@ -61,7 +61,7 @@ class Progress:
 
     num_parts: int
     done: int = 0
-    history: History = field(default_factory=History)
+    history: LossHistory = field(default_factory=LossHistory)
     saved: int | None = None
     has_learned: bool = False
 
@@ -115,7 +115,7 @@ def keep(session: Session, event: Reported | Validated | Finished) -> None:
     session.show(event)
 
 
-def update_batches(session: Session, progress: Progress) -> list[MicroBatch]:
+def update_batches(session: Session, progress: TrainingProgress) -> list[MicroBatch]:
     """Returns the micro-batches of all batches of the next update."""
     config = session.config
     split = session.inputs.train

@@ -4,7 +4,7 @@ import math
 
 from serve.tune.events import Reported
 from serve.tune.forecast import OpRecord, OpSeconds
-from serve.tune.loop import Update
+from serve.tune.loop import UpdateMetrics
 
 _MAX_SKIPPED = 10  # updates in a row that are not finite
 
@@ -22,14 +22,14 @@ class Window:
         self._skipped_in_row = 0
         self._num_applied = 0
         self._has_finite_loss = True
-        self.updates: list[Update] = []
+        self.updates: list[UpdateMetrics] = []
         self._since_report = 0.0
 
     @property
     def utilisation(self) -> float:
         return self._busy / (len(self.peak_bytes) * self._seconds)
 
-    def add(self, update: Update, seconds: float) -> None:
+    def add(self, update: UpdateMetrics, seconds: float) -> None:
         """Adds an update. `seconds` includes the time to make its batches."""
         self.updates.append(update)
         self._since_report += seconds

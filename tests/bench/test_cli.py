@@ -13,7 +13,7 @@ from rich.console import Console
 from launcher.cli import main
 from serve.bench.config import Level
 from serve.bench.plot import draw
-from serve.bench.records import Record, summarise
+from serve.bench.records import RequestRecord, summarise
 from serve.cli.bench import Progress, Runs, table
 from tests.bench.sse_server import streaming
 from tests.cluster.servers import running
@@ -75,7 +75,7 @@ def test_an_open_loop_with_questions(tmp_path: Path) -> None:
 
 
 def test_the_table_fits_into_80_columns() -> None:
-    slow = Record(0.0, 200.0, tuple(114.567 + 0.013 * n for n in range(40)), 48, 1066)
+    slow = RequestRecord(0.0, 200.0, tuple(114.567 + 0.013 * n for n in range(40)), 48, 1066)
     names = ("A: http://127.0.0.1:8080", "B: http://127.0.0.1:8081")
     runs: Runs = {(Level(0.25, True), name): [[slow] * 2000] for name in names}
     console = Console(width=80, file=io.StringIO())
@@ -125,7 +125,7 @@ def test_a_run_does_not_tell_of_each_request(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_plot_tells_servers_apart_and_has_whole_clients(tmp_path: Path) -> None:
-    record = Record(0.0, 2.0, (1.0, 1.5, 2.0), 3, 66)
+    record = RequestRecord(0.0, 2.0, (1.0, 1.5, 2.0), 3, 66)
     points = [(clients, summarise([[record]])) for clients in (1.0, 2.0)]
     path = tmp_path / "both.svg"
     with matplotlib.rc_context({"svg.fonttype": "none"}):

@@ -9,10 +9,10 @@ from statistics import mean
 
 import pytest
 
-from serve.bench.client import Server, connected
+from serve.bench.client import ChatClient, connected
 from serve.bench.config import BenchConfig, Level
-from serve.bench.load import Target, closed_loop, open_loop, poisson_arrivals
-from serve.bench.records import Record, summarise
+from serve.bench.load import LoadGenerator, closed_loop, open_loop, poisson_arrivals
+from serve.bench.records import RequestRecord, summarise
 from serve.core.errors import AddressError, UsageError
 from tests.bench.sse_server import (
     FIRST_SECONDS,
@@ -24,11 +24,11 @@ from tests.bench.sse_server import (
 from tests.errors import fails
 
 CHAT = [{"role": "user", "content": "How are you?"}]
-Question = Callable[[Server], Awaitable[Record]]
+Question = Callable[[ChatClient], Awaitable[RequestRecord]]
 
 
-def ask(url: str, max_tokens: int = 5) -> Record:
-    async def run() -> Record:
+def ask(url: str, max_tokens: int = 5) -> RequestRecord:
+    async def run() -> RequestRecord:
         async with connected(url, None, None, 10.0) as server:
             return await server.ask(CHAT, max_tokens)
 
@@ -114,11 +114,11 @@ class Resetting:
                     connection.sendall(head.encode() + answer)
                     return
 
-    async def ask(self) -> Record:
+    async def ask(self) -> RequestRecord:
         import httpx2
 
         async with httpx2.AsyncClient(base_url=f"{self.url}/v1") as http:
-            return await Server(http, "m").ask(CHAT, 1)
+            return await ChatClient(http, "m").ask(CHAT, 1)
 
 
 @pytest.mark.parametrize(
@@ -134,13 +134,13 @@ def test_a_reset_connection_is_tried_once_more_and_recorded(resets: int, error: 
     assert record.error == error
 
 
-def run_level(url: str, level: Level, **flags: object) -> list[Record]:
+def run_level(url: str, level: Level, **flags: object) -> list[RequestRecord]:
     config = BenchConfig(url=(url,), **flags)  # type: ignore[arg-type]
 
-    async def run() -> list[Record]:
-        records: list[Record] = []
+    async def run() -> list[RequestRecord]:
+        records: list[RequestRecord] = []
         async with connected(url, None, None, 10.0) as server:
-            target = await Target.calibrated(config, server)
+            target = await LoadGenerator.calibrated(config, server)
             await target.run(level, 0, records.append)
         return records
 
@@ -200,10 +200,10 @@ def test_loops_start_as_they_should() -> None:
         began = time.monotonic()
         starts: list[float] = []
 
-        async def note(_: str) -> Record:
+        async def note(_: str) -> RequestRecord:
             starts.append(time.monotonic() - began)
             await asyncio.sleep(0.2)
-            return Record(0, 0)
+            return RequestRecord(0, 0)
 
         await closed_loop(note, ["a"] * 4, 4, lambda _: None)
         closed = starts[:]

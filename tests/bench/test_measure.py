@@ -21,11 +21,11 @@ from scripts.measure.sums import (
     steady_window,
 )
 from scripts.measure.tasks import tasks
-from serve.bench.records import Record
+from serve.bench.records import RequestRecord
 from serve.lora.files import read_adapter
 
-EARLY = Record(start=0.0, end=5.0, times=(1.0, 2.0, 3.0, 4.0, 5.0))
-LATE = Record(start=0.0, end=7.0, times=(2.5, 3.5, 4.5, 6.0, 7.0))
+EARLY = RequestRecord(start=0.0, end=5.0, times=(1.0, 2.0, 3.0, 4.0, 5.0))
+LATE = RequestRecord(start=0.0, end=7.0, times=(2.5, 3.5, 4.5, 6.0, 7.0))
 
 
 def test_the_steady_rate_leaves_out_what_is_not_pure_decode() -> None:

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.bench.records import Record, quantile, summarise
+from serve.bench.records import RequestRecord, quantile, summarise
 
-WHOLE = Record(start=0.0, end=2.0, times=(0.5, 1.0, 2.0), tokens=3, prompt_tokens=10)
-FAILED = Record(start=0.0, end=9.0, times=(1.0,), error="HTTP 429: full")
+WHOLE = RequestRecord(start=0.0, end=2.0, times=(0.5, 1.0, 2.0), tokens=3, prompt_tokens=10)
+FAILED = RequestRecord(start=0.0, end=9.0, times=(1.0,), error="HTTP 429: full")
 
 
 def test_a_summary_of_two_answers() -> None:
-    later = Record(start=1.0, end=4.0, times=(2.0, 4.0), tokens=2, prompt_tokens=12)
+    later = RequestRecord(start=1.0, end=4.0, times=(2.0, 4.0), tokens=2, prompt_tokens=12)
     summary = summarise([[WHOLE, later]])
     assert summary.tokens == summary.chunks == 5
     assert summary.tokens_per_second == pytest.approx(5 / 4)
@@ -35,7 +35,7 @@ def test_a_failed_request_is_counted_with_its_reason_and_not_measured() -> None:
 
 
 def test_usage_counts_tokens_where_chunks_hold_several() -> None:
-    record = Record(start=0.0, end=3.0, times=(1.0, 3.0), tokens=9)
+    record = RequestRecord(start=0.0, end=3.0, times=(1.0, 3.0), tokens=9)
     summary = summarise([[record]])
     assert (summary.tokens, summary.chunks) == (9, 2)
     assert summary.tokens_per_second == pytest.approx(3.0)
@@ -43,19 +43,21 @@ def test_usage_counts_tokens_where_chunks_hold_several() -> None:
 
 
 def test_chunks_count_where_there_is_no_usage() -> None:
-    assert summarise([[Record(start=0.0, end=1.0, times=(0.5, 1.0))]]).tokens == 2
+    assert summarise([[RequestRecord(start=0.0, end=1.0, times=(0.5, 1.0))]]).tokens == 2
 
 
 def test_the_rate_of_rounds_is_the_median_one() -> None:
     """A round in which the machine was busy with something else must not count for all."""
-    rounds = [[Record(start=0.0, end=end, times=(end,), tokens=12)] for end in (1.0, 2.0, 12.0)]
+    rounds = [
+        [RequestRecord(start=0.0, end=end, times=(end,), tokens=12)] for end in (1.0, 2.0, 12.0)
+    ]
     summary = summarise(rounds)
     assert summary.tokens_per_second == pytest.approx(6.0)
     assert summary.tokens == 36
 
 
 @pytest.mark.parametrize("runs", [[], [[]], [[FAILED]]])
-def test_nothing_measured_is_no_number(runs: list[list[Record]]) -> None:
+def test_nothing_measured_is_no_number(runs: list[list[RequestRecord]]) -> None:
     summary = summarise(runs)
     assert summary.tokens_per_second == 0
     assert summary.ttft_p50_seconds is summary.itl_p99_seconds is summary.itl_mean_seconds is None

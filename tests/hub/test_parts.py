@@ -7,7 +7,7 @@ import pytest
 
 from serve.core.checkpoint import read_header
 from serve.core.errors import ModelError
-from serve.hub.parts import Part
+from serve.hub.parts import TensorPart
 from tests.errors import fails
 
 
@@ -50,7 +50,7 @@ def test_part_reads_the_own_elements(
     for start, end in ranges:
         pieces.append(whole[(*[slice(None)] * axis, slice(start, end))])
     expected = mx.concatenate(pieces, axis=axis)
-    part = Part(read_header(file)[name], axis, ranges)
+    part = TensorPart(read_header(file)[name], axis, ranges)
     found = mx.array(part.read()).view(whole.dtype).reshape(expected.shape)
     assert mx.array_equal(found, expected)
     assert part.num_bytes == expected.nbytes == sum(end - start for start, end in part.pieces())
@@ -60,12 +60,12 @@ def test_part_of_a_file_that_ends_too_early_is_refused(file: Path, tmp_path: Pat
     short = tmp_path / "short.safetensors"
     short.write_bytes(file.read_bytes()[:-100])
     tensor = max(read_header(file).values(), key=lambda place: place.end)
-    part = Part(tensor._replace(file=short), 0, ((0, tensor.shape[0]),))
+    part = TensorPart(tensor._replace(file=short), 0, ((0, tensor.shape[0]),))
     with fails(ModelError, "cut_short"):
         part.read()
 
 
 def test_part_is_fetched_alone_if_its_pieces_are_large(file: Path) -> None:
     tensors = read_header(file)
-    assert Part(tensors["wide"], 0, ((0, 2),)).is_in_few_pieces
-    assert not Part(tensors["wide"], 1, ((0, 2048),)).is_in_few_pieces
+    assert TensorPart(tensors["wide"], 0, ((0, 2),)).is_in_few_pieces
+    assert not TensorPart(tensors["wide"], 1, ((0, 2048),)).is_in_few_pieces

@@ -20,7 +20,7 @@ from launcher.facts import holder, host_facts, interface, model_facts, strays
 from launcher.hop import Echo, measure_hop
 from launcher.hostfile import Host
 from launcher.process import free_ports, local_ranks
-from launcher.remote import Connection, SshAccess, connected
+from launcher.remote import AgentConnection, SshAccess, connected
 from launcher.supervisor import Supervisor
 from serve.core.agent_messages import (
     DescribeHost,
@@ -375,7 +375,7 @@ sys.exit(cli.main(["doctor", "--json", "--hostfile", {str(hostfile)!r}]))
 
 
 def test_a_connection_that_has_ended_is_asked_again_without_waiting() -> None:
-    connection = Connection(Host(0, "127.0.0.1", ()), SshAccess(python="/bin/true"))
+    connection = AgentConnection(Host(0, "127.0.0.1", ()), SshAccess(python="/bin/true"))
     began = time.monotonic()
     for _ in range(2):
         with pytest.raises(ClusterError):

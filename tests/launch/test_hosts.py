@@ -19,7 +19,7 @@ import pytest
 from launcher import remote
 from launcher.agent import Agent
 from launcher.hostfile import Host
-from launcher.remote import Connection, HostError, SshAccess, connected
+from launcher.remote import AgentConnection, HostError, SshAccess, connected
 from launcher.supervisor import RETRY_SECONDS
 from serve.core.agent_messages import (
     AgentError,
@@ -413,7 +413,7 @@ def test_no_secret_is_on_a_command_line(launch: Start, monkeypatch: pytest.Monke
 # --- getting there
 
 
-def greet(sshd: Sshd, host: str = "127.0.0.2", python: str = sys.executable) -> Connection:
+def greet(sshd: Sshd, host: str = "127.0.0.2", python: str = sys.executable) -> AgentConnection:
     way = SshAccess(tuple(shlex.split(sshd.ssh)), python)
     with connected([Host(0, host, (host,))], way, lambda _: None) as (connection,):
         return connection
@@ -446,7 +446,7 @@ def test_connection_refuses_nonsense_in_one_line(tmp_path: Path, said: str) -> N
     agent = tmp_path / "agent"
     agent.write_text(f"#!/bin/sh\nprintf '%s %s\\n' $3 '{said}'\n")
     agent.chmod(0o700)
-    connection = Connection(Host(0, "127.0.0.1", ()), SshAccess(python=str(agent)))
+    connection = AgentConnection(Host(0, "127.0.0.1", ()), SshAccess(python=str(agent)))
     with fails(HostError, "host") as refused:
         connection.greet()
     assert "\n" not in str(refused.value)
@@ -480,7 +480,7 @@ def test_an_answer_that_is_cut_off_is_the_end_of_a_connection(tmp_path: Path) ->
     agent = tmp_path / "agent"
     agent.write_text("#!/bin/sh\nprintf '%s {\"ended\": ' $3\n")
     agent.chmod(0o700)
-    connection = Connection(Host(0, "127.0.0.1", ()), SshAccess(python=str(agent)))
+    connection = AgentConnection(Host(0, "127.0.0.1", ()), SshAccess(python=str(agent)))
     assert connection.next_line(10) is None
     connection.close()
 
@@ -506,7 +506,7 @@ def test_a_signal_while_connecting_is_not_lost_in_a_callback(
     number: signal.Signals, serves: bool
 ) -> None:
     """As what its handler raised could be."""
-    connections: list[Connection] = []
+    connections: list[AgentConnection] = []
 
     def connect() -> None:
         hosts = [Host(0, "127.0.0.1", ())]
@@ -564,12 +564,12 @@ def test_every_host_that_fails_is_named(sshd: Sshd) -> None:
 
 def test_an_ssh_that_is_not_there() -> None:
     with fails(ClusterError, "host", match="/no/ssh"):
-        Connection(Host(0, "a", ()), SshAccess(("/no/ssh",)))
+        AgentConnection(Host(0, "a", ()), SshAccess(("/no/ssh",)))
 
 
 def test_a_python_that_is_not_on_this_host() -> None:
     with fails(ClusterError, "host", match="/no/python"):
-        Connection(Host(0, "127.0.0.1", ()), SshAccess(python="/no/python"))
+        AgentConnection(Host(0, "127.0.0.1", ()), SshAccess(python="/no/python"))
 
 
 def test_an_address_of_another_host(sshd: Sshd) -> None:

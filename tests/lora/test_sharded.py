@@ -7,7 +7,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from serve.core.errors import PlanError
-from serve.lora.sharded import Part, ShardedLoRALinear, shard_trained
+from serve.lora.sharded import ArrayDivision, ShardedLoRALinear, shard_trained
 from serve.model import pairs
 from serve.model.sharding import Division, StandIn
 from serve.tune.model import DropoutKeys, make_trainable
@@ -24,7 +24,7 @@ def test_part_of_shards_add_up_to_the_whole(axis: int) -> None:
     array has half as many numbers."""
     divisions = [Division(-2, 24, ((0, 4), (8, 16))), Division(-2, 24, ((4, 8), (16, 24)))]
     whole = mx.random.normal((12, 12))
-    parts = [Part(division, axis) for division in divisions]
+    parts = [ArrayDivision(division, axis) for division in divisions]
     own = [part.own_part(whole) for part in parts]
     assert own[0].shape[axis] == 6
     assert parts[0].whole_shape(own[0].shape) == (12, 12)
@@ -39,7 +39,7 @@ def test_own_part_is_not_a_view(axis: int) -> None:
     """OpenBLAS rounds a product with a view in another way than one with the same numbers of an
     update, so a run that is continued would drift away from one that is not interrupted."""
     whole = mx.random.normal((12, 12))
-    own = Part(Division(-2, 24, ((12, 24),)), axis).own_part(whole)
+    own = ArrayDivision(Division(-2, 24, ((12, 24),)), axis).own_part(whole)
     mx.eval(own)
     assert memoryview(own).c_contiguous
 

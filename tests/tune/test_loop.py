@@ -17,7 +17,7 @@ from serve.core.errors import UsageError
 from serve.model.trace import uncompiled
 from serve.tune.config import FineTuneConfig
 from serve.tune.data.examples import MicroBatch
-from serve.tune.loop import Update
+from serve.tune.loop import UpdateMetrics
 from serve.tune.model import DropoutKeys
 from serve.tune.optimizer import make_optimizer
 from serve.tune.pipeline import ScheduleRun
@@ -63,8 +63,8 @@ def test_dropout_is_the_same_on_any_ranks_and_when_computed_again() -> None:
 # --- updates
 
 
-def losses_of(config: FineTuneConfig, num_ranks: int, num_updates: int) -> list[Update]:
-    def rank(links: LocalLinks) -> list[Update]:
+def losses_of(config: FineTuneConfig, num_ranks: int, num_updates: int) -> list[UpdateMetrics]:
+    def rank(links: LocalLinks) -> list[UpdateMetrics]:
         own = trainer(config, links)
         batches, schedule = list(steps(num_updates)), own.schedule(2)
         return [own.update(n, batch, schedule) for n, batch in enumerate(batches)]
@@ -168,7 +168,7 @@ def test_clipping_is_by_the_norm_of_all_ranks_together() -> None:
 def test_an_update_that_is_not_finite_is_skipped_on_all_ranks() -> None:
     config = config_of(learning_rate=1e-2)
 
-    def rank(links: LocalLinks) -> tuple[list[Update], list[bool]]:
+    def rank(links: LocalLinks) -> tuple[list[UpdateMetrics], list[bool]]:
         own = trainer(config, links)
         schedule, updates, same = own.schedule(2), [], []
         for number, batches in enumerate(steps(3)):

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from serve.tune.backward import Arrays, loss_sum
 from serve.tune.config import FineTuneConfig
 from serve.tune.data.examples import MicroBatch
-from serve.tune.loop import Trainer, Update
+from serve.tune.loop import Trainer, UpdateMetrics
 from serve.tune.optimizer import make_optimizer, states_of
 from serve.tune.precision import MAX_SCALE, LossScale, master_weights
 from serve.tune.transport import LocalLinks
@@ -198,7 +198,7 @@ def quantized_half(name: str) -> nn.Module:
 def test_adapters_of_a_quantised_float16_model_train() -> None:
     config = config_of(learning_rate=1e-3)
 
-    def rank(links: LocalLinks) -> tuple[float, list[Update]]:
+    def rank(links: LocalLinks) -> tuple[float, list[UpdateMetrics]]:
         own = trainer(config, links, "llama", quantized_half)
         batches, schedule = batches_of(BATCHES), own.schedule(len(BATCHES))
         updates = [own.update(number, batches, schedule) for number in range(6)]
@@ -242,7 +242,7 @@ def test_the_scale_keeps_small_float16_gradients() -> None:
 def test_gradients_that_overflow_are_computed_again_with_a_lower_scale() -> None:
     config = config_of(**FULL, learning_rate=1e-4, max_grad_norm=1.0)
 
-    def rank(links: LocalLinks) -> tuple[list[Update], list[float]]:
+    def rank(links: LocalLinks) -> tuple[list[UpdateMetrics], list[float]]:
         own = trainer(config, links, "llama-tied", half(mx.float16))
         own.loss_scale = LossScale(MAX_SCALE, 0, MAX_SCALE)
         batches, schedule = batches_of(BATCHES), own.schedule(len(BATCHES))
@@ -263,7 +263,7 @@ def test_gradients_that_overflow_are_computed_again_with_a_lower_scale() -> None
 def test_a_batch_that_no_scale_helps_is_skipped_and_leaves_the_scale() -> None:
     config = config_of(**FULL)
 
-    def rank(links: LocalLinks) -> tuple[Update, float]:
+    def rank(links: LocalLinks) -> tuple[UpdateMetrics, float]:
         own = trainer(config, links, "llama", half(mx.float16))
         add = own.pipeline._add_gradients
 

@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 
 from serve.tune.forecast import OpRecord
-from serve.tune.loop import Update
+from serve.tune.loop import UpdateMetrics
 from serve.tune.schedule import Op
 from serve.tune.window import Window
 
 
-def update(*, busy: float = 1.0, peak: int = 5, loss: float = 2.0, labels: int = 10) -> Update:
-    return Update(
+def update(
+    *, busy: float = 1.0, peak: int = 5, loss: float = 2.0, labels: int = 10
+) -> UpdateMetrics:
+    return UpdateMetrics(
         loss=loss,
         gradient_norm=1.5,
         num_labels=labels,

@@ -9,7 +9,7 @@ from typing import Any
 from serve import __version__
 from serve.tune.config import FineTuneConfig
 from serve.tune.events import Written
-from serve.tune.forecast import Span
+from serve.tune.forecast import OpSpan
 from serve.tune.results import checkpoint, run_folder
 
 CURVES = "curves.svg"
@@ -26,7 +26,7 @@ class Facts:
     num_ranks: int
 
 
-def write(config: FineTuneConfig, facts: Facts, ran: Sequence[Span]) -> Written:
+def write(config: FineTuneConfig, facts: Facts, ran: Sequence[OpSpan]) -> Written:
     """Writes the model card, and the charts if matplotlib is installed."""
     folder = config.adapter_path
     metrics = checkpoint.read_metrics(config.adapter_path)

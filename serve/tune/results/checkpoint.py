@@ -31,11 +31,11 @@ from serve.tune.results.run_folder import (
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class TrainingCheckpoint:
     """Everything that a run needs to continue.
 
     `iteration` counts batches, `step` the updates of the optimizer. `settings` must not change in
-    a resumed run. `losses` are those of History, `loss_scale` has the value and the count of
+    a resumed run. `losses` are those of LossHistory, `loss_scale` has the value and the count of
     LossScale, and `optimizer` includes the master weights.
     """
 
@@ -59,7 +59,7 @@ def begin(folder: Path, config: dict[str, Any]) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def save(folder: Path, checkpoint: Checkpoint) -> Path:
+def save(folder: Path, checkpoint: TrainingCheckpoint) -> Path:
     """Writes and publishes a checkpoint. Raises UsageError, with the former files unchanged."""
     fields = ("iteration", "step", "settings", "losses", "loss_scale")
     state = {field: getattr(checkpoint, field) for field in fields}
@@ -135,7 +135,7 @@ def export_peft(folder: Path) -> None:
         new.rmdir()
 
 
-def load_last(folder: Path, settings: dict[str, Any]) -> Checkpoint:
+def load_last(folder: Path, settings: dict[str, Any]) -> TrainingCheckpoint:
     """Returns the last complete checkpoint of a run with these settings. Raises UsageError."""
     check_resumable(folder)
     *earlier, last = whole_checkpoints(folder)
@@ -162,7 +162,7 @@ def load_last(folder: Path, settings: dict[str, Any]) -> Checkpoint:
         raise UsageError(
             f"--resume: {folder} belongs to a run with other settings: {', '.join(differences)}."
         )
-    return Checkpoint(adapter=adapter, optimizer=optimizer, **state)
+    return TrainingCheckpoint(adapter=adapter, optimizer=optimizer, **state)
 
 
 def add_metrics(folder: Path, metrics: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class History:
+class LossHistory:
     """The validation losses of a run, (batches done, loss), from before training on."""
 
     losses: list[tuple[int, float]] = field(default_factory=list)

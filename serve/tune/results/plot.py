@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from serve.tune.forecast import Span
+from serve.tune.forecast import OpSpan
 
 _COLOURS = {"F": "#7aa6d9", "B": "#e5a15b", "W": "#8fbf7f"}
 _WORDS = {
@@ -56,7 +56,7 @@ def _column(metrics: Sequence[dict[str, Any]], name: str) -> list[Any]:
     return [each[name] for each in metrics]
 
 
-def draw_schedule(path: Path, title: str, spans: Sequence[Span]) -> None:
+def draw_schedule(path: Path, title: str, spans: Sequence[OpSpan]) -> None:
     """Draws one row for each stage, the first layers at the top: the ops over time, with the
     numbers of their micro-batches."""
     from matplotlib.figure import Figure

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from serve.tune import forecast
-from serve.tune.forecast import OpRecord, Span
+from serve.tune.forecast import OpRecord, OpSpan
 from serve.tune.results import card, checkpoint, plot, run_folder
 from serve.tune.schedule import Op, OpCost, Shape, make_schedule, simulate
 from tests.tune.ranks import config_of
@@ -32,10 +32,10 @@ FACTS = card.Facts(
 )
 
 
-def spans() -> list[Span]:
+def spans() -> list[OpSpan]:
     schedule = make_schedule("1f1b", Shape(2, 4))
     timeline = simulate(schedule, [OpCost(1, 2, 0.5)] * 2)
-    return [Span(*op, start, end) for ops in timeline.spans for op, start, end in ops]
+    return [OpSpan(*op, start, end) for ops in timeline.spans for op, start, end in ops]
 
 
 @pytest.fixture

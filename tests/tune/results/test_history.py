@@ -2,13 +2,13 @@
 
 import pytest
 
-from serve.tune.results.history import History
+from serve.tune.results.history import LossHistory
 
 NAN = float("nan")
 
 
-def added(*losses: float) -> tuple[History, list[bool]]:
-    history = History()
+def added(*losses: float) -> tuple[LossHistory, list[bool]]:
+    history = LossHistory()
     return history, [history.add(4 * n, loss) for n, loss in enumerate(losses)]
 
 
@@ -16,7 +16,7 @@ def test_only_what_training_has_made_better_is_best() -> None:
     history, is_best = added(3.0, 2.0, 2.5, 2.0, 1.5)
     assert is_best == [False, True, False, False, True]
     assert history.best == (16, 1.5)
-    assert History().best is None
+    assert LossHistory().best is None
 
 
 def test_a_loss_that_is_no_number_is_never_best() -> None:
@@ -46,4 +46,4 @@ def test_without_a_finite_loss_there_is_no_best_and_nothing_stalls() -> None:
 
 
 def test_before_any_validation_nothing_stalls() -> None:
-    assert not History().has_stalled(1)
+    assert not LossHistory().has_stalled(1)

@@ -19,7 +19,7 @@ from serve.tune.backward import Arrays
 from serve.tune.config import FineTuneConfig
 from serve.tune.data.examples import MicroBatch
 from serve.tune.events import Event, Finished, Saved
-from serve.tune.loop import Trainer, Update
+from serve.tune.loop import Trainer, UpdateMetrics
 from serve.tune.mesh import groups_of
 from serve.tune.results import checkpoint, run_folder
 from serve.tune.run import run, run_rank
@@ -32,14 +32,14 @@ from tests.tune.runs import arrays_of, config_of, losses_of, ran, same
 pytestmark = pytest.mark.long
 
 FULL: dict[str, Any] = {"fine_tune_type": "full", "num_layers": -1, "learning_rate": 1e-4}
-Change = Callable[[Trainer, int, Update], Update]
+Change = Callable[[Trainer, int, UpdateMetrics], UpdateMetrics]
 
 
 def changed_updates(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
     """Each update of a trainer is followed by a change, which gets its number from 1 on."""
     update = Trainer.update
 
-    def then(self: Trainer, number: int, batches: list[MicroBatch], schedule: Any) -> Update:
+    def then(self: Trainer, number: int, batches: list[MicroBatch], schedule: Any) -> UpdateMetrics:
         return change(self, number + 1, update(self, number, batches, schedule))
 
     monkeypatch.setattr(Trainer, "update", then)
@@ -76,7 +76,7 @@ def test_weights_that_are_not_finite_replace_nothing(
     """The update itself was finite, so only looking at the weights shows it."""
     out = tmp_path / "out"
 
-    def change(trainer: Trainer, number: int, update: Update) -> Update:
+    def change(trainer: Trainer, number: int, update: UpdateMetrics) -> UpdateMetrics:
         if number == 8:
             spoil(trainer)
         return update
@@ -95,7 +95,7 @@ def test_one_ranks_broken_weights_stop_all_ranks(
 ) -> None:
     out = tmp_path / "out"
 
-    def change(trainer: Trainer, number: int, update: Update) -> Update:
+    def change(trainer: Trainer, number: int, update: UpdateMetrics) -> UpdateMetrics:
         if number == 8 and trainer.links.rank == 1:
             spoil(trainer)
         return update
@@ -127,7 +127,7 @@ def test_nothing_is_saved_while_updates_are_skipped(
 ) -> None:
     """A save that is due then waits for the next good update."""
 
-    def change(_: Trainer, number: int, update: Update) -> Update:
+    def change(_: Trainer, number: int, update: UpdateMetrics) -> UpdateMetrics:
         return replace(update, is_skipped=number in (4, 5), loss=math.nan)
 
     changed_updates(monkeypatch, change)
@@ -141,7 +141,7 @@ def test_a_run_that_ends_broken_keeps_its_last_checkpoint(
     """Weights can be finite, and the loss not."""
     out = tmp_path / "out"
 
-    def change(_: Trainer, number: int, update: Update) -> Update:
+    def change(_: Trainer, number: int, update: UpdateMetrics) -> UpdateMetrics:
         return replace(update, is_skipped=number > 6, loss=math.nan if number > 6 else 1.0)
 
     changed_updates(monkeypatch, change)
@@ -156,7 +156,7 @@ def test_a_checkpoint_stays_until_the_one_after_it_has_proved_good(
     """Its weights may be finite and still give no finite loss: then there is the one before."""
     out = tmp_path / "out"
 
-    def change(_: Trainer, number: int, update: Update) -> Update:
+    def change(_: Trainer, number: int, update: UpdateMetrics) -> UpdateMetrics:
         return replace(update, is_skipped=number > 8, loss=math.nan if number > 8 else update.loss)
 
     changed_updates(monkeypatch, change)
@@ -326,7 +326,7 @@ def test_a_full_disk_between_the_files_of_a_save_leaves_the_checkpoint_before(
             patch.setattr(Path, "replace", lambda *w: refuse(*w, real=move))  # noqa: B023
             patch.setattr(shutil, "copyfile", lambda *w: refuse(*w, real=copy))  # noqa: B023
             state = checkpoint.load_last(out, {})
-            later = checkpoint.Checkpoint(8, 8, {}, state.adapter, state.optimizer, [])
+            later = checkpoint.TrainingCheckpoint(8, 8, {}, state.adapter, state.optimizer, [])
             with fails(UsageError, "unwritable", match="No space left"):
                 checkpoint.save(out, later)
         assert same(arrays_of(out), before)

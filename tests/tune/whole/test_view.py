@@ -10,11 +10,11 @@ from rich.console import Console
 
 from serve.cli import training
 from serve.tune.events import Finished, NothingLeft, Reported, Saved, Started, Validated, Written
-from serve.tune.forecast import Forecast
+from serve.tune.forecast import TrainingForecast
 from serve.tune.layout import Layout
 from serve.tune.schedule import Shape, make_schedule
 
-FORECAST = Forecast(0.75, [1, 2], [10**6, 2 * 10**6])
+FORECAST = TrainingForecast(0.75, [1, 2], [10**6, 2 * 10**6])
 EVENTS = [
     Started(
         schedule=make_schedule("1f1b", Shape(2, 4)),
@@ -85,7 +85,7 @@ def test_on_one_rank_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=text, width=120, highlight=False)
     monkeypatch.setattr(training, "_OUT", console)
     view = training.TrainingView()
-    forecast = Forecast(1.0, [1], [10**6])
+    forecast = TrainingForecast(1.0, [1], [10**6])
     schedule = make_schedule("1f1b", Shape(1, 4))
     view(replace(EVENTS[0], schedule=schedule, layers=[(0, 8)], forecast=forecast))
     view(Finished(12, False, forecast, 1.0, 1.0, [10**6], None))
