@@ -18,7 +18,7 @@ from serve.front.http.admission import AccessCheck, CheckedRoute, NoRoute, log_a
 from serve.front.http.metrics import Metrics
 from serve.front.http.openapi import field_names
 from serve.front.http.record import trace_of
-from serve.front.http.server import QuietServer, Server
+from serve.front.http.server import HttpServer, QuietServer
 from serve.front.pipeline.engine import Engine
 from serve.front.routes import admin, anthropic, errors, ollama, page
 from serve.front.routes.adapters import AdapterCalls
@@ -28,7 +28,7 @@ from serve.front.routes.anthropic import MessageCalls
 from serve.front.routes.chat import ChatCalls
 from serve.front.routes.embeddings import EmbeddingCalls
 from serve.front.routes.events import EventCalls, Observation
-from serve.front.routes.history import History
+from serve.front.routes.history import SampleHistory
 from serve.front.routes.ollama import OllamaCalls
 from serve.front.routes.requests import RequestCalls
 from serve.front.routes.responses import ResponseCalls
@@ -56,7 +56,9 @@ async def serve(
     if config.constants.warms_up:
         # In Starlette's thread pool: its first use imports the modules that streams need.
         await run_in_threadpool(front.answering.warm_up)
-    server = Server(front.app, config.constants, lambda: front.begin_drain(config.drain_timeout))
+    server = HttpServer(
+        front.app, config.constants, lambda: front.begin_drain(config.drain_timeout)
+    )
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     failing = asyncio.ensure_future(engine.failed())
     draining = asyncio.ensure_future(front.check.drained())
@@ -133,7 +135,7 @@ class Front:
         self.observation = Observation(config)
         self.observation.engine = engine
         self.observation.answering = self.answering
-        self.history = History(engine.pipeline, self._metrics.totals)
+        self.history = SampleHistory(engine.pipeline, self._metrics.totals)
         self.observation.history = self.history
         self.events = EventCalls(self.observation)
         self.check = AccessCheck(config)

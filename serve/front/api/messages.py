@@ -119,7 +119,7 @@ class ToolCall(Tolerant):
         return self
 
 
-class Message(Tolerant):
+class RequestMessage(Tolerant):
     """A message of any role. The role function and function_call are OpenAI's older names."""
 
     role: Annotated[str, Field(min_length=1, max_length=MAX_ROLE_CHARACTERS)]
@@ -133,7 +133,7 @@ class Message(Tolerant):
     audio: None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> "Message":
+    def _says_something(self) -> "RequestMessage":
         is_assistant = self.role == "assistant"
         enough = _FIELDS_OF_ASSISTANT if is_assistant else {"content"}
         if not enough & self.model_fields_set:
@@ -205,7 +205,7 @@ def called(id: str, name: str, arguments: str) -> AssistantPart:
     return AssistantPart(call={"id": id, "type": "function", "function": function})
 
 
-def plain_messages(given: Iterable[Message]) -> list[ChatMessage]:
+def plain_messages(given: Iterable[RequestMessage]) -> list[ChatMessage]:
     """Returns OpenAI's messages without empty fields, and with tools in place of functions."""
     messages: list[ChatMessage] = []
     last_id = ""
@@ -228,7 +228,7 @@ def plain_messages(given: Iterable[Message]) -> list[ChatMessage]:
     return messages
 
 
-def _add_thoughts_and_calls(plain: ChatMessage, message: Message, number: int) -> str:
+def _add_thoughts_and_calls(plain: ChatMessage, message: RequestMessage, number: int) -> str:
     """Adds the fields of an assistant's message. Returns the id of its last call, or ""."""
     if message.thought is not None:
         plain["reasoning_content"] = message.thought

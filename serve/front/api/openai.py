@@ -20,7 +20,7 @@ from pydantic import (
 from serve.core.errors import RequestError
 from serve.front.api.custom_tools import ChatCustomTool, CustomTool, NamedCustom
 from serve.front.api.fields import HARMLESS, NEUTRAL, check_neutral
-from serve.front.api.messages import AnyContent, Message, plain_messages
+from serve.front.api.messages import AnyContent, RequestMessage, plain_messages
 from serve.front.api.request import DEFAULT_MODEL, ChatPrompt, ChatRequest, ToolUse
 from serve.front.api.sampling import MAX_LOGPROBS, SamplingBody, TokenIds
 from serve.front.api.thinking import Thinking
@@ -184,7 +184,7 @@ def _name(named: NamedTool | NamedCustom) -> str:
 class Templated(Body):
     """The fields from which a prompt is rendered."""
 
-    messages: Annotated[list[Message], Field(min_length=1), FailFast()]
+    messages: Annotated[list[RequestMessage], Field(min_length=1), FailFast()]
     tools: DeclaredTools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

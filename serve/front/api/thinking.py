@@ -13,7 +13,7 @@ from serve.front.text.tokens import Tokenizer
 BUDGETS = {"none": 0, "minimal": 512, "low": 1024, "medium": 8192, "high": 24576}
 
 # The variables that most templates have, for a model whose marks of reasoning are not known.
-_UNMARKED = interface.Reasoning(
+_UNMARKED = interface.ReasoningFormat(
     start="",
     end="",
     switch="enable_thinking",

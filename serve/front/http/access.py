@@ -22,7 +22,7 @@ class Access(Enum):
     ADMIN = "admin"
 
 
-class Dialect(Enum):
+class ErrorFormat(Enum):
     """The API of a call's errors. BOTH is Anthropic's with a header anthropic-version."""
 
     OPENAI = "openai"
@@ -37,7 +37,7 @@ class Policy:
     a drain does not wait for this stream."""
 
     access: Access
-    dialect: Dialect = Dialect.OPENAI
+    dialect: ErrorFormat = ErrorFormat.OPENAI
     ignores_load: bool = False
     is_endless: bool = False
 

@@ -10,9 +10,9 @@ from serve.core.config import ServeConfig
 from serve.core.constants import Constants
 from serve.core.errors import BrigadeError
 from serve.front.http import replies
-from serve.front.http.access import CLIENT, Access, Dialect, Policy
+from serve.front.http.access import CLIENT, Access, ErrorFormat, Policy
 from serve.front.http.metrics import Metrics
-from serve.front.http.record import OTHER, Record, request_id, trace_of
+from serve.front.http.record import OTHER, RequestRecord, request_id, trace_of
 from serve.front.http.replies import StatusError
 
 Message = MutableMapping[str, Any]
@@ -55,7 +55,7 @@ class RequestLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = scope.get("client")
-        record = Record(
+        record = RequestRecord(
             request_id(scope["headers"]),
             scope["method"] if scope["method"] in _METHODS else OTHER,
             client=client[0] if client else None,
@@ -72,7 +72,7 @@ class RequestLog:
             if message["type"] == "http.response.start":
                 record.status = record.status or message["status"]
                 names = [b"x-request-id"]
-                if dialect_of(scope) is Dialect.ANTHROPIC:
+                if dialect_of(scope) is ErrorFormat.ANTHROPIC:
                     names.append(b"request-id")
                 named = [(name, record.request.encode("ascii")) for name in names]
                 message = {**message, "headers": [*message["headers"], *named]}
@@ -86,7 +86,7 @@ class RequestLog:
         finally:
             self._end(record, scope[POLICY])
 
-    def _end(self, record: Record, policy: Policy) -> None:
+    def _end(self, record: RequestRecord, policy: Policy) -> None:
         if record.finish_reason == "abort" or record.status is None:
             record.status = CLIENT_LEFT
         self._metrics.request(record.path, record.status)
@@ -95,21 +95,21 @@ class RequestLog:
         _logger.log(logging.DEBUG if quiet else logging.INFO, "%s", record.line())
 
 
-def dialect_of(scope: Scope) -> Dialect:
+def dialect_of(scope: Scope) -> ErrorFormat:
     policy: Policy = scope[POLICY]
-    if policy.dialect is not Dialect.BOTH:
+    if policy.dialect is not ErrorFormat.BOTH:
         return policy.dialect
     names = {name for name, _ in scope["headers"]}
-    return Dialect.ANTHROPIC if b"anthropic-version" in names else Dialect.OPENAI
+    return ErrorFormat.ANTHROPIC if b"anthropic-version" in names else ErrorFormat.OPENAI
 
 
 def error_reply(scope: Scope, error: BrigadeError) -> Mapping[str, Any]:
-    record: Record = scope[RECORD]
+    record: RequestRecord = scope[RECORD]
     record.fail(error)
     dialect = dialect_of(scope)
-    if dialect is Dialect.ANTHROPIC:
+    if dialect is ErrorFormat.ANTHROPIC:
         return replies.anthropic_error(error, record.request)
-    if dialect is Dialect.OLLAMA:
+    if dialect is ErrorFormat.OLLAMA:
         return replies.ollama_error(error)
     return replies.error_object(error)
 
@@ -144,15 +144,15 @@ async def _receive(scope: Scope, receive: Receive, max_bytes: int) -> Parts:
             f"The body took longer than {limits.body_timeout:g} seconds.",
             {"connection": "close"},
         ) from None
-    record: Record = scope[RECORD]
+    record: RequestRecord = scope[RECORD]
     record.body_bytes = sum(map(len, parts))
     return parts
 
 
-def _check_type(dialect: Dialect, headers: dict[bytes, bytes]) -> None:
+def _check_type(dialect: ErrorFormat, headers: dict[bytes, bytes]) -> None:
     """Raises StatusError. A web page may send other types than JSON to any server without asking it
     first. Some of Ollama's clients send none, or a form's; but they are no browsers."""
-    is_free = dialect is Dialect.OLLAMA and not headers.keys() & _OF_BROWSERS
+    is_free = dialect is ErrorFormat.OLLAMA and not headers.keys() & _OF_BROWSERS
     content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if content_type != b"application/json" and not is_free:
         raise StatusError(415, "The body must be JSON: send Content-Type: application/json.")

@@ -22,7 +22,7 @@ _UNKNOWN_FIELD = "*"
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """The facts that a request's log line shows; None if unknown. started is a time of
     perf_counter. path is the route's, and of param only field_names are shown, so clients choose
     nothing in the line but the id."""

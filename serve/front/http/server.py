@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from serve.core.constants import Constants
 from serve.front.http import replies
 from serve.front.http.guard import Application
-from serve.front.http.record import Record, request_id
+from serve.front.http.record import RequestRecord, request_id
 
 BACKLOG = 2048
 LINGER_SECONDS = 10.0
@@ -74,7 +74,7 @@ class RefusedError(h11.RemoteProtocolError):
     """A request that h11 allows but this server does not. Its text is for the client."""
 
 
-class Connection(h11.Connection):
+class BoundedConnection(h11.Connection):
     """h11's connection, with bounds on headers and chunks, each of which takes time to parse."""
 
     _num_chunks = 0
@@ -143,7 +143,7 @@ class Protocol(H11Protocol):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.conn = Connection(h11.SERVER, self.config.limits.max_header_bytes)
+        self.conn = BoundedConnection(h11.SERVER, self.config.limits.max_header_bytes)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -286,7 +286,7 @@ class Protocol(H11Protocol):
     def _refuse(self, error: replies.StatusError) -> None:
         """Answers without the application, if an answer can still be given, and closes."""
         client = self.client[0] if self.client else None
-        record = Record(request_id([]), "-", "-", client=client, status=error.http_status)
+        record = RequestRecord(request_id([]), "-", "-", client=client, status=error.http_status)
         record.fail(error)
         _logger.info("%s", record.line())
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -333,7 +333,7 @@ class QuietServer(uvicorn.Server):
         yield
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn's server. It calls drain at the first signal; the port is open until should_exit."""
 
     def __init__(self, app: Application, limits: Constants, drain: Callable[[], None]) -> None:

@@ -14,13 +14,13 @@ from serve.core.errors import BrigadeError, EngineError
 from serve.core.helper_messages import Violation
 from serve.core.types import Event, Score
 from serve.front.http.metrics import Metrics
-from serve.front.http.record import Record, trace_of
+from serve.front.http.record import RequestRecord, trace_of
 from serve.front.http.replies import Json
 from serve.front.output.choice import Choice, Piece, StopRules
 from serve.front.output.conformance import Conformance
-from serve.front.output.deltas import Progress, TokenUsage, Update
+from serve.front.output.deltas import PromptProgress, TokenUsage, Update
 from serve.front.output.progress import with_progress
-from serve.front.output.running import Running, describe
+from serve.front.output.running import RunningRequest, describe
 from serve.front.output.splitter import Splitting
 from serve.front.pipeline.generation import Generation
 from serve.front.pipeline.interface import Prompt
@@ -107,7 +107,7 @@ class Job(msgspec.Struct, frozen=True, tag=True):
         )
 
 
-class Answer(Running):
+class RunningAnswer(RunningRequest):
     """A generation on its way to a client. Closing the answer ends the generation."""
 
     def __init__(
@@ -115,7 +115,7 @@ class Answer(Running):
         job: Job,
         generation: Generation,
         tokenizer: Tokenizer,
-        record: Record,
+        record: RequestRecord,
         metrics: Metrics,
         conformance: Conformance | None = None,
     ) -> None:
@@ -147,11 +147,11 @@ class Answer(Running):
     async def updates(self) -> AsyncIterator[Update]:
         """Yields what each event of the engine adds. Raises BrigadeError if the engine breaks."""
         try:
-            events: AsyncIterator[tuple[int, Event] | Progress] = aiter(self._generation)
+            events: AsyncIterator[tuple[int, Event] | PromptProgress] = aiter(self._generation)
             if self._lists_progress:
                 events = with_progress(aiter(self._generation), self._progress)
             async for event in events:
-                if isinstance(event, Progress):
+                if isinstance(event, PromptProgress):
                     yield Update(0, (event,))
                 else:
                     yield await self._update(*event)
@@ -220,10 +220,10 @@ class Answer(Running):
             self._record.finish_reason = update.end.reason
         return update
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> PromptProgress:
         done, total = self._generation.progress
         seconds = time.perf_counter() - self._submitted
-        return Progress(total, done, self._generation.num_cached, seconds)
+        return PromptProgress(total, done, self._generation.num_cached, seconds)
 
     def _note_violations(self, violations: Sequence[Violation]) -> None:
         self.violations += violations

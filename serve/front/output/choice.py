@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from serve.core.errors import BrigadeError, EngineError, RequestError
 from serve.core.reasoning import ReasoningTracker
 from serve.core.types import Event, Score
-from serve.front.output.deltas import Begin, Delta, End, Reason, TokenUsage, Update
+from serve.front.output.deltas import AnswerBegin, AnswerEnd, Delta, Reason, TokenUsage, Update
 from serve.front.output.splitter import Splitter, Splitting
 from serve.front.output.stop_strings import StopMatcher
 from serve.front.pipeline.interface import Prompt
@@ -106,11 +106,11 @@ class Choice:
         """Converts a piece to deltas. usage and prompt_scores are as of this piece."""
         deltas: list[Delta] = []
         if piece.is_first:
-            deltas.append(Begin(usage, tuple(prompt_scores)))
+            deltas.append(AnswerBegin(usage, tuple(prompt_scores)))
         deltas += self._splitter.feed(piece.text)
         if piece.finish_reason is not None:
             deltas += self._splitter.finish(is_whole=piece.is_whole)
-            deltas.append(End(self._reason(piece), piece.stop_reason, usage))
+            deltas.append(AnswerEnd(self._reason(piece), piece.stop_reason, usage))
         return Update(number, tuple(deltas), piece.tokens, piece.scores)
 
     def _reason(self, piece: Piece) -> Reason:

@@ -10,13 +10,13 @@ from io import StringIO
 from serve.core.errors import OverloadedError
 from serve.core.helper_messages import Claim, Violation
 from serve.front.output.deltas import (
-    Begin,
+    AnswerBegin,
+    AnswerEnd,
     CallBegin,
     CallEnd,
     CallText,
     Delta,
-    End,
-    Progress,
+    PromptProgress,
     Text,
     Thought,
     Update,
@@ -74,14 +74,14 @@ class Conformance:
         end = replace(end, violations=violations)
         return replace(update, deltas=(*update.deltas[:-1], end))
 
-    async def _violations(self, collected: _Collected, end: End) -> tuple[Violation, ...]:
+    async def _violations(self, collected: _Collected, end: AnswerEnd) -> tuple[Violation, ...]:
         unknown = [call.name for call in collected.calls if call.name not in self._parameters]
         found = [Violation("name", f"There is no tool {name[:80]!r}.") for name in unknown]
         if claims := self._claims(collected, end):
             found += await self._checked_claims(claims)
         return tuple(found)
 
-    def _claims(self, collected: _Collected, end: End) -> list[Claim]:
+    def _claims(self, collected: _Collected, end: AnswerEnd) -> list[Claim]:
         """Returns the texts to check. A text that was cut off cannot follow a schema."""
         claims: list[Claim] = []
         for number, call in enumerate(collected.calls):
@@ -113,5 +113,5 @@ def _note(collected: _Collected, delta: Delta) -> None:
             collected.calls[-1].arguments.write(text)
         case CallEnd():
             collected.calls[-1].is_whole = True
-        case Progress() | Begin() | Thought() | End():
+        case PromptProgress() | AnswerBegin() | Thought() | AnswerEnd():
             pass  # No schema applies to them.

@@ -11,13 +11,13 @@ from serve.core.types import Score
 from serve.front.text.calls.parts import CallEnd, CallText, Text, Thought
 
 __all__ = [
-    "Begin",
+    "AnswerBegin",
     "CallBegin",
     "CallEnd",
     "CallText",
     "Delta",
-    "End",
-    "Progress",
+    "AnswerEnd",
+    "PromptProgress",
     "Text",
     "Thought",
     "TokenUsage",
@@ -42,7 +42,7 @@ class TokenUsage:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PromptProgress:
     """How many of the prompts' tokens are computed before the answers begin. cached of those done
     came from the prefix cache. seconds is the time since the request was submitted."""
 
@@ -51,17 +51,17 @@ class Progress:
     cached: int
     seconds: float
 
-    def begun(self) -> "Progress":
+    def begun(self) -> "PromptProgress":
         """Returns the progress before anything was computed."""
         return replace(self, done=self.cached)
 
-    def completed(self) -> "Progress":
+    def completed(self) -> "PromptProgress":
         """Returns the progress with all tokens done."""
         return replace(self, done=self.total)
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class AnswerBegin:
     """The first delta of an answer. prompt_scores leave out the first token of the prompt."""
 
     usage: TokenUsage
@@ -77,7 +77,7 @@ class CallBegin:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class AnswerEnd:
     """The last delta of an answer. stop is the stop string or token that ended it, if one did.
     usage counts the whole request. violations are the rules of schemas that it breaks."""
 
@@ -92,13 +92,13 @@ class End:
         return [violation.message for violation in self.violations]
 
 
-Delta = Progress | Begin | Text | Thought | CallBegin | CallText | CallEnd | End
+Delta = PromptProgress | AnswerBegin | Text | Thought | CallBegin | CallText | CallEnd | AnswerEnd
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
     """What an event of the engine adds to the answer with this number. Text may be held back,
-    tokens and scores never. A Progress concerns all answers, and comes alone."""
+    tokens and scores never. A PromptProgress concerns all answers, and comes alone."""
 
     number: int
     deltas: tuple[Delta, ...]
@@ -106,13 +106,13 @@ class Update:
     scores: tuple[Score, ...] = ()
 
     @property
-    def begin(self) -> Begin | None:
+    def begin(self) -> AnswerBegin | None:
         """The delta that begins the answer, if this is its first update."""
         first = self.deltas[0] if self.deltas else None
-        return first if isinstance(first, Begin) else None
+        return first if isinstance(first, AnswerBegin) else None
 
     @property
-    def end(self) -> End | None:
+    def end(self) -> AnswerEnd | None:
         """The delta that ends the answer, if this is its last update."""
         last = self.deltas[-1] if self.deltas else None
-        return last if isinstance(last, End) else None
+        return last if isinstance(last, AnswerEnd) else None

@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 
 from serve.core.errors import BrigadeError, EngineError
 from serve.front.http.metrics import Metrics
-from serve.front.http.record import Record
+from serve.front.http.record import RequestRecord
 from serve.front.http.replies import Json
-from serve.front.output.running import Running, describe
+from serve.front.output.running import RunningRequest, describe
 from serve.front.pipeline.generation import Generation
 from serve.front.pipeline.interface import Prompt
 
 
-class Embeddings(Running):
+class Embeddings(RunningRequest):
     """Embeds prompts a few at a time, so that they do not fill the queue. submit begins some."""
 
     def __init__(
@@ -19,7 +19,7 @@ class Embeddings(Running):
         prompts: Sequence[Prompt],
         submit: Callable[[Sequence[Prompt]], Generation],
         num_at_once: int,
-        record: Record,
+        record: RequestRecord,
         metrics: Metrics,
     ) -> None:
         super().__init__(prompts, record, metrics)

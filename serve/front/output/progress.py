@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TypeVar
 
-from serve.front.output.deltas import Progress
+from serve.front.output.deltas import PromptProgress
 
 POLL_SECONDS = 0.25
 
@@ -12,12 +12,12 @@ Given = TypeVar("Given")
 
 
 async def with_progress(
-    events: AsyncIterator[Given], read: Callable[[], Progress]
-) -> AsyncIterator[Given | Progress]:
+    events: AsyncIterator[Given], read: Callable[[], PromptProgress]
+) -> AsyncIterator[Given | PromptProgress]:
     """Yields the events. Before the first of them comes the progress: what was cached, as soon as
     the prompt is begun, then each time that it has grown, and at last that of the whole prompt."""
     first = asyncio.ensure_future(anext(events, None))
-    shown: Progress | None = None
+    shown: PromptProgress | None = None
     try:
         while not (await asyncio.wait({first}, timeout=POLL_SECONDS))[0]:
             for progress in _unseen(shown, read()):
@@ -35,7 +35,7 @@ async def with_progress(
         yield event
 
 
-def _unseen(shown: Progress | None, progress: Progress) -> Iterator[Progress]:
+def _unseen(shown: PromptProgress | None, progress: PromptProgress) -> Iterator[PromptProgress]:
     """Yields the steps from the progress that was shown last to the current one. Clients read the
     number of cached tokens from the first one."""
     if shown is None and progress.done:

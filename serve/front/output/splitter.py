@@ -92,7 +92,7 @@ class Splitter:
         for part in read:
             if isinstance(part, Thought) and not self._rules.shows_thoughts:
                 continue
-            if isinstance(part, parts.CallBegin):
+            if isinstance(part, parts.CallHeader):
                 self.num_calls += 1
                 self.has_open_call = True
             elif isinstance(part, CallEnd):
@@ -100,7 +100,7 @@ class Splitter:
             is_call = not isinstance(part, Text | Thought)
             if is_call and self.num_calls > 1 and not self._rules.is_parallel:
                 continue
-            if isinstance(part, parts.CallBegin):
+            if isinstance(part, parts.CallHeader):
                 yield CallBegin(part.id or new_call_id(), part.name)
             else:
                 yield part

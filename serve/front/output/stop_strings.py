@@ -15,7 +15,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
         if not all(stops):
             raise ValueError("An empty stop string matches everywhere.")
-        self._searches = [_Search(stop) for stop in dict.fromkeys(stops)]
+        self._searches = [_StopSearch(stop) for stop in dict.fromkeys(stops)]
         self._keep = keep
         self._held = ""
         self.matched: str | None = None  # the stop string that ended the text
@@ -46,7 +46,7 @@ class StopMatcher:
         return held
 
 
-class _Search:
+class _StopSearch:
     """Looks for one string. num_matched is its longest beginning that the text ends with."""
 
     def __init__(self, stop: str) -> None:

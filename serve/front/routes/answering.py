@@ -15,19 +15,19 @@ from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError, ModelError, OverloadedError, RequestError
 from serve.core.types import Pooling
 from serve.front.api.embeddings import EmbeddingJob
-from serve.front.api.reading.kinds import Kind, Reading
+from serve.front.api.reading.kinds import BodyKind, Reading
 from serve.front.api.reading.lanes import Lanes
 from serve.front.api.reading.reader import FinishedReply, Reader
 from serve.front.http import guard, replies
 from serve.front.http.admission import Keys
 from serve.front.http.fair_queue import FairQueue
 from serve.front.http.metrics import Metrics
-from serve.front.http.record import Record
+from serve.front.http.record import RequestRecord
 from serve.front.http.replies import Json
-from serve.front.output.answer import Answer, Job
+from serve.front.output.answer import Job, RunningAnswer
 from serve.front.output.conformance import Conformance
 from serve.front.output.embedding import Embeddings
-from serve.front.output.running import Running
+from serve.front.output.running import RunningRequest
 from serve.front.pipeline.engine import Engine
 from serve.front.prefixes.index import scope_of
 from serve.front.text.pooling import PoolingKind, pooling_of
@@ -67,7 +67,7 @@ class Answering:
         self._checker = SchemaChecker()
         self._pooling = config.pooling
         self._num_at_once = config.max_num_seqs
-        self._answers: weakref.WeakSet[Running] = weakref.WeakSet()
+        self._answers: weakref.WeakSet[RunningRequest] = weakref.WeakSet()
 
     def warm_up(self) -> None:
         """Reads two requests that no client sent, so that validators, the template and the checker
@@ -83,7 +83,7 @@ class Answering:
             except RequestError as error:  # The model may have no template that takes this.
                 _logger.info("event=warm_up_refused reason=%s", json.dumps(str(error)))
 
-    def open_answers(self) -> list[Running]:
+    def open_answers(self) -> list[RunningRequest]:
         return [answer for answer in self._answers if answer.is_open]
 
     def running(self, max_num: int | None = None) -> list[Json]:
@@ -101,7 +101,7 @@ class Answering:
         self._lanes.close()
         self._grammars.close()
 
-    async def read(self, request: Request, kind: Kind[Reading], *given: guard.Parts) -> Reading:
+    async def read(self, request: Request, kind: BodyKind[Reading], *given: guard.Parts) -> Reading:
         """Reads a request as this kind of body. The kind's method gets given, or the body."""
         held = list(given) or [await guard.read_parts(request.scope, request.receive)]
         client = self._keys.client_of(request.scope)
@@ -119,9 +119,9 @@ class Answering:
         finally:
             held.clear()  # A request that waits for a thread must not keep its body alive.
 
-    async def begin(self, request: Request, job: Job) -> tuple[Answer, dict[str, str]]:
+    async def begin(self, request: Request, job: Job) -> tuple[RunningAnswer, dict[str, str]]:
         """Returns the answer, which the caller must close, and the headers that go with it."""
-        record: Record = request.scope[guard.RECORD]
+        record: RequestRecord = request.scope[guard.RECORD]
         job = await self._checked(request, job)
         adapter, headers = await self._adapter(record, job)
         headers |= replies.listed("x-not-enforced", job.not_enforced)
@@ -129,7 +129,7 @@ class Answering:
         cache_scope = scope_of(job.cache_salt, api_key)
         generation = self._engine.submit(job.prompts, adapter, cache_scope)
         conformance = self._conformance(request, job) if job.not_enforced else None
-        answer = Answer(job, generation, self.tokenizer, record, self._metrics, conformance)
+        answer = RunningAnswer(job, generation, self.tokenizer, record, self._metrics, conformance)
         self._answers.add(answer)
         return answer, headers
 
@@ -140,7 +140,9 @@ class Answering:
         in_turn = partial(self._grammars.run, self._keys.client_of(request.scope))
         return Conformance(parameters, job.format_schema, self._checker, in_turn)
 
-    async def _adapter(self, record: Record, job: Job | EmbeddingJob) -> tuple[int, dict[str, str]]:
+    async def _adapter(
+        self, record: RequestRecord, job: Job | EmbeddingJob
+    ) -> tuple[int, dict[str, str]]:
         """Returns the version of the adapter that a request names, or 0, and reply headers."""
         adapters = self._engine.adapters
         if job.model != self._model:
@@ -157,7 +159,7 @@ class Answering:
     ) -> tuple[list[bytes], dict[str, str]]:
         """Returns the embedding of each prompt, and the headers that go with them. Raises
         RequestError if the model's files ask for a pooling that is not supported."""
-        record: Record = request.scope[guard.RECORD]
+        record: RequestRecord = request.scope[guard.RECORD]
         pooling = Pooling(self._pooling_kind(), job.num_dimensions)
         adapter, headers = await self._adapter(record, job)
         prompts = [replace(prompt, pooling=pooling) for prompt in job.prompts]
@@ -207,7 +209,7 @@ class Answering:
         checking = self._grammars.run(client, len(grammar), check)
         return await guard.unless_gone(request.receive, checking)
 
-    async def reply(self, request: Request, kind: Kind[FinishedReply]) -> Response:
+    async def reply(self, request: Request, kind: BodyKind[FinishedReply]) -> Response:
         """Returns the reply to a call that needs the tokenizer only."""
         read = await self.read(request, kind)
         headers = replies.ignored_fields(read.ignored_fields)
@@ -216,5 +218,5 @@ class Answering:
 
 def log_number(request: Request, event: str, number: int) -> None:
     """Logs how many things of a request were left out. Their names are a client's text."""
-    record: Record = request.scope[guard.RECORD]
+    record: RequestRecord = request.scope[guard.RECORD]
     _logger.warning("request=%s event=%s num=%d", record.request, event, number)

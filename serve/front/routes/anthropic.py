@@ -8,9 +8,9 @@ from serve.front.api.anthropic.body import CountBody, MessagesBody
 from serve.front.api.reading import kinds
 from serve.front.api.writers.messages import MessagesWriter
 from serve.front.http import guard
-from serve.front.http.access import Access, Dialect, Policy, Route
+from serve.front.http.access import Access, ErrorFormat, Policy, Route
 from serve.front.http.openapi import endpoint
-from serve.front.http.record import Record
+from serve.front.http.record import RequestRecord
 from serve.front.http.replies import listed, named_event
 from serve.front.routes.answering import Answering, log_number
 from serve.front.routes.stream import Framing, stream_reply, whole_reply
@@ -18,7 +18,7 @@ from serve.front.routes.stream import Framing, stream_reply, whole_reply
 _PING = ServerSentEvent('{"type":"ping"}', event="ping", sep="\n")
 _FRAMING = Framing(named_event, ping=_PING)
 
-_POLICY = Policy(Access.CLIENT, Dialect.ANTHROPIC)
+_POLICY = Policy(Access.CLIENT, ErrorFormat.ANTHROPIC)
 # Unknown paths below this folder get Anthropic's error objects, too.
 FOLDERS = {"/v1/messages/": _POLICY}
 
@@ -39,7 +39,7 @@ class MessageCalls:
         read = await self._answering.read(request, kinds.MESSAGE)
         job = read.job
         answer, headers = await self._answering.begin(request, job)
-        record: Record = request.scope[guard.RECORD]
+        record: RequestRecord = request.scope[guard.RECORD]
         if read.left_out:
             headers |= listed("x-tools-not-offered", read.left_out)
             log_number(request, "tools_not_offered", len(read.left_out))

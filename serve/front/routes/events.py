@@ -14,7 +14,7 @@ from serve.front.http.replies import Json
 from serve.front.pipeline.engine import Engine
 from serve.front.pipeline.status import StageSpan
 from serve.front.routes.answering import Answering
-from serve.front.routes.history import History, Sample
+from serve.front.routes.history import Sample, SampleHistory
 from serve.front.routes.stream import Stream
 from serve.front.routes.watching import Watcher, Watchers
 
@@ -32,7 +32,7 @@ class Observation:
         self.doing = "rank 0 reads the model's files"
         self.engine: Engine | None = None
         self.answering: Answering | None = None
-        self.history: History | None = None
+        self.history: SampleHistory | None = None
         self.is_draining = False
 
     def sections(self) -> dict[str, Any]:

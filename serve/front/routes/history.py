@@ -28,7 +28,7 @@ class Sample(NamedTuple):
     cached_share: float | None
 
 
-class History:
+class SampleHistory:
     """The latest samples, the oldest first. pipeline is /admin/pipeline's, totals the counters."""
 
     def __init__(

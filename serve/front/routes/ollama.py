@@ -17,11 +17,11 @@ from serve.front.api.ollama_embeddings import (
 )
 from serve.front.api.openai import parse
 from serve.front.api.reading import kinds
-from serve.front.api.reading.kinds import Kind
+from serve.front.api.reading.kinds import BodyKind
 from serve.front.api.reading.reader import FinishedReply
 from serve.front.api.writers.ollama import OllamaWriter, WholeOllama
 from serve.front.http import guard, replies
-from serve.front.http.access import Access, Dialect, Policy, Route
+from serve.front.http.access import Access, ErrorFormat, Policy, Route
 from serve.front.http.body import json_object
 from serve.front.http.openapi import endpoint
 from serve.front.http.replies import Json
@@ -30,7 +30,7 @@ from serve.front.pipeline.engine import Engine
 from serve.front.routes.answering import Answering
 from serve.front.routes.stream import Framing, Space, json_response, stream_reply, whole_reply
 
-_POLICY = Policy(Access.CLIENT, Dialect.OLLAMA)
+_POLICY = Policy(Access.CLIENT, ErrorFormat.OLLAMA)
 _FRAMING = Framing(replies.json_line, ping=Space(), media_type="application/x-ndjson", comment=b" ")
 FOLDERS = {"/api/": _POLICY}
 
@@ -67,7 +67,7 @@ class OllamaCalls:
     async def _answer(
         self,
         request: Request,
-        kind: Kind[Job | FinishedReply],
+        kind: BodyKind[Job | FinishedReply],
         is_chat: bool,
     ) -> Response:
         read = await self._answering.read(request, kind)

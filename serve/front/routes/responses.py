@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from serve.core.errors import RequestError
 from serve.front.api.reading import kinds
-from serve.front.api.reading.kinds import Kind, Reading
+from serve.front.api.reading.kinds import BodyKind, Reading
 from serve.front.api.reading.reader import NeedsEarlier, ReadResponse
 from serve.front.api.responses.body import (
     InputTokensBody,
@@ -16,7 +16,7 @@ from serve.front.api.responses.body import (
     output_messages,
     own_names,
 )
-from serve.front.api.responses.offer import Offer
+from serve.front.api.responses.offer import OfferedTools
 from serve.front.api.responses.store import Store
 from serve.front.api.writers.responses import ResponsesWriter
 from serve.front.http.access import CLIENT, Route
@@ -70,7 +70,7 @@ class ResponseCalls:
     async def _read(
         self,
         request: Request,
-        kind: Kind[Reading | NeedsEarlier],
+        kind: BodyKind[Reading | NeedsEarlier],
     ) -> Reading:
         """Reads the body, with the messages that it continues."""
         data = await read_parts(request.scope, request.receive)
@@ -117,6 +117,6 @@ class _StoringWriter(ResponsesWriter):
     def finish(self) -> Iterator[Json]:
         last = list(super().finish())
         if self.response["store"]:
-            own = output_messages(self.response["output"], Offer(self._read.plan.offered))
+            own = output_messages(self.response["output"], OfferedTools(self._read.plan.offered))
             self._store.put(self.response, joined(self._read.messages, own))
         return iter(last)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from serve.front.api.writers.writer import Event, WholeWriter, Writer
 from serve.front.http import guard, replies, server
-from serve.front.output.answer import Answer
+from serve.front.output.answer import RunningAnswer
 from serve.front.output.deltas import Update
 
 KEEP_ALIVE = ServerSentEvent(comment="keep-alive", sep="\n")
@@ -54,14 +54,14 @@ def json_response(
 
 
 def stream_reply(
-    answer: Answer, writer: Writer, headers: dict[str, str], framing: Framing
+    answer: RunningAnswer, writer: Writer, headers: dict[str, str], framing: Framing
 ) -> "Stream":
     """Returns a reply that streams the events of a writer. An error midway is the last event."""
     return Stream(answer, sent_events(answer, writer, framing), headers, framing)
 
 
 async def whole_reply(
-    request: Request, answer: Answer, writer: WholeWriter, headers: dict[str, str]
+    request: Request, answer: RunningAnswer, writer: WholeWriter, headers: dict[str, str]
 ) -> Response:
     """Returns the whole reply. If the client leaves before it is complete, the answer ends."""
     try:
@@ -76,14 +76,16 @@ async def whole_reply(
         answer.close()
 
 
-async def _add_up(answer: Answer, writer: WholeWriter) -> None:
+async def _add_up(answer: RunningAnswer, writer: WholeWriter) -> None:
     async for update in answer.updates():
         await _written(answer, writer, update)
     for _ in writer.finish():
         continue
 
 
-async def sent_events(answer: Answer, writer: Writer, framing: Framing) -> AsyncIterator[bytes]:
+async def sent_events(
+    answer: RunningAnswer, writer: Writer, framing: Framing
+) -> AsyncIterator[bytes]:
     """Yields the encoded events of a writer, and the end. An error midway is the last event."""
     events = _encoded_events(answer, writer, framing)
     async for event in answer.guarded(events, lambda error: framing.encode(writer.failed(error))):
@@ -92,7 +94,9 @@ async def sent_events(answer: Answer, writer: Writer, framing: Framing) -> Async
         yield framing.end
 
 
-async def _encoded_events(answer: Answer, writer: Writer, framing: Framing) -> AsyncIterator[bytes]:
+async def _encoded_events(
+    answer: RunningAnswer, writer: Writer, framing: Framing
+) -> AsyncIterator[bytes]:
     for event in writer.begin():
         yield framing.encode(event)
     async for update in answer.updates():
@@ -103,7 +107,9 @@ async def _encoded_events(answer: Answer, writer: Writer, framing: Framing) -> A
         yield framing.encode(event)
 
 
-async def _written(answer: Answer, writer: Writer | WholeWriter, update: Update) -> list[Event]:
+async def _written(
+    answer: RunningAnswer, writer: Writer | WholeWriter, update: Update
+) -> list[Event]:
     """Returns the events of an update. The first may have the scores of a long prompt."""
     is_long = answer.is_long and update.begin is not None
     return await _unless_long(is_long, lambda: list(writer.feed(update)))
@@ -121,7 +127,7 @@ class Stream(EventSourceResponse):
 
     def __init__(
         self,
-        answer: Answer | None,
+        answer: RunningAnswer | None,
         events: AsyncIterator[bytes],
         headers: dict[str, str],
         framing: Framing = OPENAI,

@@ -105,7 +105,7 @@ def _lark_of_gbnf(text: str, param: str) -> str:
     )
 
 
-class Grammars:
+class GrammarChecker:
     """Checks grammars for the model's tokenizer, and remembers the results. It is thread-safe: each
     thread that checks at the same time uses a process of its own."""
 

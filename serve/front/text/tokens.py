@@ -23,7 +23,7 @@ from serve.front.text.dialects.detect import dialect_of
 from serve.front.text.dialects.generic import without_system
 from serve.front.text.dialects.grammar import AnswerGrammar, content_grammar, tool_grammar
 from serve.front.text.dialects.system import LATE, PROBE, has_late_system, with_early_system
-from serve.front.text.grammars import Grammars
+from serve.front.text.grammars import GrammarChecker
 from serve.front.text.text_stream import REPLACEMENT, TextStream
 from serve.hub.model_config import SamplingDefaults, config_for_tokenizer, sampling_defaults
 from serve.hub.tiktoken_model import character_of, is_tiktoken, tokenizer_json
@@ -68,7 +68,7 @@ class Tokenizer:
         self.dialect = dialect_of(self._transformers, config, tool_parser)
         self.eos_ids = _read_eos_ids(folder, self._transformers.eos_token_id) | self._end_ids()
         self._marks = frozenset(self._special_ids_in(self.dialect.marks))
-        self.grammars = Grammars(folder)
+        self.grammars = GrammarChecker(folder)
 
     def check_same_vocabulary(self, folder: Path) -> None:
         """Raises ModelError if the draft model has other tokens, apart from special ones."""

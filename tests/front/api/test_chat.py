@@ -11,7 +11,7 @@ from serve.front.api.openai import ChatBody, parse
 from serve.front.output.answer import Job
 from serve.front.output.splitter import Splitter
 from serve.front.pipeline.interface import Prompt
-from serve.front.text.dialects.interface import Dialect, Reasoning
+from serve.front.text.dialects.interface import Dialect, ReasoningFormat
 from serve.front.text.grammars import of_schema
 from serve.front.text.tokens import Tokenizer
 from tests.errors import fails
@@ -186,12 +186,14 @@ def test_a_grammar_needs_to_know_where_thoughts_end(
 ) -> None:
     """As Kimi K3's marks, which are several tokens each."""
     marks = ("<|assistant|>", "<|close|>think<|sep|>")
-    monkeypatch.setattr(tokenizer, "dialect", Dialect("k", reasoning=Reasoning(*marks)))
+    monkeypatch.setattr(tokenizer, "dialect", Dialect("k", reasoning=ReasoningFormat(*marks)))
     assert prepared(tokenizer, 200).samplings[0].free_until is None
     with fails(RequestError, "unsupported_by_model") as caught:
         prepared(tokenizer, 200, response_format={"type": "json_object"})
     assert caught.value.param == "response_format"
-    monkeypatch.setattr(tokenizer, "dialect", Dialect("k", reasoning=Reasoning(marks[0], "a")))
+    monkeypatch.setattr(
+        tokenizer, "dialect", Dialect("k", reasoning=ReasoningFormat(marks[0], "a"))
+    )
     asked = prepared(tokenizer, 200, response_format={"type": "json_object"})
     assert asked.samplings[0].free_until == tokenizer.id_of("a")
 

@@ -13,8 +13,8 @@ from serve.front.api.openai import MAX_PROMPTS, CompletionBody, parse
 from serve.front.api.writers.completions import CompletionWriter, WholeCompletion
 from serve.front.api.writers.logprobs import ScoreWriter
 from serve.front.http.metrics import Metrics
-from serve.front.http.record import Record
-from serve.front.output.answer import Answer, Job
+from serve.front.http.record import RequestRecord
+from serve.front.output.answer import Job, RunningAnswer
 from serve.front.text.tokens import Tokenizer
 from tests.errors import fails
 from tests.front.fakes import FakeEngine
@@ -30,10 +30,10 @@ def job(tokenizer: Tokenizer, max_context: int = 200, **fields: Any) -> Job:
     return prepare(body(**fields), tokenizer, max_context)
 
 
-def start(engine: FakeEngine, asked: Job) -> Answer:
-    record = Record("id", "POST", "/v1/completions")
+def start(engine: FakeEngine, asked: Job) -> RunningAnswer:
+    record = RequestRecord("id", "POST", "/v1/completions")
     metrics = Metrics(engine.pipeline)
-    return Answer(asked, engine.submit(asked.prompts), engine.tokenizer, record, metrics)
+    return RunningAnswer(asked, engine.submit(asked.prompts), engine.tokenizer, record, metrics)
 
 
 async def reply(engine: FakeEngine, **fields: Any) -> dict[str, Any]:

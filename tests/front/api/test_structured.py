@@ -24,7 +24,7 @@ from serve.core.grammar_limits import MAX_REFERENCES, MAX_RULES
 from serve.front.api.sampling import SamplingBody
 from serve.front.api.structured import ResponseFormat, StructuredOutputs
 from serve.front.text import grammars as grammars_module
-from serve.front.text.grammars import Grammars, of_grammar, of_schema
+from serve.front.text.grammars import GrammarChecker, of_grammar, of_schema
 from serve.front.text.helpers import Helpers
 from tests.errors import fails
 
@@ -248,7 +248,7 @@ HOPELESS: list[tuple[str, Any]] = [
 def test_what_no_answer_can_follow_is_refused_soon(body: Any) -> None:
     def check() -> None:
         grammar = StructuredOutputs.model_validate(body).grammar()
-        Grammars(MODEL).check(grammar, "structured_outputs")
+        GrammarChecker(MODEL).check(grammar, "structured_outputs")
 
     started = time.monotonic()
     with pytest.raises(RequestError) as caught:
@@ -283,7 +283,7 @@ def test_the_check_names_keywords_that_a_grammar_does_not_hold(
     tokenizer: LLTokenizer, schema: Any, keywords: tuple[str, ...], right: str
 ) -> None:
     grammar = of_schema(schema)
-    assert Grammars(MODEL).check(grammar, "response_format") == keywords
+    assert GrammarChecker(MODEL).check(grammar, "response_format") == keywords
     assert accepts(tokenizer, grammar, right)
 
 
@@ -298,7 +298,7 @@ def test_the_check_names_keywords_that_a_grammar_does_not_hold(
 )
 def test_the_check_refuses_a_grammar_without_texts_in_plain_words(text: str) -> None:
     with pytest.raises(RequestError) as caught:
-        Grammars(MODEL).check(of_grammar(text, "grammar"), "grammar")
+        GrammarChecker(MODEL).check(of_grammar(text, "grammar"), "grammar")
     assert "no answer can follow it" in str(caught.value)
 
 
@@ -316,7 +316,7 @@ SLOW: list[tuple[str, Any]] = [
 @pytest.mark.parametrize("body", [body for _, body in SLOW], ids=[name for name, _ in SLOW])
 def test_what_is_slow_to_prepare_is_refused_and_others_are_not(body: Any) -> None:
     """No limit of llguidance's bounds these: each takes it many seconds, and megabytes."""
-    grammars = Grammars(MODEL)
+    grammars = GrammarChecker(MODEL)
     started = time.monotonic()
     with fails(RequestError, "grammar"):
         grammars.check(StructuredOutputs.model_validate(body).grammar(), "structured_outputs")
@@ -337,7 +337,7 @@ def checkers() -> set[int]:
 
 
 def test_a_check_leaves_no_process_behind_and_brings_no_mlx() -> None:
-    before, grammars = checkers(), Grammars(MODEL)
+    before, grammars = checkers(), GrammarChecker(MODEL)
     grammars.check(of_schema(PERSON), "response_format")
     (checker,) = checkers() - before
     maps = Path(f"/proc/{checker}/maps")
@@ -350,7 +350,7 @@ def test_a_check_leaves_no_process_behind_and_brings_no_mlx() -> None:
     assert checkers() == before
 
 
-def start_checker(grammars: Grammars) -> int:
+def start_checker(grammars: GrammarChecker) -> int:
     """The pid of the process that checks the next grammar."""
     before = checkers()
     grammars.check(of_schema(PERSON), "response_format")
@@ -371,7 +371,7 @@ def test_check_that_a_signal_ends_refuses_the_grammar(
         os.kill(process.pid, number)
         return real_answer(helpers, process, question, data)
 
-    grammars, real_answer = Grammars(MODEL), Helpers._answer
+    grammars, real_answer = GrammarChecker(MODEL), Helpers._answer
     with monkeypatch.context() as dying:
         dying.setattr(Helpers, "_answer", answer)
         with fails(RequestError, "grammar") as caught:
@@ -381,7 +381,7 @@ def test_check_that_a_signal_ends_refuses_the_grammar(
 
 
 def test_check_that_is_killed_while_idle_is_replaced() -> None:
-    grammars = Grammars(MODEL)
+    grammars = GrammarChecker(MODEL)
     checker = start_checker(grammars)
     os.kill(checker, signal.SIGKILL)
     os.waitid(os.P_PID, checker, os.WEXITED | os.WNOWAIT)
@@ -390,7 +390,7 @@ def test_check_that_is_killed_while_idle_is_replaced() -> None:
 
 def test_check_that_cannot_start_is_the_servers_fault(tmp_path: Path) -> None:
     with pytest.raises(BrigadeError) as caught:
-        Grammars(tmp_path).check(of_schema(PERSON), "response_format")
+        GrammarChecker(tmp_path).check(of_schema(PERSON), "response_format")
     assert caught.value.http_status == 500
 
 
@@ -427,7 +427,7 @@ DEEP = {
 @pytest.mark.parametrize("kind", DEEP)
 def test_check_bounds_chains(kind: str) -> None:
     chain, max_length = DEEP[kind]
-    grammars = Grammars(MODEL)
+    grammars = GrammarChecker(MODEL)
     checker = start_checker(grammars)
     grammars.check(chain(max_length - 2), "structured_outputs")
     with fails(RequestError, "grammar", match=f"{max_length} "):
@@ -440,12 +440,12 @@ import resource, sys
 from pathlib import Path
 from serve.core.errors import RequestError
 from serve.core.grammar_limits import MAX_REFERENCES, MAX_RULES
-from serve.front.text.grammars import Grammars
+from serve.front.text.grammars import GrammarChecker
 limit, grammar = int(sys.argv[1]), Path(sys.argv[2]).read_text()
 _, hard_limit = resource.getrlimit(resource.RLIMIT_STACK)
 resource.setrlimit(resource.RLIMIT_STACK, (limit, hard_limit))
 try:
-    Grammars(Path(sys.argv[3])).check(grammar, "x")
+    GrammarChecker(Path(sys.argv[3])).check(grammar, "x")
     print("accepted")
 except RequestError as error:
     print(error)
@@ -472,7 +472,7 @@ def test_it_ends_with_its_server() -> None:
     program = (
         "import os, signal, sys; from pathlib import Path\n"
         "from serve.front.text.grammars import *\n"
-        "grammars = Grammars(Path(sys.argv[1])); grammars.check(of_schema({}), 'x')\n"
+        "grammars = GrammarChecker(Path(sys.argv[1])); grammars.check(of_schema({}), 'x')\n"
         "print(grammars._helpers._idle[0].pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     command = [sys.executable, "-c", program, str(MODEL)]
@@ -485,7 +485,7 @@ def test_it_ends_with_its_server() -> None:
 
 def test_check_of_the_same_grammar_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars_module, "_MAX_KNOWN", 20)
-    grammars = Grammars(MODEL)
+    grammars = GrammarChecker(MODEL)
     asked = Mock(wraps=grammars._helpers.ask)
     monkeypatch.setattr(grammars._helpers, "ask", asked)
     written = [StructuredOutputs(regex=f"a{{{n + 1}}}").grammar() for n in range(30)]
@@ -500,7 +500,7 @@ def test_check_of_the_same_grammar_is_done_once(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_one_that_is_checked_holds_up_no_other() -> None:
-    grammars, before = Grammars(MODEL), checkers()
+    grammars, before = GrammarChecker(MODEL), checkers()
     grammars.check(of_schema(PERSON), "response_format")
     (checker,) = checkers() - before
     os.kill(checker, signal.SIGSTOP)

@@ -8,8 +8,8 @@ import pytest
 
 from serve.core.constants import Constants
 from serve.front.http import guard
-from serve.front.http.access import CLIENT, Access, Dialect, Policy
-from serve.front.http.record import Record
+from serve.front.http.access import CLIENT, Access, ErrorFormat, Policy
+from serve.front.http.record import RequestRecord
 from serve.front.http.replies import StatusError
 
 pytestmark = pytest.mark.anyio
@@ -43,7 +43,7 @@ def scope(*headers: tuple[bytes, bytes], policy: Policy = CLIENT, **limits: Any)
         guard.LIMITS: Constants(**limits),
         guard.PACE: asyncio.Lock(),
         guard.POLICY: policy,
-        guard.RECORD: Record("id", "POST"),
+        guard.RECORD: RequestRecord("id", "POST"),
     }
 
 
@@ -152,7 +152,7 @@ async def test_a_body_without_a_type_is_not_read() -> None:
     assert await status_of({**scope(), "headers": []}, unread) == 415
 
 
-OLLAMA = Policy(Access.CLIENT, Dialect.OLLAMA)
+OLLAMA = Policy(Access.CLIENT, ErrorFormat.OLLAMA)
 FORM = (b"content-type", b"application/x-www-form-urlencoded")
 
 

@@ -13,9 +13,9 @@ from serve.core.types import Event, Reasoning
 from serve.front.api.writers.chat import ChatWriter, WholeChat
 from serve.front.http import replies
 from serve.front.http.metrics import Metrics
-from serve.front.http.record import Record
-from serve.front.output.answer import Answer, Job
-from serve.front.output.deltas import End, Text, Update
+from serve.front.http.record import RequestRecord
+from serve.front.output.answer import Job, RunningAnswer
+from serve.front.output.deltas import AnswerEnd, Text, Update
 from serve.front.routes.stream import OPENAI, sent_events
 from tests.front.api.test_chat import job
 from tests.front.fakes import FakeEngine, FakeGeneration
@@ -24,23 +24,33 @@ pytestmark = pytest.mark.anyio
 
 
 def start(
-    engine: FakeEngine, record: Record, stops: Sequence[str] = (), limit: int = 99, **fields: Any
-) -> Answer:
+    engine: FakeEngine,
+    record: RequestRecord,
+    stops: Sequence[str] = (),
+    limit: int = 99,
+    **fields: Any,
+) -> RunningAnswer:
     return started(engine, record, stops, limit, **fields)[1]
 
 
 def started(
-    engine: FakeEngine, record: Record, stops: Sequence[str] = (), limit: int = 99, **fields: Any
-) -> tuple[Job, Answer]:
+    engine: FakeEngine,
+    record: RequestRecord,
+    stops: Sequence[str] = (),
+    limit: int = 99,
+    **fields: Any,
+) -> tuple[Job, RunningAnswer]:
     asked = job(engine.tokenizer, 512, max_tokens=limit, stop=list(stops), **fields)
     return asked, begun(engine, record, asked, engine.submit(asked.prompts))
 
 
-def begun(engine: FakeEngine, record: Record, asked: Job, generation: FakeGeneration) -> Answer:
-    return Answer(asked, generation, engine.tokenizer, record, Metrics(engine.pipeline))
+def begun(
+    engine: FakeEngine, record: RequestRecord, asked: Job, generation: FakeGeneration
+) -> RunningAnswer:
+    return RunningAnswer(asked, generation, engine.tokenizer, record, Metrics(engine.pipeline))
 
 
-async def whole(engine: FakeEngine, asked: Job, chat: Answer) -> dict[str, Any]:
+async def whole(engine: FakeEngine, asked: Job, chat: RunningAnswer) -> dict[str, Any]:
     writer = WholeChat(asked, engine.tokenizer)
     async for update in chat.updates():
         list(writer.feed(update))
@@ -48,37 +58,43 @@ async def whole(engine: FakeEngine, asked: Job, chat: Answer) -> dict[str, Any]:
 
 
 async def written(
-    engine: FakeEngine, record: Record, stops: Sequence[str] = (), limit: int = 99, **fields: Any
+    engine: FakeEngine,
+    record: RequestRecord,
+    stops: Sequence[str] = (),
+    limit: int = 99,
+    **fields: Any,
 ) -> dict[str, Any]:
     return await whole(engine, *started(engine, record, stops, limit, **fields))
 
 
-async def chunks_of(engine: FakeEngine, record: Record, **fields: Any) -> list[dict[str, Any]]:
+async def chunks_of(
+    engine: FakeEngine, record: RequestRecord, **fields: Any
+) -> list[dict[str, Any]]:
     asked, chat = started(engine, record, **fields)
     writer = ChatWriter(asked, engine.tokenizer)
     chunks = [chunk async for update in chat.updates() for chunk in writer.feed(update)]
     return [*chunks, *writer.finish()]
 
 
-def events_of(engine: FakeEngine, asked: Job, chat: Answer) -> AsyncIterator[bytes]:
+def events_of(engine: FakeEngine, asked: Job, chat: RunningAnswer) -> AsyncIterator[bytes]:
     return sent_events(chat, ChatWriter(asked, engine.tokenizer), OPENAI)
 
 
 @pytest.fixture
-def record() -> Record:
-    return Record("id", "POST", "/v1/chat/completions")
+def record() -> RequestRecord:
+    return RequestRecord("id", "POST", "/v1/chat/completions")
 
 
-async def answer(chat: Answer) -> tuple[str, str]:
+async def answer(chat: RunningAnswer) -> tuple[str, str]:
     """The text and the reason of the only answer."""
     deltas = [delta async for update in chat.updates() for delta in update.deltas]
     text = "".join(delta.text for delta in deltas if isinstance(delta, Text))
-    (end,) = [delta for delta in deltas if isinstance(delta, End)]
+    (end,) = [delta for delta in deltas if isinstance(delta, AnswerEnd)]
     return text, end.reason
 
 
 async def test_a_stop_string_over_tokens_ends_the_generation(
-    engine: FakeEngine, record: Record
+    engine: FakeEngine, record: RequestRecord
 ) -> None:
     engine.answer = "one two three. STOP one two"
     assert len(engine.tokenizer.encode("ee. ST")) > 1
@@ -90,7 +106,7 @@ async def test_a_stop_string_over_tokens_ends_the_generation(
 
 
 async def test_a_slow_client_keeps_no_row_of_a_finished_answer(
-    engine: FakeEngine, record: Record
+    engine: FakeEngine, record: RequestRecord
 ) -> None:
     """The generation is closed at the stop string, not when the client has read of it."""
     engine.answer = "one two three. STOP one two"
@@ -102,13 +118,13 @@ async def test_a_slow_client_keeps_no_row_of_a_finished_answer(
 
 
 async def test_the_beginning_of_a_stop_string_is_given_out_at_the_end(
-    engine: FakeEngine, record: Record
+    engine: FakeEngine, record: RequestRecord
 ) -> None:
     engine.answer = "one two three"
     assert await answer(start(engine, record, ("threesome",))) == ("one two three", "stop")
 
 
-async def test_the_limit_is_reported(engine: FakeEngine, record: Record) -> None:
+async def test_the_limit_is_reported(engine: FakeEngine, record: RequestRecord) -> None:
     text, reason = await answer(start(engine, record, limit=2))
     assert reason == "length"
     assert engine.answer.startswith(text)
@@ -116,7 +132,7 @@ async def test_the_limit_is_reported(engine: FakeEngine, record: Record) -> None
 
 
 async def test_a_character_cut_by_the_limit_is_given_out(
-    engine: FakeEngine, record: Record
+    engine: FakeEngine, record: RequestRecord
 ) -> None:
     engine.answer = "👍"
     assert len(engine.tokenizer.encode("👍")) > 1
@@ -124,19 +140,21 @@ async def test_a_character_cut_by_the_limit_is_given_out(
 
 
 async def test_the_token_that_ends_is_counted_but_no_text(
-    engine: FakeEngine, record: Record
+    engine: FakeEngine, record: RequestRecord
 ) -> None:
     """Also if it is a common token, as some models' generation configs have it."""
     (hello, *_) = engine.tokenizer.encode("hello")
     generation = FakeGeneration([Event(0, hello), Event(0, hello, "stop")], 0)
     asked, metrics = job(engine.tokenizer, 512), Metrics(engine.pipeline)
-    chat = Answer(asked, generation, engine.tokenizer, record, metrics)
+    chat = RunningAnswer(asked, generation, engine.tokenizer, record, metrics)
     text, _ = await answer(chat)
     assert text == engine.tokenizer.decode([hello])
     assert record.completion_tokens == 2
 
 
-async def test_an_empty_answer_has_a_role_and_an_end(engine: FakeEngine, record: Record) -> None:
+async def test_an_empty_answer_has_a_role_and_an_end(
+    engine: FakeEngine, record: RequestRecord
+) -> None:
     engine.answer = ""
     chunks = await chunks_of(engine, record)
     assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
@@ -147,7 +165,7 @@ async def test_an_empty_answer_has_a_role_and_an_end(engine: FakeEngine, record:
 
 
 async def test_a_broken_engine_ends_the_stream_with_an_error(
-    engine: FakeEngine, record: Record
+    engine: FakeEngine, record: RequestRecord
 ) -> None:
     engine.breaks_with = EngineError("rank 1 at 10.0.0.2 died")
     stream = events_of(engine, *started(engine, record))
@@ -160,9 +178,9 @@ async def test_a_broken_engine_ends_the_stream_with_an_error(
 
 
 async def test_an_exception_of_ours_ends_that_stream_alone(
-    engine: FakeEngine, record: Record, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, record: RequestRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Answer, "_take", lambda *_: 1 / 0)
+    monkeypatch.setattr(RunningAnswer, "_take", lambda *_: 1 / 0)
     stream = events_of(engine, *started(engine, record))
     event, done = [event async for event in stream]
     assert done == replies.DONE
@@ -173,14 +191,14 @@ async def test_an_exception_of_ours_ends_that_stream_alone(
 
 async def test_what_an_exception_says_is_not_in_the_log(
     engine: FakeEngine,
-    record: Record,
+    record: RequestRecord,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def broken(*_: Any) -> None:
         raise KeyError("\n2026 INFO request=FORGED\x1b[2K\u2028") from ValueError("a\rFORGED")
 
-    monkeypatch.setattr(Answer, "_take", broken)
+    monkeypatch.setattr(RunningAnswer, "_take", broken)
     assert [event async for event in events_of(engine, *started(engine, record))]
     lines = [entry.getMessage() + (entry.exc_text or "") for entry in caplog.records]
     assert any("event=bug trace=" in line and "test_answer.py" in line for line in lines)
@@ -189,10 +207,10 @@ async def test_what_an_exception_says_is_not_in_the_log(
 
 
 async def test_what_cannot_be_encoded_ends_its_stream_with_an_error(
-    engine: FakeEngine, record: Record, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, record: RequestRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     untold = Update(0, (Text("\ud800"),))
-    monkeypatch.setattr(Answer, "_take", lambda *_: lambda: untold)
+    monkeypatch.setattr(RunningAnswer, "_take", lambda *_: lambda: untold)
     stream = events_of(engine, *started(engine, record))
     event, done = [event async for event in stream]
     assert (b"server_error" in event, done) == (True, replies.DONE)
@@ -200,11 +218,11 @@ async def test_what_cannot_be_encoded_ends_its_stream_with_an_error(
 
 
 async def test_a_row_that_failed_is_a_mistake_of_ours_and_no_broken_cluster(
-    engine: FakeEngine, record: Record
+    engine: FakeEngine, record: RequestRecord
 ) -> None:
     generation = FakeGeneration([Event(0, 5), Event(0, None, "error")], 0)
     asked, metrics = job(engine.tokenizer, 512), Metrics(engine.pipeline)
-    chat = Answer(asked, generation, engine.tokenizer, record, metrics)
+    chat = RunningAnswer(asked, generation, engine.tokenizer, record, metrics)
     with pytest.raises(BrigadeError) as raised:
         await answer(chat)
     assert raised.value.http_status == 500
@@ -212,7 +230,7 @@ async def test_a_row_that_failed_is_a_mistake_of_ours_and_no_broken_cluster(
 
 
 async def test_a_grammar_that_fails_midway_is_the_requests_fault(
-    engine: FakeEngine, record: Record
+    engine: FakeEngine, record: RequestRecord
 ) -> None:
     asked = job(engine.tokenizer, 512)
     generation = FakeGeneration([Event(0, 5), Event(0, None, "refused")], 0)
@@ -237,7 +255,7 @@ async def test_a_grammar_that_fails_midway_is_the_requests_fault(
 )
 async def test_what_ended_an_answer_is_reported(
     engine: FakeEngine,
-    record: Record,
+    record: RequestRecord,
     stops: Sequence[str],
     stop_token: str | None,
     fields: dict[str, Any],
@@ -254,18 +272,18 @@ async def test_what_ended_an_answer_is_reported(
 
 @pytest.mark.parametrize("events", [[], [Event(0, None, "abort")], [Event(0, 5)]])
 async def test_a_generation_without_a_right_end_is_an_error(
-    engine: FakeEngine, record: Record, events: list[Any]
+    engine: FakeEngine, record: RequestRecord, events: list[Any]
 ) -> None:
     generation = FakeGeneration(events, 0)
     asked, metrics = job(engine.tokenizer, 512), Metrics(engine.pipeline)
-    chat = Answer(asked, generation, engine.tokenizer, record, metrics)
+    chat = RunningAnswer(asked, generation, engine.tokenizer, record, metrics)
     with pytest.raises(EngineError):
         await answer(chat)
     assert generation.closed.is_set()
 
 
 async def test_an_interruption_reaches_a_chat_that_waits(
-    engine: FakeEngine, record: Record
+    engine: FakeEngine, record: RequestRecord
 ) -> None:
     engine.delay = 60
     chat = start(engine, record)
@@ -279,7 +297,7 @@ async def test_an_interruption_reaches_a_chat_that_waits(
 
 
 async def test_an_interruption_reaches_a_chat_whose_client_is_slow(
-    engine: FakeEngine, record: Record
+    engine: FakeEngine, record: RequestRecord
 ) -> None:
     chat = start(engine, record)
     updates = chat.updates()
@@ -289,7 +307,9 @@ async def test_an_interruption_reaches_a_chat_whose_client_is_slow(
         [update async for update in updates]
 
 
-async def test_a_cancelled_reply_closes_its_generation(engine: FakeEngine, record: Record) -> None:
+async def test_a_cancelled_reply_closes_its_generation(
+    engine: FakeEngine, record: RequestRecord
+) -> None:
     engine.delay = 60
     answering = asyncio.ensure_future(answer(start(engine, record)))
     await asyncio.sleep(0.01)
@@ -303,13 +323,13 @@ async def test_a_cancelled_reply_closes_its_generation(engine: FakeEngine, recor
 # --- parameters of the text
 
 
-async def test_a_stop_string_can_be_kept(engine: FakeEngine, record: Record) -> None:
+async def test_a_stop_string_can_be_kept(engine: FakeEngine, record: RequestRecord) -> None:
     engine.answer = "one two three. STOP one two"
     kept = start(engine, record, ["ee. ST"], include_stop_str_in_output=True)
     assert await answer(kept) == ("one two three. ST", "stop")
 
 
-async def test_a_stop_token_ends_and_can_be_kept(engine: FakeEngine, record: Record) -> None:
+async def test_a_stop_token_ends_and_can_be_kept(engine: FakeEngine, record: RequestRecord) -> None:
     engine.answer = "one two three"
     ids = engine.tokenizer.encode(engine.answer)
     before, with_it = (engine.tokenizer.decode(ids[:n]) for n in (1, 2))
@@ -319,7 +339,7 @@ async def test_a_stop_token_ends_and_can_be_kept(engine: FakeEngine, record: Rec
     assert await answer(start(engine, record, **fields)) == (with_it, "stop")
 
 
-async def test_stop_strings_wait_for_min_tokens(engine: FakeEngine, record: Record) -> None:
+async def test_stop_strings_wait_for_min_tokens(engine: FakeEngine, record: RequestRecord) -> None:
     engine.answer = "one one one one"
     first, *_ = engine.tokenizer.encode("one")
     num_first = engine.tokenizer.encode(engine.answer).count(first)
@@ -330,7 +350,9 @@ async def test_stop_strings_wait_for_min_tokens(engine: FakeEngine, record: Reco
     assert (await answer(start(engine, record, ["one"])))[0] == ""
 
 
-async def test_special_tokens_are_text_if_asked_for(engine: FakeEngine, record: Record) -> None:
+async def test_special_tokens_are_text_if_asked_for(
+    engine: FakeEngine, record: RequestRecord
+) -> None:
     engine.answer = "a<s>b"
     assert (await answer(start(engine, record)))[0] == "ab"
     record.finish_reason = None
@@ -340,7 +362,7 @@ async def test_special_tokens_are_text_if_asked_for(engine: FakeEngine, record: 
 # --- scores and ids
 
 
-async def test_scores_come_with_their_tokens(engine: FakeEngine, record: Record) -> None:
+async def test_scores_come_with_their_tokens(engine: FakeEngine, record: RequestRecord) -> None:
     """Also of the token that ends, and also while text is held back."""
     fields = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
     chunks = await chunks_of(engine, record, stops=["zzz"], **fields)
@@ -355,14 +377,16 @@ async def test_scores_come_with_their_tokens(engine: FakeEngine, record: Record)
     assert joined.decode() == engine.answer, "of an emoji in two tokens each has its own bytes"
 
 
-async def test_the_full_reply_has_the_same_scores(engine: FakeEngine, record: Record) -> None:
+async def test_the_full_reply_has_the_same_scores(
+    engine: FakeEngine, record: RequestRecord
+) -> None:
     reply = await written(engine, record, logprobs=True, return_token_ids=True)
     (choice,) = reply["choices"]
     assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
     assert choice["message"]["content"] == engine.answer
 
 
-async def test_tokens_can_be_returned_as_ids(engine: FakeEngine, record: Record) -> None:
+async def test_tokens_can_be_returned_as_ids(engine: FakeEngine, record: RequestRecord) -> None:
     fields = {"logprobs": True, "return_tokens_as_token_ids": True}
     (choice,) = (await written(engine, record, limit=2, **fields))["choices"]
     ids = engine.tokenizer.encode(engine.answer)[:2]
@@ -372,7 +396,7 @@ async def test_tokens_can_be_returned_as_ids(engine: FakeEngine, record: Record)
 # --- several choices
 
 
-async def test_choices_come_in_one_stream(engine: FakeEngine, record: Record) -> None:
+async def test_choices_come_in_one_stream(engine: FakeEngine, record: RequestRecord) -> None:
     fields = {"n": 3, "stream": True, "stream_options": {"include_usage": True}}
     chunks = await chunks_of(engine, record, **fields)
     indices = [chunk["choices"][0]["index"] for chunk in chunks[:-1]]
@@ -388,14 +412,16 @@ async def test_choices_come_in_one_stream(engine: FakeEngine, record: Record) ->
     assert chunks[-1]["usage"]["prompt_tokens"] == len(engine.prompts[0])
 
 
-async def test_a_choice_that_stops_leaves_the_others(engine: FakeEngine, record: Record) -> None:
+async def test_a_choice_that_stops_leaves_the_others(
+    engine: FakeEngine, record: RequestRecord
+) -> None:
     ids = engine.tokenizer.encode("one two three")
     events = [Event(n, id) for id in ids for n in (0, 1)]
     events = [event for event in events if event != Event(1, ids[0])]
     events += [Event(0, ids[-1], "length"), Event(1, ids[-1], "length")]
     generation = FakeGeneration(events, 0)
     asked, metrics = job(engine.tokenizer, 512, n=2, stop=["one"]), Metrics(engine.pipeline)
-    chat = Answer(asked, generation, engine.tokenizer, record, metrics)
+    chat = RunningAnswer(asked, generation, engine.tokenizer, record, metrics)
     first, second = (await whole(engine, asked, chat))["choices"]
     assert (first["message"]["content"], first["finish_reason"]) == ("", "stop")
     assert second["finish_reason"] == "length"
@@ -404,7 +430,7 @@ async def test_a_choice_that_stops_leaves_the_others(engine: FakeEngine, record:
 
 
 async def test_usage_counts_the_reasoning_tokens_of_all_answers(
-    engine: FakeEngine, record: Record
+    engine: FakeEngine, record: RequestRecord
 ) -> None:
     """The marks are tokens 5 and 6; the second answer never leaves its reasoning."""
     asked = job(engine.tokenizer, 512, n=2)

@@ -7,12 +7,12 @@ import pytest
 
 from serve.front.output import deltas
 from serve.front.output.deltas import (
-    Begin,
+    AnswerBegin,
+    AnswerEnd,
     CallBegin,
     CallEnd,
     CallText,
-    End,
-    Progress,
+    PromptProgress,
     Text,
     Thought,
     TokenUsage,
@@ -21,14 +21,14 @@ from serve.front.output.deltas import (
 
 USAGE = TokenUsage(prompt_tokens=3, completion_tokens=2, cached_tokens=1)
 EACH = [
-    Progress(total=3, done=2, cached=1, seconds=0.5),
-    Begin(USAGE),
+    PromptProgress(total=3, done=2, cached=1, seconds=0.5),
+    AnswerBegin(USAGE),
     Text("a"),
     Thought("a"),
     CallBegin("id", "name"),
     CallText("{}"),
     CallEnd(),
-    End("stop", None, USAGE),
+    AnswerEnd("stop", None, USAGE),
 ]
 
 
@@ -52,8 +52,8 @@ def test_deltas_of_different_types_differ() -> None:
 @pytest.mark.parametrize("delta", EACH, ids=lambda each: type(each).__name__)
 def test_update_knows_its_begin_and_its_end(delta: Any) -> None:
     update = Update(0, (delta,))
-    assert update.begin == (delta if isinstance(delta, Begin) else None)
-    assert update.end == (delta if isinstance(delta, End) else None)
+    assert update.begin == (delta if isinstance(delta, AnswerBegin) else None)
+    assert update.end == (delta if isinstance(delta, AnswerEnd) else None)
     begin, end = EACH[1], EACH[-1]
     whole = Update(0, (begin, delta, end))
     assert (whole.begin, whole.end) == (begin, end)

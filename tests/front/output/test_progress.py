@@ -7,23 +7,23 @@ import pytest
 
 from serve.core.errors import EngineError
 from serve.front.output import progress as showing
-from serve.front.output.deltas import Progress
+from serve.front.output.deltas import PromptProgress
 from serve.front.output.progress import with_progress
 
 pytestmark = pytest.mark.anyio
 
 
-def read_from(*counts: int) -> Iterator[Progress]:
+def read_from(*counts: int) -> Iterator[PromptProgress]:
     """The progress at each look: of 100 tokens, 10 of which were cached. 0 is that of a prompt that
     waits in the queue."""
     for done in counts:
-        yield Progress(total=100, done=done, cached=10, seconds=0.5)
+        yield PromptProgress(total=100, done=done, cached=10, seconds=0.5)
 
 
-async def shown(events: AsyncIterator[str], counts: Iterator[Progress]) -> list[str | int]:
+async def shown(events: AsyncIterator[str], counts: Iterator[PromptProgress]) -> list[str | int]:
     found: list[str | int] = []
     async for each in with_progress(events, lambda: next(counts)):
-        found.append(each.done if isinstance(each, Progress) else each)
+        found.append(each.done if isinstance(each, PromptProgress) else each)
     return found
 
 
@@ -34,7 +34,7 @@ async def test_with_progress_shows_what_has_grown_and_then_the_whole_prompt(
     counts = read_from(0, 20, 20, 40, 40, 70, 70)
     is_read = asyncio.Event()
 
-    def read() -> Progress:
+    def read() -> PromptProgress:
         progress = next(counts)
         if progress.done == 70:
             is_read.set()
@@ -46,7 +46,7 @@ async def test_with_progress_shows_what_has_grown_and_then_the_whole_prompt(
         yield "b"
 
     found = [each async for each in with_progress(events(), read)]
-    numbers = [each.done for each in found if isinstance(each, Progress)]
+    numbers = [each.done for each in found if isinstance(each, PromptProgress)]
     assert (numbers, found[-2:]) == ([10, 20, 40, 70, 100], ["a", "b"])
 
 
@@ -75,8 +75,8 @@ async def test_with_progress_leaves_nothing_behind_when_its_reader_leaves(
         await asyncio.Event().wait()
         yield "never"
 
-    reading = with_progress(events(), lambda: Progress(100, 5, 0, 0.5))
-    assert isinstance(await anext(reading), Progress)
+    reading = with_progress(events(), lambda: PromptProgress(100, 5, 0, 0.5))
+    assert isinstance(await anext(reading), PromptProgress)
     before = len(asyncio.all_tasks())
     await reading.aclose()  # type: ignore[attr-defined]
     await asyncio.sleep(0)

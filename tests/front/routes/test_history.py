@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from serve.front.routes import history
-from serve.front.routes.history import NUM_KEPT, History, Sample
+from serve.front.routes.history import NUM_KEPT, Sample, SampleHistory
 
 COUNTERS = (
     "brigade_generation_tokens_total",
@@ -31,7 +31,7 @@ class Counted:
             "kv_tokens": 3,
             "max_kv_tokens": 4,
         }
-        self.history = History(lambda: self.state, lambda: dict(self.totals))
+        self.history = SampleHistory(lambda: self.state, lambda: dict(self.totals))
 
     def add(self, **numbers: float) -> None:
         for name, number in numbers.items():

@@ -23,7 +23,7 @@ from serve.front.api.responses.body import ResponsesBody
 from serve.front.api.tools import NamedTool, Tool, grammar_of_call
 from serve.front.output import deltas
 from serve.front.output.splitter import Splitter, Splitting, new_call_id
-from serve.front.text.calls.parts import CallBegin, CallEnd, CallText, Text, Thought
+from serve.front.text.calls.parts import CallEnd, CallHeader, CallText, Text, Thought
 from serve.front.text.dialects.detect import NAMED
 from serve.front.text.dialects.interface import AnswerReader, Dialect
 from serve.front.text.dialects.marked import (
@@ -34,7 +34,7 @@ from serve.front.text.dialects.marked import (
 )
 from serve.front.text.dialects.mlx_lm import ParsedCalls
 from serve.front.text.dialects.qwen import QWEN
-from serve.front.text.grammars import Grammars
+from serve.front.text.grammars import GrammarChecker
 from serve.front.text.tokens import Tokenizer
 from serve.front.text.tool_formats import ToolFormat, parsed_calls, tool_format
 from tests.front.api.test_structured import MODEL, accepts, tokenizer
@@ -77,7 +77,7 @@ def taken_apart(
     open_call: str | None = None
     for part in parts:
         match part:
-            case CallBegin(name):
+            case CallHeader(name):
                 assert open_call is None
                 open_call = name
                 joined.append(("call", name, ""))
@@ -319,7 +319,7 @@ def test_demanded_calls_whose_schemas_refer_to_themselves(
         body = read.request(READER)
     assert body.grammar_param == "tool_choice"
     grammar = body.samplings[0].grammar
-    Grammars(MODEL).check(grammar, "tool_choice")
+    GrammarChecker(MODEL).check(grammar, "tool_choice")
     for calls, is_right in [*((c, True) for c in RIGHT), *((c, False) for c in WRONG)]:
         text = json.dumps([{"name": name, "parameters": given} for name, given in calls])
         assert accepts(tokenizer, grammar, text) == is_right, text
@@ -428,7 +428,7 @@ def test_new_call_id_is_what_the_strictest_template_takes_back() -> None:
 
 def test_a_named_call_that_was_cut_is_not_whole() -> None:
     parser = NamedCallReader("weather")
-    assert [type(part) for part in parser.feed('{"city"')] == [CallBegin, CallText]
+    assert [type(part) for part in parser.feed('{"city"')] == [CallHeader, CallText]
     assert list(parser.finish(is_whole=False)) == []
 
 

@@ -211,7 +211,7 @@ class RedactedThinkingBlock(Tolerant):
         yield from ()
 
 
-class NamedTool(Tolerant):
+class ChangedTool(Tolerant):
     type: Literal["tool_reference"]
     name: str
 
@@ -220,7 +220,7 @@ class ToolChangeBlock(Tolerant):
     """A declared tool is offered from here on, or no longer."""
 
     type: Literal["tool_addition", "tool_removal"]
-    tool: NamedTool
+    tool: ChangedTool
 
     def parts(self, _: Role) -> Parts:
         yield from ()

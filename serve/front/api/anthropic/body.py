@@ -10,7 +10,7 @@ from pydantic import Field
 
 from serve.core.errors import RequestError
 from serve.front.api.anthropic.blocks import Texts, Turn, parts_of
-from serve.front.api.anthropic.tools import DeclaredTools, Offer, ToolChoice, offer_of
+from serve.front.api.anthropic.tools import DeclaredTools, ToolChoice, ToolSelection, select_tools
 from serve.front.api.messages import AssistantPart, ChatMessage, joined_parts
 from serve.front.api.openai import CacheSalt
 from serve.front.api.request import DEFAULT_MODEL, ChatPrompt, ChatRequest, ToolUse
@@ -108,9 +108,9 @@ class CountBody(HarmlessFields):
         return Thinking(effort, budget, is_wanted, "thinking.budget_tokens")
 
     @cached_property
-    def offer(self) -> Offer:
+    def offer(self) -> ToolSelection:
         """The tools that the model is offered. Raises RequestError."""
-        found = offer_of(self.tools or [], self.messages, self.tool_choice)
+        found = select_tools(self.tools or [], self.messages, self.tool_choice)
         servers = [server.name for server in self.mcp_servers or ()]
         left_out = dict.fromkeys((*found.left_out, *servers))
         found = replace(found, left_out=tuple(left_out))

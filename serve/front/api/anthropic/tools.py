@@ -25,7 +25,7 @@ def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
     return {**schema, "type": "object"}  # A type that came keeps its place.
 
 
-class CustomTool(Tolerant):
+class UserDefinedTool(Tolerant):
     type: Literal["custom"] | None = None
     name: ToolName
     description: str | None = None
@@ -68,7 +68,7 @@ class ClientTool(Tolerant):
         return Tool(type="function", function=function)
 
 
-class HostedTool(Tolerant):
+class ServerTool(Tolerant):
     """A tool that would run at Anthropic. It is not offered to the model."""
 
     type: str
@@ -99,9 +99,9 @@ def _of_known_type(tool: Any) -> Any:
 
 
 DeclaredTool = Annotated[
-    Annotated[CustomTool, Tag("custom")]
+    Annotated[UserDefinedTool, Tag("custom")]
     | Annotated[ClientTool, Tag("client")]
-    | Annotated[HostedTool, Tag("hosted")],
+    | Annotated[ServerTool, Tag("hosted")],
     Discriminator(_kind),
     BeforeValidator(_of_known_type),
 ]
@@ -129,7 +129,7 @@ class ToolChoice(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ToolSelection:
     """The tools that the model is offered, and the names of those that this server cannot run."""
 
     tools: list[Tool]
@@ -149,26 +149,26 @@ class Offer:
             )
 
 
-def offer_of(
+def select_tools(
     declared: Sequence[DeclaredTool], turns: Sequence[Turn], choice: ToolChoice | None
-) -> Offer:
+) -> ToolSelection:
     """Decides which of the declared tools the model is offered after these turns. A deferred tool
     is offered once a turn refers to it; at once if only a hosted search would find it."""
-    hosted = [tool for tool in declared if isinstance(tool, HostedTool)]
+    hosted = [tool for tool in declared if isinstance(tool, ServerTool)]
     has_hosted_search = any(tool.type.startswith("tool_search_tool_") for tool in hosted)
     changes = _changes(turns)
     if choice is not None and choice.name is not None:
         changes[choice.name] = True
     tools: list[Tool] = []
     for each in declared:
-        if isinstance(each, HostedTool):
+        if isinstance(each, ServerTool):
             continue
         tool = each.as_tool()
         is_loaded = has_hosted_search or not each.defer_loading
         if changes.get(tool.function.name, is_loaded):
             tools.append(tool)
     left_out = tuple(tool.shown_name for tool in hosted)
-    return Offer(tools, left_out)
+    return ToolSelection(tools, left_out)
 
 
 def _changes(turns: Sequence[Turn]) -> dict[str, bool]:

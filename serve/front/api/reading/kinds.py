@@ -10,7 +10,7 @@ Reading = TypeVar("Reading", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Kind(Generic[Reading]):
+class BodyKind(Generic[Reading]):
     """A kind of body. name stands for it in messages, and read is the method that reads it. Bodies
     that the model does not answer may come in numbers, so they come after the others."""
 
@@ -19,21 +19,21 @@ class Kind(Generic[Reading]):
     is_answered: bool = True
 
 
-CHAT = Kind("chat", Reader.chat)
-COMPLETION = Kind("completion", Reader.completion)
-EMBEDDING = Kind("embedding", Reader.embedding)
-MESSAGE = Kind("message", Reader.message)
-RESPONSE = Kind("response", Reader.response)
-OLLAMA_CHAT = Kind("ollama_chat", Reader.ollama_chat)
-OLLAMA_GENERATE = Kind("ollama_generate", Reader.ollama_generate)
-OLLAMA_EMBED = Kind("ollama_embed", Reader.ollama_embed)
-OLLAMA_EMBEDDINGS = Kind("ollama_embeddings", Reader.ollama_embeddings)
-COUNT = Kind("count", Reader.count, is_answered=False)
-INPUT_TOKENS = Kind("input_tokens", Reader.input_tokens, is_answered=False)
-TOKENIZE = Kind("tokenize", Reader.tokenize, is_answered=False)
-DETOKENIZE = Kind("detokenize", Reader.detokenize, is_answered=False)
+CHAT = BodyKind("chat", Reader.chat)
+COMPLETION = BodyKind("completion", Reader.completion)
+EMBEDDING = BodyKind("embedding", Reader.embedding)
+MESSAGE = BodyKind("message", Reader.message)
+RESPONSE = BodyKind("response", Reader.response)
+OLLAMA_CHAT = BodyKind("ollama_chat", Reader.ollama_chat)
+OLLAMA_GENERATE = BodyKind("ollama_generate", Reader.ollama_generate)
+OLLAMA_EMBED = BodyKind("ollama_embed", Reader.ollama_embed)
+OLLAMA_EMBEDDINGS = BodyKind("ollama_embeddings", Reader.ollama_embeddings)
+COUNT = BodyKind("count", Reader.count, is_answered=False)
+INPUT_TOKENS = BodyKind("input_tokens", Reader.input_tokens, is_answered=False)
+TOKENIZE = BodyKind("tokenize", Reader.tokenize, is_answered=False)
+DETOKENIZE = BodyKind("detokenize", Reader.detokenize, is_answered=False)
 
-_ALL: tuple[Kind[AnyReading], ...] = (
+_ALL: tuple[BodyKind[AnyReading], ...] = (
     *(CHAT, COMPLETION, EMBEDDING, MESSAGE, RESPONSE),
     *(OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_EMBED, OLLAMA_EMBEDDINGS),
     *(COUNT, INPUT_TOKENS, TOKENIZE, DETOKENIZE),

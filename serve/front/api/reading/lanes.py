@@ -12,7 +12,7 @@ from typing import cast
 from serve.core.errors import BrigadeError, NotFoundError, RequestError
 from serve.core.helper_messages import BodyNotRead, BodyRead, BodyRefused, ReadBody
 from serve.front.api.reading import process
-from serve.front.api.reading.kinds import Kind, Reading
+from serve.front.api.reading.kinds import BodyKind, Reading
 from serve.front.api.reading.reader import Reader
 from serve.front.http.fair_queue import FairQueue
 from serve.front.http.guard import Parts
@@ -61,7 +61,7 @@ class Lanes:
         self._helpers.close()
 
     async def read(
-        self, reader: Reader, kind: Kind[Reading], held: list[Parts], client: str
+        self, reader: Reader, kind: BodyKind[Reading], held: list[Parts], client: str
     ) -> Reading:
         """Reads what is held: the body first, each in parts. Empties held, so that a body is freed
         when it is read or its client has left. Raises RequestError."""
@@ -75,7 +75,7 @@ class Lanes:
             threads, _read_here, reader, kind, held
         )
 
-    def _ask(self, reader: Reader, kind: Kind[Reading], held: list[Parts]) -> Reading:
+    def _ask(self, reader: Reader, kind: BodyKind[Reading], held: list[Parts]) -> Reading:
         """Has a helper process read what is held."""
         given = list(held)
         held.clear()
@@ -101,7 +101,7 @@ class Lanes:
                 raise BrigadeError(reason)
 
 
-def _read_here(reader: Reader, kind: Kind[Reading], held: list[Parts]) -> Reading:
+def _read_here(reader: Reader, kind: BodyKind[Reading], held: list[Parts]) -> Reading:
     given = [b"".join(parts) for parts in held]
     held.clear()
     return kind.read(reader, *given)

@@ -15,8 +15,8 @@ from serve.front.api.request import DEFAULT_MODEL, ChatPrompt, ChatRequest, Tool
 from serve.front.api.responses.items import Items, ToolItem, items_of, messages_of
 from serve.front.api.responses.offer import (
     NamedChoice,
-    Offer,
     OfferedTool,
+    OfferedTools,
     ToolDeclaration,
     offer_of,
 )
@@ -118,7 +118,7 @@ class InputTokensBody(SamplingBody):
         return Thinking(effort, self.thinking_token_budget)
 
     @cached_property
-    def offer(self) -> Offer:
+    def offer(self) -> OfferedTools:
         """The tools that the model is offered. Raises RequestError."""
         declared = list(self.tools or ())
         for item in self.input:
@@ -354,7 +354,7 @@ def own_names() -> Iterator[None]:
         raise
 
 
-def output_messages(output: Iterable[Json], offer: Offer) -> list[ChatMessage]:
+def output_messages(output: Iterable[Json], offer: OfferedTools) -> list[ChatMessage]:
     """Converts a response's own items to messages of a chat."""
     return messages_of(items_of(list(output)), offer)
 

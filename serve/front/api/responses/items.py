@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Discriminator, Field, TypeAdapter, WithJso
 from serve.core.errors import RequestError
 from serve.front.api.messages import AssistantPart, ChatMessage, called, joined_parts
 from serve.front.api.opaque import opened
-from serve.front.api.responses.offer import Json, Offer, ToolDeclaration
+from serve.front.api.responses.offer import Json, OfferedTools, ToolDeclaration
 from serve.front.http.body import Tolerant, refuse
 
 # --- texts
@@ -85,7 +85,7 @@ class _Item(Tolerant):
     def _result(self, text: str) -> ChatMessage:
         return {"role": "tool", "content": text, "tool_call_id": self.call}
 
-    def parts(self, offer: Offer) -> Iterator[Given]:
+    def parts(self, offer: OfferedTools) -> Iterator[Given]:
         """Yields the messages of a chat, or parts of them, that stand for this item."""
         raise NotImplementedError
 
@@ -99,7 +99,7 @@ class MessageItem(_Item):
     role: Literal["system", "developer", "user", "assistant"]
     content: Parts
 
-    def parts(self, offer: Offer) -> Iterator[Given]:  # noqa: ARG002
+    def parts(self, offer: OfferedTools) -> Iterator[Given]:  # noqa: ARG002
         text = _text(self.content)
         if self.role == "assistant":
             yield AssistantPart(text=text)
@@ -113,7 +113,7 @@ class FunctionCall(_Item):
     namespace: str | None = None
     arguments: str
 
-    def parts(self, offer: Offer) -> Iterator[Given]:
+    def parts(self, offer: OfferedTools) -> Iterator[Given]:
         name = offer.model_name("function", self.name, self.namespace)
         yield called(self.call, name, self.arguments)
 
@@ -124,7 +124,7 @@ class CustomCall(_Item):
     namespace: str | None = None
     input: str
 
-    def parts(self, offer: Offer) -> Iterator[Given]:
+    def parts(self, offer: OfferedTools) -> Iterator[Given]:
         name = offer.model_name("custom", self.name, self.namespace)
         yield called(self.call, name, _json({"input": self.input}))
 
@@ -135,7 +135,7 @@ class CallResult(_Item):
     type: Literal["function_call_output", "custom_tool_call_output", "local_shell_call_output"]
     output: Parts
 
-    def parts(self, offer: Offer) -> Iterator[Given]:  # noqa: ARG002
+    def parts(self, offer: OfferedTools) -> Iterator[Given]:  # noqa: ARG002
         yield self._result(_text(self.output))
 
 
@@ -145,7 +145,7 @@ class DefinedCall(_Item):
     type: Literal["local_shell_call", "shell_call"]
     action: Json
 
-    def parts(self, offer: Offer) -> Iterator[Given]:
+    def parts(self, offer: OfferedTools) -> Iterator[Given]:
         kind: Literal["local_shell", "shell"] = "local_shell"
         if self.type == "shell_call":
             kind = "shell"
@@ -159,7 +159,7 @@ class PatchCall(_Item):
     type: Literal["apply_patch_call"]
     operation: Json
 
-    def parts(self, offer: Offer) -> Iterator[Given]:
+    def parts(self, offer: OfferedTools) -> Iterator[Given]:
         name = offer.model_name("apply_patch", "apply_patch")
         yield called(self.call, name, _json(self.operation))
 
@@ -168,7 +168,7 @@ class SearchCall(_Item):
     type: Literal["tool_search_call"]
     arguments: Json | str
 
-    def parts(self, offer: Offer) -> Iterator[Given]:
+    def parts(self, offer: OfferedTools) -> Iterator[Given]:
         name = offer.model_name("tool_search", "tool_search")
         yield called(self.call, name, _text_or_json(self.arguments))
 
@@ -180,7 +180,7 @@ class DefinedResult(_Item):
     output: Any = None
     status: str | None = None
 
-    def parts(self, offer: Offer) -> Iterator[Given]:  # noqa: ARG002
+    def parts(self, offer: OfferedTools) -> Iterator[Given]:  # noqa: ARG002
         output = self.output
         if output is None:
             output = self.status or ""
@@ -193,7 +193,7 @@ class ToolItem(_Item):
     type: Literal["additional_tools", "tool_search_output"]
     tools: Annotated[list[ToolDeclaration], Field(fail_fast=True)]
 
-    def parts(self, offer: Offer) -> Iterator[Given]:  # noqa: ARG002
+    def parts(self, offer: OfferedTools) -> Iterator[Given]:  # noqa: ARG002
         if self.type == "tool_search_output":
             names = [getattr(tool, "name", tool.type) for tool in self.tools]
             found = {"available_tools": names}
@@ -208,7 +208,7 @@ class ReasoningItem(_Item):
     content: PartList | None = None
     encrypted_content: str | None = None
 
-    def parts(self, offer: Offer) -> Iterator[Given]:  # noqa: ARG002
+    def parts(self, offer: OfferedTools) -> Iterator[Given]:  # noqa: ARG002
         thought = _text(self.content) or opened(self.encrypted_content)
         thought = thought or _text(self.summary)
         if thought:
@@ -224,7 +224,7 @@ class McpCall(_Item):
     output: str | None = None
     error: Any = None
 
-    def parts(self, offer: Offer) -> Iterator[Given]:  # noqa: ARG002
+    def parts(self, offer: OfferedTools) -> Iterator[Given]:  # noqa: ARG002
         yield called(self.call, self.name, self.arguments)
         if self.output is not None:
             yield self._result(self.output)
@@ -241,7 +241,7 @@ class CodeCall(_Item):
     code: str | None = None
     outputs: Listed = None
 
-    def parts(self, offer: Offer) -> Iterator[Given]:  # noqa: ARG002
+    def parts(self, offer: OfferedTools) -> Iterator[Given]:  # noqa: ARG002
         arguments = {"code": self.code or ""}
         yield called(self.call, "code_interpreter", _json(arguments))
         logs = [str(each.get("logs") or "") for each in self.outputs or ()]
@@ -255,7 +255,7 @@ class FileSearchCall(_Item):
     queries: Annotated[list[str], Field(fail_fast=True)] = []
     results: Listed = None
 
-    def parts(self, offer: Offer) -> Iterator[Given]:  # noqa: ARG002
+    def parts(self, offer: OfferedTools) -> Iterator[Given]:  # noqa: ARG002
         arguments = {"queries": self.queries}
         yield called(self.call, "file_search", _json(arguments))
         texts = [str(each.get("text") or "") for each in self.results or ()]
@@ -273,7 +273,7 @@ class HostedItem(_Item):
         "mcp_approval_response",
     ]
 
-    def parts(self, offer: Offer) -> Iterator[Given]:  # noqa: ARG002
+    def parts(self, offer: OfferedTools) -> Iterator[Given]:  # noqa: ARG002
         return iter(())
 
 
@@ -355,7 +355,7 @@ def items_of(given: list[Json]) -> list[Item]:
     return _ITEMS.validate_python(given)
 
 
-def messages_of(items: Iterable[Item], offer: Offer) -> list[ChatMessage]:
+def messages_of(items: Iterable[Item], offer: OfferedTools) -> list[ChatMessage]:
     """Converts items to the messages of a chat. Raises RequestError."""
     parts = (part for item in items for part in item.parts(offer))
     return list(joined_parts(parts))

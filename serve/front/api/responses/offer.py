@@ -105,7 +105,7 @@ class OfferedTool:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class OfferedTools:
     """The offered tools and their functions, by the model's names, and warnings about others."""
 
     tools: Mapping[str, OfferedTool]
@@ -137,7 +137,7 @@ class Offer:
         return known
 
 
-def offer_of(declared: Iterable[ToolDeclaration]) -> Offer:
+def offer_of(declared: Iterable[ToolDeclaration]) -> OfferedTools:
     """Decides what is offered. Of tools with the same name the last counts. Raises RequestError."""
     found: dict[tuple[str, str, str | None], tuple[OfferedTool, Function]] = {}
     hosted: dict[str, None] = {}
@@ -160,7 +160,7 @@ def offer_of(declared: Iterable[ToolDeclaration]) -> Offer:
         tools[name] = offered
         functions[name] = function.model_copy(update={"name": name})
     warnings = tuple(map(_warning, hosted))
-    return Offer(tools, functions, warnings)
+    return OfferedTools(tools, functions, warnings)
 
 
 def _is_searched_here(tool: ToolDeclaration) -> bool:
@@ -241,16 +241,16 @@ class NamedChoice(Tolerant):
     mode: Literal["auto", "required"] | None = None
     tools: Annotated[list[Json], Field(fail_fast=True)] | None = None
 
-    def narrowed(self, offer: Offer) -> Offer:
+    def narrowed(self, offer: OfferedTools) -> OfferedTools:
         """Returns the tools that this choice allows."""
         if self.type != "allowed_tools":
             return offer
         allowed = {name for each in self.tools or () if (name := _allowed(each, offer))}
         tools = {name: tool for name, tool in offer.tools.items() if name in allowed}
         functions = {name: offer.functions[name] for name in tools}
-        return Offer(tools, functions, offer.warnings)
+        return OfferedTools(tools, functions, offer.warnings)
 
-    def choice(self, offer: Offer) -> Literal["auto", "required"] | NamedTool:
+    def choice(self, offer: OfferedTools) -> Literal["auto", "required"] | NamedTool:
         """Returns the same choice in a chat. Raises RequestError."""
         if self.type == "allowed_tools":
             return self.mode or "auto"
@@ -271,7 +271,7 @@ class NamedChoice(Tolerant):
 _KINDS: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
 
 
-def _allowed(given: Json, offer: Offer) -> str | None:
+def _allowed(given: Json, offer: OfferedTools) -> str | None:
     kind = _KINDS.get(str(given.get("type")))
     if kind is None:
         return None

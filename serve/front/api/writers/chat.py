@@ -10,12 +10,12 @@ from serve.front.api.writers.writer import ChunkWriter
 from serve.front.http.replies import Json
 from serve.front.output.answer import Job
 from serve.front.output.deltas import (
-    Begin,
+    AnswerBegin,
+    AnswerEnd,
     CallBegin,
     CallEnd,
     CallText,
-    End,
-    Progress,
+    PromptProgress,
     Reason,
     Text,
     Thought,
@@ -41,7 +41,7 @@ class ChatWriter(ChunkWriter):
 
     def chunks(self, update: Update) -> Iterator[Json]:
         number = update.number
-        if update.deltas and isinstance(update.deltas[0], Progress):
+        if update.deltas and isinstance(update.deltas[0], PromptProgress):
             waiting = _choice(number, {"role": "assistant", "content": None})
             yield {"choices": [waiting], "prompt_progress": _progress(update.deltas[0])}
             return
@@ -72,7 +72,7 @@ class ChatWriter(ChunkWriter):
     def _lists_tokens(self) -> bool:
         return self._listing.logprobs is not None or self._listing.token_ids
 
-    def _prompt_fields(self, begin: Begin) -> Json:
+    def _prompt_fields(self, begin: AnswerBegin) -> Json:
         fields: Json = {}
         if self._listing.token_ids:
             fields["prompt_token_ids"] = self._prompt_ids
@@ -111,9 +111,9 @@ class ChatWriter(ChunkWriter):
                     begun = None
                 case CallEnd():
                     yield from self._rest_of_input(update.number)
-                case End():  # A call that is still open was cut off: its rest is no input.
+                case AnswerEnd():  # A call that is still open was cut off: its rest is no input.
                     self._inputs.pop(update.number, None)
-                case Progress() | Begin():
+                case PromptProgress() | AnswerBegin():
                     pass  # They are no part of a choice's delta.
         if begun is not None:
             yield self._call(update.number, "", begun)
@@ -215,7 +215,7 @@ def _whole_call(first: Json, text: StringIO) -> Json:
     return {kind: called, "id": first["id"], "type": kind}
 
 
-def _progress(progress: Progress) -> Json:
+def _progress(progress: PromptProgress) -> Json:
     """Returns the progress of a prompt, as llama.cpp's server reports it."""
     return {
         "total": progress.total,

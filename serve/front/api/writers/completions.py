@@ -9,7 +9,7 @@ from serve.front.api.writers.whole import WholeChoice, WholeChunks
 from serve.front.api.writers.writer import ChunkWriter
 from serve.front.http.replies import Json
 from serve.front.output.answer import Job
-from serve.front.output.deltas import Begin, End, Text, Update
+from serve.front.output.deltas import AnswerBegin, AnswerEnd, Text, Update
 from serve.front.text.tokens import Tokenizer
 
 
@@ -54,7 +54,7 @@ class CompletionWriter(ChunkWriter):
         listing = self._listing
         return listing.echo or listing.token_ids or listing.prompt_logprobs is not None
 
-    def _opening(self, number: int, begin: Begin) -> Json:
+    def _opening(self, number: int, begin: AnswerBegin) -> Json:
         """Returns the choice with the prompt."""
         listing = self._listing
         prompt = self._prompts[number]
@@ -111,7 +111,7 @@ class WholeCompletion(WholeChunks):
         super().__init__(CompletionWriter(job, tokenizer), "text_completion", _WholeText, {})
 
 
-def _last(number: int, end: End) -> Json:
+def _last(number: int, end: AnswerEnd) -> Json:
     reason = "stop" if end.reason == "tool_calls" else end.reason
     return {**_choice(number, ""), "finish_reason": reason, "stop_reason": end.stop}
 

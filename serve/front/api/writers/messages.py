@@ -9,13 +9,13 @@ from serve.front.api.opaque import opaque
 from serve.front.api.writers.writer import Writer
 from serve.front.http.replies import Json, anthropic_error
 from serve.front.output.deltas import (
-    Begin,
+    AnswerBegin,
+    AnswerEnd,
     CallBegin,
     CallEnd,
     CallText,
     Delta,
-    End,
-    Progress,
+    PromptProgress,
     Text,
     Thought,
     TokenUsage,
@@ -51,7 +51,7 @@ class MessagesWriter(Writer):
 
     def _events(self, delta: Delta) -> Iterator[Json]:
         match delta:
-            case Begin():
+            case AnswerBegin():
                 self.message["usage"] = _usage(delta.usage)
                 empty = {**self.message, "content": []}
                 yield {"type": "message_start", "message": empty}
@@ -70,9 +70,9 @@ class MessagesWriter(Writer):
             case CallEnd():
                 self._block["input"] = arguments_object(self._arguments)
                 yield from self._close()
-            case End():
+            case AnswerEnd():
                 self._end(delta)
-            case Progress():
+            case PromptProgress():
                 pass  # Anthropic has no event for it.
 
     def finish(self) -> Iterator[Json]:
@@ -90,7 +90,7 @@ class MessagesWriter(Writer):
     def whole(self) -> Json:
         return self.message
 
-    def _end(self, end: End) -> None:
+    def _end(self, end: AnswerEnd) -> None:
         self.message["usage"] = _usage(end.usage)
         if end.violations:
             self.message["warnings"] = end.warnings

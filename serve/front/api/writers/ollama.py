@@ -12,13 +12,13 @@ from serve.front.api.writers.logprobs import ScoreWriter
 from serve.front.api.writers.writer import WholeWriter, Writer
 from serve.front.http.replies import Json, ollama_error
 from serve.front.output.deltas import (
-    Begin,
+    AnswerBegin,
+    AnswerEnd,
     CallBegin,
     CallEnd,
     CallText,
     Delta,
-    End,
-    Progress,
+    PromptProgress,
     Text,
     Thought,
     Update,
@@ -78,12 +78,12 @@ class OllamaWriter(Writer):
                 arguments = arguments_object(self._arguments.getvalue())
                 function = {"name": self._name, "arguments": arguments}
                 yield self.line("", tool_calls=[{"function": function}])
-            case End():
+            case AnswerEnd():
                 yield {**self.line(""), **self._last(delta)}
-            case Progress() | Begin():
+            case PromptProgress() | AnswerBegin():
                 pass  # Ollama has no events for them.
 
-    def _last(self, end: End) -> Json:
+    def _last(self, end: AnswerEnd) -> Json:
         now = time.monotonic()
         first = now if self._first is None else self._first
         return {

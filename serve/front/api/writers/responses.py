@@ -14,13 +14,13 @@ from serve.front.api.writers.custom_input import CustomInput
 from serve.front.api.writers.logprobs import ScoreWriter
 from serve.front.http.replies import Json, error_object
 from serve.front.output.deltas import (
-    Begin,
+    AnswerBegin,
+    AnswerEnd,
     CallBegin,
     CallEnd,
     CallText,
     Delta,
-    End,
-    Progress,
+    PromptProgress,
     Text,
     Thought,
     TokenUsage,
@@ -80,13 +80,13 @@ class ResponsesWriter:
                 yield from self._call_text(text)
             case CallEnd():
                 yield from self._end_call()
-            case End():
+            case AnswerEnd():
                 self._is_cut = delta.reason == "length"
                 self.response["usage"] = response_usage(delta.usage)
                 if delta.violations:
                     warnings = self.response.get("warnings", ())
                     self.response["warnings"] = [*warnings, *delta.warnings]
-            case Progress() | Begin():
+            case PromptProgress() | AnswerBegin():
                 pass  # Responses have no events for them.
 
     def finish(self) -> Iterator[Json]:

@@ -11,7 +11,7 @@ from serve import __version__
 from serve.core.errors import BrigadeError
 from serve.front.http.replies import Json, error_object
 from serve.front.output.answer import Job, UsageInStream
-from serve.front.output.deltas import Begin, End, TokenUsage, Update
+from serve.front.output.deltas import AnswerBegin, AnswerEnd, TokenUsage, Update
 
 Event = Mapping[str, Any]
 
@@ -67,7 +67,7 @@ class ChunkWriter(Writer):
     def feed(self, update: Update) -> Iterator[Event]:
         self._num_tokens += len(update.tokens)
         for delta in update.deltas:
-            if isinstance(delta, Begin | End):
+            if isinstance(delta, AnswerBegin | AnswerEnd):
                 self._usage_so_far = delta.usage
         tail = self._usage_of_chunk()
         for chunk in self.chunks(update):

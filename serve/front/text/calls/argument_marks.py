@@ -9,13 +9,13 @@ from serve.front.text.calls.json_calls import parameters_of, tool_name
 from serve.front.text.calls.json_values import json_string
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.parts import (
-    CallBegin,
     CallEnd,
+    CallHeader,
     CallPart,
     CallReader,
     CallText,
     PulledReader,
-    Source,
+    TextBuffer,
     Tools,
 )
 from serve.front.text.calls.value_rules import ValueRules, named, parameters_grammar
@@ -23,7 +23,7 @@ from serve.front.text.calls.values import Declared, is_text, stream_text, to_jso
 
 # Reads the value of an argument, by the names of its function and its parameter. Returns whether
 # it was whole.
-ReadValue = Callable[[Source, str, str], Generator[CallText | None, None, bool]]
+ReadValue = Callable[[TextBuffer, str, str], Generator[CallText | None, None, bool]]
 
 
 class NameMarks(NamedTuple):
@@ -54,7 +54,7 @@ class ArgumentMarks:
         return PulledReader(partial(read_calls, names, partial(self._value, Declared(tools))))
 
     def _value(
-        self, declared: Declared, source: Source, function: str, key: str
+        self, declared: Declared, source: TextBuffer, function: str, key: str
     ) -> Generator[CallText | None, None, bool]:
         types = declared.types(function, key)
         return read_value(source, types, self.parameter_end, self.lines)
@@ -76,12 +76,12 @@ class ArgumentMarks:
 
 
 def read_calls(
-    marks: NameMarks, read: ReadValue, source: Source
+    marks: NameMarks, read: ReadValue, source: TextBuffer
 ) -> Generator[CallPart | None, None, None]:
     """Reads calls with these marks, and the values of their arguments through read."""
     while (yield from source.first_of(marks.function)):
         name = (yield from source.name_until(marks.named)).strip("\"'")
-        yield CallBegin(name)
+        yield CallHeader(name)
         yield CallText("{")
         separator = ""
         # The end comes first, because the other mark may be its beginning.
@@ -100,7 +100,7 @@ def read_calls(
 
 
 def read_value(
-    source: Source,
+    source: TextBuffer,
     types: frozenset[str] | None,
     end: str,
     lines: bool = False,
@@ -113,7 +113,7 @@ def read_value(
 
 
 def read_whole_value(
-    source: Source, types: frozenset[str] | None, end: str, lines: bool = False
+    source: TextBuffer, types: frozenset[str] | None, end: str, lines: bool = False
 ) -> Generator[CallText | None, None, bool]:
     """Reads a value's JSON when it is whole. Returns whether it ended."""
     try:

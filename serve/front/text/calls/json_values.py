@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Generator
 from typing import Any
 
-from serve.front.text.calls.parts import CallBegin, CallEnd, CallPart, CallText, Source
+from serve.front.text.calls.parts import CallEnd, CallHeader, CallPart, CallText, TextBuffer
 
 MAX_DEPTH = 200  # bodies of requests, in which calls come back, have the same limit
 _MARKS = re.compile(r'["{}\[\]]|\\.?', re.DOTALL)
@@ -59,7 +59,7 @@ class JsonValue:
         return None
 
 
-def stream_arguments(source: Source) -> Generator[CallPart | None, None, bool]:
+def stream_arguments(source: TextBuffer) -> Generator[CallPart | None, None, bool]:
     """Reads the next JSON value as it is written. Returns whether it was whole."""
     if not (yield from source.skip_blanks()):
         return False
@@ -76,7 +76,7 @@ def stream_arguments(source: Source) -> Generator[CallPart | None, None, bool]:
     return True
 
 
-def whole_value(source: Source) -> Generator[None, None, str]:
+def whole_value(source: TextBuffer) -> Generator[None, None, str]:
     """Reads the JSON text of the next value. Raises ValueError if it is incomplete."""
     if not (yield from source.skip_blanks()):
         raise ValueError("a value is missing")
@@ -90,7 +90,7 @@ def whole_value(source: Source) -> Generator[None, None, str]:
 
 
 def read_json_calls(
-    source: Source, names: Collection[str] = ()
+    source: TextBuffer, names: Collection[str] = ()
 ) -> Generator[CallPart | None, None, None]:
     """Calls as `{"name": ..., "arguments": {...}}`, or a list; "parameters" means the same, and
     "id" may come. With names only these are calls: other JSON may have a name too. Arguments are
@@ -109,7 +109,9 @@ def read_json_calls(
         raise ValueError("no call")
 
 
-def _read_call(source: Source, names: Collection[str]) -> Generator[CallPart | None, None, None]:
+def _read_call(
+    source: TextBuffer, names: Collection[str]
+) -> Generator[CallPart | None, None, None]:
     name: str | None = None
     id: str | None = None
     waiting: str | None = None  # arguments that came before the name
@@ -125,17 +127,17 @@ def _read_call(source: Source, names: Collection[str]) -> Generator[CallPart | N
             if name is None:
                 waiting = yield from whole_value(source)
             else:
-                yield CallBegin(name, id)
+                yield CallHeader(name, id)
                 yield from _arguments(source)
             continue
         value = json.loads((yield from whole_value(source)))
         if key == "name":
             name = _checked_name(value, names)
-            source.named = CallBegin(name, id)
+            source.named = CallHeader(name, id)
         elif key == "id" and isinstance(value, str):
             id = value
         if name is not None and waiting is not None:
-            yield CallBegin(name, id)
+            yield CallHeader(name, id)
             yield CallText(_unquoted(waiting))
             yield CallEnd()
             waiting = None
@@ -144,12 +146,12 @@ def _read_call(source: Source, names: Collection[str]) -> Generator[CallPart | N
     if not has_arguments and not source.is_cut:
         if names:
             raise ValueError("no arguments")
-        yield CallBegin(name, id)
+        yield CallHeader(name, id)
         yield CallText("{}")
         yield CallEnd()
 
 
-def _next_key(source: Source) -> Generator[None, None, bool]:
+def _next_key(source: TextBuffer) -> Generator[None, None, bool]:
     """Whether the object continues with a key."""
     while (yield from source.skip_blanks()):
         if source.text[0] == '"':
@@ -162,7 +164,7 @@ def _next_key(source: Source) -> Generator[None, None, bool]:
     return False
 
 
-def _arguments(source: Source) -> Generator[CallPart | None, None, None]:
+def _arguments(source: TextBuffer) -> Generator[CallPart | None, None, None]:
     """Some models write the arguments as a string that holds JSON."""
     if source.text[0] == '"':
         yield CallText(_unquoted((yield from whole_value(source))))

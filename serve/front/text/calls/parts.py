@@ -26,7 +26,7 @@ class Thought:
 
 
 @dataclass(frozen=True, slots=True)
-class CallBegin:
+class CallHeader:
     """A call begins. The id is the one that the model wrote, if it did."""
 
     name: str
@@ -48,7 +48,7 @@ class CallEnd:
     """The open call is whole. A call that was cut off has none."""
 
 
-CallPart = CallBegin | CallText | CallEnd
+CallPart = CallHeader | CallText | CallEnd
 Part = Text | Thought | CallPart
 
 
@@ -63,7 +63,7 @@ class CallReader(Protocol):
         stays open. Raises ValueError if the text is not a call."""
 
 
-class Source:
+class TextBuffer:
     """Text that comes in pieces: `text` has come and was not consumed. A reading function yields
     None where it needs more. A call in `named` is given out even if the text is cut off."""
 
@@ -71,7 +71,7 @@ class Source:
         self.text = ""
         self.is_ended = False
         self.is_cut = False
-        self.named: CallBegin | None = None
+        self.named: CallHeader | None = None
 
     def take(self, size: int) -> str:
         taken, self.text = self.text[:size], self.text[size:]
@@ -130,14 +130,14 @@ class Source:
         return ""
 
 
-ReadingFunction = Callable[[Source], Iterator[CallPart | None]]
+ReadingFunction = Callable[[TextBuffer], Iterator[CallPart | None]]
 
 
 class PulledReader:
-    """A CallReader made of a function that reads from a Source."""
+    """A CallReader made of a function that reads from a TextBuffer."""
 
     def __init__(self, read: ReadingFunction) -> None:
-        self._source = Source()
+        self._source = TextBuffer()
         self._parts = read(self._source)
 
     def feed(self, text: str) -> Iterator[CallPart]:
@@ -160,7 +160,7 @@ class PulledReader:
         for part in self._parts:
             if part is None:
                 return
-            if isinstance(part, CallBegin):
+            if isinstance(part, CallHeader):
                 self._source.named = None
             yield part
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from serve.front.text.calls.parts import CallText, Source, overlap
+from serve.front.text.calls.parts import CallText, TextBuffer, overlap
 from serve.front.text.references import target
 from serve.front.text.sound_schemas import sound
 
@@ -180,7 +180,7 @@ def _fitting(value: Any, types: frozenset[str] | None) -> str | None:
 
 
 def stream_text(
-    source: Source, end: str, *, strips_newline: bool
+    source: TextBuffer, end: str, *, strips_newline: bool
 ) -> Generator[CallText | None, None, bool]:
     """Reads the text before the end mark as a JSON string, given out as it is written.
     strips_newline drops one line end at each side. Returns whether the mark came: if not, the

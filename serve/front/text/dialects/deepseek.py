@@ -11,18 +11,18 @@ from serve.front.text.calls.json_calls import parameters_of, tool_name
 from serve.front.text.calls.json_values import stream_arguments
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.parts import (
-    CallBegin,
+    CallHeader,
     CallPart,
     CallReader,
     CallText,
     PulledReader,
-    Source,
+    TextBuffer,
     Tools,
 )
 from serve.front.text.calls.value_rules import ValueRules, named, parameters_grammar
 from serve.front.text.calls.values import Declared, stream_text
 from serve.front.text.dialects.generic import with_system
-from serve.front.text.dialects.interface import Dialect, Messages, Reasoning
+from serve.front.text.dialects.interface import Dialect, Messages, ReasoningFormat
 
 _BEGIN = "<｜tool▁call▁begin｜>"
 _END = "<｜tool▁call▁end｜>"
@@ -75,15 +75,15 @@ class SectionCalls:
         return lark.rule(f"{head} {arguments} {lark.mark(_END)}")
 
 
-def _read_section(source: Source) -> Generator[CallPart | None, None, None]:
+def _read_section(source: TextBuffer) -> Generator[CallPart | None, None, None]:
     while (yield from source.first_of(_BEGIN)):
         name = yield from source.name_until(_SEPARATOR)
         is_fenced = name == "function"
         if is_fenced:
             name = yield from source.name_until("\n")
-            source.named = CallBegin(name)
+            source.named = CallHeader(name)
             yield from source.first_of(_FENCE)
-        yield CallBegin(name)
+        yield CallHeader(name)
         yield from stream_arguments(source)
         if is_fenced:
             yield from source.first_of(_FENCE_END)
@@ -178,7 +178,7 @@ def _dsml_argument(lark: Lark, values: ValueRules, name: str | None, schema: Any
 
 
 def _dsml_value(
-    declared: Declared, source: Source, function: str, key: str
+    declared: Declared, source: TextBuffer, function: str, key: str
 ) -> Generator[CallText | None, None, bool]:
     attributes = yield from source.until(">", 80)
     types = declared.types(function, key)
@@ -195,7 +195,7 @@ _OTHER_MARKS = (_BEGIN, _END, _SEPARATOR)
 DEEPSEEK_V3 = Dialect(
     "deepseek_v3",
     SectionCalls(is_fenced=True),
-    Reasoning("<think>", "</think>"),
+    ReasoningFormat("<think>", "</think>"),
     other_marks=_OTHER_MARKS,
     prepare=_prepare_v3,
     shows_tools=False,
@@ -203,7 +203,7 @@ DEEPSEEK_V3 = Dialect(
 DEEPSEEK_V31 = Dialect(
     "deepseek_v31",
     SectionCalls(),
-    Reasoning("<think>", "</think>", switch="thinking"),
+    ReasoningFormat("<think>", "</think>", switch="thinking"),
     other_marks=_OTHER_MARKS,
     prepare=partial(_with_tools, _V31_CALL),
     shows_tools=False,
@@ -211,13 +211,13 @@ DEEPSEEK_V31 = Dialect(
 DEEPSEEK_V32 = Dialect(
     "deepseek_v32",
     Dsml("function_calls"),
-    Reasoning("<think>", "</think>", switch="enable_thinking"),
+    ReasoningFormat("<think>", "</think>", switch="enable_thinking"),
     other_marks=("｜DSML｜",),
 )
 DEEPSEEK_V4 = Dialect(
     "deepseek_v4",
     Dsml("tool_calls"),
-    Reasoning(
+    ReasoningFormat(
         "<think>",
         "</think>",
         switch="enable_thinking",

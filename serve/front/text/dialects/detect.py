@@ -21,7 +21,7 @@ from serve.front.text.dialects.gemma import GEMMA4
 from serve.front.text.dialects.generic import GENERIC, prepare_if_tools
 from serve.front.text.dialects.glm import GLM
 from serve.front.text.dialects.harmony import HARMONY
-from serve.front.text.dialects.interface import Dialect, Reasoning
+from serve.front.text.dialects.interface import Dialect, ReasoningFormat
 from serve.front.text.dialects.kimi import KIMI_K2
 from serve.front.text.dialects.llama import LLAMA
 from serve.front.text.dialects.minimax import MINIMAX_M2, MINIMAX_M3
@@ -62,7 +62,7 @@ _EFFORTS = ("low", "medium", "high")
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelTraits:
     """What a dialect is detected from. vocabulary maps tokens to ids; template_type is mlx-lm's."""
 
     template: str
@@ -71,28 +71,28 @@ class Model:
     template_type: str = ""
 
 
-def _has(*texts: str) -> Callable[[Model], bool]:
+def _has(*texts: str) -> Callable[[ModelTraits], bool]:
     return lambda model: all(text in model.template for text in texts)
 
 
-def _is_harmony(model: Model) -> bool:
+def _is_harmony(model: ModelTraits) -> bool:
     marks = ("<|start|>", "<|channel|>", "<|message|>", "<|call|>")
     return all(mark in model.vocabulary for mark in marks)
 
 
-def _is_llama(model: Model) -> bool:
+def _is_llama(model: ModelTraits) -> bool:
     ends = ("<|eot_id|>", "<|eot|>")
     is_llama = any(end in model.vocabulary for end in ends)
     return is_llama and '"parameters"' in model.template and "tools" in model.template
 
 
-def _is_hermes(model: Model) -> bool:
+def _is_hermes(model: ModelTraits) -> bool:
     has_calls = "<tool_call>" in model.template and "arguments" in model.template
     return has_calls and "<tool_calls>" not in model.template
 
 
 # The first rule that applies decides. Of similar rules the more specific one comes first.
-_RULES: tuple[tuple[Callable[[Model], bool], Dialect], ...] = (
+_RULES: tuple[tuple[Callable[[ModelTraits], bool], Dialect], ...] = (
     (_is_harmony, HARMONY),
     (_has("]<]minimax[>["), MINIMAX_M3),
     (_has("<minimax:tool_call>"), MINIMAX_M2),
@@ -136,12 +136,12 @@ def _named(name: str) -> Dialect:
     return mlx_lm_dialect(name, None)
 
 
-def _model_of(tokenizer: Any, config: Mapping[str, Any]) -> Model:
+def _model_of(tokenizer: Any, config: Mapping[str, Any]) -> ModelTraits:
     template = tokenizer.chat_template
     if isinstance(template, dict):  # Several templates by name.
         template = "\n".join(str(each) for each in template.values())
     template_type = tokenizer.init_kwargs.get("chat_template_type")
-    return Model(
+    return ModelTraits(
         str(template or ""),
         tokenizer.get_vocab(),
         str(config.get("model_type") or ""),
@@ -149,7 +149,7 @@ def _model_of(tokenizer: Any, config: Mapping[str, Any]) -> Model:
     )
 
 
-def _by_program(model: Model) -> Dialect | None:
+def _by_program(model: ModelTraits) -> Dialect | None:
     """Returns the dialect of a model whose prompts are rendered by a program, or None."""
     if model.template_type == "deepseek_v32":
         return replace(DEEPSEEK_V32, render=render_v32)
@@ -159,7 +159,7 @@ def _by_program(model: Model) -> Dialect | None:
     return replace(dialect, render=render)
 
 
-def _by_rules(model: Model) -> Dialect | None:
+def _by_rules(model: ModelTraits) -> Dialect | None:
     """Returns the dialect of the first rule that applies, or None."""
     dialect = next((dialect for applies, dialect in _RULES if applies(model)), None)
     if dialect is None:
@@ -170,7 +170,7 @@ def _by_rules(model: Model) -> Dialect | None:
     return dialect
 
 
-def _by_mlx_lm(model: Model, tokenizer: Any) -> Dialect:
+def _by_mlx_lm(model: ModelTraits, tokenizer: Any) -> Dialect:
     """Returns mlx-lm's dialect, or the generic one. Our rules come first: they are stricter."""
     name = mlx_lm_module("tokenizer_utils")._infer_tool_parser(tokenizer)
     if name in NAMED:
@@ -182,13 +182,13 @@ def _by_mlx_lm(model: Model, tokenizer: Any) -> Dialect:
     return GENERIC
 
 
-def _reasoning(dialect: Dialect, model: Model, tokenizer: Any) -> Reasoning | None:
+def _reasoning(dialect: Dialect, model: ModelTraits, tokenizer: Any) -> ReasoningFormat | None:
     """Returns the dialect's reasoning if the model knows its marks, and otherwise the reasoning
     that mlx-lm detects, each with the variables that the template reads."""
     own = dialect.reasoning
     if own is None or not _knows(model, own):
         start, end, *_ = mlx_lm_module("tokenizer_utils")._infer_thinking(tokenizer)
-        own = Reasoning(start, end) if start else None
+        own = ReasoningFormat(start, end) if start else None
     if own is None or dialect.render:
         return own
     switch = next((name for name in _SWITCHES if _reads(model, name)), None)
@@ -199,7 +199,7 @@ def _reasoning(dialect: Dialect, model: Model, tokenizer: Any) -> Reasoning | No
     return replace(own, effort=None, efforts=())
 
 
-def _reads(model: Model, variable: str) -> bool:
+def _reads(model: ModelTraits, variable: str) -> bool:
     """Whether the template reads this variable, and not only a field or a text of the same name."""
     is_tested = re.search(rf"\b{variable} is (not )?defined", model.template) is not None
     return is_tested or variable in _variables(model.template)
@@ -216,7 +216,7 @@ def _variables(template: str) -> frozenset[str]:
         return frozenset()
 
 
-def _knows(model: Model, reasoning: Reasoning) -> bool:
+def _knows(model: ModelTraits, reasoning: ReasoningFormat) -> bool:
     marks = (reasoning.start, reasoning.end)
     in_template = all(mark in model.template for mark in marks)
     is_harmony = any(token in model.vocabulary for token in ("<|channel|>", "<|channel>"))

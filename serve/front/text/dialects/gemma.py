@@ -12,18 +12,18 @@ from typing import Any
 from serve.front.text.calls.json_calls import parameters_of, tool_name
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.parts import (
-    CallBegin,
     CallEnd,
+    CallHeader,
     CallPart,
     CallReader,
     CallText,
     PulledReader,
-    Source,
+    TextBuffer,
     Tools,
 )
 from serve.front.text.calls.value_rules import ValueRules, branches
 from serve.front.text.calls.values import resolved, stream_text
-from serve.front.text.dialects.interface import Dialect, Reasoning
+from serve.front.text.dialects.interface import Dialect, ReasoningFormat
 from serve.front.text.schemas import closed
 
 _CALL = "call:"
@@ -144,17 +144,17 @@ class _Values:
         return f"( {text} | {bare} )"
 
 
-def _read(source: Source) -> Generator[CallPart | None, None, None]:
+def _read(source: TextBuffer) -> Generator[CallPart | None, None, None]:
     while (yield from source.first_of(_CALL)):
         name = yield from source.name_until("{")
-        yield CallBegin(name)
+        yield CallHeader(name)
         source.text = "{" + source.text
         if not (yield from _value(source)):
             return
         yield CallEnd()
 
 
-def _value(source: Source) -> Generator[CallPart | None, None, bool]:
+def _value(source: TextBuffer) -> Generator[CallPart | None, None, bool]:
     """Translates a value, which may be deep, into JSON. Returns whether it was complete."""
     closing: list[str] = []
     may_be_key = False
@@ -188,7 +188,7 @@ def _value(source: Source) -> Generator[CallPart | None, None, bool]:
     return False
 
 
-def _bare_word(source: Source) -> Generator[None, None, str]:
+def _bare_word(source: TextBuffer) -> Generator[None, None, str]:
     while True:
         found = _BARE.match(source.text)
         if not found:
@@ -212,7 +212,7 @@ def _bare_value(word: str) -> str:
 GEMMA4 = Dialect(
     "gemma4",
     GemmaCalls(),
-    Reasoning("<|channel>thought", "<channel|>", switch="enable_thinking"),
+    ReasoningFormat("<|channel>thought", "<channel|>", switch="enable_thinking"),
     end_tokens=("<turn|>", "<|tool_response>"),
     other_marks=(_QUOTE,),
 )

@@ -12,18 +12,18 @@ from serve.front.text.calls.json_values import json_string, read_json_calls
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.parts import (
     MAX_NAME,
-    CallBegin,
     CallEnd,
+    CallHeader,
     CallPart,
     CallReader,
     CallText,
     PulledReader,
-    Source,
+    TextBuffer,
     Tools,
 )
 from serve.front.text.calls.value_rules import ValueRules, named, parameters_grammar
 from serve.front.text.calls.values import Declared
-from serve.front.text.dialects.interface import Dialect, Reasoning
+from serve.front.text.dialects.interface import Dialect, ReasoningFormat
 
 _NAME = re.compile(r"[\w.:/-]+")
 _ENDED_NAME = re.compile(rf"{_NAME.pattern}(?=[\s<])")  # in a text that is cut off
@@ -58,14 +58,14 @@ def _call_grammar(tool: dict[str, Any], lark: Lark) -> str:
     )
 
 
-def _read(declared: Declared, source: Source) -> Generator[CallPart | None, None, None]:
+def _read(declared: Declared, source: TextBuffer) -> Generator[CallPart | None, None, None]:
     if not (yield from source.skip_blanks()):
         raise ValueError("an empty call")
     if source.text[0] == "{":  # Some answers have JSON instead.
         yield from read_json_calls(source)
         return
     name, has_arguments = yield from _name(source)
-    yield CallBegin(name)
+    yield CallHeader(name)
     yield CallText("{")
     is_first = True
     while has_arguments:
@@ -83,7 +83,7 @@ def _read(declared: Declared, source: Source) -> Generator[CallPart | None, None
         yield CallEnd()
 
 
-def _name(source: Source) -> Generator[None, None, tuple[str, bool]]:
+def _name(source: TextBuffer) -> Generator[None, None, tuple[str, bool]]:
     """Reads the name, up to a line end or key, and whether arguments follow."""
     while _KEY not in source.text and not source.is_ended:
         if len(source.text) > MAX_NAME:
@@ -102,6 +102,6 @@ def _name(source: Source) -> Generator[None, None, tuple[str, bool]]:
 GLM = Dialect(
     "glm",
     GlmCalls(),
-    Reasoning("<think>", "</think>", switch="enable_thinking"),
+    ReasoningFormat("<think>", "</think>", switch="enable_thinking"),
     other_marks=(_KEY, _KEY_END, _VALUE, _VALUE_END),
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from serve.front.text.calls.lark import Lark, TokenId
 from serve.front.text.calls.parts import Tools
 from serve.front.text.dialects.harmony import harmony_grammar
-from serve.front.text.dialects.interface import CallFormat, Dialect, Reasoning
+from serve.front.text.dialects.interface import CallFormat, Dialect, ReasoningFormat
 from serve.front.text.schemas import TOOLS
 from serve.front.text.sound_schemas import sound_tools
 
@@ -138,6 +138,6 @@ def _with_parts(lark: Lark, parts: Mapping[str, str]) -> str:
     return json.dumps({"grammars": grammars})
 
 
-def _token_ids(reasoning: Reasoning, lark: Lark) -> list[list[int]]:
+def _token_ids(reasoning: ReasoningFormat, lark: Lark) -> list[list[int]]:
     """Returns the added tokens in each of the marks around reasoning."""
     return [lark.token_ids_in(mark) for mark in (reasoning.start, reasoning.end)]

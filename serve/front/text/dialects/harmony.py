@@ -6,12 +6,20 @@ from typing import Any
 
 from serve.front.text.calls.json_calls import parameters_of, tool_name
 from serve.front.text.calls.lark import Lark
-from serve.front.text.calls.parts import CallBegin, CallEnd, CallText, Part, Thought, Tools, overlap
+from serve.front.text.calls.parts import (
+    CallEnd,
+    CallHeader,
+    CallText,
+    Part,
+    Thought,
+    Tools,
+    overlap,
+)
 from serve.front.text.dialects.interface import (
     AnswerReader,
     Dialect,
     Messages,
-    Reasoning,
+    ReasoningFormat,
 )
 
 _START = "<|start|>"
@@ -92,7 +100,7 @@ class HarmonyReader:
         name = recipient[1] if recipient else ""
         self._is_call = bool(name) and name != "assistant"
         if self._is_call:
-            yield CallBegin(name.removeprefix(_NAMESPACE))
+            yield CallHeader(name.removeprefix(_NAMESPACE))
 
     def _end_header(self, text: str, is_whole: bool) -> Iterator[Part]:
         """Reads a header without a message: it was cut off, or is content."""
@@ -153,7 +161,7 @@ def _with_thought(message: dict[str, Any]) -> dict[str, Any]:
 
 HARMONY = Dialect(
     "harmony",
-    reasoning=Reasoning(
+    reasoning=ReasoningFormat(
         f"{_CHANNEL}analysis{_MESSAGE}",
         _END,
         effort="reasoning_effort",

@@ -40,7 +40,7 @@ class AnswerReader(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningFormat:
     """How a model reasons, between two marks. The template's variable `switch` takes one of
     `states` (None: no switch), and `effort` one of the efforts, the lowest first."""
 
@@ -93,7 +93,7 @@ class Dialect:
 
     name: str
     calls: CallFormat | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningFormat | None = None
     end_tokens: tuple[str, ...] = ()
     other_marks: tuple[str, ...] = ()
     render: Callable[..., str] | None = None

@@ -7,14 +7,14 @@ from serve.front.text.calls.json_calls import parameters_of, tool_name
 from serve.front.text.calls.json_values import stream_arguments
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.parts import (
-    CallBegin,
+    CallHeader,
     CallPart,
     CallReader,
     PulledReader,
-    Source,
+    TextBuffer,
     Tools,
 )
-from serve.front.text.dialects.interface import Dialect, Messages, Reasoning
+from serve.front.text.dialects.interface import Dialect, Messages, ReasoningFormat
 
 _BEGIN = "<|tool_call_begin|>"
 _END = "<|tool_call_end|>"
@@ -40,19 +40,19 @@ class KimiCalls:
         return f"{lark.calls(call)} BLANK {lark.mark(self.end)}"
 
 
-def _read(source: Source) -> Generator[CallPart | None, None, None]:
+def _read(source: TextBuffer) -> Generator[CallPart | None, None, None]:
     is_first = True
     while (yield from source.skip_blanks()):
         if not is_first or source.text[0] == "<":  # The mark of the first one may be missing.
             yield from source.first_of(_BEGIN)
         begun = yield from source.name_until(":")
-        source.named = CallBegin(begun.removeprefix(_NAMESPACE))
+        source.named = CallHeader(begun.removeprefix(_NAMESPACE))
         rest = yield from source.name_until(_ARGUMENTS)
         id = f"{begun}:{rest}"
         name, _, number = id.rpartition(":")
         if not number.isdecimal():
             raise ValueError(f"{id[:80]!r} is not the id of a call")
-        yield CallBegin(name.removeprefix(_NAMESPACE), id)
+        yield CallHeader(name.removeprefix(_NAMESPACE), id)
         is_first = False
         yield from stream_arguments(source)
         if not (yield from source.first_of(_END)):
@@ -80,7 +80,7 @@ def _with_own_ids(messages: Messages, _tools: Tools) -> Messages:
 KIMI_K2 = Dialect(
     "kimi_k2",
     KimiCalls(),
-    Reasoning("<think>", "</think>", switch="thinking"),
+    ReasoningFormat("<think>", "</think>", switch="thinking"),
     end_tokens=("<|im_end|>",),
     other_marks=(_BEGIN, _END, _ARGUMENTS),
     prepare=_with_own_ids,

@@ -11,13 +11,13 @@ from serve.front.text.calls.json_calls import JsonCalls, tool_name
 from serve.front.text.calls.json_values import read_json_calls
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.parts import (
-    CallBegin,
     CallEnd,
+    CallHeader,
     CallPart,
     CallReader,
     CallText,
     PulledReader,
-    Source,
+    TextBuffer,
     Tools,
 )
 from serve.front.text.dialects.interface import Dialect
@@ -45,7 +45,7 @@ class LlamaCalls:
         return str(calls)
 
 
-def _read(names: frozenset[str], source: Source) -> Generator[CallPart | None, None, None]:
+def _read(names: frozenset[str], source: TextBuffer) -> Generator[CallPart | None, None, None]:
     if not (yield from source.skip_blanks()):
         raise ValueError("no call")
     if source.text[0] == "{":
@@ -57,7 +57,7 @@ def _read(names: frozenset[str], source: Source) -> Generator[CallPart | None, N
         yield None
     found = _PYTHON_NAME.match(source.text)
     if found and found[1] in names:
-        source.named = CallBegin(found[1])
+        source.named = CallHeader(found[1])
     yield from _python_calls(source.take(len(source.text)))
 
 
@@ -72,7 +72,7 @@ def _python_calls(text: str) -> Iterator[CallPart]:
     if not read:
         raise ValueError("no call")
     for name, arguments in read:
-        yield CallBegin(name)
+        yield CallHeader(name)
         yield CallText(arguments)
         yield CallEnd()
 

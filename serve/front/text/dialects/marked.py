@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from serve.front.text.calls.json_values import read_json_calls
 from serve.front.text.calls.parts import (
-    CallBegin,
     CallEnd,
+    CallHeader,
     CallPart,
     CallReader,
     CallText,
@@ -18,7 +18,7 @@ from serve.front.text.calls.parts import (
     Tools,
     overlap,
 )
-from serve.front.text.dialects.interface import AnswerReader, CallFormat, Reasoning
+from serve.front.text.dialects.interface import AnswerReader, CallFormat, ReasoningFormat
 
 # After this many texts that begin like calls but are none, the rest is taken for text, because each
 # of them is read a second time.
@@ -52,7 +52,7 @@ class NamedCallReader(PlainReader):
             return
         if not self._is_open:
             self._is_open = True
-            yield CallBegin(self._name)
+            yield CallHeader(self._name)
         yield CallText(delta)
 
     def finish(self, is_whole: bool = True) -> Iterator[Part]:
@@ -100,7 +100,7 @@ class MarkedReader:
     def __init__(
         self,
         calls: CallFormat | None,
-        reasoning: Reasoning | None,
+        reasoning: ReasoningFormat | None,
         is_thinking: bool,
         inner: AnswerReader,
         tools: Tools = (),
@@ -240,7 +240,7 @@ class MarkedReader:
 
     def _counted(self, call: _OpenCall, parts: Iterator[CallPart]) -> Iterator[Part]:
         for part in parts:
-            if isinstance(part, CallBegin):
+            if isinstance(part, CallHeader):
                 call.has_begun = self._has_called = True
                 call.text = ""
                 self._blanks = ""

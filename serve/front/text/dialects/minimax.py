@@ -14,7 +14,7 @@ from serve.front.text.calls.parts import (
     CallReader,
     CallText,
     PulledReader,
-    Source,
+    TextBuffer,
     Tools,
 )
 from serve.front.text.calls.value_rules import ValueRules, parameters_grammar
@@ -26,7 +26,7 @@ from serve.front.text.calls.values import (
     to_json,
     types_of,
 )
-from serve.front.text.dialects.interface import Dialect, Reasoning
+from serve.front.text.dialects.interface import Dialect, ReasoningFormat
 
 M2_CALLS = ArgumentMarks(
     start="<minimax:tool_call>",
@@ -82,7 +82,7 @@ def _argument(lark: Lark, tool: dict[str, Any], name: str | None, schema: Any) -
 
 
 def _value(
-    declared: Declared, source: Source, function: str, key: str
+    declared: Declared, source: TextBuffer, function: str, key: str
 ) -> Generator[CallText | None, None, bool]:
     types = declared.types(function, key)
     if is_text(types, when_undeclared=False):
@@ -102,7 +102,7 @@ class _Tag:
 
 
 def _nested(
-    source: Source, schema: Any, document: Json, key: str
+    source: TextBuffer, schema: Any, document: Json, key: str
 ) -> Generator[CallText | None, None, bool]:
     """Reads a value that is no text, with tags for an object's keys or a list's `item`s."""
     begin = f"{_M}<{key}>"
@@ -162,10 +162,12 @@ def _list(values: list[str]) -> str:
     return "[" + ", ".join(values) + "]"
 
 
-MINIMAX_M2 = Dialect("minimax_m2", M2_CALLS, Reasoning("<think>", "</think>"))
+MINIMAX_M2 = Dialect("minimax_m2", M2_CALLS, ReasoningFormat("<think>", "</think>"))
 MINIMAX_M3 = Dialect(
     "minimax_m3",
     M3Calls(),
-    Reasoning("<mm:think>", "</mm:think>", switch="thinking_mode", states=("disabled", "enabled")),
+    ReasoningFormat(
+        "<mm:think>", "</mm:think>", switch="thinking_mode", states=("disabled", "enabled")
+    ),
     other_marks=(_M,),
 )

@@ -9,14 +9,14 @@ from serve.front.text.calls.json_values import read_json_calls, stream_arguments
 from serve.front.text.calls.lark import Lark
 from serve.front.text.calls.parts import (
     MAX_NAME,
-    CallBegin,
+    CallHeader,
     CallPart,
     CallReader,
     PulledReader,
-    Source,
+    TextBuffer,
     Tools,
 )
-from serve.front.text.dialects.interface import Dialect, Reasoning
+from serve.front.text.dialects.interface import Dialect, ReasoningFormat
 
 _START = "[TOOL_CALLS]"
 _ARGUMENTS = "[ARGS]"
@@ -57,7 +57,7 @@ class MistralCalls:
         return f"( {lark.mark(_ID)} /[a-zA-Z0-9]{{1,32}}/ )?"
 
 
-def _read(source: Source) -> Generator[CallPart | None, None, None]:
+def _read(source: TextBuffer) -> Generator[CallPart | None, None, None]:
     if not (yield from source.skip_blanks()):
         raise ValueError("no call")
     if source.text[0] in "[{":
@@ -65,7 +65,7 @@ def _read(source: Source) -> Generator[CallPart | None, None, None]:
         return
     while (yield from source.skip_blanks()):
         name, id = yield from _head(source)
-        yield CallBegin(name, id)
+        yield CallHeader(name, id)
         yield from stream_arguments(source)
         while (yield from source.skip_blanks()):
             if not source.text.startswith(_START[: len(source.text)]):
@@ -78,7 +78,7 @@ def _read(source: Source) -> Generator[CallPart | None, None, None]:
             yield None
 
 
-def _head(source: Source) -> Generator[None, None, tuple[str, str | None]]:
+def _head(source: TextBuffer) -> Generator[None, None, tuple[str, str | None]]:
     """Reads the name and the id of a call; the arguments may follow without their mark."""
     while _ARGUMENTS not in source.text and "{" not in source.text:
         if source.is_cut and "[" in source.text:  # A mark behind the name was cut off.
@@ -99,7 +99,7 @@ def _head(source: Source) -> Generator[None, None, tuple[str, str | None]]:
 MISTRAL = Dialect(
     "mistral",
     MistralCalls(),
-    Reasoning("[THINK]", "[/THINK]", effort="reasoning_effort", efforts=("none", "high")),
+    ReasoningFormat("[THINK]", "[/THINK]", effort="reasoning_effort", efforts=("none", "high")),
     other_marks=(_ARGUMENTS, _ID),
 )
 MISTRAL_LIST = Dialect("mistral_list", MistralCalls(is_list=True))

@@ -12,8 +12,8 @@ from serve.core.helper_messages import ParsedCall
 from serve.front.text.call_parser import CallParser
 from serve.front.text.calls.json_calls import tool_name
 from serve.front.text.calls.lark import Lark
-from serve.front.text.calls.parts import CallBegin, CallEnd, CallPart, CallReader, CallText, Tools
-from serve.front.text.dialects.interface import Dialect, Reasoning
+from serve.front.text.calls.parts import CallEnd, CallHeader, CallPart, CallReader, CallText, Tools
+from serve.front.text.dialects.interface import Dialect, ReasoningFormat
 from serve.front.text.tool_formats import tool_format
 
 MAX_CHARACTERS = 256 << 10  # of a call
@@ -57,10 +57,10 @@ class _WholeReader:
     def finish(self, is_whole: bool = True) -> Iterator[CallPart]:
         text = "".join(self._pieces)
         if not is_whole:
-            yield CallBegin(self._name_in(text))
+            yield CallHeader(self._name_in(text))
             return
         for call in self._parse(text, self._tools):
-            yield CallBegin(call.name, call.id)
+            yield CallHeader(call.name, call.id)
             yield CallText(call.arguments)
             yield CallEnd()
 
@@ -73,7 +73,7 @@ class _WholeReader:
         return found[1]
 
 
-def mlx_lm_dialect(name: str, reasoning: Reasoning | None) -> Dialect:
+def mlx_lm_dialect(name: str, reasoning: ReasoningFormat | None) -> Dialect:
     """Returns the dialect of one of mlx-lm's parsers, by its name. Raises UsageError."""
     format = tool_format(name)
     return Dialect(name, ParsedCalls(format.start, format.end, CallParser(name)), reasoning)

@@ -3,9 +3,9 @@ marks."""
 
 from serve.front.text.calls.argument_marks import ArgumentMarks
 from serve.front.text.calls.json_calls import JsonCalls
-from serve.front.text.dialects.interface import Dialect, Reasoning
+from serve.front.text.dialects.interface import Dialect, ReasoningFormat
 
-REASONING = Reasoning("<think>", "</think>", switch="enable_thinking")
+REASONING = ReasoningFormat("<think>", "</think>", switch="enable_thinking")
 
 JSON_CALLS = JsonCalls("<tool_call>", "</tool_call>")
 

@@ -61,7 +61,7 @@ def function(schema: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 TOOLS = [function({"type": "object"})]
-BODIES: list[tuple[kinds.Kind[Any], dict[str, Any]]] = [
+BODIES: list[tuple[kinds.BodyKind[Any], dict[str, Any]]] = [
     (kinds.CHAT, {"model": "m", "messages": MESSAGES, "tools": TOOLS, "n": 2, "stop": ["x"]}),
     (kinds.CHAT, {"model": "m", "messages": []}),
     (kinds.COMPLETION, {"model": "m", "prompt": ["hello", "world"], "echo": True, "logprobs": 2}),
@@ -104,13 +104,13 @@ def described(read: Any) -> Any:
     return read
 
 
-def ask(reader: Reader, kind: kinds.Kind[Any], data: bytes) -> Answer:
+def ask(reader: Reader, kind: kinds.BodyKind[Any], data: bytes) -> Answer:
     return answered(reader, ReadBody(kind.name, (len(data),), reader.names), data)
 
 
 @pytest.mark.parametrize(("kind", "body"), BODIES)
 def test_answered_is_the_same_on_the_other_side(
-    reader: Reader, kind: kinds.Kind[Any], body: dict[str, Any]
+    reader: Reader, kind: kinds.BodyKind[Any], body: dict[str, Any]
 ) -> None:
     answer = ask(reader, kind, json.dumps(body).encode())
     assert not isinstance(answer, BodyNotRead)
@@ -138,7 +138,7 @@ def test_answered_reports_a_mistake_of_ours_without_its_message(
     def fail(*_: object) -> None:
         raise KeyError("secret")
 
-    monkeypatch.setitem(kinds.BY_NAME, "chat", kinds.Kind("chat", fail))
+    monkeypatch.setitem(kinds.BY_NAME, "chat", kinds.BodyKind("chat", fail))
     assert ask(reader, kinds.CHAT, b"{}") == BodyNotRead("KeyError")
     assert "event=bug trace=" in caplog.text
     assert "secret" not in caplog.text
@@ -209,7 +209,7 @@ async def test_texts_of_a_few_kilobytes_are_read_in_the_process_unless_they_are_
     lanes: Lanes,
     reader: Reader,
     slow: Slow,
-    kind: kinds.Kind[Any],
+    kind: kinds.BodyKind[Any],
     num_bytes: int,
     is_read_here: bool,
 ) -> None:
@@ -255,7 +255,7 @@ async def test_what_is_too_long_to_be_a_prompt_is_not_encoded(
 
     monkeypatch.setattr(reader.tokenizer, "encode", never)
     text = "hello world " * 100_000
-    bodies: list[tuple[kinds.Kind[Any], dict[str, Any]]] = [
+    bodies: list[tuple[kinds.BodyKind[Any], dict[str, Any]]] = [
         (kinds.TOKENIZE, {"prompt": text}),
         (kinds.TOKENIZE, {"messages": [{"role": "user", "content": text}]}),
         (kinds.COUNT, {"model": "m", "messages": [{"role": "user", "content": text}]}),
@@ -270,7 +270,7 @@ async def test_what_is_too_long_to_be_a_prompt_is_not_encoded(
 async def test_large_bodies_take_turns_and_those_that_are_answered_come_first(
     lanes: Lanes, reader: Reader, slow: Slow
 ) -> None:
-    def read(kind: kinds.Kind[Any], num_bytes: int, client: str) -> "asyncio.Task[Any]":
+    def read(kind: kinds.BodyKind[Any], num_bytes: int, client: str) -> "asyncio.Task[Any]":
         held: list[Parts] = [(bytes(MAX_SMALL_BYTES + num_bytes),)]
         return asyncio.ensure_future(lanes.read(reader, kind, held, client))
 

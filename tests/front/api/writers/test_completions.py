@@ -11,7 +11,7 @@ from serve.front.api.completions import prepare
 from serve.front.api.openai import CompletionBody, parse
 from serve.front.api.writers.completions import CompletionWriter, WholeCompletion
 from serve.front.output.answer import Job
-from serve.front.output.deltas import Begin, Text, Update
+from serve.front.output.deltas import AnswerBegin, Text, Update
 from serve.front.text.tokens import Tokenizer
 from tests.front.api.writers.updates import FIRST, CompletionChunk, begin, end, scored, update
 
@@ -56,7 +56,7 @@ def test_writer_writes_text_and_then_the_reason(tokenizer: Tokenizer) -> None:
 def test_writer_begins_with_an_echo_and_its_scores(tokenizer: Tokenizer) -> None:
     asked = job(tokenizer, echo=True, logprobs=1, prompt_logprobs=2, return_token_ids=True)
     scores = (Score(6, -2.0, ((3, -0.5), (4, -1.0))),)
-    updates = [Update(0, (Begin(FIRST, scores),)), *scored([update(Text("a"))]), end()]
+    updates = [Update(0, (AnswerBegin(FIRST, scores),)), *scored([update(Text("a"))]), end()]
     first, second, _ = choices(asked, tokenizer, *updates)
     assert first["text"] == asked.prompts[0].text
     assert (first["prompt_token_ids"], first["token_ids"]) == ([5, 6], [])
@@ -104,7 +104,7 @@ def test_whole_completion_is_the_sum_of_all_choices(tokenizer: Tokenizer) -> Non
 def test_whole_completion_may_have_a_token_called_index(tokenizer: Tokenizer) -> None:
     """The likeliest tokens are listed by their text, which may be anything."""
     asked = job(tokenizer, logprobs=2)
-    update_ = Update(0, (Begin(FIRST), Text("t")), (1,), (Score(1, -0.1, ((7, -2.0),)),))
+    update_ = Update(0, (AnswerBegin(FIRST), Text("t")), (1,), (Score(1, -0.1, ((7, -2.0),)),))
     (choice,) = whole(asked, tokenizer, update_, end())["choices"]
     expected = {tokenizer.token_text(7): -2.0, tokenizer.token_text(1): -0.1}
     assert choice["logprobs"]["top_logprobs"] == [expected]

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from serve.core.errors import EngineError, RequestError
 from serve.front.api.openai import parse
 from serve.front.api.responses.body import ResponsesBody, output_messages
-from serve.front.api.responses.offer import Offer
+from serve.front.api.responses.offer import OfferedTools
 from serve.front.api.writers.responses import ResponsesWriter
 from serve.front.http.replies import named_event
 from serve.front.output.deltas import CallBegin, CallText, Text, Thought, Update
@@ -71,7 +71,7 @@ def test_writer_keeps_the_order_of_events() -> None:
     assert reply.usage.output_tokens_details.reasoning_tokens == 2
     assert (reply.usage.total_tokens, reply.usage.input_tokens_details.cached_tokens) == (12, 3)
     assert events[0].response.output == []
-    (message,) = output_messages(whole.response["output"], Offer({}))
+    (message,) = output_messages(whole.response["output"], OfferedTools({}))
     assert (message["content"], message["reasoning_content"]) == ("ab", "Hm")
     assert [each["id"] for each in message["tool_calls"]] == ["call_add", "call_sub"]
 
@@ -141,7 +141,7 @@ def test_writer_adds_reasoning_that_can_be_sent_back() -> None:
     thought, _ = whole.response["output"]
     back = {"type": "reasoning", "id": "r", "summary": []}
     back["encrypted_content"] = thought["encrypted_content"]
-    (message,) = output_messages([back], Offer({}))
+    (message,) = output_messages([back], OfferedTools({}))
     assert message["reasoning_content"] == "Hmm"
     plain = writer()
     list(events_of(plain, begin(Thought("Hm")), end()))

@@ -9,12 +9,12 @@ from openai.types.completion_choice import Logprobs
 
 from serve.core.types import Score
 from serve.front.output.deltas import (
-    Begin,
+    AnswerBegin,
+    AnswerEnd,
     CallBegin,
     CallEnd,
     CallText,
     Delta,
-    End,
     Reason,
     Text,
     Thought,
@@ -53,7 +53,7 @@ LAST = TokenUsage(
 
 
 def begin(*more: Delta, number: int = 0) -> Update:
-    return Update(number, (Begin(FIRST), *more))
+    return Update(number, (AnswerBegin(FIRST), *more))
 
 
 def update(*deltas: Delta, number: int = 0) -> Update:
@@ -61,7 +61,7 @@ def update(*deltas: Delta, number: int = 0) -> Update:
 
 
 def end(reason: Reason = "stop", stop: str | int | None = None, number: int = 0) -> Update:
-    return Update(number, (End(reason, stop, LAST),))
+    return Update(number, (AnswerEnd(reason, stop, LAST),))
 
 
 def call(name: str, arguments: str) -> tuple[Delta, ...]:

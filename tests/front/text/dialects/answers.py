@@ -4,7 +4,7 @@ import json
 import random
 from typing import Any
 
-from serve.front.text.calls.parts import CallBegin, CallEnd, CallText, Part, Text, Thought
+from serve.front.text.calls.parts import CallEnd, CallHeader, CallText, Part, Text, Thought
 from serve.front.text.dialects.harmony import HarmonyReader
 from serve.front.text.dialects.interface import AnswerReader, Dialect
 from serve.front.text.dialects.marked import MarkedReader, PlainReader
@@ -69,7 +69,7 @@ def joined(parts: list[Part]) -> list[Part]:
     found: list[Part] = []
     for part in parts:
         last = found[-1] if found else None
-        if isinstance(part, CallBegin | CallEnd) or type(last) is not type(part):
+        if isinstance(part, CallHeader | CallEnd) or type(last) is not type(part):
             found.append(part)
         else:
             assert isinstance(last, Text | Thought | CallText)
@@ -102,7 +102,7 @@ def calls_in(parts: list[Part]) -> list[tuple[str, Any]]:
     """The names and parsed arguments. Every call must have arguments that are JSON."""
     calls: list[tuple[str, Any]] = []
     for index, part in enumerate(parts):
-        if isinstance(part, CallBegin):
+        if isinstance(part, CallHeader):
             following = parts[index + 1]
             assert isinstance(following, CallText), following
             calls.append((part.name, json.loads(following.text)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serve.front.text.calls.parts import CallBegin, CallEnd, CallText, Text, Thought
+from serve.front.text.calls.parts import CallEnd, CallHeader, CallText, Text, Thought
 from serve.front.text.dialects import (
     deepseek,
     gemma,
@@ -167,7 +167,7 @@ def test_a_call_is_read_as_it_was_written(name: str, arguments: Json) -> None:
     parts = every_way(dialect, f"I write.\n{dialect.calls.start}{body}{dialect.calls.end}")
     assert parts[0] == Text("I write.")
     assert calls_in(parts) == [("write", arguments)]
-    assert [type(part) for part in parts[1:]] == [CallBegin, CallText, CallEnd]
+    assert [type(part) for part in parts[1:]] == [CallHeader, CallText, CallEnd]
 
 
 def stripped(value: Any) -> Any:
@@ -188,7 +188,7 @@ def test_a_call_is_what_mlx_lm_reads(name: str, arguments: Json) -> None:
     parts = every_way(dialect, f"{dialect.calls.start}{body}{dialect.calls.end}")
     got = [(name, stripped(arguments)) for name, arguments in calls_in(parts)]
     assert got == [(call.name, stripped(json.loads(call.arguments))) for call in expected]
-    ids = [part.id for part in parts if isinstance(part, CallBegin)]
+    ids = [part.id for part in parts if isinstance(part, CallHeader)]
     assert ids == [call.id for call in expected]
 
 
@@ -223,7 +223,7 @@ def test_the_name_comes_first_and_arguments_as_they_are_written(name: str) -> No
     for character in dialect.calls.start + body:
         seen += reader.feed(character)
         num_before_the_end = len(seen)
-    assert isinstance(seen[0], CallBegin)
+    assert isinstance(seen[0], CallHeader)
     assert all(isinstance(part, CallText | CallEnd) for part in seen[1:])
     assert num_before_the_end > 300
 
@@ -234,7 +234,7 @@ def test_a_call_that_was_cut_off_is_no_complete_json(name: str) -> None:
     assert dialect.calls is not None
     text = dialect.calls.start + write("write", {"path": "a.py", "text": "abcdefgh"})
     parts = every_way(dialect, text[: text.index("efgh")])
-    assert isinstance(parts[0], CallBegin)
+    assert isinstance(parts[0], CallHeader)
     assert isinstance(parts[-1], CallText)
     with pytest.raises(ValueError, match="."):
         json.loads(parts[-1].text)
@@ -285,7 +285,7 @@ def test_kimi_keeps_the_id_that_the_model_wrote() -> None:
     assert section is not None
     body = kimi_call("write", {"path": "a"}).replace(":0", ":7")
     parts = every_way(kimi.KIMI_K2, f"{section.start}{body}{section.end}")
-    assert parts[0] == CallBegin("write", "functions.write:7")
+    assert parts[0] == CallHeader("write", "functions.write:7")
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_mistral_ids_and_old_lists() -> None:
     text = '[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}[TOOL_CALLS]now{"a": 1}'
     parts = every_way(mistral.MISTRAL, text)
     assert calls_in(parts) == [("now", {}), ("now", {"a": 1})]
-    assert parts[0] == CallBegin("now", "abcdefghi")
+    assert parts[0] == CallHeader("now", "abcdefghi")
     old = '[TOOL_CALLS] [{"name": "now", "arguments": {}, "id": "123456789"}]'
     assert calls_in(every_way(mistral.MISTRAL, old)) == [("now", {})]
 
@@ -416,7 +416,7 @@ def test_harmony_tells_channels_apart() -> None:
     assert parts == [
         Thought("User asks."),
         Text("I look."),
-        CallBegin("write"),
+        CallHeader("write"),
         CallText('{"path": "a"}'),
         CallEnd(),
     ]
@@ -425,7 +425,7 @@ def test_harmony_tells_channels_apart() -> None:
         "<|start|>assistant<|channel|>final<|message|>Done.<|return|>"
     )
     parts = every_way(HARMONY, recipient)
-    assert parts == [CallBegin("now"), CallText("{}"), CallEnd(), Text("Done.")]
+    assert parts == [CallHeader("now"), CallText("{}"), CallEnd(), Text("Done.")]
 
 
 def test_harmony_without_a_header_is_text() -> None:

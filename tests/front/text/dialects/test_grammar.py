@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from serve.front.text.dialects.detect import NAMED
 from serve.front.text.dialects.grammar import tool_grammar
 from serve.front.text.dialects.harmony import HARMONY
-from serve.front.text.dialects.interface import Dialect, Reasoning
+from serve.front.text.dialects.interface import Dialect, ReasoningFormat
 from serve.front.text.dialects.mlx_lm import ParsedCalls
 from serve.front.text.grammars import of_choice, of_grammar, of_schema
 from tests.cluster.random_tools import random_parameters
@@ -238,7 +238,9 @@ def test_without_parallel_calls_a_section_has_one(
 def test_a_forced_call_may_follow_a_thought(tokenizer: LLTokenizer, added: dict[str, int]) -> None:
     """Where the marks of reasoning are tokens, a model that thinks does so before a forced call."""
     start, end = added["<tool_call>"], added["</tool_call>"]
-    dialect = Dialect("thinks", NAMED["nemotron"].calls, Reasoning("<tool_call>", "</tool_call>"))
+    dialect = Dialect(
+        "thinks", NAMED["nemotron"].calls, ReasoningFormat("<tool_call>", "</tool_call>")
+    )
     grammar = text_of(dialect, TOOLS, added, is_forced=True)
     call = '<TOOLCALL>[{"name": "write", "arguments": {"path": "a"}}]</TOOLCALL>'
     assert accepts(tokenizer, grammar, [call])

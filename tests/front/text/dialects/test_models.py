@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from serve.core.errors import RequestError, UsageError
 from serve.core.tool_parsers import OWN_FORMATS, call_formats
-from serve.front.text.calls.parts import CallBegin, CallText, Text, Thought
+from serve.front.text.calls.parts import CallHeader, CallText, Text, Thought
 from serve.front.text.dialects.detect import NAMED
 from serve.front.text.dialects.generic import GENERIC_CALLS
 from serve.front.text.dialects.grammar import tool_grammar
@@ -86,12 +86,12 @@ def test_tokens_of_an_answer_are_read(name: str, tokenizers: dict[str, Tokenizer
             "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
             'to=functions.write <|constrain|>json<|message|>{"path": "a.py"}'
         )
-        expected: list[Any] = [Thought("hm"), CallBegin("write"), CallText('{"path": "a.py"}')]
+        expected: list[Any] = [Thought("hm"), CallHeader("write"), CallText('{"path": "a.py"}')]
     else:
         assert dialect.calls is not None
         written = FAMILIES[name if name in FAMILIES else "generic"][1]("write", {"path": "a.py"})
         answer = f"{dialect.calls.start}{written}{dialect.calls.end}"
-        expected = [CallBegin("write"), CallText('{"path": "a.py"}')]
+        expected = [CallHeader("write"), CallText('{"path": "a.py"}')]
         if name != "llama":
             answer = f"Yes.{answer}"
             expected = [Text("Yes."), *expected]
@@ -102,7 +102,7 @@ def test_tokens_of_an_answer_are_read(name: str, tokenizers: dict[str, Tokenizer
     pieces = [stream.push(token) for token in tokenizer.encode(answer)] + [stream.finish()]
     parts = read(reader_of(dialect), pieces)
     for part in parts:
-        if isinstance(part, CallBegin):
+        if isinstance(part, CallHeader):
             assert part.name == "write"
     assert [type(part) for part in parts[: len(expected)]] == [type(part) for part in expected]
     assert [getattr(part, "text", None) for part in parts[: len(expected)]] == [
@@ -183,7 +183,7 @@ def test_harmony_answers_are_what_openai_harmony_reads() -> None:
         parts = read(reader_of(NAMED["harmony"]), list(case["text"]))
         got: list[list[str]] = []
         for part in parts:
-            if isinstance(part, CallBegin):
+            if isinstance(part, CallHeader):
                 got.append(["call", part.name])
             elif isinstance(part, CallText):
                 got[-1].append(part.text)
