@@ -41,7 +41,7 @@ from serve.parent.member import run_member
 
 if TYPE_CHECKING:
     from serve.front.app import EarlyServer
-    from serve.front.routes.events import Observation
+    from serve.front.routes.events import ServerState
     from serve.front.text.tokens import Tokenizer
 
 _catch_ctrl_c()
@@ -180,19 +180,19 @@ async def _run_front(
     # Imported here, because ranks above 0 need neither HTTP nor tokenizers.
     from serve.front.app import EarlyServer
     from serve.front.http.listening import bind
-    from serve.front.routes.events import Observation
+    from serve.front.routes.events import ServerState
 
     listening = bind(config.host, config.port)
     config = dataclasses.replace(config, port=listening.getsockname()[1])
-    observation = Observation(config)
-    early = EarlyServer(config, listening, observation)
+    server_state = ServerState(config)
+    early = EarlyServer(config, listening, server_state)
     try:
         logging.info("event=listening url=%s", config.url)
         pinned, checkpoint = await _in_thread(read_model)
         config = dataclasses.replace(config, revision=pinned.revision)
         if draft_on_hub(config.draft_model):
             config = await _in_thread(functools.partial(_with_pinned_draft, config))
-        await _run_engines(config, cluster, checkpoint, facts, listening, observation, early)
+        await _run_engines(config, cluster, checkpoint, facts, listening, server_state, early)
     except asyncio.CancelledError:
         logging.info("event=stopped reason=signal")
     finally:
@@ -210,7 +210,7 @@ async def _run_engines(
     checkpoint: Checkpoint,
     facts: dict[str, str],
     listening: socket.socket,
-    observation: "Observation",
+    server_state: "ServerState",
     early: "EarlyServer",
 ) -> None:
     from serve.cli.start import TerminalView
@@ -221,7 +221,7 @@ async def _run_engines(
     max_context = min(filter(None, [config.max_model_len, checkpoint.max_context]), default=4096)
     config = dataclasses.replace(config, max_model_len=max_context)
     view = TerminalView(config.url, config.model_name)
-    engine = observation.engine = Engine(config, cluster, checkpoint.folder, facts, view)
+    engine = server_state.engine = Engine(config, cluster, checkpoint.folder, facts, view)
     try:
         await engine.listen()
         engine.start()

@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from serve.core.config import ServeConfig
 from serve.core.errors import UnavailableError
-from serve.front.http import guard
+from serve.front.http import middleware
 from serve.front.http.access import Route
 from serve.front.http.admission import AccessCheck, CheckedRoute, NoRoute, log_access
 from serve.front.http.metrics import Metrics
@@ -27,7 +27,7 @@ from serve.front.routes.answering import Answering
 from serve.front.routes.anthropic import MessageCalls
 from serve.front.routes.chat import ChatCalls
 from serve.front.routes.embeddings import EmbeddingCalls
-from serve.front.routes.events import EventCalls, Observation
+from serve.front.routes.events import EventCalls, ServerState
 from serve.front.routes.history import SampleHistory
 from serve.front.routes.ollama import OllamaCalls
 from serve.front.routes.requests import RequestCalls
@@ -49,7 +49,7 @@ async def serve(
     listening: socket.socket,
     max_context: int,
 ) -> None:
-    """Runs the server until SIGTERM, SIGINT or a drain. Raises what engine.failed() returns."""
+    """Runs the server until SIGTERM, SIGINT or a drain. Raises the error of engine.failed()."""
     log_access(config)
     asyncio.get_running_loop().set_exception_handler(_log_bug)
     front = Front(config, engine, tokenizer, max_context)
@@ -98,10 +98,10 @@ class EarlyServer:
         self,
         config: ServeConfig,
         listening: socket.socket,
-        observation: Observation,
+        server_state: ServerState,
     ) -> None:
-        self._events = EventCalls(observation)
-        routes = [*self._events.routes(), *StartingCalls(observation).routes()]
+        self._events = EventCalls(server_state)
+        routes = [*self._events.routes(), *StartingCalls(server_state).routes()]
         if not config.no_ui:
             routes[:0] = page.routes()
         app = _application(routes, AccessCheck(config), config, Metrics(dict), frozenset())
@@ -117,7 +117,7 @@ class EarlyServer:
 
 
 class Front:
-    """The application: all calls, with the check of who may make them, inside the log."""
+    """The application: the routes, each behind its access check, inside the request log."""
 
     def __init__(
         self,
@@ -132,21 +132,21 @@ class Front:
         self.num_ended = 0  # answers that a drain did not wait for
         self.answering = Answering(config, engine, tokenizer, max_context, self._metrics)
         self.responses = ResponseCalls(self.answering)
-        self.observation = Observation(config)
-        self.observation.engine = engine
-        self.observation.answering = self.answering
+        self.server_state = ServerState(config)
+        self.server_state.engine = engine
+        self.server_state.answering = self.answering
         self.history = SampleHistory(engine.pipeline, self._metrics.totals)
-        self.observation.history = self.history
-        self.events = EventCalls(self.observation)
+        self.server_state.history = self.history
+        self.events = EventCalls(self.server_state)
         self.check = AccessCheck(config)
         self.routes, names = self._compose(max_context)
-        # The page's files are no calls: /openapi.json does not describe them.
+        # The page's files are not calls: /openapi.json does not describe them.
         self.files = [] if config.no_ui else page.routes()
         routes = [*self.routes, *self.files]
         self.app = _application(routes, self.check, config, self._metrics, names)
 
     def _compose(self, max_context: int) -> tuple[list[Route], frozenset[str]]:
-        """Returns the calls, and the names of all fields that they have."""
+        """Returns the routes, and the names of all fields of their bodies and queries."""
         config, engine = self._config, self._engine
         server = ServerCalls(
             config.model_name,
@@ -176,7 +176,7 @@ class Front:
         """Accepts no new requests. Answers that still run after this many seconds end with an
         error. They end sooner if a rank is missing, because it is unlikely to return."""
         self.check.drain()
-        self.observation.is_draining = True
+        self.server_state.is_draining = True
         if not self._engine.is_complete:
             seconds = min(seconds, _BROKEN_DRAIN_SECONDS)
         num_open = len(self.answering.open_answers())
@@ -186,7 +186,7 @@ class Front:
     def _end_drain(self) -> None:
         self.num_ended += len(self.answering.open_answers())
         self.answering.interrupt(UnavailableError("The server is stopping."))
-        self.check.give_up()
+        self.check.end_drain()
 
 
 def _application(
@@ -195,17 +195,17 @@ def _application(
     config: ServeConfig,
     metrics: Metrics,
     field_names: frozenset[str],
-) -> guard.Application:
-    """Returns the routes, each inside the check of its policy, inside the log of requests."""
+) -> middleware.Application:
+    """Returns the routes, each behind the check of its policy, inside the request log."""
     checked = [CheckedRoute(route, check) for route in routes]
     starlette = Starlette(routes=checked, exception_handlers=errors.HANDLERS)
     starlette.router.redirect_slashes = False
     starlette.router.default = NoRoute(check, _FOLDERS)
-    app = guard.RequestLog(_with_cors(starlette, config), metrics, config, field_names)
+    app = middleware.RequestLog(_with_cors(starlette, config), metrics, config, field_names)
     return app if config.no_ui else page.with_page(app)
 
 
-def _with_cors(app: guard.Application, config: ServeConfig) -> guard.Application:
+def _with_cors(app: middleware.Application, config: ServeConfig) -> middleware.Application:
     """Allows the origins of --allowed-origins. This is outside of the check, because a browser's
     preflight request has no key. Credentials are never allowed: keys are headers, so no page can
     use what a browser has stored."""

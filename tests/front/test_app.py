@@ -32,7 +32,7 @@ from serve.front.api.writers.chat import ChatWriter
 from serve.front.api.writers.messages import MessagesWriter
 from serve.front.api.writers.responses import ResponsesWriter
 from serve.front.app import Front
-from serve.front.http import guard
+from serve.front.http import middleware
 from serve.front.http.listening import bind
 from serve.front.http.replies import StatusError
 from serve.front.routes.answering import WARM_UP_SCHEMA
@@ -70,7 +70,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = 5) -> None:
 
 def log_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     found = [
-        record.getMessage() for record in caplog.records if record.name == "serve.front.http.guard"
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "serve.front.http.middleware"
     ]
     return [line for line in found if line.startswith("request=")]
 
@@ -740,7 +742,7 @@ async def test_bodies_of_clients_that_left_do_not_wait_for_a_thread(
     async def leave() -> dict[str, Any]:
         return {"type": "http.disconnect"}
 
-    monkeypatch.setattr(guard, "read_parts", read_parts)
+    monkeypatch.setattr(middleware, "read_parts", read_parts)
     request = Request({"type": "http", "headers": []}, leave)
     try:
         with pytest.raises(StatusError):

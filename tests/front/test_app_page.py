@@ -14,7 +14,7 @@ from serve.front.app import EarlyServer
 from serve.front.http import pages
 from serve.front.http.listening import bind
 from serve.front.routes import history, page, watching
-from serve.front.routes.events import Observation
+from serve.front.routes.events import ServerState
 from tests.front.fakes import CONFIG, FakeEngine, Running
 from tests.front.test_app import CHAT, HELLO, get, wait_until
 
@@ -250,7 +250,7 @@ def test_early_server_shows_the_page_and_why_it_is_not_ready() -> None:
 
     async def run() -> None:
         listening = bind("127.0.0.1", 0)
-        early = EarlyServer(CONFIG, listening, Observation(CONFIG))
+        early = EarlyServer(CONFIG, listening, ServerState(CONFIG))
         await asyncio.to_thread(look, f"http://127.0.0.1:{listening.getsockname()[1]}")
         await early.stop()
         await early.stop()

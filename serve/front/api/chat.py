@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from serve.core.errors import RequestError
 from serve.core.types import Sampling
-from serve.front.api.context import ContextWindow, asked_tokens
+from serve.front.api.context import ContextWindow, requested_tokens
 from serve.front.api.request import ChatPrompt, ChatRequest, ToolUse
 from serve.front.api.sampling import check_min_tokens
 from serve.front.api.truncation import fitting
@@ -14,7 +14,7 @@ from serve.front.pipeline.interface import Prompt
 from serve.front.prefixes.boundaries import boundaries
 from serve.front.prefixes.checkpoints import MIN_TOKENS
 from serve.front.text.dialects.interface import Dialect
-from serve.front.text.schemas import TOOLS, left_out_of, schema_of
+from serve.front.text.schemas import TOOLS, omitted_keywords, schema_of
 from serve.front.text.tokens import Tokenizer
 
 _FORCING = "tool_choice"  # the field that forces a call
@@ -39,7 +39,7 @@ def prepare(
         is_native=constraint.forces_native_calls,
     )
     not_enforced = constraint.left_out
-    if request.tool_use.has_loose_inputs(constraint.held_inputs):
+    if request.tool_use.has_unenforced_inputs(constraint.enforced_inputs):
         not_enforced += (_LARK,)
     prediction = tokenizer.encode(request.prediction) if request.prediction else []
     prompt = Prompt(
@@ -49,7 +49,7 @@ def prepare(
         request.end_ids,
         has_marks=splitting.searches(tokenizer.dialect),
         prediction=tuple(prediction),
-        # Last, because it takes longest: a request that is refused above does not pay for it.
+        # Last, because it takes longest: requests that are refused above do without it.
         boundaries=_boundaries(encoded, request, tokenizer) if finds_boundaries else (),
     )
     return Job(
@@ -67,7 +67,7 @@ def prepare(
         is_grammar_optional=constraint.is_optional,
         not_enforced=not_enforced,
         tool_grammars=tuple(request.tool_use.inputs.values()),
-        held_inputs=constraint.held_inputs,
+        enforced_inputs=constraint.enforced_inputs,
         format_schema=constraint.format_schema,
         ignored_fields=(*request.ignored_fields, *constraint.overridden),
     )
@@ -75,7 +75,7 @@ def prepare(
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A prompt, and the limit of its answer in tokens. If is_cut, its first tokens are left out."""
+    """A prompt, and the limit of its answer in tokens. is_cut: the prompt lacks its beginning."""
 
     parts: ChatPrompt
     text: str
@@ -93,8 +93,8 @@ def _encoded(request: ChatRequest, tokenizer: Tokenizer, max_context: int) -> _E
     text = parts.render(tokenizer)
     all_ids = window.encode(text, tokenizer, request.adds_special_tokens)
     ids = window.cut(all_ids, num_answer)
-    asked = asked_tokens(request.max_tokens, tokenizer.sampling_defaults.max_new_tokens)
-    max_tokens = window.max_tokens(ids, asked)
+    requested = requested_tokens(request.max_tokens, tokenizer.sampling_defaults.max_new_tokens)
+    max_tokens = window.max_tokens(ids, requested)
     check_min_tokens(request.stop.min_tokens, max_tokens)
     return _Encoded(parts, text, ids, len(ids) < len(all_ids), max_tokens)
 
@@ -117,7 +117,7 @@ def _samplings(
 
 
 def _boundaries(encoded: _Encoded, request: ChatRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns where later prompts may begin to differ; nowhere in a short or a cut prompt."""
+    """Returns the places where later prompts may differ; none for a short or a cut prompt."""
     if encoded.is_cut or len(encoded.ids) <= MIN_TOKENS:
         return ()
     later = _rendered(encoded.parts.later(), tokenizer)
@@ -144,23 +144,23 @@ def _rendered(prompts: Iterable[ChatPrompt], tokenizer: Tokenizer) -> Iterator[s
 @dataclass(frozen=True, slots=True)
 class _Constraint:
     """The grammar that answers follow, after the token free_until if it is not None. param is the
-    field that demands it; if is_optional, it may be left out. left_out has the keywords that it
-    does not enforce, held_inputs the tools whose input it does, overridden the fields that a forced
-    call replaces. forces_native_calls puts forced calls in the dialect's format."""
+    field that demands it; if is_optional, it may be left out. left_out are the keywords that it
+    does not enforce, enforced_inputs the tools whose input it enforces, overridden the fields that
+    a forced call replaces. forces_native_calls: forced calls are in the dialect's format."""
 
     grammar: str | None
     param: str | None
     free_until: int | None = None
     is_optional: bool = False
     left_out: tuple[str, ...] = ()
-    held_inputs: tuple[str, ...] = ()
+    enforced_inputs: tuple[str, ...] = ()
     format_schema: str | None = None
     overridden: tuple[str, ...] = ()
     forces_native_calls: bool = False
 
 
 def _constraint(request: ChatRequest, tokenizer: Tokenizer, is_thinking: bool) -> _Constraint:
-    """Returns the grammar that is demanded, or that of the tools. Raises RequestError."""
+    """Returns the demanded grammar, or that of the tools. Raises RequestError."""
     reasoning = tokenizer.dialect.reasoning
     free_until: int | None = None
     if reasoning and is_thinking:
@@ -186,7 +186,7 @@ def _constraint(request: ChatRequest, tokenizer: Tokenizer, is_thinking: bool) -
 def _of_free_calls(
     use: ToolUse, tokenizer: Tokenizer, free_until: int | None, can_follow: bool
 ) -> _Constraint:
-    """Returns the grammar of calls that the model decides on, if it has any."""
+    """Returns the grammar of calls that the model may or may not make, if there is one."""
     if not use.is_free:
         return _Constraint(None, None, free_until)
     grammar = None
@@ -202,7 +202,7 @@ def _of_free_calls(
         free_until,
         is_optional=not use.is_strict,
         left_out=grammar.left_out,
-        held_inputs=grammar.held_inputs,
+        enforced_inputs=grammar.enforced_inputs,
     )
 
 
@@ -210,7 +210,7 @@ def _of_forced_calls(
     demanded: str, request: ChatRequest, tokenizer: Tokenizer, free_until: int | None
 ) -> _Constraint:
     """Returns the grammar of a forced call, which takes precedence over a format. The call is in
-    the model's own format of calls, on which it was trained, if that has a grammar."""
+    the model's own format of calls, on which it was trained, if that format has a grammar."""
     use = request.tool_use
     param = request.grammar_param
     overridden = (param,) if param and param != _FORCING else ()
@@ -227,7 +227,7 @@ def _of_forced_calls(
             tokenizer.grammar_of_answer(demanded),
             _FORCING,
             free_until,
-            left_out=left_out_of(use.demanded),
+            left_out=omitted_keywords(use.demanded),
             overridden=overridden,
         )
     return _Constraint(
@@ -235,7 +235,7 @@ def _of_forced_calls(
         _FORCING,
         free_until,
         left_out=native.left_out,
-        held_inputs=native.held_inputs,
+        enforced_inputs=native.enforced_inputs,
         overridden=overridden,
         forces_native_calls=True,
     )
@@ -258,6 +258,6 @@ def _of_format(
         request.grammar_param,
         free_until,
         left_out=either.left_out,
-        held_inputs=either.held_inputs,
+        enforced_inputs=either.enforced_inputs,
         format_schema=schema,
     )

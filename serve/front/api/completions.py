@@ -4,7 +4,7 @@ import secrets
 from dataclasses import replace
 
 from serve.core.types import Sampling
-from serve.front.api.context import ContextWindow, asked_tokens
+from serve.front.api.context import ContextWindow, requested_tokens
 from serve.front.api.openai import CompletionBody
 from serve.front.api.sampling import check_min_tokens
 from serve.front.output.answer import Job
@@ -22,13 +22,13 @@ def prepare(body: CompletionBody, tokenizer: Tokenizer, max_context: int) -> Job
     samplings = body.samplings(tokenizer, grammars, body.logprobs, body.num_scored)
     end_ids = body.end_ids(tokenizer)
     default = min(_DEFAULT_MAX_TOKENS, max_context - 1)
-    asked = asked_tokens(body.max_tokens, default)
+    requested = requested_tokens(body.max_tokens, default)
     adds_special = body.add_special_tokens is not False
-    num_answer = 1 if asked is None else asked
+    num_answer = 1 if requested is None else requested
     prompts = []
     for given in body.prompt:
         ids = window.tokens_of(given, tokenizer, adds_special, num_answer)
-        max_tokens = window.max_tokens(ids, asked)
+        max_tokens = window.max_tokens(ids, requested)
         check_min_tokens(body.min_tokens or 0, max_tokens)
         if body.seed is None:
             samplings = tuple(map(_with_new_seed, samplings))

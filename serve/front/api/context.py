@@ -13,7 +13,7 @@ _WHOSE = {
 }
 
 
-def asked_tokens(given: int | None, default: int | None) -> int | None:
+def requested_tokens(given: int | None, default: int | None) -> int | None:
     """Returns the limit that a request sets; None for as many tokens as fit, written as -1."""
     limit = default if given is None else given
     return None if limit == -1 else limit
@@ -21,8 +21,8 @@ def asked_tokens(given: int | None, default: int | None) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ContextWindow:
-    """The max_context tokens of a prompt and its answer (none if min_answer is 0). param is the
-    field with the prompt. Only its last keep tokens are used, if keep is not None."""
+    """The max_context tokens of a prompt and its answer (no answer if min_answer is 0). param is
+    the prompt's field. Only the prompt's last keep tokens are used, if keep is not None."""
 
     max_context: int
     param: str
@@ -41,8 +41,8 @@ class ContextWindow:
     def tokens_of(
         self, given: str | list[int], tokenizer: Tokenizer, adds_special: bool, num_answer: int
     ) -> list[int]:
-        """Returns the tokens of a prompt, which may be token ids already, as far as they are kept
-        beside an answer. This is slow: call it in a thread. Raises RequestError."""
+        """Returns the tokens of a prompt (a text, or token ids), cut to leave room for the answer.
+        This is slow: call it in a thread. Raises RequestError."""
         if isinstance(given, str):
             ids = self.encode(given, tokenizer, adds_special)
         else:
@@ -50,14 +50,14 @@ class ContextWindow:
             check_ids(self.param, ids, tokenizer.vocab_size)
         return self.cut(ids, num_answer)
 
-    def cut(self, ids: list[int], asked: int) -> list[int]:
+    def cut(self, ids: list[int], requested: int) -> list[int]:
         """Returns the tokens that are kept. A keep of -1 keeps as many as fit beside the answer."""
         if self.keep is None:
             return ids
-        keep = self.keep if self.keep > 0 else self.max_context - asked
+        keep = self.keep if self.keep > 0 else self.max_context - requested
         if keep <= 0:
             raise RequestError(
-                f"truncate_prompt_tokens: an answer of {asked} tokens leaves no room for "
+                f"truncate_prompt_tokens: an answer of {requested} tokens leaves no room for "
                 f"a prompt in a context of {self.max_context}: lower max_tokens.",
                 param="truncate_prompt_tokens",
                 code="context_length_exceeded",
@@ -70,17 +70,17 @@ class ContextWindow:
         if len(ids) > self.max_context:
             raise self._too_long(f"{_WHOSE[self.param]} {len(ids)} tokens")
 
-    def max_tokens(self, ids: list[int], asked: int | None) -> int:
-        """Returns how many tokens the answer may have: as many as asked for (None: no limit), or as
-        many as fit. Raises RequestError if the prompt is empty or does not fit."""
+    def max_tokens(self, ids: list[int], requested: int | None) -> int:
+        """Returns the limit of the answer: as many tokens as requested (None: no limit), or as many
+        as fit. Raises RequestError if the prompt is empty or does not fit."""
         self._check_not_empty(ids)
         num_left = self.max_context - len(ids)
-        num_needed = 1 if asked is None else min(asked, 1)
+        num_needed = 1 if requested is None else min(requested, 1)
         if num_left < num_needed:
             raise self._too_long(
                 f"{_WHOSE[self.param]} {len(ids)} tokens, and the answer needs at least one"
             )
-        return num_left if asked is None else min(asked, num_left)
+        return num_left if requested is None else min(requested, num_left)
 
     def _check_not_empty(self, ids: list[int]) -> None:
         if not ids:

@@ -83,7 +83,7 @@ class _Custom(Tolerant):
 
 
 class ChatCustomTool(Tolerant):
-    """A custom tool in the form of chats, which have one more object around it and its grammar."""
+    """A custom tool as chats declare it, with one more object around it and around its grammar."""
 
     type: Literal["custom"]
     custom: _Custom
@@ -126,7 +126,7 @@ def custom_input(text: str) -> str:
 
 
 def as_object(text: str) -> dict[str, Any] | None:
-    """Returns the JSON object that a text is; None if it is none."""
+    """Returns the JSON object in a text; None if the text is anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

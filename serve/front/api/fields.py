@@ -6,8 +6,8 @@ from typing import Any
 
 from serve.core.errors import RequestError
 
-# Fields that cannot change the meaning of an answer: hints to a service, and labels of a client's
-# own. Any value is accepted.
+# Fields that cannot change the meaning of an answer: hints to a service, and a client's own
+# labels. Any value is accepted.
 HARMLESS = frozenset(
     {
         "client_metadata",

@@ -1,4 +1,4 @@
-"""The messages of a chat: as OpenAI has them, as all APIs share them, and as templates get them."""
+"""The messages of a chat: in OpenAI's form, in the form of all APIs, and in that of templates."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -15,8 +15,8 @@ MAX_ROLE_CHARACTERS = 64
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The content of a message. text has a line for each part, as vLLM joins them. parts is empty
-    unless a part has further fields, which some templates read."""
+    """The content of a message. text contains a line for each part, as vLLM joins them. parts is
+    empty unless a part contains further fields, which some templates read."""
 
     text: str
     thought: str = ""
@@ -50,7 +50,7 @@ def _read_content(content: Any) -> Content | None:
 
 
 def _read_part(index: int, part: Any) -> tuple[Literal["text", "thought"], str]:
-    """Whether a part of a message is text or a thought, and its text."""
+    """Returns the kind of a message's part, and its text."""
     if isinstance(part, str):
         return "text", part
     kind = part.get("type", "text") if isinstance(part, dict) else None
@@ -153,7 +153,7 @@ class RequestMessage(Tolerant):
         return self.content.thought or None
 
 
-# An assistant's message has at least one of these.
+# An assistant's message needs at least one of these.
 _FIELDS_OF_ASSISTANT = {
     "content",
     "tool_calls",
@@ -179,7 +179,7 @@ class CallPart(TypedDict):
 
 
 class ChatMessage(TypedDict):
-    """A message of OpenAI's chat without empty fields; parts only if they have more than text."""
+    """A message of OpenAI's chat without empty fields; parts only if they are more than text."""
 
     role: str
     content: NotRequired[str]
@@ -244,8 +244,8 @@ def _add_thoughts_and_calls(plain: ChatMessage, message: RequestMessage, number:
 
 
 def _plain_call(call: ToolCall, number: int, index: int) -> CallPart:
-    """Returns a call of a history. One without an id gets one that depends on its place alone, of
-    nine letters and digits, because some templates accept only that form."""
+    """Returns a call of the history. A call without an id gets one that depends only on its place,
+    of nine letters and digits, because some templates accept only that form."""
     function: FunctionPart
     if call.function is not None:
         function = {"name": call.function.name, "arguments": call.function.arguments}
@@ -320,5 +320,5 @@ def arguments_object(text: str) -> dict[str, Any]:
 
 
 def invalid_arguments(text: str) -> dict[str, Any]:
-    """Returns an object around text that is no JSON object, or was cut, as Anthropic advises."""
+    """Wraps text that is not a JSON object, or was cut off, in one, as Anthropic advises."""
     return {"INVALID_JSON": text}

@@ -18,7 +18,7 @@ from serve.front.text.tokens import Tokenizer
 
 _Json = dict[str, Any]
 
-# Of the context, the part that a shortened prompt leaves to the answer at most.
+# A shortened prompt leaves at most one part in this many of the context to the answer.
 _ANSWER_PART = 4
 _NO_TIME = re.compile(r"0+(\.0*)?([nuµm]?s|m|h)?")
 
@@ -41,7 +41,7 @@ class Options(Body):
 
 
 class _OllamaBody(Lenient):
-    """keep_alive and shift have no effect: the model stays, and answers end with the context."""
+    """keep_alive and shift do nothing: the model stays loaded, and answers end with the context."""
 
     model: str = DEFAULT_MODEL
     stream: bool | None = None
@@ -56,7 +56,7 @@ class _OllamaBody(Lenient):
 
     @property
     def unloads(self) -> bool:
-        """Whether keep_alive asks for the model to leave the memory at once."""
+        """Whether keep_alive asks to unload the model at once."""
         if isinstance(self.keep_alive, str):
             return _NO_TIME.fullmatch(self.keep_alive) is not None
         return bool(self.keep_alive == 0)
@@ -67,7 +67,7 @@ class _OllamaBody(Lenient):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def num_kept(self, max_context: int) -> int:
-        """Returns the number of tokens of a shortened prompt, which leaves room for the answer."""
+        """Returns the length of a prompt that is shortened to leave room for the answer."""
         num_answer = max(1, max_context // _ANSWER_PART)
         limit = self.options.num_predict if self.options else None
         if limit is not None and limit > 0:
@@ -143,7 +143,7 @@ class OllamaChatBody(_OllamaBody):
 
     @property
     def loads_only(self) -> bool:
-        """Whether the request asks for nothing but a model in memory."""
+        """Whether the request only asks to load the model."""
         return not self.messages
 
     def job(self, tokenizer: Tokenizer, max_context: int, finds_boundaries: bool) -> Job:
@@ -156,7 +156,7 @@ class OllamaChatBody(_OllamaBody):
 
 
 class OllamaGenerateBody(_OllamaBody):
-    """raw continues the prompt as it is. context was the form of a history in old versions."""
+    """raw leaves out the chat template. context was the form of a history in old versions."""
 
     prompt: str | None = None
     system: str | None = None
@@ -167,7 +167,7 @@ class OllamaGenerateBody(_OllamaBody):
 
     @property
     def loads_only(self) -> bool:
-        """Whether the request asks for nothing but a model in memory."""
+        """Whether the request only asks to load the model."""
         return not self.prompt
 
     def job(self, tokenizer: Tokenizer, max_context: int, finds_boundaries: bool) -> Job:

@@ -15,7 +15,7 @@ from serve.front.text.tokens import Tokenizer
 
 
 class _EmbeddingsBody(Lenient):
-    """options are those of Ollama's own engine, and do not concern an embedding."""
+    """options are those of Ollama's own engine, and do not change an embedding."""
 
     model: str = DEFAULT_MODEL
     options: dict[str, Any] | None = None
@@ -31,7 +31,7 @@ class OllamaEmbedBody(_EmbeddingsBody):
 
     @property
     def loads_only(self) -> bool:
-        """Whether the request asks for nothing but a model in memory."""
+        """Whether the request only asks to load the model."""
         return not self.input
 
     def job(self, tokenizer: Tokenizer, max_context: int) -> EmbeddingJob:
@@ -59,7 +59,7 @@ class OllamaEmbeddingsBody(_EmbeddingsBody):
 
     @property
     def loads_only(self) -> bool:
-        """Whether the request asks for nothing but a model in memory."""
+        """Whether the request only asks to load the model."""
         return not self.prompt
 
     def job(self, tokenizer: Tokenizer, max_context: int) -> EmbeddingJob:
@@ -82,7 +82,7 @@ def embeddings_reply() -> Json:
 
 def encode_embed(job: EmbeddingJob, embeddings: Sequence[bytes], seconds: float) -> bytes:
     """Returns the reply of embed as JSON. embeddings are float32 numbers in little-endian bytes,
-    which took seconds; call it in a thread if there are many."""
+    seconds is the time that they took. Call it in a thread if there are many."""
     frame = {
         **embed_reply(job.model),
         "total_duration": int(seconds * 1e9),

@@ -1,4 +1,4 @@
-"""Texts that clients send back and do not show, such as omitted thoughts. They are no secret."""
+"""Texts that clients send back and do not show, such as omitted thoughts. They are not secret."""
 
 import base64
 import binascii
@@ -11,7 +11,7 @@ def opaque(text: str) -> str:
 
 
 def opened(content: str | None) -> str | None:
-    """Returns the text of `opaque`; None for what another server wrote."""
+    """Returns the text of `opaque`; None for a text that another server wrote."""
     if not content or not content.startswith(_PREFIX):
         return None
     try:

@@ -1,7 +1,7 @@
 """Validates the bodies of OpenAI's requests.
 
-A field of OpenAI or vLLM that is not supported must hold the value that changes nothing, unless
-it is harmless (`serve.front.api.fields`). Unknown fields are ignored, as in vLLM, and noted.
+A field of OpenAI or vLLM that is not supported must have a value without effect, unless the field
+is harmless (`serve.front.api.fields`). Unknown fields are ignored, as in vLLM, and recorded.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -38,14 +38,14 @@ from serve.front.output.answer import Listing, UsageInStream
 from serve.front.text.tokens import Tokenizer
 
 MAX_PROMPTS = 1024
-# A reply's header has room for fewer.
-_MAX_NAMES_NOTED = 400
+# More than a reply's header can list.
+_MAX_IGNORED_NAMES = 400
 
 Parsed = TypeVar("Parsed", bound=Body)
 
 
 class Lenient(Body):
-    """A body of which `parse` ignores unknown fields; it notes their names."""
+    """A body whose unknown fields `parse` ignores. It records their names."""
 
     _ignored: tuple[str, ...] = PrivateAttr(default=())
 
@@ -73,7 +73,7 @@ def _not_zero(num_tokens: int) -> int:
 
 
 class StreamOptions(Body):
-    """include_obfuscation is a hint: padding hides the lengths of tokens, and none is added."""
+    """include_obfuscation, padding that hides the lengths of tokens, has no effect."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -91,7 +91,7 @@ def _num_listed(num: int) -> int:
 
 NumLogprobs = Annotated[int, Field(ge=-1, le=MAX_LOGPROBS), AfterValidator(_num_listed)]
 
-# Prompts share their beginnings with those of the same salt only, as in vLLM.
+# Prompts share cached prefixes only with prompts of the same salt, as in vLLM.
 CacheSalt = Annotated[str, Field(min_length=1)]
 
 
@@ -139,7 +139,7 @@ class Allowed(Body):
 
 
 class AllowedTools(Body):
-    """The choice among a part of the tools."""
+    """A choice among some of the tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: Allowed
@@ -288,7 +288,7 @@ class ChatBody(Templated, GenerationBody):
 
     @property
     def is_parallel(self) -> bool:
-        """Whether an answer may have several calls. The older fields have room for one."""
+        """Whether an answer may contain several calls. The older fields hold one."""
         return self.parallel_tool_calls is not False and self.functions is None
 
     @property
@@ -306,14 +306,14 @@ class ChatBody(Templated, GenerationBody):
 
     @property
     def _is_raw(self) -> bool:
-        """Whether the whole answer is the input of a custom tool, because it is demanded."""
+        """Whether the whole answer is a custom tool's input, because that tool is demanded."""
         _, choice = self.offered
         return isinstance(choice, NamedTool) and choice.function.name in self.custom_tools
 
     def grammars(self) -> dict[str, str]:
         call_grammar = self.tool_use.grammar()
         if self._is_raw and call_grammar is None:
-            return {}  # The input of the tool is free text, whatever the format of a text is.
+            return {}  # The tool's input is free text, whatever response_format is.
         found = super().grammars()
         if call_grammar:
             found["tool_choice"] = call_grammar
@@ -321,7 +321,7 @@ class ChatBody(Templated, GenerationBody):
 
     @property
     def max_answer_tokens(self) -> int | None:
-        """The limit of an answer, by either name of the field: the newer one counts."""
+        """The limit of an answer, from either field. The newer field counts."""
         return self.max_completion_tokens or self.max_tokens
 
     def request(self, tokenizer: Tokenizer) -> ChatRequest:
@@ -386,7 +386,7 @@ def list_prompts(prompt: Any, limit: int = MAX_PROMPTS) -> Any:
 
 
 def _is_prompt(given: Any) -> bool:
-    """Whether this is one prompt: a text, or a list of token ids."""
+    """Whether given is one prompt: a text, or a list of token ids."""
     if isinstance(given, str):
         return True
     return isinstance(given, list) and all(type(id) is int and 0 <= id < 2**31 for id in given)
@@ -468,7 +468,7 @@ def parse(kind: type[Parsed], body: dict[str, Any]) -> Parsed:
     for name in body.keys() & unsupported:
         check_neutral(name, body[name])
     parsed = _validated(kind, supported)
-    parsed._ignored = tuple(unknown[:_MAX_NAMES_NOTED])
+    parsed._ignored = tuple(unknown[:_MAX_IGNORED_NAMES])
     return parsed
 
 

@@ -16,7 +16,7 @@ from serve.front.text.tokens import Tokenizer
 
 # The model of a request that names none.
 DEFAULT_MODEL = "default"
-# The content of made-up messages. Few real ones begin like it.
+# The content of made-up messages. Few real messages begin like it.
 _PROBE = "§ What comes next?"
 _PROBE_ID = "p00000000"  # Some templates accept only ids of nine letters and digits.
 
@@ -33,7 +33,7 @@ class ChatPrompt:
     continues: bool = False
 
     def with_defaults(self, options: Mapping[str, Any]) -> "ChatPrompt":
-        """Returns the same parts, with these variables where the request itself sets no others."""
+        """Returns the same parts, with these variables unless the request itself sets them."""
         return replace(self, options={**options, **self.options})
 
     def later(self) -> Iterator["ChatPrompt"]:
@@ -81,10 +81,10 @@ class ToolUse:
     inputs: Mapping[str, str] = field(default_factory=dict)
     lark_inputs: frozenset[str] = frozenset()
 
-    def has_loose_inputs(self, held: Collection[str]) -> bool:
-        """Whether a tool may be called whose input no grammar holds; held are those held."""
+    def has_unenforced_inputs(self, enforced: Collection[str]) -> bool:
+        """Whether a tool may be called whose Lark input is not among the enforced ones."""
         may_call = self.choice != "none" and not self.is_raw
-        return may_call and not self.lark_inputs <= set(held)
+        return may_call and not self.lark_inputs <= set(enforced)
 
     @property
     def is_free(self) -> bool:
@@ -114,7 +114,7 @@ class ToolUse:
 
     @property
     def demanded(self) -> list[dict[str, Any]]:
-        """The declared tools that a forced call may be of."""
+        """The declared tools that a forced call may name."""
         if not isinstance(self.choice, NamedTool):
             return self.declared
         name = self.choice.function.name
@@ -122,7 +122,7 @@ class ToolUse:
 
     @property
     def allows_several(self) -> bool:
-        """Whether an answer may have more than one call. A tool that is named is called once."""
+        """Whether an answer may contain more than one call. A named tool is called once."""
         return self.is_parallel and not isinstance(self.choice, NamedTool)
 
     def splitting(

@@ -227,7 +227,7 @@ def basic_sampling(
 
 
 def for_choices(first: Sampling, num_choices: int) -> tuple[Sampling, ...]:
-    """Returns the samplings of a prompt's answers, with their own seeds; scores are the first's."""
+    """Returns a sampling for each answer, with its own seed. Only the first scores the prompt."""
     samplings = [first]
     for number in range(1, num_choices):
         other = replace(first, seed=first.seed + number, prompt_logprobs=None)
@@ -236,7 +236,7 @@ def for_choices(first: Sampling, num_choices: int) -> tuple[Sampling, ...]:
 
 
 def first_banned_ids(tokenizer: Tokenizer, stop_ids: Iterable[int] = ()) -> tuple[int, ...]:
-    """Returns the tokens banned before min_tokens, also with ignore_eos, as in vLLM."""
+    """Returns the tokens banned until min_tokens, even with ignore_eos, as in vLLM."""
     ids = tokenizer.eos_ids.union(stop_ids)
     return tuple(sorted(id for id in ids if id < tokenizer.vocab_size))
 

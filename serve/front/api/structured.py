@@ -38,7 +38,7 @@ class _TagContent(Body):
 
 
 class StructuralTag(Body):
-    """JSON by a schema between `begin` and `end`. Newer vLLM has the schema in `content`."""
+    """JSON of a schema, between `begin` and `end`. Newer vLLM has the schema in `content`."""
 
     type: Literal["tag"] | None = None
     begin: Grammar
@@ -84,7 +84,7 @@ class ResponseFormat(Body):
 
     @model_validator(mode="after")
     def _has_what_its_type_needs(self) -> "ResponseFormat":
-        given = set(_given_names(self)) - {"type"}
+        given = set(_names_of_set_fields(self)) - {"type"}
         allowed = _FIELDS_OF_TYPES[self.type]
         if given not in allowed:
             choices = [" and ".join(sorted(fields)) or "nothing else" for fields in allowed]
@@ -134,7 +134,7 @@ _FIELDS_OF_TYPES: dict[str, list[set[str]]] = {
 }
 
 
-def _given_names(body: Body) -> Iterator[str]:
+def _names_of_set_fields(body: Body) -> Iterator[str]:
     """Yields the names of fields that are not null, as the client writes them."""
     for name, value in body:
         if value is not None:

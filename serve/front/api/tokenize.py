@@ -15,7 +15,7 @@ from serve.front.api.sampling import check_ids
 from serve.front.http.replies import Json
 from serve.front.text.tokens import Tokenizer
 
-# The limit of a text whose tokens are listed or counted, for each token of the longest prompt. A
+# The limit of a text to tokenize or count, in bytes for each token of the longest prompt. A
 # longer text cannot be a prompt, and encoding it takes seconds.
 MAX_BYTES_OF_A_TOKEN = 64
 MIN_BOUND = 1 << 20

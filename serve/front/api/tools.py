@@ -1,7 +1,7 @@
 """Tools: validates their declarations, and builds the grammar of a forced call.
 
-A call that must come (tool_choice required, or a name) is written as JSON by any model,
-because a grammar leaves it no choice, as vLLM does it.
+A forced call (tool_choice required, or a name) is JSON for every model, because a grammar enforces
+it, as in vLLM.
 """
 
 from collections.abc import Sequence

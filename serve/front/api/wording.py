@@ -115,7 +115,7 @@ def _sentence(errors: Sequence[ErrorDetails]) -> str:
 
 
 def _wanted(error: ErrorDetails) -> str | None:
-    """Returns the values that the field allows, as far as one error says."""
+    """Returns the values that the field allows, as far as one error tells."""
     kind = error["type"]
     context = error.get("ctx", {})
     if kind in _LIMITS:

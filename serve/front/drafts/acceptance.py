@@ -3,12 +3,12 @@
 from bisect import bisect_left
 from collections.abc import Iterable
 
-# Guesses are counted by the length of the match that they come from: up to each of these lengths,
+# Guesses are counted in classes by the length of their match: up to each of these lengths,
 # and above the last one.
 _LENGTHS = (3, 6, 12, 24)
 _PRIOR_SHARES = (0.45, 0.6, 0.75, 0.85, 0.9)
 _PRIOR_WEIGHT = 4.0
-_KEPT = 0.95  # of the earlier counts, with each new guess
+_DECAY = 0.95  # the factor of the earlier counts, for each new guess
 _FIRST_HIT_SHARES = (0.15, 0.4)  # Short answers often repeat words of the prompt.
 _FIRST_GUESS_SHARES = (0.25, 0.6)
 _NEW_SHARE = 0.08  # of the latest token in the means of a sequence
@@ -16,20 +16,20 @@ _NEW_SHARE_OF_ALL = 0.005  # and in those of all sequences
 
 
 class Acceptance:
-    """The share of right guesses by the length of the match that they come from. prior is another
-    Acceptance, which decides until enough guesses are counted here. It gets the same counts."""
+    """The share of right guesses, by the length of the match behind them. prior, the Acceptance of
+    more sequences, gets the same counts, and dominates until enough guesses are counted here."""
 
     def __init__(self, prior: "Acceptance | None" = None) -> None:
         self._prior = prior
         self._num_right = [0.0] * len(_PRIOR_SHARES)
         self._num_all = [0.0] * len(_PRIOR_SHARES)
 
-    def note(self, match_length: int, is_right: bool) -> None:
+    def count(self, match_length: int, is_right: bool) -> None:
         kind = bisect_left(_LENGTHS, match_length)
-        self._num_right[kind] = _KEPT * self._num_right[kind] + is_right
-        self._num_all[kind] = _KEPT * self._num_all[kind] + 1
+        self._num_right[kind] = _DECAY * self._num_right[kind] + is_right
+        self._num_all[kind] = _DECAY * self._num_all[kind] + 1
         if self._prior:
-            self._prior.note(match_length, is_right)
+            self._prior.count(match_length, is_right)
 
     def share(self, match_length: int) -> float:
         kind = bisect_left(_LENGTHS, match_length)
@@ -49,27 +49,28 @@ class Acceptance:
 
 
 class HitShares:
-    """Recent shares of tokens that had a right guess, and that had any guess, each without and with
-    a match before. They begin as those of prior, which counts the same tokens."""
+    """Recent shares of tokens that had a right guess, and of those with any guess, each by whether
+    the token before had a match. They start at the values of prior, which counts the same
+    tokens."""
 
     def __init__(self, prior: "HitShares | None" = None) -> None:
         self._prior = prior
         self._hits: list[float] = list(prior._hits if prior else _FIRST_HIT_SHARES)
         self._guesses: list[float] = list(prior._guesses if prior else _FIRST_GUESS_SHARES)
 
-    def note(self, had_match: bool, has_guess: bool, is_hit: bool) -> None:
+    def count(self, had_match: bool, has_guess: bool, is_hit: bool) -> None:
         new_share = _NEW_SHARE if self._prior else _NEW_SHARE_OF_ALL
         self._hits[had_match] += new_share * (is_hit - self._hits[had_match])
         self._guesses[had_match] += new_share * (has_guess - self._guesses[had_match])
         if self._prior:
-            self._prior.note(had_match, has_guess, is_hit)
+            self._prior.count(had_match, has_guess, is_hit)
 
     def gain(self, had_match: bool, token_cost: float) -> float:
-        """Returns the tokens that a draft is expected to give, minus its cost in tokens."""
+        """Returns the expected tokens from a draft, minus its cost in tokens."""
         return self._hits[had_match] - token_cost * self._guesses[had_match]
 
 
 def net_gain(gains: Iterable[float], token_cost: float) -> float:
-    """Returns the tokens that drafts should give, minus their cost, if only those worth it are fed.
-    gains has the chance of each; token_cost is the cost of one, in tokens."""
+    """Returns the expected tokens from drafts minus their cost, if only drafts that pay are fed.
+    gains are the chances of the drafts; token_cost is the cost of one, in tokens."""
     return sum(max(0.0, chance - token_cost) for chance in gains)

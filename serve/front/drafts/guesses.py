@@ -36,11 +36,11 @@ class Guesses:
         self._guess: int | None = None
 
     def waiting_gain(self, token_cost: float) -> float:
-        """Returns the tokens that a draft of the token after the next gives, minus its cost."""
+        """Returns the expected tokens from a draft of the token after next, minus its cost."""
         return self._hit_shares.gain(self._match is not None, token_cost)
 
     def next_gain(self, max_drafts: int, token_cost: float) -> float:
-        """Returns the tokens that drafts behind the next token should give, minus their cost."""
+        """Returns the expected tokens from drafts after the next token, minus their cost."""
         if self._match is None:
             return max(0.0, self._hit_shares.gain(False, token_cost))
         length = self._match.length
@@ -48,14 +48,14 @@ class Guesses:
         return self._acceptance.share(length) * net_gain(gains, token_cost)
 
     def catch_up(self, sequence: Sequence) -> bool:
-        """Learns the new tokens, at most some at a time. Returns whether all are learned."""
+        """Learns new tokens, a limited number at a time. Returns whether all are learned."""
         if self._to_add:
             for token in self._to_add[:_MAX_ADDED_AT_ONCE]:
                 self._suffixes.add(token)
             del self._to_add[:_MAX_ADDED_AT_ONCE]
             if self._to_add:
                 return False
-            self._look(is_start=not sequence.output)
+            self._guess_next(is_start=not sequence.output)
         end = self._num_learned + _MAX_ADDED_AT_ONCE
         new = sequence.output[self._num_learned : end]
         self._learn(new)
@@ -82,13 +82,13 @@ class Guesses:
         for token in tokens[:num_added]:
             self._suffixes.add(token)
         if num_added:
-            self._look()
+            self._guess_next()
         for token in tokens[num_added:]:
             self._compare(token)
             self._suffixes.add(token)
-            self._look()
+            self._guess_next()
 
-    def _look(self, is_start: bool = False) -> None:
+    def _guess_next(self, is_start: bool = False) -> None:
         """Guesses the next token. An answer is expected to begin like its prediction."""
         if is_start and self._num_predicted:
             self._match = Match(_PREDICTION_MATCH_LENGTH, 0)
@@ -99,7 +99,7 @@ class Guesses:
 
     def _compare(self, token: int) -> None:
         is_hit = token == self._guess
-        self._hit_shares.note(self._had_match, self._guess is not None, is_hit)
+        self._hit_shares.count(self._had_match, self._guess is not None, is_hit)
         self._had_match = self._match is not None
         if self._match is not None and self._guess is not None:
-            self._acceptance.note(self._match.length, is_hit)
+            self._acceptance.count(self._match.length, is_hit)

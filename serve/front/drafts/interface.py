@@ -21,17 +21,17 @@ class Drafting(Protocol):
     """Makes drafts. It is pure: no clock, socket or array."""
 
     def propose(self, sequences: ReadableList[Sequence]) -> list[Draft]:
-        """Returns each row's draft, empty if its newest token or its text is not held yet."""
+        """Returns each row's draft: empty if its last token is unknown or no stage holds it."""
 
     def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
-        """Whether a step should wait until its newest tokens are known, to have drafts."""
+        """Whether a step should wait for its newest tokens, so that it can feed drafts."""
 
-    def ask(self, sequences: ReadableList[Sequence], num_busy_groups: int) -> list[int]:
+    def plan_guesses(self, sequences: ReadableList[Sequence], num_busy_groups: int) -> list[int]:
         """Returns for each row of a step how many tokens rank 0's draft model should guess after
         it. num_busy_groups groups take turns on rank 0."""
 
     def learn(self, sequence: Sequence) -> None:
-        """Takes note of a sequence's new tokens."""
+        """Learns a sequence's new tokens."""
 
-    def forget(self, sequence_id: int) -> None:
-        """Forgets a sequence. Unknown sequences are ignored."""
+    def remove(self, sequence_id: int) -> None:
+        """Removes the state of a sequence. Unknown sequences are ignored."""

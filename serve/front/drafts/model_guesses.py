@@ -11,17 +11,17 @@ _NEW_SHARE = 0.06  # of the latest guess in the share of a sequence
 _NEW_SHARE_OF_ALL = 0.01  # and in that of all sequences
 # Where nothing is guessed, the share returns to the first one with each token, so that the draft
 # model gets another try after some hundred tokens.
-_FORGOTTEN = 0.002
+_DECAY = 0.002
 _MIN_GAIN = 1.1  # With guesses, the next step cannot be sent before its tokens are known.
 _READ_TOGETHER = 4  # The draft model reads a few new tokens in no extra time.
-_NUM_TOKENS_READ = 256  # It reads no more of a text that it has not read yet.
+_NUM_TOKENS_READ = 256  # at most, of a text that is new to the draft model
 _EXPECTED_TOKENS = 64  # Most answers end before their limit.
-_MIN_RETURN = 2.0  # of the time in which it reads a text
+_MIN_RETURN = 2.0  # the least time saved, per time spent on reading a text
 
 
 class ModelCosts(NamedTuple):
-    """What a guess, and reading a token, cost the draft model, as shares of the time of a one-token
-    step."""
+    """The time of the draft model for a guess, and for reading a token, as shares of the time of a
+    one-token step."""
 
     guess: float
     reading: float
@@ -34,15 +34,15 @@ class ModelShare:
         self._prior = prior
         self.value: float = prior.value if prior else _FIRST_SHARE
 
-    def note(self, is_right: bool) -> None:
+    def count(self, is_right: bool) -> None:
         new_share = _NEW_SHARE if self._prior else _NEW_SHARE_OF_ALL
         self.value += new_share * (is_right - self.value)
         if self._prior:
-            self._prior.note(is_right)
+            self._prior.count(is_right)
 
-    def forget(self, num_tokens: int) -> None:
-        """Takes note of tokens for which nothing was guessed."""
-        self.value += _FORGOTTEN * num_tokens * (_FIRST_SHARE - self.value)
+    def decay(self, num_tokens: int) -> None:
+        """Moves the share towards its first value, for tokens that had no guess."""
+        self.value += _DECAY * num_tokens * (_FIRST_SHARE - self.value)
 
 
 class ModelGuesses:
@@ -58,9 +58,9 @@ class ModelGuesses:
         if guesses:
             self._num_read = len(sequence.prompt) + self._num_known
         else:
-            self._share.forget(len(new))
+            self._share.decay(len(new))
         for guess, token in zip(guesses, new, strict=False):
-            self._share.note(guess == token)
+            self._share.count(guess == token)
             if guess != token:
                 break
         self._num_known = len(sequence.output)
@@ -87,10 +87,10 @@ def best_number(
     guess_cost: float = 0.0,
     min_gain: float = _MIN_GAIN,
 ) -> tuple[int, float]:
-    """Returns how many guesses for each row give the most tokens per time, and how many tokens a
-    row then gets in the time of a step without guesses; 0 and 1 if not over min_gain. gains has the
-    chance of each row's guesses. token_cost, to verify a guess, and guess_cost, to make one for all
-    rows, are shares of a step without guesses."""
+    """Returns the number of guesses per row that gives the most tokens per time, and the tokens
+    that a row then gets in the time of a step without guesses; 0 and 1 if not over min_gain. gains
+    are the chances of each row's guesses. token_cost, to verify a guess, and guess_cost, to make
+    one for all rows, are shares of a step without guesses."""
     num_rows = len(gains)
     tokens = float(num_rows)
     seconds = 1.0

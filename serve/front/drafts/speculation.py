@@ -26,8 +26,8 @@ _MIN_TOKEN_COST = 0.01  # Because of noise, it can be measured as nothing.
 
 
 class Speculation:
-    """Makes drafts. The caller sets is_possible (stages can forget drafts), token_cost (the share
-    of a one-token step) and model_costs (None without a draft model)."""
+    """Makes drafts. The caller sets is_possible (stages can drop rejected drafts), token_cost (one
+    more token's share of a one-token step) and model_costs (None without a draft model)."""
 
     def __init__(self) -> None:
         self.is_possible = False
@@ -57,7 +57,7 @@ class Speculation:
         gains = [self._guesses_of(sequence).waiting_gain(token_cost) for sequence in sequences]
         return sum(gains) > _WAITING_GAIN * num_rows
 
-    def ask(self, sequences: ReadableList[Sequence], num_busy_groups: int) -> list[int]:
+    def plan_guesses(self, sequences: ReadableList[Sequence], num_busy_groups: int) -> list[int]:
         num_rows = len(sequences)
         has_memory = num_rows * num_busy_groups <= MAX_DRAFT_ROWS
         if self.model_costs is None or not has_memory or not self._can_pay(num_rows):
@@ -76,7 +76,7 @@ class Speculation:
         if model_guesses := self._model_guesses.get(sequence.id):
             model_guesses.learn(sequence)
 
-    def forget(self, sequence_id: int) -> None:
+    def remove(self, sequence_id: int) -> None:
         self._guesses.pop(sequence_id, None)
         self._model_guesses.pop(sequence_id, None)
 
@@ -98,8 +98,8 @@ class Speculation:
         return guesses
 
     def _best(self, sequence: Sequence, token_cost: float) -> Draft:
-        """Returns the longest draft that a row may have, of the drafter that is expected to gain
-        more. Its newest token has to be known, and the stages have to hold some of the row."""
+        """Returns the longest draft allowed for a row, from the drafter with the higher expected
+        gain; none while its newest token is unknown or no stage holds the row."""
         max_drafts = min(MAX_DRAFTS, sequence.num_left - 1)
         if sequence.num_pending or not sequence.num_computed or max_drafts < 1:
             return Draft()
@@ -124,7 +124,7 @@ class Speculation:
         costs: ModelCosts,
         token_cost: float,
     ) -> list[float]:
-        """Returns the chances of the draft model's guesses behind the next token; none if they do
+        """Returns the chances of the draft model's guesses after the next token; none if they do
         not pay, or if the text gives better drafts."""
         max_guesses = min(MAX_GUESSES, sequence.num_left - 1)
         model_guesses = self._model_guesses_of(sequence)

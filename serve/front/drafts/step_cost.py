@@ -1,6 +1,6 @@
 """Estimates from past steps how long a decode step takes, by the number of tokens that it feeds."""
 
-_KEPT = 0.97  # of the weight of earlier steps, with each new step
+_DECAY = 0.97  # the factor of the weight of earlier steps, for each new step
 _PRIOR_SHARE = 0.06  # of a step's time, for one more token; until more is known
 _PRIOR_WEIGHT = 4.0  # in squares of tokens
 
@@ -15,13 +15,13 @@ class StepCost:
         self._variance = 0.0  # weighted sums of squares and products of deviations from the means
         self._covariance = 0.0
 
-    def note(self, num_tokens: int, seconds: float) -> None:
-        self._weight = _KEPT * self._weight + 1
+    def add_step(self, num_tokens: int, seconds: float) -> None:
+        self._weight = _DECAY * self._weight + 1
         share = 1 / self._weight
         deviation = num_tokens - self._tokens
-        self._variance = _KEPT * self._variance + (1 - share) * deviation * deviation
+        self._variance = _DECAY * self._variance + (1 - share) * deviation * deviation
         product = deviation * (seconds - self._seconds)
-        self._covariance = _KEPT * self._covariance + (1 - share) * product
+        self._covariance = _DECAY * self._covariance + (1 - share) * product
         self._tokens += share * deviation
         self._seconds += share * (seconds - self._seconds)
 

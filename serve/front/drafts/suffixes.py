@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-_MAX_MATCH = 32  # A longer match makes the guess no better.
+_MAX_MATCH = 32  # A longer match does not improve the guess.
 _MAX_PLACES = 8
-_DRAFTS_BY_MATCH = 2  # per token of a match: the text after a long match is equal for longer
+_DRAFTS_BY_MATCH = 2  # per token of a match: after a longer one, more of the text is equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Suffixes:
         return best
 
     def draft(self, match: Match, max_tokens: int) -> list[int]:
-        """Returns the tokens after a match, more after a longer one; at the end they repeat."""
+        """Returns the tokens after a match, more after a longer one. At the end they repeat."""
         num_tokens = min(max_tokens, _DRAFTS_BY_MATCH * match.length)
         period = len(self._tokens) - match.place
         if num_tokens <= period:

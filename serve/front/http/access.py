@@ -1,5 +1,5 @@
-"""Who may make a call, and which API's errors it returns: each route has the policy of its
-endpoint, and matches all spellings of its path itself."""
+"""The policy of each route: who may call it, and in which API's form its errors are. A route also
+matches other spellings of its path."""
 
 import re
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,7 +15,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Access(Enum):
-    """OPEN needs no key, CLIENT an API key if there are any, ADMIN an admin key."""
+    """OPEN needs no key, CLIENT an API key if any is set, ADMIN an admin key."""
 
     OPEN = "open"
     CLIENT = "client"
@@ -23,7 +23,7 @@ class Access(Enum):
 
 
 class ErrorFormat(Enum):
-    """The API of a call's errors. BOTH is Anthropic's with a header anthropic-version."""
+    """The API whose errors a call returns. BOTH: Anthropic's if a header is anthropic-version."""
 
     OPENAI = "openai"
     ANTHROPIC = "anthropic"
@@ -33,11 +33,11 @@ class ErrorFormat(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The rules for a call. ignores_load: it is answered while draining or overloaded. is_endless:
-    a drain does not wait for this stream."""
+    """The rules for a call. ignores_load: it is answered even in a drain or under overload.
+    is_endless: a drain does not wait for this stream."""
 
     access: Access
-    dialect: ErrorFormat = ErrorFormat.OPENAI
+    error_format: ErrorFormat = ErrorFormat.OPENAI
     ignores_load: bool = False
     is_endless: bool = False
 
@@ -47,7 +47,7 @@ CLIENT = Policy(Access.CLIENT)
 
 class Route(routing.Route):
     """A route with its endpoint's policy. It also matches paths without /v1 or with one more, as
-    base URLs of clients make them. Raises TypeError for an endpoint without a policy."""
+    clients' base URLs produce them. Raises TypeError for an endpoint without a policy."""
 
     def __init__(self, path: str, endpoint: Endpoint, methods: Sequence[str] = ("GET",)) -> None:
         super().__init__(path, endpoint, methods=methods)

@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Match
 from serve.core.config import ServeConfig
 from serve.core.errors import UnavailableError
 from serve.front.http.access import CLIENT, Access, Policy, Route
-from serve.front.http.guard import POLICY, RECORD, Application, Receive, Scope, Send
+from serve.front.http.middleware import POLICY, RECORD, Application, Receive, Scope, Send
 from serve.front.http.origin import Hosts, check_local, host_of, is_loopback_name
 from serve.front.http.record import RequestRecord
 from serve.front.http.replies import StatusError
@@ -36,59 +36,59 @@ class Keys:
         return next((_digest(token).hex() for token in valid), "")
 
     def client_of(self, scope: Scope) -> str:
-        """Returns the client's API key's digest, or else its address: neither can be forged."""
+        """Returns the digest of the client's API key, or its address. Neither can be forged."""
         address = scope.get("client") or ("",)
         return self.digest(scope) or str(address[0])
 
 
 class AccessCheck:
-    """Lets requests run that the policy of their route allows.
+    """Runs the requests that the policy of their route allows.
 
-    Once there are API keys, each call that is not open needs one. Admin calls need an admin key,
-    or an API key if there are no admin keys; if the server has no keys, they must come from this
-    host. Calls that need no key must name this server in Host."""
+    Once there are API keys, each call that is not open needs one. Admin calls need an admin key, or
+    an API key if there are no admin keys; if the server has no keys, they must come from this host.
+    Calls that need no key must name this server in Host."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._api_keys = [_digest(key.encode()) for key in config.api_key]
         self._admin_keys = [_digest(key.encode()) for key in config.admin_key]
         self._hosts = Hosts(config.host, config.allowed_host)
         self._max_connections = config.constants.max_connections
-        self._num_inside = 0
+        self._num_running = 0
         self._draining = False
         self._drained = asyncio.Event()
 
     async def run(
         self, policy: Policy, inner: Application, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Has inner answer the request. Raises BrigadeError if the policy does not allow it."""
+        """Runs inner for the request. Raises BrigadeError if the policy does not allow it."""
         scope[POLICY] = policy
         _check_framing(scope)
         _check_path(scope)
         self._check_key(policy, scope)
-        self._check_room(policy, scope)
+        self._check_load(policy, scope)
         if policy.is_endless:
             await inner(scope, receive, send)
             return
-        self._num_inside += 1
+        self._num_running += 1
         try:
             await inner(scope, receive, send)
         finally:
-            self._num_inside -= 1
+            self._num_running -= 1
             self._end_drain_if_empty()
 
     def drain(self) -> None:
         self._draining = True
         self._end_drain_if_empty()
 
-    def give_up(self) -> None:
-        """Makes `drained` return, although requests are still under way."""
+    def end_drain(self) -> None:
+        """Makes `drained` return, although requests are still running."""
         self._drained.set()
 
     async def drained(self) -> None:
         await self._drained.wait()
 
     def _end_drain_if_empty(self) -> None:
-        if self._draining and not self._num_inside:
+        if self._draining and not self._num_running:
             self._drained.set()
 
     def _check_key(self, policy: Policy, scope: Scope) -> None:
@@ -106,21 +106,21 @@ class AccessCheck:
         else:
             self._hosts.check(scope)
 
-    def _check_room(self, policy: Policy, scope: Scope) -> None:
-        """Raises UnavailableError, except for probes: a supervisor may kill a server that does not
-        answer them."""
+    def _check_load(self, policy: Policy, scope: Scope) -> None:
+        """Raises UnavailableError under load or in a drain, but not for probes: a supervisor may
+        kill a server that does not answer them."""
         if policy.ignores_load:
             return
         if self._draining:
             raise UnavailableError("The server is draining: send the request to another server.")
-        # Requests whose clients have left may still be under way.
-        num_open = max(len(scope["state"].get(_CONNECTIONS, ())), self._num_inside + 1)
+        # Requests whose clients have left may still be running.
+        num_open = max(len(scope["state"].get(_CONNECTIONS, ())), self._num_running + 1)
         if num_open > self._max_connections:
             raise UnavailableError("The server has too many connections: try again later.")
 
 
 class CheckedRoute(BaseRoute):
-    """A route that runs only after the check of its own policy, once Starlette has matched it."""
+    """A route whose policy is checked before it runs, once Starlette has matched it."""
 
     def __init__(self, route: Route, check: AccessCheck) -> None:
         self._route = route
@@ -136,7 +136,7 @@ class CheckedRoute(BaseRoute):
 
 
 class NoRoute:
-    """Answers 404 to what no route matches, with the policy (and errors) of its folder."""
+    """Answers 404 to paths without a route, with the policy (and errors) of their folder."""
 
     def __init__(self, check: AccessCheck, policies: Mapping[str, Policy]) -> None:
         self._check = check
@@ -153,7 +153,7 @@ async def _refuse(*_: object) -> None:
 
 
 def log_access(config: ServeConfig) -> None:
-    """Logs one line that says who may call this server; a warning if others can without a key."""
+    """Logs who may call this server; as a warning if other hosts may without a key."""
     calls = admin = "with an API key"
     if not config.api_key:
         calls = "open without a key to anyone who can connect"
@@ -200,13 +200,14 @@ def _check_path(scope: Scope) -> None:
     if any(unicodedata.category(character) in _CONTROLS for character in scope["path"]):
         raise StatusError(
             400,
-            "The path has control characters: send it without them.",
+            "The path contains control characters: send it without them.",
             code="invalid_path",
         )
 
 
 def _digest(key: bytes) -> bytes:
-    """Returns the hash of a key. All have one length, so comparing them does not reveal a key's."""
+    """Returns the hash of a key. All have one length, so comparing does not reveal a key's
+    length."""
     return hashlib.sha256(key).digest()
 
 

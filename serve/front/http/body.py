@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError, from_json
 
 from serve.core.errors import RequestError
 
-# In one object: validation makes an error for each unknown field, although only one is reported.
+# In one object, because validation makes an error for each unknown field and reports only one.
 MAX_FIELDS = 4096
 
 
@@ -34,7 +34,7 @@ def json_object(data: bytes) -> dict[str, Any]:
     field twice, an object with more than MAX_FIELDS fields, or a number too large for a float."""
     try:
         body: Any = from_json(data, allow_inf_nan=False)
-        # from_json checks surrogates and depth, but of two equal fields it takes the last one, and
+        # from_json checks surrogates and depth, but it takes the last of two equal fields, and
         # it reads 1e999 as infinity.
         json.loads(data.decode(), object_pairs_hook=_unique, parse_float=_finite)
     except ValueError as error:

@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 @dataclass(order=True, slots=True)
 class _Waiting:
-    """Work that waits. Of one client's, the smallest comes first."""
+    """Waiting work. The smallest work of a client comes first."""
 
     is_late: bool
     size: int
@@ -26,9 +26,9 @@ class _Waiting:
 
 
 class FairQueue:
-    """Threads for slow work, in one event loop. what names the work in errors. A client has one
-    thread at a time. A free one goes to the client served longest ago, for its smallest work; but
-    urgent work, of any client, comes first."""
+    """Threads for slow work, in one event loop. what names the work in errors. A client uses one
+    thread at a time. A free thread takes the smallest work of the client that was served longest
+    ago, but urgent work of any client first."""
 
     def __init__(self, what: str, num_threads: int, max_waiting: int) -> None:
         self._what = what
@@ -46,12 +46,12 @@ class FairQueue:
     async def run(
         self, client: str, size: int, work: Callable[[], Result], is_urgent: bool = True
     ) -> Result:
-        """Runs work in a thread, and returns or raises what it does. Raises OverloadedError if too
-        much waits and this client has the most of it. A thread works on if its client leaves."""
+        """Runs work in a thread. Returns its result, or raises its error. Raises OverloadedError if
+        too much work waits and most of it is this client's. Work goes on if its client leaves."""
         done = asyncio.get_running_loop().create_future()
         waiting = _Waiting(not is_urgent, size, next(self._numbers), client, work, done)
         self._waiting.setdefault(client, []).append(waiting)
-        self._start()
+        self._fill_threads()
         self._refuse_last()
         try:
             result: Result = await done
@@ -59,26 +59,26 @@ class FairQueue:
         finally:
             self._remove(waiting)
 
-    def _start(self) -> None:
-        """Gives each free thread a client that has none."""
+    def _fill_threads(self) -> None:
+        """Starts waiting work in each free thread."""
         while len(self._served) < self._num_threads:
             clients = [client for client in self._waiting if client not in self._served]
             if not clients:
                 return
             first_of_each = [min(self._waiting[client]) for client in clients]
-            self._begin(min(first_of_each, key=lambda first: first.is_late))
+            self._submit(min(first_of_each, key=lambda first: first.is_late))
 
-    def _begin(self, waiting: _Waiting) -> None:
+    def _submit(self, waiting: _Waiting) -> None:
         self._remove(waiting)
         self._served.add(waiting.client)
         running = asyncio.get_running_loop().run_in_executor(self._threads, waiting.work)
-        running.add_done_callback(partial(self._end, waiting))
+        running.add_done_callback(partial(self._on_done, waiting))
 
-    def _end(self, ended: _Waiting, running: "asyncio.Future[Any]") -> None:
+    def _on_done(self, ended: _Waiting, running: "asyncio.Future[Any]") -> None:
         self._served.remove(ended.client)
         if own := self._waiting.pop(ended.client, None):
             self._waiting[ended.client] = own
-        self._start()
+        self._fill_threads()
         if running.cancelled():  # by `close`
             return
         error = running.exception()
@@ -90,8 +90,8 @@ class FairQueue:
             ended.done.set_result(running.result())
 
     def _refuse_last(self) -> None:
-        """If too much waits, refuses the last work of the client that has the most: a client that
-        fills the queue does not keep out the work of others, or its own that is smaller."""
+        """If too much work waits, refuses the last work of the client with the most. A client that
+        fills the queue keeps out neither the work of others nor smaller work of its own."""
         if sum(map(len, self._waiting.values())) <= self._max_waiting:
             return
         most = max(reversed(self._waiting.values()), key=len)

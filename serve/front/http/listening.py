@@ -31,7 +31,7 @@ def _address_message(host: str, port: int, error: OSError | UnicodeError) -> str
     if isinstance(error, UnicodeError):
         return f"--host {host} is not an address: give one of this machine, such as 127.0.0.1."
     if error.errno == errno.EADDRINUSE:
-        return f"Port {port} is in use: stop what listens there or give another --port."
+        return f"Port {port} is in use: stop the program that uses it, or give another --port."
     if error.errno == errno.EACCES:
         return f"Port {port} needs more privileges: give a --port above 1023."
     if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):

@@ -1,4 +1,4 @@
-"""The metrics for Prometheus. It owns its registry, so several servers fit in one process."""
+"""The metrics for Prometheus. Each server has its own registry, so several fit in one process."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -124,7 +124,7 @@ class _Pipeline(Collector):
 
 
 def _stage_families(stages: list[dict[str, Any]]) -> Iterator[Metric]:
-    """Yields the metrics of each stage; a value that is not known is left out."""
+    """Yields the metrics of each stage. Unknown values are left out."""
     for key, name, meaning in (
         ("bytes_owned", "owned_bytes", "Bytes of weights that a stage has"),
         ("bytes_read", "read_bytes", "Bytes that a stage has read from files"),
@@ -145,7 +145,7 @@ def _stage_families(stages: list[dict[str, Any]]) -> Iterator[Metric]:
 
 
 def _sum_families(stages: list[dict[str, Any]]) -> Iterator[Metric]:
-    """Yields the metrics of the sums between shards, of stages that have several."""
+    """Yields the metrics of all-reduces, for stages that consist of several shards."""
     seconds = SummaryMetricFamily(*_SUMS, labels=["stage"])
     sent = CounterMetricFamily(*_SUM_BYTES, labels=["stage"])
     for stage in stages:
@@ -228,7 +228,7 @@ def _labelled(
     label: str,
     values: Mapping[str, float | None],
 ) -> Metric:
-    """Makes a metric with a value for each value of a label, except those that are None."""
+    """Makes a metric with one label. values are by the label's value; None is left out."""
     family = kind(f"brigade_{name}", meaning, labels=[label])
     for each, value in values.items():
         if value is not None:

@@ -1,6 +1,6 @@
 """Builds /openapi.json from the routes and the models that validate bodies. Each endpoint declares
-its call with the decorator `endpoint`. Replies have no schemas: they are those of the APIs that
-clients know."""
+its call with the decorator `endpoint`. Replies have no schemas, because clients know them from the
+APIs that Brigade implements."""
 
 import functools
 import re
@@ -108,7 +108,7 @@ def field_names(document: Json) -> frozenset[str]:
     return frozenset(names)
 
 
-# It takes a fifth of a second, and tests start a server each.
+# Cached, because it takes a fifth of a second, and each test starts a server.
 @functools.cache
 def _schemas(bodies: frozenset[Any]) -> tuple[Mapping[Any, JsonSchemaValue], Json]:
     """Returns the schema of each body, and the schemas that these refer to."""

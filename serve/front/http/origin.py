@@ -10,7 +10,7 @@ import re
 import socket
 from collections.abc import Iterable
 
-from serve.front.http.guard import Scope
+from serve.front.http.middleware import Scope
 from serve.front.http.replies import StatusError
 
 _AUTHORITY = re.compile(r"(?P<host>\[[0-9a-f:.]+(%[\w.]+)?\]|[\w.-]+)(:\d{0,5})?", re.ASCII)
@@ -31,8 +31,7 @@ _FORWARDING = re.compile(
 
 class Hosts:
     """The values of Host that need no key. DNS rebinding needs a name, so a server beyond loopback
-    accepts every IP address; one on loopback accepts only its address and
-    localhost."""
+    accepts every IP address. A server on loopback accepts only its own address and localhost."""
 
     def __init__(self, bound: str, allowed: Iterable[str]) -> None:
         names = [host_of(name) or name.lower() for name in (bound, *allowed)]
@@ -40,7 +39,7 @@ class Hosts:
         self._allows_addresses = not is_loopback_name(names[0])
         self._names = {"localhost", *names}
         if self._allows_addresses:
-            self._names.update(own_names(socket.gethostname()))
+            self._names.update(aliases_of(socket.gethostname()))
 
     def check(self, scope: Scope) -> None:
         """Raises StatusError 403 if Host names another server. A request without Host is allowed:
@@ -65,14 +64,14 @@ class Hosts:
         return self._allows_addresses and _address(host) is not None
 
 
-def own_names(host_name: str) -> set[str]:
-    """Returns the name of a host as it is given, without its domain, and as in multicast DNS."""
+def aliases_of(host_name: str) -> set[str]:
+    """Returns a host's name as it is given, without its domain, and in multicast DNS."""
     short = host_name.lower().partition(".")[0]
     return {host_name.lower(), short, f"{short}.local"} if short else set()
 
 
 def check_local(scope: Scope) -> None:
-    """Raises StatusError 403 unless a process on this host sent it directly, over loopback."""
+    """Raises StatusError 403 for a request that did not come directly, over loopback."""
     client = scope.get("client")
     is_here = client is not None and _is_loopback(client[0])
     if not (is_here and _names_loopback(scope) and not _was_forwarded(scope)):
@@ -86,7 +85,7 @@ def check_local(scope: Scope) -> None:
 
 
 def host_of(authority: str) -> str | None:
-    """Returns the host in `localhost:8080`, plain and in lower case; None if it is malformed."""
+    """Returns the host of `localhost:8080`, for example, in lower case; None if malformed."""
     match = _AUTHORITY.fullmatch(authority.lower())
     return match["host"].strip("[]").removesuffix(".") if match else None
 

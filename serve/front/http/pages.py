@@ -67,6 +67,6 @@ def page_file(name: str) -> PageFile | None:
 
 
 def is_for_browser(method: str, path: str, headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a browser asks for the page at `/`. Programs do not name text/html, and get JSON."""
+    """Whether a browser asks for the page at `/`. Programs do not accept text/html."""
     is_read = method in ("GET", "HEAD")
     return path == "/" and is_read and b"text/html" in headers.get(b"accept", b"")

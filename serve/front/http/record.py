@@ -12,7 +12,7 @@ from typing import Any
 from serve.core.errors import BrigadeError, RequestError
 
 _PLAIN = re.compile(r"[\w./:@+-]+", re.ASCII)
-# An application or a proxy chooses it to find the request in logs, so it is no text of a user.
+# An application or a proxy chooses it to find the request in logs, so it contains no user's text.
 _REQUEST_ID = re.compile(r"(?!\.{1,2}\Z)[\w.:@+-]{1,128}", re.ASCII)
 OTHER = "other"  # in place of a path or method that this server does not know
 _MAX_NAME_CHARACTERS = 150
@@ -23,9 +23,9 @@ _UNKNOWN_FIELD = "*"
 
 @dataclass(slots=True)
 class RequestRecord:
-    """The facts that a request's log line shows; None if unknown. started is a time of
-    perf_counter. path is the route's, and of param only field_names are shown, so clients choose
-    nothing in the line but the id."""
+    """The values of a request's log line; None if unknown. started is a time of perf_counter. path
+    is the route's, and param shows field_names only, so a client chooses nothing in the line but
+    the id."""
 
     request: str
     method: str
@@ -41,7 +41,7 @@ class RequestRecord:
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     ttft_seconds: float | None = None
-    total_seconds: float | None = None  # known in the line only
+    total_seconds: float | None = None  # set in the line only
     finish_reason: str | None = None
     code: str | None = None
     param: str | None = None
@@ -49,7 +49,7 @@ class RequestRecord:
     field_names: frozenset[str] = frozenset()
 
     def fail(self, error: BrigadeError) -> None:
-        """Notes why the request failed. A RequestError's message may quote the client."""
+        """Records why the request failed. A RequestError's message may quote the client."""
         self.code = error.code
         self.param = error.param and self._known(error.param)
         is_internal = error.http_status == BrigadeError.http_status  # logged with its traceback

@@ -35,7 +35,7 @@ def encode(body: Mapping[str, Any] | Sequence[Any]) -> bytes:
 
 
 def encode_in_slices(body: Mapping[str, Any]) -> bytes:
-    """Encodes a long reply in a thread, like `encode`, but in parts: json holds Python's lock."""
+    """Encodes a long reply in a thread, in parts, because json holds Python's lock in each."""
     return "".join(_slices(body)).encode()
 
 
@@ -75,7 +75,7 @@ def named_event(event: Mapping[str, Any]) -> bytes:
 
 
 def json_line(event: Mapping[str, Any]) -> bytes:
-    """Returns an event as Ollama sends it: JSON on a line of its own."""
+    """Returns an event as Ollama sends it: as one line of JSON."""
     return encode(event) + b"\n"
 
 
@@ -126,7 +126,7 @@ def error_headers(error: BrigadeError) -> dict[str, str]:
 
 
 def _public_message(error: BrigadeError) -> str:
-    """Returns the message if it is for clients: others may contain paths and addresses."""
+    """Returns the message if it is for clients. Others may contain paths and addresses."""
     if isinstance(error, RequestError | UnavailableError | GivenUpError):
         return str(error)
     if error.http_status == UnavailableError.http_status:
@@ -137,7 +137,7 @@ def _public_message(error: BrigadeError) -> str:
     )
 
 
-# --- what was left out of a request
+# --- fields that were left out of a request
 
 MAX_IGNORED_CHARACTERS = 1000
 _MAX_NAME_CHARACTERS = 64

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from serve.core.constants import Constants
 from serve.front.http import replies
-from serve.front.http.guard import Application
+from serve.front.http.middleware import Application
 from serve.front.http.record import RequestRecord, request_id
 
 BACKLOG = 2048
@@ -105,8 +105,8 @@ class BoundedConnection(h11.Connection):
 
 
 def origin_form(request: h11.Request) -> h11.Request:
-    """Returns a request for an absolute URL (RFC 9112, 3.2.2) as one for a path; another one as it
-    is. Raises RefusedError if the URL and Host name different servers."""
+    """Returns a request for an absolute URL (RFC 9112, 3.2.2) as one for a path, and other requests
+    unchanged. Raises RefusedError if the URL and Host name different servers."""
     absolute = _ABSOLUTE.fullmatch(request.target)
     if absolute is None:
         return request
@@ -180,7 +180,7 @@ class Protocol(H11Protocol):
                 timer.cancel()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open, for the answer to a request that is complete."""
+        """Returns whether to keep the connection open, for the answer to a complete request."""
         if self._is_refused or not self._owes_answer():
             return False
         if not self._half_closed.is_set():
@@ -224,7 +224,7 @@ class Protocol(H11Protocol):
 
     def _check_progress(self, num_before: int) -> None:
         """Disconnects a client that has read too little since num_before bytes waited for it.
-        Meanwhile nothing was added to them, so the buffer shows what it has read."""
+        Nothing was added since, so the size of the buffer shows how much was read."""
         num_read = num_before - self.transport.get_write_buffer_size()
         if num_read >= max(MIN_SENT_BYTES, MIN_SENT_SHARE * num_before):
             self._expect_progress()
@@ -237,7 +237,7 @@ class Protocol(H11Protocol):
             self._sending.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses input that is not HTTP or has too many parts, with h11's status."""
+        """Refuses input that is not HTTP or has too many headers or chunks, with h11's status."""
         error = sys.exc_info()[1]
         status = getattr(error, "error_status_hint", 400)
         self._refuse(replies.StatusError(status, self._objection(status, error or msg)))
@@ -264,7 +264,7 @@ class Protocol(H11Protocol):
             self._clear()
 
     def _is_discarding(self) -> bool:
-        """Whether the answer was complete before the body: the rest of it is read and dropped."""
+        """Whether the answer was complete before the body, whose rest is read and dropped."""
         return self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
 
     def _arm(self, seconds: float) -> None:
@@ -339,8 +339,8 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: Application, limits: Constants, drain: Callable[[], None]) -> None:
         super().__init__(Config(app, limits))
         self._drain = drain
-        self._is_asked = False
-        _allow_files(_MAX_CROWD * limits.max_connections + _NUM_OTHER_FILES)
+        self._has_signal = False
+        _raise_file_limit(_MAX_CROWD * limits.max_connections + _NUM_OTHER_FILES)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -352,13 +352,13 @@ class HttpServer(uvicorn.Server):
         yield
 
     def _stop(self, number: int) -> None:
-        if self._is_asked and number == signal.SIGINT:
+        if self._has_signal and number == signal.SIGINT:
             self.force_exit = self.should_exit = True
-        self._is_asked = True
+        self._has_signal = True
         self._drain()
 
 
-def _allow_files(wanted: int) -> None:
+def _raise_file_limit(wanted: int) -> None:
     """Raises the limit of open files: each connection is one, and some systems allow only 256."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 
 class UsageInStream(Enum):
-    """Whether a stream counts tokens: not at all, in its last chunk, or in each chunk."""
+    """When a stream contains token counts: never, in its last chunk, or in each chunk."""
 
     NONE = "none"
     LAST = "last"
@@ -43,11 +43,11 @@ class UsageInStream(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The details that a reply lists beside the text. logprobs and prompt_logprobs say how many of
-    the likeliest tokens come with each token; None for no scores. as_ids writes tokens as
+    """The details that a reply contains beside the text. logprobs and prompt_logprobs say how many
+    of the likeliest tokens come with each token; None for no scores. as_ids writes tokens as
     `token_id:5`; function_call writes calls to OpenAI's older fields. progress shows in a stream
-    how much of the prompt is computed. Calls of custom_tools have an input instead of arguments;
-    if is_raw_input, the text of a call is the input itself, and not JSON with it."""
+    how much of the prompt is computed. Calls of custom_tools contain an input instead of arguments;
+    if is_raw_input, the text of a call is the input itself, not JSON that contains it."""
 
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -62,11 +62,11 @@ class Listing:
 
 class Job(msgspec.Struct, frozen=True, tag=True):
     """The decisions about a request; the client's body is not used after this. It can be sent to
-    another process. continues: the text continues the prompt's. grammar_param is the field that
-    demands a grammar; an optional one may be left out. not_enforced are keywords of schemas that
-    the grammar does not hold, tool_grammars those of tools' inputs, which must be valid in any
-    case, held_inputs the tools whose one text has a grammar of its own. format_schema is JSON
-    text."""
+    another process. continues: the answer continues the prompt's text. grammar_param is the field
+    that demands the grammar; an optional grammar may be left out. not_enforced are the keywords of
+    schemas that the grammar does not enforce, tool_grammars the grammars of tools' inputs, which
+    must be valid in any case, enforced_inputs the tools whose input follows its grammar.
+    format_schema is JSON text."""
 
     model: str
     prompts: list[Prompt]
@@ -82,7 +82,7 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     is_grammar_optional: bool = False
     not_enforced: tuple[str, ...] = ()
     tool_grammars: tuple[str, ...] = ()
-    held_inputs: tuple[str, ...] = ()
+    enforced_inputs: tuple[str, ...] = ()
     format_schema: str | None = None
     ignored_fields: tuple[str, ...] = ()
 
@@ -97,7 +97,7 @@ class Job(msgspec.Struct, frozen=True, tag=True):
         return sum(len(prompt.samplings) for prompt in self.prompts)
 
     def without_grammar(self) -> "Job":
-        """Returns the same job, whose answers are free: none of the tools' schemas is enforced."""
+        """Returns the same job without a grammar: no schema of its tools is enforced."""
         prompts = [
             replace(prompt, samplings=tuple(replace(s, grammar=None) for s in prompt.samplings))
             for prompt in self.prompts
@@ -108,7 +108,7 @@ class Job(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunningAnswer(RunningRequest):
-    """A generation on its way to a client. Closing the answer ends the generation."""
+    """The answers to one request while they are generated. Closing it ends the generation."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class RunningAnswer(RunningRequest):
         metrics: Metrics,
         conformance: Conformance | None = None,
     ) -> None:
-        """conformance checks the answers at their ends, if a grammar does not hold them whole."""
+        """conformance checks complete answers that their grammar enforces only in part."""
         super().__init__(job.prompts, record, metrics)
         self._generation = generation
         self._conformance = conformance
@@ -170,13 +170,13 @@ class RunningAnswer(RunningRequest):
 
     @property
     def prompt_progress(self) -> tuple[int, int] | None:
-        """The computed prompt tokens, and all; None once the answer has begun."""
+        """The number of computed prompt tokens, and of all; None once the answer has begun."""
         return None if self._num_tokens else self._generation.progress
 
-    async def guarded(
+    async def with_error_event(
         self, events: AsyncIterator[bytes], failed: Callable[[BrigadeError], bytes]
     ) -> AsyncIterator[bytes]:
-        """Events made of the updates. If anything fails, the last event says so."""
+        """Yields the events. If anything fails, the last one is made by failed."""
         try:
             async for event in events:
                 yield event
@@ -205,17 +205,17 @@ class RunningAnswer(RunningRequest):
     async def _update(self, number: int, event: Event) -> Update:
         """Returns the update of an event, made in a thread if a call has to be parsed."""
         length = self._choices[number].call_length
-        make = self._take(number, event)
+        make = self._count_event(number, event)
         if length is None:
             update = make()
         else:
-            # A parser of calls may take long, and a client controls what it reads.
+            # A parser of calls may take long, and a client controls its input.
             loop = asyncio.get_running_loop()
             update = await loop.run_in_executor(call_parser.threads_for(length), make)
         if self._conformance is not None:
             update = await self._conformance.checked(update)
         if update.end and update.end.violations:
-            self._note_violations(update.end.violations)
+            self._record_violations(update.end.violations)
         if update.end and not self._num_open:
             self._record.finish_reason = update.end.reason
         return update
@@ -225,17 +225,17 @@ class RunningAnswer(RunningRequest):
         seconds = time.perf_counter() - self._submitted
         return PromptProgress(total, done, self._generation.num_cached, seconds)
 
-    def _note_violations(self, violations: Sequence[Violation]) -> None:
+    def _record_violations(self, violations: Sequence[Violation]) -> None:
         self.violations += violations
         keywords = ",".join(sorted({each.keyword for each in violations}))
         id = self._record.request
         _logger.warning("request=%s event=schema_violated keywords=%s", id, keywords)
 
-    def _take(self, number: int, event: Event) -> Callable[[], Update]:
-        """Counts an event, and returns what makes the update of it. The generation of a choice that
-        has ended is closed at once, also if its client is slow to read."""
+    def _count_event(self, number: int, event: Event) -> Callable[[], Update]:
+        """Counts an event. Returns a function that makes its update. The generation of a choice
+        that has ended is closed at once, even if its client is slow to read."""
         choice = self._choices[number]
-        piece = choice.take(event)
+        piece = choice.next_piece(event)
         scores: list[Score] = []
         if piece.is_first and choice.prompt.samplings[0].prompt_logprobs is not None:
             scores = self._generation.prompt_scores(number)
@@ -273,7 +273,7 @@ class RunningAnswer(RunningRequest):
         return error
 
     def _usage(self) -> TokenUsage:
-        """Returns the tokens so far. How many were cached is known with the first event."""
+        """Returns the tokens so far. The number of cached ones is known with the first event."""
         return TokenUsage(
             self._num_prompt,
             self._num_tokens,

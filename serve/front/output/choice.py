@@ -15,8 +15,8 @@ from serve.front.text.tokens import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """What ends an answer beside its length and end tokens: stop strings (after min_tokens tokens)
-    and token_ids. keeps_stop leaves them in the text."""
+    """The stop strings (after min_tokens tokens) and token_ids that end an answer, beside its
+    length limit and end tokens. keeps_stop leaves them in the text."""
 
     strings: tuple[str, ...] = ()
     token_ids: frozenset[int] = frozenset()
@@ -26,8 +26,8 @@ class StopRules:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one event adds to an answer. Text may be held back, tokens and scores never. stop_reason
-    is the stop string or token that ended it; None for an end token."""
+    """The part of an answer that one event adds. Text may be held back, tokens and scores never.
+    stop_reason is the stop string or token that ended the answer; None for an end token."""
 
     text: str
     tokens: tuple[int, ...]
@@ -67,7 +67,7 @@ class Choice:
 
     @property
     def call_length(self) -> int | None:
-        """The characters of a call that the next piece may complete; None outside of one."""
+        """The characters of the call that the next piece may complete; None outside a call."""
         return self._splitter.call_length
 
     @property
@@ -75,10 +75,10 @@ class Choice:
         """The tokens so far between the marks of reasoning."""
         return self._reasoning.num_tokens if self._reasoning else 0
 
-    def take(self, event: Event) -> Piece:
+    def next_piece(self, event: Event) -> Piece:
         """Returns the piece that an event adds. A stop string may end the answer early."""
         if event.finish_reason == "error":
-            raise BrigadeError("No token could be drawn: rank 0's log has the reason.")
+            raise BrigadeError("No token could be drawn: rank 0's log shows the reason.")
         if event.finish_reason == "refused":
             raise RequestError(
                 "The grammar cannot be followed any further: make it simpler.", code="grammar"
@@ -92,7 +92,7 @@ class Choice:
         if event.finish_reason not in (None, "stop", "length"):
             raise EngineError(f"A generation ended with {event.finish_reason}.")
         is_first, self._is_new = self._is_new, False
-        if self.prompt.max_tokens == 0:  # A token was computed, for an echo of the prompt alone.
+        if self.prompt.max_tokens == 0:  # It has a token only to echo the prompt.
             self.finish_reason = "length"
             return Piece("", (), (), self.finish_reason, is_first)
         text = self._text_of(event)
@@ -130,7 +130,7 @@ class Choice:
             self.num_tokens += 1
             if self._reasoning:
                 self._reasoning.note(event.token)
-            # The token that ends an answer is no text, even where it is not a special one.
+            # The token that ends an answer is not text, even if it is not a special one.
             if event.finish_reason != "stop" or self._rules.keeps_stop:
                 delta = self._text.push(event.token)
         if event.finish_reason is not None:

@@ -45,8 +45,8 @@ class _Collected:
 
 
 class Conformance:
-    """The check of one request's answers. parameters are the schemas of the tools' arguments by
-    name, and format_schema is that of text, if there is one. Schemas are JSON text."""
+    """The check of one request's answers. parameters are the schemas of the tools' arguments, by
+    tool name; format_schema is the schema of the text, if there is one. Schemas are JSON text."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class Conformance:
         self._collected: dict[int, _Collected] = {}
 
     async def checked(self, update: Update) -> Update:
-        """Returns the update; the last one of an answer with all of its violations."""
+        """Returns the update; the last one of an answer with all violations of the answer."""
         collected = self._collected.setdefault(update.number, _Collected())
         for delta in update.deltas:
-            _note(collected, delta)
+            _collect(collected, delta)
         end = update.end
         if end is None:
             return update
@@ -103,7 +103,7 @@ class Conformance:
             return [unchecked("too many answers wait for this")]
 
 
-def _note(collected: _Collected, delta: Delta) -> None:
+def _collect(collected: _Collected, delta: Delta) -> None:
     match delta:
         case Text(text):
             collected.text.write(text)

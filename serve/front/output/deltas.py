@@ -24,14 +24,14 @@ __all__ = [
     "Update",
 ]
 
-# tool_calls: the answer ended by itself, after at least one call.
+# tool_calls: the model ended the answer, after at least one call.
 Reason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """The tokens of a request so far: cached ones of its prompts, reasoning ones of its answers,
-    and how many were guessed before (accepted), or wrongly (rejected)."""
+    """The token counts of a request so far. cached_tokens are among its prompts' tokens,
+    reasoning_tokens among its answers'. accepted_tokens and rejected_tokens count drafts."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -43,19 +43,19 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """How many of the prompts' tokens are computed before the answers begin. cached of those done
-    came from the prefix cache. seconds is the time since the request was submitted."""
+    """The progress of a request's prompts: done of total tokens are computed, and cached of these
+    came from the prefix cache. seconds is the time since the submission."""
 
     total: int
     done: int
     cached: int
     seconds: float
 
-    def begun(self) -> "PromptProgress":
+    def at_start(self) -> "PromptProgress":
         """Returns the progress before anything was computed."""
         return replace(self, done=self.cached)
 
-    def completed(self) -> "PromptProgress":
+    def at_end(self) -> "PromptProgress":
         """Returns the progress with all tokens done."""
         return replace(self, done=self.total)
 
@@ -97,8 +97,8 @@ Delta = PromptProgress | AnswerBegin | Text | Thought | CallBegin | CallText | C
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What an event of the engine adds to the answer with this number. Text may be held back,
-    tokens and scores never. A PromptProgress concerns all answers, and comes alone."""
+    """The part that an event of the engine adds to the answer with this number. Text may be held
+    back, tokens and scores never. A PromptProgress concerns all answers, and comes alone."""
 
     number: int
     deltas: tuple[Delta, ...]

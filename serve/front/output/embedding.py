@@ -1,4 +1,4 @@
-"""The embeddings of a request on their way. It knows no HTTP."""
+"""Computes the embeddings of a request. It knows no HTTP."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,7 @@ from serve.front.pipeline.interface import Prompt
 
 
 class Embeddings(RunningRequest):
-    """Embeds prompts a few at a time, so that they do not fill the queue. submit begins some."""
+    """Embeds prompts a few at a time, so that they do not fill the queue. submit starts a few."""
 
     def __init__(
         self,

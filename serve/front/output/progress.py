@@ -14,8 +14,8 @@ Given = TypeVar("Given")
 async def with_progress(
     events: AsyncIterator[Given], read: Callable[[], PromptProgress]
 ) -> AsyncIterator[Given | PromptProgress]:
-    """Yields the events. Before the first of them comes the progress: what was cached, as soon as
-    the prompt is begun, then each time that it has grown, and at last that of the whole prompt."""
+    """Yields the events, and before the first of them the progress: the cached tokens as soon as
+    the prompt starts, then each increase, and at last the whole prompt."""
     first = asyncio.ensure_future(anext(events, None))
     shown: PromptProgress | None = None
     try:
@@ -28,7 +28,7 @@ async def with_progress(
         first.cancel()
     if event is None:
         return
-    for progress in _unseen(shown, read().completed()):
+    for progress in _unseen(shown, read().at_end()):
         yield progress
     yield event
     async for event in events:
@@ -39,7 +39,7 @@ def _unseen(shown: PromptProgress | None, progress: PromptProgress) -> Iterator[
     """Yields the steps from the progress that was shown last to the current one. Clients read the
     number of cached tokens from the first one."""
     if shown is None and progress.done:
-        shown = progress.begun()
+        shown = progress.at_start()
         yield shown
     if shown is not None and progress.done > shown.done:
         yield progress

@@ -40,15 +40,15 @@ class RunningRequest(ABC):
 
     @abstractmethod
     def interrupt(self, error: BrigadeError) -> None:
-        """Ends the request with error after earlier events, also while it waits for the engine."""
+        """Ends the request with error after earlier events, even while it waits for the engine."""
 
     @abstractmethod
     def cancel(self, error: BrigadeError) -> None:
-        """Ends the request at once, even if its answer is not read. error becomes its end."""
+        """Ends the request with error at once, even if its client does not read the answer."""
 
 
 def describe(record: RequestRecord, generation: Generation | None) -> Json:
-    """Returns the request as operators see it. generation is None before it has one."""
+    """Returns the request as operators see it. generation is None until it exists."""
     num_done = generation.progress[0] if generation else 0
     return {
         "id": record.request,

@@ -22,12 +22,11 @@ Part = Text | Thought | CallBegin | CallText | CallEnd
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How the text of answers is split. Without reads_marks it is left as it is, as in
-    completions, but for calls that a grammar enforces as JSON: one of forced_tool, or any if
-    forces_calls. finds_calls says whether the model may call tools. is_thinking says that the
-    prompt ends in an open thought. declared are the request's tools as JSON. demands_call says that
-    the answer has to be a call, and names_tool that the request names its tool. Calls after the
-    first one are dropped unless is_parallel."""
+    """How the text of answers is split. Without reads_marks, as in completions, only calls are read
+    that a grammar enforces as JSON: of forced_tool, or of any tool if forces_calls. finds_calls:
+    the model may call tools. is_thinking: the prompt ends in an open thought. declared are the
+    request's tools as JSON. demands_call: the answer must be a call; names_tool: the request names
+    its tool. Calls after the first one are dropped unless is_parallel."""
 
     reads_marks: bool = False
     finds_calls: bool = False
@@ -63,7 +62,7 @@ class Splitting:
 
 
 class Splitter:
-    """Splits one answer. num_calls counts all calls; has_open_call: the last is not whole."""
+    """Splits one answer. num_calls counts all calls; has_open_call: the last is incomplete."""
 
     def __init__(self, rules: Splitting, dialect: Dialect) -> None:
         self._rules = rules
@@ -73,7 +72,7 @@ class Splitter:
 
     @property
     def call_length(self) -> int | None:
-        """The characters of a call that is held until it can be parsed; None outside of one."""
+        """The characters of a call that is held until it can be parsed; None outside one."""
         return self._reader.call_length
 
     def feed(self, text: str) -> Iterator[Part]:
@@ -81,8 +80,8 @@ class Splitter:
         return self._shown(self._reader.feed(text))
 
     def finish(self, is_whole: bool) -> Iterator[Part]:
-        """Yields what was held back, of an answer that is_whole or was cut off. A demanded call
-        that is cut off before its name shows nothing."""
+        """Yields the deltas that were held back. is_whole: the answer was not cut off. A demanded
+        call that is cut off before its name yields nothing."""
         for part in self._shown(self._reader.finish(is_whole)):
             is_cut_call = self._rules.demands_call and not is_whole and isinstance(part, Text)
             if not is_cut_call:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from functools import lru_cache
 
-_MAX_KNOWN_STOPS = 256  # Those of a request are prepared once for all its answers.
+_MAX_KNOWN_STOPS = 256  # A request's stop strings are prepared once for all answers.
 
 
 class StopMatcher:
-    """Gives text on as soon as it cannot be part of a stop string. However the text is cut into
-    deltas, it ends before the first stop string that is complete; of two at the same character the
-    longer counts. A character costs amortized constant time for each stop string (Knuth, Morris and
+    """Passes text on as soon as it cannot be part of a stop string. However the text is cut into
+    deltas, it ends before the first complete stop string; of two at the same character the longer
+    counts. A character costs amortized constant time for each stop string (Knuth, Morris and
     Pratt's algorithm)."""
 
     def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
@@ -21,7 +21,7 @@ class StopMatcher:
         self.matched: str | None = None  # the stop string that ended the text
 
     def feed(self, delta: str) -> str:
-        """Returns the text that is certain with this delta; nothing once a stop string matched."""
+        """Returns the text that can be passed on after this delta; nothing after a stop string."""
         if self.matched:
             return ""
         text = self._held + delta
@@ -47,7 +47,7 @@ class StopMatcher:
 
 
 class _StopSearch:
-    """Looks for one string. num_matched is its longest beginning that the text ends with."""
+    """Finds one string. num_matched is the length of its longest prefix at the text's end."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
@@ -59,7 +59,7 @@ class _StopSearch:
         stop, matched = self.stop, self.num_matched
         position = 0
         while position < len(delta):
-            if not matched:  # What cannot begin the string is skipped at the speed of C.
+            if not matched:  # Skip to a possible beginning at the speed of C.
                 position = delta.find(stop[0], position)
                 if position < 0:
                     break

@@ -33,7 +33,7 @@ from serve.core.types import (
     Step,
     tokens_of_rows,
 )
-from serve.front.drafts import rows
+from serve.front.drafts import draft_rows
 from serve.front.drafts.counts import DraftCounts
 from serve.front.drafts.interface import Drafting
 from serve.front.pipeline import chunks
@@ -205,7 +205,7 @@ class Scheduler:
         num_verified = result.num_drafts or (0,) * len(tokens)
         for sequence, sampled, num in zip(done.sequences, tokens, num_verified, strict=True):
             events += self._take_sampled(sequence, sampled, num)
-        rows.take_guesses(done.sequences, result.outputs_of(Guesses))
+        draft_rows.store_guesses(done.sequences, result.outputs_of(Guesses))
         balance(self.groups)
         self._let_go()
         return events
@@ -248,7 +248,7 @@ class Scheduler:
 
     def _must_wait(self, group: Group) -> bool:
         """Whether the next step of a group waits for the result of the step under way."""
-        if rows.awaits_result(group.sequences):
+        if draft_rows.await_results(group.sequences):
             return True
         if self._drafting is None or self.prefilling:
             return False
@@ -260,13 +260,15 @@ class Scheduler:
         two of them."""
         if self._drafting and not self.prefilling:
             num_running = self._num_running_tokens
-            rows.give(self._drafting, sequences, lambda num: self.room.fits(num_running + num))
+            draft_rows.assign_drafts(
+                self._drafting, sequences, lambda num: self.room.fits(num_running + num)
+            )
 
     def _ask(self, sequences: list[Sequence], step: Step) -> Step:
         """Has the draft model guess what follows a step, except during prefill."""
         if self._drafting is None or self.prefilling:
             return step
-        return rows.ask(self._drafting, sequences, step, self.groups)
+        return draft_rows.request_guesses(self._drafting, sequences, step, self.groups)
 
     def _prefill(self) -> Step | None:
         """Returns a step with a chunk of the prompt that is next, or with several short prompts."""
@@ -505,7 +507,7 @@ class Scheduler:
         sequence = self._live.pop(sequence_id, None)
         self.room.kept.ended(sequence_id)
         if self._drafting:
-            self._drafting.forget(sequence_id)
+            self._drafting.remove(sequence_id)
         if sequence:
             self.waiting.remove(sequence)
             groups = (group.sequences for group in self.groups)

@@ -56,14 +56,14 @@ class Pace:
                     _NEW_CHUNK_SHARE,
                 )
             elif span.num_rows:
-                self.decode_cost.note(span.num_tokens, seconds)
+                self.decode_cost.add_step(span.num_tokens, seconds)
                 self.num_decode_steps += 1
                 if not span.num_drafts or self.decode_seconds is None:
                     self.decode_seconds = _mean(self.decode_seconds, seconds)
 
     def _note_draft(self, span: Span, seconds: float) -> None:
         if span.num_drafts:
-            self.draft_cost.note(span.num_rows, seconds / span.num_drafts)
+            self.draft_cost.add_step(span.num_rows, seconds / span.num_drafts)
         else:
             self.reading_seconds_per_token = _mean(
                 self.reading_seconds_per_token,
@@ -199,7 +199,7 @@ class StageStatus:
     def _note_loaded(self, loaded: Loaded) -> None:
         self.loaded = loaded
         if loaded.draft_bytes and not self.pace.draft_cost.is_known:
-            self.pace.draft_cost.note(1, loaded.draft_seconds)
+            self.pace.draft_cost.add_step(1, loaded.draft_seconds)
 
     def _note_activity(self, activity: Activity, ring: Sequence[int], now: float) -> None:
         waits_on = None

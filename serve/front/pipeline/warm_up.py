@@ -73,7 +73,7 @@ class _Drafting:
     def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
         return any(self._is_due(sequence) for sequence in sequences)
 
-    def ask(self, sequences: ReadableList[Sequence], _: int) -> list[int]:
+    def plan_guesses(self, sequences: ReadableList[Sequence], _: int) -> list[int]:
         if not self._has_model:
             return [0 for _ in sequences]
         return [_NUM_DRAFTS if self._is_due(sequence) else 0 for sequence in sequences]
@@ -81,7 +81,7 @@ class _Drafting:
     def learn(self, sequence: Sequence) -> None:
         """Learns nothing, because its guesses do not depend on the text."""
 
-    def forget(self, sequence_id: int) -> None:
+    def remove(self, sequence_id: int) -> None:
         """Forgets nothing, because it remembers nothing."""
 
 

@@ -9,7 +9,7 @@ from starlette.responses import PlainTextResponse, Response
 from serve.core.errors import RequestError
 from serve.front.adapters.loader import AdapterLoader
 from serve.front.api.openai import parse
-from serve.front.http import guard
+from serve.front.http import middleware
 from serve.front.http.access import Access, Policy, Route
 from serve.front.http.body import Body, json_object
 from serve.front.http.openapi import endpoint
@@ -96,7 +96,7 @@ class AdapterCalls:
 
 async def _read(request: Request, kind: type[Parsed], missing: str) -> Parsed:
     """Returns the validated body. missing is vLLM's message for a body without a name or path."""
-    fields = json_object(await guard.read_body(request.scope, request.receive))
+    fields = json_object(await middleware.read_body(request.scope, request.receive))
     for name, field in kind.model_fields.items():
         if field.is_required() and fields.get(name) in (None, ""):
             raise RequestError(missing, param=name, code="missing_required_parameter")

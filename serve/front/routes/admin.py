@@ -11,7 +11,7 @@ from serve.core.errors import RequestError
 from serve.front.api.openai import parse
 from serve.front.http.access import Route
 from serve.front.http.body import Body, json_object
-from serve.front.http.guard import read_body
+from serve.front.http.middleware import read_body
 from serve.front.http.openapi import endpoint
 from serve.front.pipeline.engine import Engine
 from serve.front.routes.adapters import ADMIN
@@ -64,7 +64,7 @@ class AdminCalls:
 
     @endpoint(policy=ADMIN, body=PrefixCacheBody)
     async def clear_prefixes(self, request: Request) -> Response:
-        """Drops everything that the prefix cache keeps, in memory and on the disks of all ranks."""
+        """Drops all cached prefixes, in memory and on the disks of all ranks."""
         parse(PrefixCacheBody, json_object(await read_body(request.scope, request.receive)))
         self._engine.clear_prefixes()
         return json_response({"status": "cleared"})

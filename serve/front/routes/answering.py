@@ -1,4 +1,4 @@
-"""The common part of all calls that ask the model: reads the body, begins and tracks the answer."""
+"""The common part of all calls to the model: reads the body, starts and tracks the answer."""
 
 import json
 import logging
@@ -15,10 +15,10 @@ from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError, ModelError, OverloadedError, RequestError
 from serve.core.types import Pooling
 from serve.front.api.embeddings import EmbeddingJob
+from serve.front.api.reading.body_readers import BodyReaders
 from serve.front.api.reading.kinds import BodyKind, Reading
-from serve.front.api.reading.lanes import Lanes
 from serve.front.api.reading.reader import FinishedReply, Reader
-from serve.front.http import guard, replies
+from serve.front.http import middleware, replies
 from serve.front.http.admission import Keys
 from serve.front.http.fair_queue import FairQueue
 from serve.front.http.metrics import Metrics
@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Answering:
-    """Reads requests, begins their answers, and knows the answers that are under way."""
+    """Reads requests, starts their answers, and tracks the answers that are running."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Answering:
         max_answers = config.max_queue + config.max_num_seqs
         names = engine.adapters.registry.served
         self._reader = Reader(tokenizer, max_context, max_answers, names)
-        self._lanes = Lanes(self._reader)
+        self._body_readers = BodyReaders(self._reader)
         self._grammars = FairQueue("grammars", _NUM_GRAMMAR_THREADS, _MAX_WAITING_GRAMMARS)
         self._checker = SchemaChecker()
         self._pooling = config.pooling
@@ -70,9 +70,9 @@ class Answering:
         self._answers: weakref.WeakSet[RunningRequest] = weakref.WeakSet()
 
     def warm_up(self) -> None:
-        """Reads two requests that no client sent, so that validators, the template and the checker
-        of grammars are ready for the first real one. Also starts a process for large bodies."""
-        self._lanes.warm_up()
+        """Reads two made-up requests, so that validators, the template and the checker of grammars
+        are ready for the first real one. Also starts a process for large bodies."""
+        self._body_readers.warm_up()
         chat = {"model": self._model, "messages": [{"role": "user", "content": "Hello!"}]}
         formats = {"type": "json_schema", "json_schema": {"name": "a", "schema": WARM_UP_SCHEMA}}
         for body in (chat, {**chat, "stream": True, "response_format": formats}):
@@ -98,12 +98,14 @@ class Answering:
             answer.interrupt(error)
 
     def close(self) -> None:
-        self._lanes.close()
+        self._body_readers.close()
         self._grammars.close()
 
-    async def read(self, request: Request, kind: BodyKind[Reading], *given: guard.Parts) -> Reading:
-        """Reads a request as this kind of body. The kind's method gets given, or the body."""
-        held = list(given) or [await guard.read_parts(request.scope, request.receive)]
+    async def read(
+        self, request: Request, kind: BodyKind[Reading], *given: middleware.Parts
+    ) -> Reading:
+        """Reads a request as this kind of body. given are the texts to read, or the body."""
+        held = list(given) or [await middleware.read_parts(request.scope, request.receive)]
         client = self._keys.client_of(request.scope)
         reader = replace(
             self._reader,
@@ -111,17 +113,19 @@ class Answering:
             finds_boundaries=self._engine.makes_checkpoints,
         )
         try:
-            reading = self._lanes.read(reader, kind, held, client)
-            read = await guard.unless_gone(request.receive, reading)
+            reading = self._body_readers.read(reader, kind, held, client)
+            read = await middleware.unless_gone(request.receive, reading)
             if isinstance(read, Job | EmbeddingJob | FinishedReply) and read.ignored_fields:
                 log_number(request, "ignored_fields", len(read.ignored_fields))
             return read
         finally:
             held.clear()  # A request that waits for a thread must not keep its body alive.
 
-    async def begin(self, request: Request, job: Job) -> tuple[RunningAnswer, dict[str, str]]:
+    async def start_answer(
+        self, request: Request, job: Job
+    ) -> tuple[RunningAnswer, dict[str, str]]:
         """Returns the answer, which the caller must close, and the headers that go with it."""
-        record: RequestRecord = request.scope[guard.RECORD]
+        record: RequestRecord = request.scope[middleware.RECORD]
         job = await self._checked(request, job)
         adapter, headers = await self._adapter(record, job)
         headers |= replies.listed("x-not-enforced", job.not_enforced)
@@ -134,7 +138,7 @@ class Answering:
         return answer, headers
 
     def _conformance(self, request: Request, job: Job) -> Conformance:
-        """Returns the check of answers whose grammar does not hold their schemas whole."""
+        """Returns the check of answers whose grammar enforces only a part of their schemas."""
         functions = [tool["function"] for tool in job.splitting.declared]
         parameters = {each["name"]: json.dumps(each.get("parameters") or {}) for each in functions}
         in_turn = partial(self._grammars.run, self._keys.client_of(request.scope))
@@ -159,7 +163,7 @@ class Answering:
     ) -> tuple[list[bytes], dict[str, str]]:
         """Returns the embedding of each prompt, and the headers that go with them. Raises
         RequestError if the model's files ask for a pooling that is not supported."""
-        record: RequestRecord = request.scope[guard.RECORD]
+        record: RequestRecord = request.scope[middleware.RECORD]
         pooling = Pooling(self._pooling_kind(), job.num_dimensions)
         adapter, headers = await self._adapter(record, job)
         prompts = [replace(prompt, pooling=pooling) for prompt in job.prompts]
@@ -171,7 +175,7 @@ class Answering:
             self._metrics,
         )
         self._answers.add(embeddings)
-        return await guard.unless_gone(request.receive, embeddings.vectors()), headers
+        return await middleware.unless_gone(request.receive, embeddings.vectors()), headers
 
     def _pooling_kind(self) -> PoolingKind:
         if self._pooling is not None:
@@ -183,7 +187,7 @@ class Answering:
 
     async def _checked(self, request: Request, job: Job) -> Job:
         """Returns the job with a grammar that can be followed, or without one, and with the
-        keywords of schemas that it does not enforce. Raises RequestError."""
+        keywords of schemas that are not enforced. Raises RequestError."""
         for grammar in job.tool_grammars:
             await self._check(request, grammar, "tools")
         if job.grammar is None:
@@ -201,13 +205,13 @@ class Answering:
         return structs.replace(job, not_enforced=tuple(not_enforced))
 
     async def _check(self, request: Request, grammar: str, param: str | None) -> tuple[str, ...]:
-        """Returns keywords that the grammar does not hold. Raises RequestError for param."""
+        """Returns keywords that the grammar does not enforce. Raises RequestError for param."""
         check = partial(self.tokenizer.grammars.check, grammar, param)
         if self.tokenizer.grammars.is_known(grammar):
             return check()
         client = self._keys.client_of(request.scope)
         checking = self._grammars.run(client, len(grammar), check)
-        return await guard.unless_gone(request.receive, checking)
+        return await middleware.unless_gone(request.receive, checking)
 
     async def reply(self, request: Request, kind: BodyKind[FinishedReply]) -> Response:
         """Returns the reply to a call that needs the tokenizer only."""
@@ -217,6 +221,6 @@ class Answering:
 
 
 def log_number(request: Request, event: str, number: int) -> None:
-    """Logs how many things of a request were left out. Their names are a client's text."""
-    record: RequestRecord = request.scope[guard.RECORD]
+    """Logs how many parts of a request were left out. Their names are a client's text."""
+    record: RequestRecord = request.scope[middleware.RECORD]
     _logger.warning("request=%s event=%s num=%d", record.request, event, number)

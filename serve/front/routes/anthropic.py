@@ -1,4 +1,4 @@
-"""The HTTP calls of Anthropic's Messages, which are chats in another dialect."""
+"""The HTTP calls of Anthropic's Messages, which are chats in another form."""
 
 from sse_starlette import ServerSentEvent
 from starlette.requests import Request
@@ -7,7 +7,7 @@ from starlette.responses import Response
 from serve.front.api.anthropic.body import CountBody, MessagesBody
 from serve.front.api.reading import kinds
 from serve.front.api.writers.messages import MessagesWriter
-from serve.front.http import guard
+from serve.front.http import middleware
 from serve.front.http.access import Access, ErrorFormat, Policy, Route
 from serve.front.http.openapi import endpoint
 from serve.front.http.record import RequestRecord
@@ -38,8 +38,8 @@ class MessageCalls:
         """Answers a chat of Anthropic's API."""
         read = await self._answering.read(request, kinds.MESSAGE)
         job = read.job
-        answer, headers = await self._answering.begin(request, job)
-        record: RequestRecord = request.scope[guard.RECORD]
+        answer, headers = await self._answering.start_answer(request, job)
+        record: RequestRecord = request.scope[middleware.RECORD]
         if read.left_out:
             headers |= listed("x-tools-not-offered", read.left_out)
             log_number(request, "tools_not_offered", len(read.left_out))

@@ -29,7 +29,7 @@ class ChatCalls:
     async def chat(self, request: Request) -> Response:
         """Answers /v1/chat/completions, whole or as a stream."""
         job = await self._answering.read(request, kinds.CHAT)
-        answer, headers = await self._answering.begin(request, job)
+        answer, headers = await self._answering.start_answer(request, job)
         tokenizer = self._answering.tokenizer
         if job.is_stream:
             return stream_reply(answer, ChatWriter(job, tokenizer), headers, OPENAI)
@@ -39,7 +39,7 @@ class ChatCalls:
     async def completions(self, request: Request) -> Response:
         """Answers /v1/completions: continues one prompt or several."""
         job = await self._answering.read(request, kinds.COMPLETION)
-        answer, headers = await self._answering.begin(request, job)
+        answer, headers = await self._answering.start_answer(request, job)
         tokenizer = self._answering.tokenizer
         if job.is_stream:
             return stream_reply(answer, CompletionWriter(job, tokenizer), headers, OPENAI)

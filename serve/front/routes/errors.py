@@ -9,14 +9,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.core.errors import BrigadeError
-from serve.front.http import guard, replies
+from serve.front.http import middleware, replies
 from serve.front.routes.stream import json_response
 
 
 async def _brigade_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, BrigadeError)
     return json_response(
-        guard.error_reply(request.scope, error), error.http_status, replies.error_headers(error)
+        middleware.error_reply(request.scope, error),
+        error.http_status,
+        replies.error_headers(error),
     )
 
 

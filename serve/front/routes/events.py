@@ -24,8 +24,8 @@ MAX_SHOWN_REQUESTS = 200
 _WATCHING = Policy(access=Access.ADMIN, ignores_load=True, is_endless=True)
 
 
-class Observation:
-    """The state that watchers see, set part by part. doing says what happens without an engine."""
+class ServerState:
+    """The state for watchers, set part by part. doing says what happens until engine is set."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
@@ -77,7 +77,7 @@ class Observation:
         }
 
     def _adapter_sources(self) -> list[str]:
-        """Returns where adapters may be loaded from over HTTP."""
+        """Returns the places from which adapters may be loaded over HTTP."""
         config = self._config
         folder = ["folder"] if config.adapter_root is not None else []
         return [*folder, "hub"] if config.allow_hub_adapters else folder
@@ -97,15 +97,17 @@ class Observation:
 
 
 class EventCalls:
-    def __init__(self, observation: Observation) -> None:
-        self.watchers = Watchers(observation.sections, observation.spans_after, observation.samples)
+    def __init__(self, server_state: ServerState) -> None:
+        self.watchers = Watchers(
+            server_state.sections, server_state.spans_after, server_state.samples
+        )
 
     def routes(self) -> list[Route]:
         return [Route("/admin/events", self.events)]
 
     @endpoint(policy=_WATCHING)
     async def events(self, _: Request) -> Response:
-        """Streams the state of the cluster: all of it, then what changes, four times a second."""
+        """Streams the state of the cluster: all of it, then the changes, four times a second."""
         return _Watching(self.watchers)
 
 

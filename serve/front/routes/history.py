@@ -8,15 +8,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 STEP_SECONDS = 1.0
-NUM_KEPT = 600
+MAX_SAMPLES = 600
 _SIGNIFICANT = 4  # digits of a number: the charts show three
 
 _logger = logging.getLogger(__name__)
 
 
 class Sample(NamedTuple):
-    """The state at a time of the server, and what happened since the sample before. A mean is None
-    if nothing happened."""
+    """The server's state at a time, with the rates and means since the previous sample. A mean is
+    None if nothing happened."""
 
     time: float
     tokens_per_second: float
@@ -29,14 +29,14 @@ class Sample(NamedTuple):
 
 
 class SampleHistory:
-    """The latest samples, the oldest first. pipeline is /admin/pipeline's, totals the counters."""
+    """The latest samples, the oldest first. pipeline returns the state, totals the counters."""
 
     def __init__(
         self, pipeline: Callable[[], dict[str, Any]], totals: Callable[[], dict[str, float]]
     ) -> None:
         self._pipeline, self._totals = pipeline, totals
         self._last = totals()
-        self._samples: deque[Sample] = deque(maxlen=NUM_KEPT)
+        self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
 
     def latest(self) -> Sample | None:
         return self._samples[-1] if self._samples else None
@@ -50,13 +50,13 @@ class SampleHistory:
             begin = time.monotonic()
             await asyncio.sleep(STEP_SECONDS)
             try:
-                self.take(time.time(), time.monotonic() - begin)
-            except Exception:  # The top of the task: without it nobody would hear of the error.
+                self.add_sample(time.time(), time.monotonic() - begin)
+            except Exception:  # The top of the task: otherwise the error would be lost.
                 _logger.exception("event=bug")
                 return
 
-    def take(self, now: float, seconds: float) -> None:
-        """Takes the sample of a step that ends now and was this long."""
+    def add_sample(self, now: float, seconds: float) -> None:
+        """Adds the sample of the last seconds, which end now."""
         if self._samples and now < self._samples[-1].time:
             self._samples.clear()  # The clock was set back.
         before, self._last = self._last, self._totals()

@@ -20,7 +20,7 @@ from serve.front.api.reading import kinds
 from serve.front.api.reading.kinds import BodyKind
 from serve.front.api.reading.reader import FinishedReply
 from serve.front.api.writers.ollama import OllamaWriter, WholeOllama
-from serve.front.http import guard, replies
+from serve.front.http import middleware, replies
 from serve.front.http.access import Access, ErrorFormat, Policy, Route
 from serve.front.http.body import json_object
 from serve.front.http.openapi import endpoint
@@ -73,7 +73,7 @@ class OllamaCalls:
         read = await self._answering.read(request, kind)
         if isinstance(read, FinishedReply):
             return _finished(read)
-        answer, headers = await self._answering.begin(request, read)
+        answer, headers = await self._answering.start_answer(request, read)
         tokenizer = self._answering.tokenizer
         if read.is_stream:
             writer = OllamaWriter(read.model, is_chat, tokenizer)
@@ -106,7 +106,9 @@ class OllamaCalls:
     @endpoint(policy=_POLICY, body=ShowBody)
     async def show(self, request: Request) -> Response:
         """Describes the model for clients of Ollama."""
-        body = parse(ShowBody, json_object(await guard.read_body(request.scope, request.receive)))
+        body = parse(
+            ShowBody, json_object(await middleware.read_body(request.scope, request.receive))
+        )
         name = self._engine.adapters.registry.served.meant(body.model or body.name or "")
         dialect = self._answering.tokenizer.dialect
         capabilities = ["completion", *(["tools"] if dialect.calls else [])]

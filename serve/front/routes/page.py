@@ -11,7 +11,7 @@ from serve.front.api.openai import parse
 from serve.front.http import pages
 from serve.front.http.access import CLIENT, Access, Policy, Route
 from serve.front.http.body import Body, json_object
-from serve.front.http.guard import Application, Receive, Scope, Send, read_body
+from serve.front.http.middleware import Application, Receive, Scope, Send, read_body
 from serve.front.http.openapi import endpoint
 from serve.front.routes.stream import json_response
 from serve.front.text.markdown import rendered
@@ -19,7 +19,7 @@ from serve.front.text.markdown import rendered
 PATH = "/ui"
 # The files are the same on every server and hold no secrets, so they need no key.
 _FILES = Policy(access=Access.OPEN, ignores_load=True)
-# One text at a time, so that many of them leave the processor to the rest of the server.
+# One text at a time, so that many of them do not slow down the rest of the server.
 _rendering = ThreadPoolExecutor(1, "markdown")
 
 

@@ -1,4 +1,4 @@
-"""The HTTP calls of OpenAI's Responses: made of chats, and kept for those that continue them."""
+"""The HTTP calls of OpenAI's Responses: built on chats, and stored to be continued later."""
 
 from collections.abc import Iterator
 
@@ -14,20 +14,20 @@ from serve.front.api.responses.body import (
     ResponsesBody,
     joined,
     output_messages,
-    own_names,
+    response_field_names,
 )
 from serve.front.api.responses.offer import OfferedTools
 from serve.front.api.responses.store import Store
 from serve.front.api.writers.responses import ResponsesWriter
 from serve.front.http.access import CLIENT, Route
-from serve.front.http.guard import read_parts
+from serve.front.http.middleware import read_parts
 from serve.front.http.openapi import by_method, endpoint
 from serve.front.http.replies import Json
 from serve.front.routes.answering import Answering, log_number
 from serve.front.routes.stream import NAMED, json_response, stream_reply, whole_reply
 from serve.front.text.tokens import Tokenizer
 
-# Harmless: a response is returned with everything that it has.
+# It has no effect: a response is always returned whole.
 _INCLUDE = {"type": "array", "items": {"type": "string"}}
 _QUERY: Json = {"include": _INCLUDE, "include[]": _INCLUDE}
 
@@ -54,8 +54,8 @@ class ResponseCalls:
         read = await self._read(request, kinds.RESPONSE)
         if warnings := read.plan.repeated.get("warnings"):
             log_number(request, "warnings", len(warnings))
-        with own_names():
-            answer, headers = await self._answering.begin(request, read.job)
+        with response_field_names():
+            answer, headers = await self._answering.start_answer(request, read.job)
         writer = _StoringWriter(read, self._answering.tokenizer, self._store)
         if read.job.is_stream:
             return stream_reply(answer, writer, headers, NAMED)

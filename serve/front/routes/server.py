@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from serve import __version__
 from serve.core.errors import RequestError, UnavailableError
-from serve.front.http import guard
+from serve.front.http import middleware
 from serve.front.http.access import CLIENT, Access, ErrorFormat, Policy, Route
 from serve.front.http.metrics import Metrics
 from serve.front.http.openapi import document, endpoint, summaries
@@ -47,7 +47,7 @@ class ServerCalls:
         self._document: Json = {}
 
     def describe(self, routes: Iterable[Route]) -> Json:
-        """Describes the calls to clients, and returns the OpenAPI document of them."""
+        """Describes the calls for clients, and returns their OpenAPI document."""
         routes = list(routes)
         self._calls = summaries(routes)
         self._document = document(routes, __version__)
@@ -79,7 +79,7 @@ class ServerCalls:
         """Lists the model and its adapters, for clients of Anthropic in pages."""
         names = self._engine.adapters.registry.names
         query = request.query_params
-        if guard.dialect_of(request.scope) is ErrorFormat.ANTHROPIC:
+        if middleware.error_format_of(request.scope) is ErrorFormat.ANTHROPIC:
             return json_response(self._page_of_anthropic(names, query))
         shown, _ = _page(names, query, len(names))
         return json_response({"object": "list", "data": [self._described(name) for name in shown]})
@@ -91,7 +91,7 @@ class ServerCalls:
         if not name:  # The path of the list, with a slash at its end.
             return await self.models(request)
         found = self._engine.adapters.registry.served.meant(name)
-        if guard.dialect_of(request.scope) is ErrorFormat.ANTHROPIC:
+        if middleware.error_format_of(request.scope) is ErrorFormat.ANTHROPIC:
             return json_response(self._described_to_anthropic(found))
         return json_response(self._described(found))
 

@@ -9,7 +9,7 @@ from serve import __version__
 from serve.core.errors import UnavailableError
 from serve.front.http.access import CLIENT, Access, Policy, Route
 from serve.front.http.openapi import endpoint
-from serve.front.routes.events import Observation
+from serve.front.routes.events import ServerState
 from serve.front.routes.stream import json_response
 
 PROBE = Policy(access=Access.OPEN, ignores_load=True)
@@ -34,8 +34,8 @@ async def version(_: Request) -> Response:
 
 
 class StartingCalls:
-    def __init__(self, observation: Observation) -> None:
-        self._observation = observation
+    def __init__(self, server_state: ServerState) -> None:
+        self._server_state = server_state
 
     def routes(self) -> list[Route]:
         methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
@@ -58,5 +58,5 @@ class StartingCalls:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        reason = self._observation.ready_reason() or "loading the tokenizer"
+        reason = self._server_state.ready_reason() or "loading the tokenizer"
         raise UnavailableError(f"The cluster is not ready ({reason}): try again later.")

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.front.api.writers.writer import Event, WholeWriter, Writer
-from serve.front.http import guard, replies, server
+from serve.front.http import middleware, replies, server
 from serve.front.output.answer import RunningAnswer
 from serve.front.output.deltas import Update
 
@@ -32,7 +32,7 @@ class Space(ServerSentEvent):
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How an API's events are sent: encode gives bytes, end follows the last, ping fills gaps."""
+    """How an API's events are sent: encode returns bytes, end follows the last, ping fills gaps."""
 
     encode: Callable[[Event], bytes]
     end: bytes = b""
@@ -65,10 +65,10 @@ async def whole_reply(
 ) -> Response:
     """Returns the whole reply. If the client leaves before it is complete, the answer ends."""
     try:
-        await guard.unless_gone(request.receive, _add_up(answer, writer))
+        await middleware.unless_gone(request.receive, _add_up(answer, writer))
         whole = writer.whole()
         encode = replies.encode_in_slices if answer.is_long else replies.encode
-        data = await _unless_long(answer.is_long, partial(encode, whole))
+        data = await _in_thread_if(answer.is_long, partial(encode, whole))
         keywords = sorted({violation.keyword for violation in answer.violations})
         headers = headers | replies.listed("x-schema-violations", keywords)
         return Response(data, headers=headers, media_type="application/json")
@@ -88,7 +88,9 @@ async def sent_events(
 ) -> AsyncIterator[bytes]:
     """Yields the encoded events of a writer, and the end. An error midway is the last event."""
     events = _encoded_events(answer, writer, framing)
-    async for event in answer.guarded(events, lambda error: framing.encode(writer.failed(error))):
+    async for event in answer.with_error_event(
+        events, lambda error: framing.encode(writer.failed(error))
+    ):
         yield event
     if framing.end:
         yield framing.end
@@ -102,7 +104,7 @@ async def _encoded_events(
     async for update in answer.updates():
         is_long = answer.is_long and update.begin is not None
         for event in await _written(answer, writer, update):
-            yield await _unless_long(is_long, partial(framing.encode, event))
+            yield await _in_thread_if(is_long, partial(framing.encode, event))
     for event in writer.finish():
         yield framing.encode(event)
 
@@ -110,12 +112,12 @@ async def _encoded_events(
 async def _written(
     answer: RunningAnswer, writer: Writer | WholeWriter, update: Update
 ) -> list[Event]:
-    """Returns the events of an update. The first may have the scores of a long prompt."""
+    """Returns the events of an update. The first may contain the scores of a long prompt."""
     is_long = answer.is_long and update.begin is not None
-    return await _unless_long(is_long, lambda: list(writer.feed(update)))
+    return await _in_thread_if(is_long, lambda: list(writer.feed(update)))
 
 
-async def _unless_long(is_long: bool, make: Callable[[], Made]) -> Made:
+async def _in_thread_if(is_long: bool, make: Callable[[], Made]) -> Made:
     """Calls make, in a thread if it takes long."""
     if not is_long:
         return make()
@@ -137,12 +139,12 @@ class Stream(EventSourceResponse):
             headers={"cache-control": "no-cache", **headers},
             media_type=framing.media_type,
             ping=KEEP_ALIVE_SECONDS,
-            ping_message_factory=self._sign_of_life,
+            ping_message_factory=self._ping,
         )
         self._answer, self._plain_ping = answer, framing.ping
         self._comment = framing.comment
 
-    def _sign_of_life(self) -> ServerSentEvent:
+    def _ping(self) -> ServerSentEvent:
         """Returns a ping: an API's event, or a comment, with progress before the answer."""
         progress = self._answer.prompt_progress if self._answer else None
         if progress is None or self._plain_ping is not KEEP_ALIVE:
@@ -167,11 +169,11 @@ class _Probe:
     """Writes comments into a stream whose client has closed its sending side, because writing is
     the only way to learn that it has left."""
 
-    def __init__(self, send: guard.Send, half_closed: asyncio.Event, comment: bytes) -> None:
+    def __init__(self, send: middleware.Send, half_closed: asyncio.Event, comment: bytes) -> None:
         self._send, self._half_closed, self._comment = send, half_closed, comment
         self._is_open = False
 
-    async def send(self, message: guard.Message) -> None:
+    async def send(self, message: middleware.Message) -> None:
         self._is_open = self._is_open and message.get("more_body", False)
         await self._send(message)
         self._is_open = message["type"] == "http.response.start" or self._is_open

@@ -20,7 +20,7 @@ from serve.front.routes.history import Sample
 
 PERIOD_SECONDS = 0.25  # the pace at which engines report
 MAX_WATCHERS = 16
-MAX_FRAMES = 8  # of one watcher that has not taken them
+MAX_FRAMES = 8  # that one watcher has not read
 _SHOWN_SECONDS = 20.0  # A new watcher gets the spans of this time.
 _NUM_SHOWN_SPANS = 6000
 _END = 6  # the place of a span's end in its row
@@ -118,18 +118,18 @@ class Watchers:
             yield frame
 
     def _start(self) -> None:
-        # The stages remember the spans of the time in which nobody watched.
+        # The stages will return the spans since before this start again.
         self._numbers.clear()
         self._recent.clear()
         self._sections = {}
-        self._look()
+        self._change_frame()
         self._observing = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(PERIOD_SECONDS)
             try:
-                frame = self._look()
+                frame = self._change_frame()
             except Exception as error:  # The top of the task: without it the streams would hang.
                 _logger.error("event=bug trace=%s", trace_of(error))
                 self._end_all()
@@ -138,8 +138,8 @@ class Watchers:
             for watcher in self._watchers:
                 watcher.offer(frame)
 
-    def _look(self) -> bytes:
-        """Observes the state, and returns the frame of what has changed."""
+    def _change_frame(self) -> bytes:
+        """Observes the state, and returns the frame with its changes."""
         before, self._sections = self._sections, self._observe()
         changed = {
             name: section for name, section in self._sections.items() if section != before.get(name)

@@ -43,7 +43,7 @@ class CallParser:
         ValueError if the text takes too long or cannot be read: then it is content."""
         declared = msgspec.json.encode(tools).decode()
         try:
-            answer = self._helpers.ask(ParseCall(text, declared))
+            answer = self._helpers.call(ParseCall(text, declared))
         except HelperEnded as error:
             if error.is_overrun:
                 raise ValueError(f"a call that takes more than {MAX_SECONDS:g} s to read") from None

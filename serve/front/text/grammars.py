@@ -21,9 +21,9 @@ from serve.front.text import grammar_check
 from serve.front.text.helpers import HelperEnded, Helpers
 from serve.front.text.schemas import GUIDANCE, Schema, closed_text, expressible_text
 
-# About 150 bytes each. A client cannot check this many before others reuse theirs.
+# About 150 bytes each. Too many for one client to displace the grammars that others use.
 _MAX_KNOWN = 4096
-# How a grammar can end the process that checks it.
+# Why a grammar ended its helper process, by the exit code.
 _REASONS = {
     -signal.SIGPROF: f"it takes more than {CHECK_SECONDS:g} s to prepare",
     -signal.SIGKILL: "it takes too much memory to prepare",
@@ -41,8 +41,9 @@ _MAX_GBNF_CHARACTERS = 64 << 10
 
 
 def of_schema(schema: Schema | str, param: str = "structured_outputs") -> str:
-    """Returns the grammar of JSON by a schema whose objects are closed. Raises RequestError for the
-    field param if the schema is nested too deeply, or is a text that is not a JSON object."""
+    """Returns the grammar of JSON that follows a schema, with closed objects. Raises RequestError
+    for the field param if the schema is nested too deeply, or is a text that is not a JSON
+    object."""
     return _of_schema_text(closed_text(schema), param)
 
 
@@ -106,7 +107,7 @@ def _lark_of_gbnf(text: str, param: str) -> str:
 
 
 class GrammarChecker:
-    """Checks grammars for the model's tokenizer, and remembers the results. It is thread-safe: each
+    """Checks grammars for the model's tokenizer, and caches the results. It is thread-safe: each
     thread that checks at the same time uses a process of its own."""
 
     def __init__(self, folder: Path) -> None:
@@ -116,12 +117,12 @@ class GrammarChecker:
         self._lock = threading.Lock()
 
     def is_known(self, grammar: str) -> bool:
-        """Whether `check` returns without asking a process."""
+        """Whether `check` returns without a helper process."""
         return len(grammar) > MAX_GRAMMAR_CHARACTERS or _key(grammar) in self._known
 
     def check(self, grammar: str, param: str | None) -> tuple[str, ...]:
-        """Returns the keywords of schemas that the grammar does not hold. Raises RequestError if it
-        cannot be followed, is invalid or takes too much."""
+        """Returns the keywords of schemas that the grammar does not enforce. Raises RequestError if
+        it is invalid, cannot be followed, or takes too much time or memory."""
         if len(grammar) > MAX_GRAMMAR_CHARACTERS:
             raise RequestError(
                 f"The grammar has {len(grammar)} characters, but only "
@@ -140,7 +141,7 @@ class GrammarChecker:
         key = _key(grammar)
         checked = self._known.get(key)
         if checked is None:
-            checked = self._ask(grammar)
+            checked = self._check_in_helper(grammar)
         with self._lock:
             self._known[key] = checked
             self._known.move_to_end(key)
@@ -148,9 +149,9 @@ class GrammarChecker:
                 self._known.popitem(last=False)
         return checked
 
-    def _ask(self, grammar: str) -> GrammarChecked:
+    def _check_in_helper(self, grammar: str) -> GrammarChecked:
         try:
-            return self._helpers.ask(CheckGrammar(grammar))
+            return self._helpers.call(CheckGrammar(grammar))
         except HelperEnded as error:
             if error.code in _REASONS:
                 return GrammarChecked(f"{_REASONS[error.code]}: make it simpler")

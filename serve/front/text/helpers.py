@@ -1,5 +1,5 @@
-"""Helper processes: they do slow work for the server, so that it does not hold Python's lock there
-and can be stopped. Both ends are here. Questions and answers are messages of
+"""Helper processes do slow work for the server outside its process, so that the work does not hold
+its Python lock and can be stopped. Both ends are here. Questions and answers are messages of
 serve.core.helper_messages in JSON, in frames over standard input and output."""
 
 import os
@@ -37,9 +37,9 @@ class HelperEnded(Exception):
 
 
 class Helpers(Generic[Answer]):
-    """Processes that run module with these arguments, as many as questions are asked at a time.
-    expected is the type of their answers, or a union. Each starts when all others are busy, and
-    answers until this object ends. One that ends earlier costs its own question only."""
+    """Processes that run module with these arguments. expected is the type of their answers, or a
+    union. One starts when all others are busy, and runs until this object ends. If one ends
+    earlier, only its own question fails."""
 
     def __init__(self, expected: Any, module: str, *arguments: str) -> None:
         self._decoder: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(expected)
@@ -50,16 +50,16 @@ class Helpers(Generic[Answer]):
         weakref.finalize(self, _end_all, self._all)  # also when this process ends
 
     def warm_up(self) -> None:
-        """Starts a process, and does not wait until it has loaded what it needs."""
-        self._idle.append(self._take())
+        """Starts a process, and does not wait until it has loaded its data."""
+        self._idle.append(self._idle_or_new())
 
     def close(self) -> None:
         _end_all(self._all)
 
-    def ask(self, question: ToHelper, *data: bytes) -> Answer:
-        """Sends a question and waits for the answer without a limit: call it in a thread, of which
-        there may be several. data is what the question announces, in parts. Raises HelperEnded."""
-        process = self._take()
+    def call(self, question: ToHelper, *data: bytes) -> Answer:
+        """Sends a question and waits for the answer without a limit: call it in threads, of which
+        there may be several. data are the bytes that the question announces. Raises HelperEnded."""
+        process = self._idle_or_new()
         answer = self._answer(process, msgspec.json.encode(question), data)
         if answer is None:
             self._end(process)
@@ -67,7 +67,7 @@ class Helpers(Generic[Answer]):
         self._idle.append(process)
         return self._decoder.decode(answer)
 
-    def _take(self) -> "subprocess.Popen[bytes]":
+    def _idle_or_new(self) -> "subprocess.Popen[bytes]":
         with self._lock:
             while self._idle:
                 process = self._idle.pop()

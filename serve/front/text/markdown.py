@@ -1,4 +1,4 @@
-"""Turns Markdown into HTML that holds no HTML, images or scripts of its author."""
+"""Turns Markdown into HTML that contains no HTML, images or scripts of its author."""
 
 import re
 from collections.abc import Sequence

@@ -28,7 +28,7 @@ _FIELDS = ("pooling_mode", "pooling", "emb_pooler")
 
 def pooling_of(folder: Path) -> PoolingKind:
     """Returns the pooling of the model in a folder; the last token's if its files do not say.
-    Raises ModelError for another one than the three kinds."""
+    Raises ModelError for any but the three kinds."""
     modules = folder / "modules.json"
     if not modules.exists():
         config = _read(folder / "config.json") if (folder / "config.json").exists() else {}

@@ -13,7 +13,7 @@ _MAX_URI_CHARACTERS = 256
 _MAX_PATH_CHARACTERS = 256
 _MAX_IDENTIFIED = 1000
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")  # of an item of a list
-_VALUES = ("const", "enum", "default", "examples")  # Nothing inside is a schema.
+_VALUES = ("const", "enum", "default", "examples")  # They contain no schemas.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
@@ -47,7 +47,7 @@ def references(schema: Any) -> Iterator[str]:
 
 
 def moved(schema: Any, place: str) -> Any:
-    """Returns the schema with references for a document at this place, such as `#/$defs/A`."""
+    """Returns the schema for use at this place in a document (`#/$defs/A`), references included."""
     if isinstance(schema, list):
         return [moved(part, place) for part in schema]
     if not isinstance(schema, dict):
@@ -65,9 +65,9 @@ def moved(schema: Any, place: str) -> Any:
 
 
 def bundled(document: Any) -> Any:
-    """Returns the schema without `$id` and `$anchor`, and with references that need none: those
-    inside a part with an `$id` are relative to it, and any may name a part by URI. Ones that cannot
-    be resolved, or have a long target, stay."""
+    """Returns the schema without `$id` and `$anchor`. References that depend on these (relative to
+    an `$id`, or by URI) become paths in the document. References that cannot be resolved, or have a
+    long target, are unchanged."""
     paths: dict[str, str] = {}
     for uri, path in islice(_identified(document, "", ""), _MAX_IDENTIFIED):
         paths.setdefault(uri, path)

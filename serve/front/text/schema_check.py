@@ -1,7 +1,7 @@
 """Checks JSON against those keywords of schemas that a grammar cannot enforce.
 
-A schema can be made slow to check, by a regular expression for example, so a process does it that
-can be stopped. Run as a program this is that process.
+A schema can be made slow to check, for example by a regular expression, so the check runs in a
+process that can be stopped: this module, run as a program.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,18 +22,18 @@ UNCHECKED = "unchecked"
 
 
 class SchemaChecker:
-    """The check as any thread calls it. Threads that check at the same time use a process each."""
+    """The check, for any thread. Threads that check at the same time use a process each."""
 
     def __init__(self) -> None:
         self._helpers: Helpers[ClaimsChecked] = Helpers(ClaimsChecked, __name__)
 
     def violations(self, claims: Sequence[Claim]) -> list[Violation]:
-        """Returns the rules that the texts break. What takes too long is not checked further."""
+        """Returns the rules that the texts break. A check that takes too long is stopped."""
         size = sum(len(claim.schema) + len(claim.text) for claim in claims)
         if size > MAX_CHARACTERS:
             return [unchecked(f"it and its schema have {size} characters")]
         try:
-            checked = self._helpers.ask(CheckClaims(tuple(claims)))
+            checked = self._helpers.call(CheckClaims(tuple(claims)))
         except HelperEnded as error:
             if error.is_overrun:
                 return [unchecked(f"this takes more than {MAX_SECONDS:g} s")]
@@ -47,7 +47,7 @@ def unchecked(reason: str) -> Violation:
 
 
 def main() -> None:
-    """Ends with its stdin, or by SIGPROF."""
+    """Checks until standard input ends, or until SIGPROF ends the process."""
     # Imported here: the server itself does not need them.
     import jsonschema
     from referencing import Registry
@@ -63,7 +63,7 @@ def main() -> None:
             message = _short(f"{claim.name} {error.json_path}: {error.message}")
             yield Violation(str(error.validator), message)
 
-    def found(claim: Claim) -> list[Violation]:
+    def violations_of(claim: Claim) -> list[Violation]:
         try:
             return list(broken(claim))
         # For an invalid schema jsonschema may raise anything.
@@ -74,7 +74,7 @@ def main() -> None:
     def answer(question: CheckClaims, _: bytes) -> ClaimsChecked:
         violations: list[Violation] = []
         for claim in question.claims:
-            violations += found(claim)
+            violations += violations_of(claim)
         return ClaimsChecked(tuple(violations))
 
     answer_questions(CheckClaims, answer, MAX_SECONDS)

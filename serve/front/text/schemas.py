@@ -1,7 +1,7 @@
 """JSON schemas whose objects are closed: they allow only the keys that the schema names.
 
-Few schemas that people write say `additionalProperties: false`, and a model that may invent keys
-does so: the call that it writes then has arguments that the function does not take.
+Few people write `additionalProperties: false` in their schemas, and a model that may invent keys
+does so: it then calls the function with arguments that the function does not take.
 """
 
 import json
@@ -18,12 +18,12 @@ Kind = TypeVar("Kind")
 # Stands for the schemas of all tools, among the keywords that a grammar does not enforce.
 TOOLS = "tools"
 
-# What JSON printers write between tokens: nothing, a blank, or a line end with an indentation. A
+# JSON printers write nothing, a blank, or an indented line end between tokens. A
 # model that may write more blanks spends its tokens on them.
 WHITE_SPACE = r" |\n {0,16}"
 
 # llguidance's options for a schema. Keywords that a grammar cannot express are left out, and oneOf
-# is taken for anyOf; the check reports both.
+# is treated as anyOf; the check reports both.
 GUIDANCE: Any = {
     "whitespace_pattern": f"({WHITE_SPACE})?",
     "lenient": True,
@@ -63,7 +63,7 @@ _INEXPRESSIBLE = {
 _INEXPRESSIBLE_PATTERN = re.compile(r"\(\?<?[=!]|\\[bBAZzckK1-9]")
 _VALUES = ("const", "enum", "default", "examples")
 
-# A branch that has only these keywords limits the keys, and names no new ones.
+# A branch with only these keywords limits the keys, and names no new ones.
 _ONLY_LIMITS = {"required", "type", "title", "description", "minProperties", "maxProperties"}
 
 
@@ -75,7 +75,7 @@ def closed(schema: Schema) -> Schema:
 
 
 def closed_text(schema: Schema | str) -> str:
-    """Returns the JSON of a closed schema, or a text that is no JSON object as it is."""
+    """Returns the JSON of a closed schema. A text that is not a JSON object is unchanged."""
     if not isinstance(schema, str):
         return json.dumps(closed(schema))
     try:
@@ -136,8 +136,8 @@ def without_inexpressible_patterns(schema: Any) -> Any:
     return expressible
 
 
-def left_out_of(tools: Sequence[Schema]) -> tuple[str, ...]:
-    """Returns the keywords of tools that `expressible_text` leaves out beside llguidance's."""
+def omitted_keywords(tools: Sequence[Schema]) -> tuple[str, ...]:
+    """Returns the keywords in tools that `expressible_text` omits, beside those of llguidance."""
     tools, left_out = sound_tools(tools)
     schemas = [tool["function"].get("parameters") or {} for tool in tools]
     is_whole = all(without_inexpressible_patterns(schema) == schema for schema in schemas)
@@ -156,10 +156,10 @@ class _Closing:
 
     def __init__(self, document: Schema) -> None:
         self._document = document
-        self._kept_open = set(self._open_parts())
+        self._open_ids = set(self._open_parts())
 
     def close(self, schema: Any) -> Any:
-        if not isinstance(schema, dict) or id(schema) in self._kept_open:
+        if not isinstance(schema, dict) or id(schema) in self._open_ids:
             return schema
         if self._is_other_document(schema):
             return _Closing(schema).close(schema)  # Its references begin at itself.
@@ -178,7 +178,7 @@ class _Closing:
         return isinstance(schema.get("$id"), str) and schema is not self._document
 
     def _parts_to_close(self, schema: Schema) -> tuple[str, ...]:
-        """Returns the keyword whose parts each describe the whole object, or None."""
+        """Returns the keyword whose parts each describe the whole object; empty without one."""
         if not schema.keys().isdisjoint(("properties", *_REFERENCES)):
             return ()
         if not schema.keys().isdisjoint(("not", "if", "dependentSchemas")):
@@ -217,7 +217,7 @@ class _Closing:
         for name in _COMBINED:
             if name in schema and name not in to_close:
                 yield schema[name]
-        # Beside its own properties a reference adds those of its target.
+        # A reference adds the properties of its target to the schema's own.
         target = self._target(schema)
         if "properties" in schema and target is not None:
             yield target
@@ -235,7 +235,7 @@ class _Closing:
 
 
 def _children(schema: Schema, parts: tuple[str, ...]) -> Iterator[Any]:
-    """Yields the schemas directly inside one: of other values, and its parts of these names."""
+    """Yields the schemas directly inside one: of inner values, and the parts of these names."""
     for _, named in _present(schema, _MAPS, dict):
         yield from named.values()
     for _, listed in _present(schema, (*_LISTS, *parts), list):
@@ -245,7 +245,7 @@ def _children(schema: Schema, parts: tuple[str, ...]) -> Iterator[Any]:
 
 
 def _present(schema: Schema, names: Iterable[str], kind: type[Kind]) -> Iterator[tuple[str, Kind]]:
-    """Yields those of these keywords that the schema has, with their values, if of this kind."""
+    """Yields the names that the schema has with a value of this kind, and their values."""
     for name in names:
         value = schema.get(name)
         if isinstance(value, kind):
@@ -261,7 +261,7 @@ def _can_be_closed(schema: Schema) -> bool:
     compositions = [schema[name] for name in _COMBINED if name in schema]
     if not all(map(_only_limits, compositions)):
         return False
-    # If a required key is not among the properties, nothing could follow a closed schema.
+    # If a required key is not among the properties, no value could follow a closed schema.
     required = schema.get("required", [])
     if not isinstance(required, list):
         return False

@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 from serve.front.text.references import IN_NAMES, bundled, target
 
 Schema = dict[str, Any]
-# Returns the valid part of a keyword's value, or None if nothing of it is valid.
+# Returns the valid part of a keyword's value, or None if no part is valid.
 Clean = Callable[[Any], Any]
 
 _TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
@@ -74,7 +74,7 @@ class _Cleaner:
         self._cleaners: dict[str, Clean] = {
             **{name: partial(self._one, name) for name in _ONE},
             **{name: partial(self._several, name) for name in _SEVERAL},
-            **{name: partial(self._named, name) for name in _NAMED},
+            **{name: partial(self._by_name, name) for name in _NAMED},
             **dict.fromkeys(sizes, _size),
             **dict.fromkeys(("minimum", "maximum"), _number),
             **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _number_or_bool),
@@ -107,7 +107,7 @@ class _Cleaner:
         return found
 
     def _inner(self, keyword: str, value: Any) -> Any:
-        """Returns the valid part of a schema; an empty schema if it is none."""
+        """Returns the valid part of an inner schema; an empty schema if value is none."""
         if isinstance(value, dict | bool):
             return self.schema(value)
         self.changed.add(keyword)
@@ -123,7 +123,7 @@ class _Cleaner:
             return None
         return [self._inner(keyword, each) for each in value]
 
-    def _named(self, keyword: str, value: Any) -> Any:
+    def _by_name(self, keyword: str, value: Any) -> Any:
         if not isinstance(value, dict):
             return None
         names = list(value)

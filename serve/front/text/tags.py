@@ -13,7 +13,7 @@ from serve.front.text.schemas import GUIDANCE, closed
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """A text that begins with begin continues with JSON by the schema, and then with end."""
+    """A text that starts with begin, continues with JSON of the schema, and stops with end."""
 
     begin: str
     schema: dict[str, Any]

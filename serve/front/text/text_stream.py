@@ -32,7 +32,7 @@ class TextStream:
         self._num_open = 0
 
     def push(self, token: int) -> str:
-        """Returns the text that is certain with this token. A character cut in two is held back."""
+        """Returns the text that is final with this token. An incomplete character is held back."""
         if token in self._skipped:
             return ""
         self._window.append(token)
@@ -55,7 +55,8 @@ class TextStream:
 
     def _num_unsettled(self, text: str) -> int:
         """Returns the number of U+FFFD at the end of text that may still become characters. After
-        many tokens only the last few: a model that repeats real U+FFFD would stream no text."""
+        many tokens only the last few count, or a model that repeats real U+FFFD would stream no
+        text."""
         trailing = len(text) - len(text.rstrip(REPLACEMENT))
         self._num_open = self._num_open + 1 if trailing else 0
         if self._num_open > _MAX_OPEN_TOKENS:
@@ -63,7 +64,7 @@ class TextStream:
         return trailing
 
     def _shorten(self, text: str) -> None:
-        """Keeps a few last tokens as context, if they mean the same without the others."""
+        """Keeps only the last tokens as context, if they decode the same without the others."""
         num_held = len(text) - self._num_given
         for size in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MAX_TOKENS_OF_A_CHARACTER):
             context = self._window[-size:]

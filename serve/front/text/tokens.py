@@ -146,7 +146,7 @@ class Tokenizer:
     ) -> list[dict[str, Any]]:
         """Returns the messages as the dialect's template expects them."""
         dialect = self.dialect
-        if has_late_system(messages) and not self._takes_late_system:
+        if has_late_system(messages) and not self._accepts_late_system:
             messages = with_early_system(messages)
         has_calls = any(message.get("tool_calls") for message in messages)
         if has_calls and self._wants_text_arguments:
@@ -224,12 +224,12 @@ class Tokenizer:
         return self._shows(_PROBE, messages)
 
     @functools.cached_property
-    def _takes_late_system(self) -> bool:
+    def _accepts_late_system(self) -> bool:
         """Whether the template shows a message of the system that comes after one of the user."""
         return self._shows(LATE, PROBE)
 
     def _shows(self, text: str, messages: list[dict[str, Any]]) -> bool:
-        """Whether the prompt of these messages has a text: a template may leave it out."""
+        """Whether the prompt of these messages contains a text: a template may leave it out."""
         apply = self._transformers.apply_chat_template
         template = self.dialect.render or functools.partial(apply, tokenize=False)
         try:
@@ -243,13 +243,12 @@ class Tokenizer:
         return frozenset(id for id in ids if id is not None)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Returns the tokens of a text, in which special tokens may be written out;
-        add_special_tokens adds those around it. Raises RequestError for a token that the model does
-        not know."""
+        """Returns the tokens of a text, which may contain special tokens; add_special_tokens adds
+        the usual ones around it. Raises RequestError for a token that the model does not know."""
         return self._known(self._encode(text, add_special_tokens))
 
     def encode_beginning(self, text: str, max_tokens: int) -> list[int]:
-        """Returns the first max_tokens tokens, with special ones. Raises as `encode`."""
+        """Returns the first max_tokens tokens, special ones included. Raises as `encode`."""
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         encoding.truncate(max_tokens - self._backend.num_special_tokens_to_add(is_pair=False))
         return self._known(list(self._backend.post_process(encoding).ids))
@@ -288,7 +287,7 @@ class Tokenizer:
         if unknown is not None:
             raise ModelError(
                 f"The tokenizer in {self.folder} does not match the model: a plain chat "
-                f"has token {unknown} ({self.token_name(unknown)!r}), and config.json "
+                f"contains token {unknown} ({self.token_name(unknown)!r}), and config.json "
                 f"says vocab_size {self.vocab_size}. Fetch the model again.",
                 code="other_tokenizer",
             )
@@ -327,12 +326,12 @@ class Tokenizer:
         return len(text.encode()) // self._max_token_bytes
 
     def id_of(self, token: str) -> int | None:
-        """Returns the id of a token, or None if the vocabulary does not have it."""
+        """Returns the id of a token, or None if the vocabulary does not contain it."""
         found: int | None = self._backend.token_to_id(token)
         return found
 
     def begins_with_a_mark(self, text: str) -> bool:
-        """Whether a text begins with an added token, which no token before it swallows."""
+        """Whether a text begins with an added token, which cannot merge with text before it."""
         ids = self._encode(text)
         return bool(ids) and ids[0] in self._backend.get_added_tokens_decoder()
 
@@ -347,7 +346,7 @@ class Tokenizer:
         after: list[int] | None = None,
         keep_marks: bool = False,
     ) -> TextStream:
-        """Converts tokens to text that continues after; with keep_marks, also the dialect's."""
+        """Converts tokens to text after earlier tokens; keep_marks keeps the dialect's marks."""
         skipped = self._special_ids if skip_special_tokens else frozenset()
         if keep_marks:
             skipped -= self._marks
@@ -527,7 +526,7 @@ def _splits_bytes_only(pre_tokenizers: list[dict[str, Any]]) -> bool:
     return "ByteLevel" in kinds and kinds <= {"ByteLevel", "Split", "Digits"} and not removes
 
 
-# What each character of a byte-level vocabulary stands for.
+# The byte that each character of a byte-level vocabulary stands for.
 _BYTES = {character: byte for byte, character in enumerate(character_of)}
 
 

@@ -486,7 +486,7 @@ def test_it_ends_with_its_server() -> None:
 def test_check_of_the_same_grammar_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars_module, "_MAX_KNOWN", 20)
     grammars = GrammarChecker(MODEL)
-    asked = Mock(wraps=grammars._helpers.ask)
+    asked = Mock(wraps=grammars._helpers.call)
     monkeypatch.setattr(grammars._helpers, "ask", asked)
     written = [StructuredOutputs(regex=f"a{{{n + 1}}}").grammar() for n in range(30)]
     for grammar in written:

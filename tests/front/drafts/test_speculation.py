@@ -109,8 +109,8 @@ def test_nothing_is_guessed_where_it_is_not_possible_or_cannot_pay() -> None:
 def test_forget_leaves_nothing() -> None:
     speculation = make_speculation()
     speculation.propose([make_sequence()])
-    speculation.forget(0)
-    speculation.forget(1)
+    speculation.remove(0)
+    speculation.remove(1)
     assert not speculation._guesses
 
 
@@ -157,7 +157,7 @@ def test_acceptance_follows_which_drafts_were_right() -> None:
     every = Acceptance()
     own = Acceptance(every)
     for _ in range(50):
-        own.note(4, is_right=False)
+        own.count(4, is_right=False)
     assert own.share(4) < 0.1
     assert own.share(40) > 0.8
     assert Acceptance(every).share(4) < 0.2
@@ -169,7 +169,7 @@ def test_hit_shares_of_new_sequences_begin_with_those_of_all() -> None:
     before = every.gain(False, 0.3)
     own = HitShares(every)
     for _ in range(400):
-        own.note(False, True, False)
+        own.count(False, True, False)
     assert own.gain(False, 0.3) == pytest.approx(-0.3, abs=0.01)
     assert HitShares(every).gain(False, 0.3) < before - 0.1
     assert every.gain(True, 0.3) == HitShares().gain(True, 0.3)
@@ -180,18 +180,18 @@ def test_step_cost_finds_what_a_token_costs() -> None:
     assert not cost.is_known
     for _ in range(200):
         num_tokens = chance.choice([1, 1, 4, 9])
-        cost.note(num_tokens, 0.05 + 0.004 * num_tokens + chance.uniform(-0.002, 0.002))
+        cost.add_step(num_tokens, 0.05 + 0.004 * num_tokens + chance.uniform(-0.002, 0.002))
     assert cost.seconds_per_token == pytest.approx(0.004, rel=0.2)
     assert cost.seconds(1) == pytest.approx(0.054, rel=0.1)
     for _ in range(200):
-        cost.note(chance.choice([1, 3]), 0.2)
+        cost.add_step(chance.choice([1, 3]), 0.2)
     assert cost.seconds(1) == pytest.approx(0.2, rel=0.1)
 
 
 def test_step_cost_of_steps_of_one_size_is_a_guess() -> None:
     cost = StepCost()
     for _ in range(20):
-        cost.note(1, 0.1)
+        cost.add_step(1, 0.1)
     assert 0 < cost.seconds_per_token < 0.02
 
 
@@ -217,7 +217,7 @@ def generate_with_model(
     chance = random.Random(0)
     num_asked = 0
     for n in range(num_tokens):
-        (number,) = speculation.ask([sequence], 1)
+        (number,) = speculation.plan_guesses([sequence], 1)
         num_asked += number > 0
         sequence.output.append(10**6 + n)
         sequence.num_computed += 1
@@ -239,28 +239,28 @@ def test_ask_wants_nothing_without_a_draft_model_or_memory_or_for_the_last_token
     nine = [new_text(id) for id in range(9)]
     speculation = make_with_model(guess=0.001, reading=0.0)
     speculation.token_cost = 0.01
-    assert all(speculation.ask(nine[:4], 2))
-    assert not any(speculation.ask(nine, 1))
-    assert not any(speculation.ask(nine[:4], 3))
+    assert all(speculation.plan_guesses(nine[:4], 2))
+    assert not any(speculation.plan_guesses(nine, 1))
+    assert not any(speculation.plan_guesses(nine[:4], 3))
     ending = new_text()
     ending.max_tokens = 1
-    assert speculation.ask([ending], 1) == [0]
+    assert speculation.plan_guesses([ending], 1) == [0]
     cannot = new_text()
     cannot.may_draft = False
-    assert speculation.ask([cannot], 1) == [0]
+    assert speculation.plan_guesses([cannot], 1) == [0]
 
 
 def test_ask_weighs_the_time_that_other_groups_lose() -> None:
     speculation = make_with_model(guess=0.15, reading=0.0)
-    assert speculation.ask([new_text()], 1)[0] > 0
-    assert speculation.ask([new_text()], 4) == [0]
+    assert speculation.plan_guesses([new_text()], 1)[0] > 0
+    assert speculation.plan_guesses([new_text()], 4) == [0]
 
 
 def test_ask_does_not_read_a_long_text_for_a_short_answer() -> None:
     speculation = make_with_model(guess=0.1, reading=0.02)
     long, short = new_text(0, 400), new_text(1, 400)
     short.max_tokens = 8
-    (number_of_long, number_of_short) = speculation.ask([long, short], 1)
+    (number_of_long, number_of_short) = speculation.plan_guesses([long, short], 1)
     assert number_of_long > 0 == number_of_short
 
 
@@ -268,7 +268,7 @@ def test_ask_leaves_a_text_that_repeats_to_the_suffixes() -> None:
     speculation = make_with_model()
     sequence = make_sequence()
     generate(speculation, sequence, LOOP * 3)
-    assert speculation.ask([sequence], 1) == [0]
+    assert speculation.plan_guesses([sequence], 1) == [0]
 
 
 def test_ask_gives_a_draft_model_up_that_is_often_wrong_and_tries_again_later() -> None:
@@ -297,7 +297,7 @@ def test_propose_takes_the_drafter_that_is_expected_to_gain_more() -> None:
 
 def test_forget_leaves_nothing_of_the_draft_model() -> None:
     speculation = make_with_model()
-    speculation.ask([new_text()], 1)
+    speculation.plan_guesses([new_text()], 1)
     assert speculation._model_guesses
-    speculation.forget(0)
+    speculation.remove(0)
     assert not speculation._model_guesses

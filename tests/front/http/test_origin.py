@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from serve.front.http.guard import Scope
-from serve.front.http.origin import Hosts, check_local, host_of, own_names
+from serve.front.http.middleware import Scope
+from serve.front.http.origin import Hosts, aliases_of, check_local, host_of
 from serve.front.http.replies import StatusError
 
 HERE = ("127.0.0.1", 5)
@@ -181,7 +181,7 @@ def test_hosts_on_loopback_are_loopback_names_only(bound: str) -> None:
 
 
 @pytest.mark.parametrize("bound", ["0.0.0.0", "::", "192.168.1.5", "mac1.lan"])
-def test_hosts_beyond_loopback_are_addresses_and_own_names(
+def test_hosts_beyond_loopback_are_addresses_and_aliases(
     monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "Mac1.lan")
@@ -192,8 +192,8 @@ def test_hosts_beyond_loopback_are_addresses_and_own_names(
 
 
 def test_hosts_know_names_of_no_host_name() -> None:
-    assert own_names("") == set()
-    assert own_names("Mac1") == {"mac1", "mac1.local"}
+    assert aliases_of("") == set()
+    assert aliases_of("Mac1") == {"mac1", "mac1.local"}
 
 
 def test_hosts_that_are_allowed() -> None:

@@ -61,7 +61,7 @@ class RandomDrafting:
     def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
         return self.chance.random() < 0.8
 
-    def ask(self, sequences: ReadableList[Sequence], num_busy_groups: int) -> list[int]:
+    def plan_guesses(self, sequences: ReadableList[Sequence], num_busy_groups: int) -> list[int]:
         assert num_busy_groups > 0
         if self.chance.random() < 0.5:
             return [0 for _ in sequences]
@@ -70,7 +70,7 @@ class RandomDrafting:
     def learn(self, sequence: Sequence) -> None:
         assert not sequence.drafts
 
-    def forget(self, sequence_id: int) -> None:
+    def remove(self, sequence_id: int) -> None:
         self.known.discard(sequence_id)
 
 
@@ -106,7 +106,7 @@ class CertainDrafting(RandomDrafting):
     def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
         return True
 
-    def ask(self, sequences: ReadableList[Sequence], num_busy_groups: int) -> list[int]:
+    def plan_guesses(self, sequences: ReadableList[Sequence], num_busy_groups: int) -> list[int]:
         return [0 for _ in sequences]
 
 
@@ -199,7 +199,9 @@ def test_schedule_sends_steps_ahead_while_waiting_is_not_worth_it() -> None:
         def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
             return False
 
-        def ask(self, sequences: ReadableList[Sequence], num_busy_groups: int) -> list[int]:
+        def plan_guesses(
+            self, sequences: ReadableList[Sequence], num_busy_groups: int
+        ) -> list[int]:
             return [0 for _ in sequences]
 
     with_drafts = Pipeline(2, drafting=Hopeless(random.Random(0), max_drafts=0))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from serve.front.routes import history
-from serve.front.routes.history import NUM_KEPT, Sample, SampleHistory
+from serve.front.routes.history import MAX_SAMPLES, Sample, SampleHistory
 
 COUNTERS = (
     "brigade_generation_tokens_total",
@@ -48,26 +48,26 @@ def test_sample_holds_what_happened_in_its_step(counted: Counted) -> None:
     counted.add(prefix_cache_hits_total=2)
     counted.add(time_to_first_token_seconds_sum=3, time_to_first_token_seconds_count=2)
     counted.add(inter_token_latency_seconds_sum=1, inter_token_latency_seconds_count=28)
-    counted.history.take(100.0, 2.0)
+    counted.history.add_sample(100.0, 2.0)
     assert counted.history.latest() == Sample(100.0, 15.0, 1.5, 0.03571, 2, 1, 0.75, 0.25)
 
 
 def test_sample_of_a_step_without_work_has_no_means(counted: Counted) -> None:
     counted.state["max_kv_tokens"] = None
-    counted.history.take(100.0, 1.0)
+    counted.history.add_sample(100.0, 1.0)
     assert counted.history.latest() == Sample(100.0, 0.0, None, None, 2, 1, None, None)
 
 
 def test_history_keeps_ten_minutes(counted: Counted) -> None:
-    for second in range(NUM_KEPT + 5):
-        counted.history.take(float(second), 1.0)
+    for second in range(MAX_SAMPLES + 5):
+        counted.history.add_sample(float(second), 1.0)
     kept = counted.history.samples()
-    assert (len(kept), kept[0].time) == (NUM_KEPT, 5.0)
+    assert (len(kept), kept[0].time) == (MAX_SAMPLES, 5.0)
 
 
 def test_history_begins_again_when_the_clock_is_set_back(counted: Counted) -> None:
     for time in (100.0, 101.0, 50.0, 51.0):
-        counted.history.take(time, 1.0)
+        counted.history.add_sample(time, 1.0)
     assert [sample.time for sample in counted.history.samples()] == [50.0, 51.0]
 
 

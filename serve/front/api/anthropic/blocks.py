@@ -141,7 +141,7 @@ class ToolUseBlock(Tolerant):
 
 
 class ToolResultBlock(Tolerant):
-    """The result of a call. Templates know no failed tools, so the text says if is_error is set."""
+    """The result of a call. Templates know no failures, so the text mentions is_error."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -190,7 +190,7 @@ def _plain_text(content: Any) -> str:
 
 
 class ThinkingBlock(Tolerant):
-    """A thought of an earlier answer. Its signature is not checked, but may carry the thought."""
+    """A thought of an earlier answer. Its signature is not checked, but may contain the thought."""
 
     type: Literal["thinking"]
     thinking: str
@@ -238,7 +238,7 @@ SystemBlock = Annotated[TextBlock | ToolChangeBlock, Field(discriminator="type")
 
 
 class SystemTurn(Tolerant):
-    """A message of the system in a chat. With clear_at, it may hold until a user's next message."""
+    """A system message in a chat. With clear_at, it may hold until the next user's message."""
 
     role: Literal["system"]
     content: Annotated[list[SystemBlock], _FAIL_FAST, _as_list_of(SystemBlock)] = []

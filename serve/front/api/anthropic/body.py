@@ -63,7 +63,7 @@ class McpServer(Tolerant):
 
 
 class HarmlessFields(Body):
-    """The fields that cannot change the meaning of an answer, whatever they hold."""
+    """The fields that cannot change the meaning of an answer, whatever their values."""
 
     betas: Any = None
     billing_policy: Any = None

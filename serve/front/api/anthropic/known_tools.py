@@ -1,5 +1,5 @@
-"""Tools that Anthropic defines and clients run: shells and editors. Their declarations name a type
-only, so what the model is shown of them is written here."""
+"""Tools that Anthropic defines and clients run: shells and editors. Their declarations name only a
+type, so the descriptions and schemas that a model needs are here."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class KnownTool:
-    """The name of a tool unless its declaration gives one, and what a model is shown of it."""
+    """A tool's name, unless its declaration gives one, and its description and schema."""
 
     name: str
     description: str
@@ -87,8 +87,8 @@ KNOWN_TOOLS = {
     "text_editor_20250728": _EDITOR,
 }
 
-# The beginnings of the types of tools that run at Anthropic, or that are sets of tools with calls
-# of a form of their own. They are not offered to the model.
+# The prefixes of the types of tools that run at Anthropic, or that are sets of tools whose calls
+# have another form. They are not offered to the model.
 HOSTED_PREFIXES = (
     "web_search_",
     "web_fetch_",

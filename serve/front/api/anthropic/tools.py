@@ -22,7 +22,7 @@ from serve.front.http.body import Body, Tolerant, refuse
 def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
     if schema.get("type", "object") != "object":
         refuse('must be a schema of type "object"')
-    return {**schema, "type": "object"}  # A type that came keeps its place.
+    return {**schema, "type": "object"}  # An existing type keeps its place.
 
 
 class UserDefinedTool(Tolerant):
@@ -34,7 +34,7 @@ class UserDefinedTool(Tolerant):
     defer_loading: bool | None = None
 
     def as_tool(self) -> Tool:
-        """Returns the same tool as chat declares it."""
+        """Returns the tool as a chat declares it."""
         function = Function(
             name=self.name,
             description=self.description,
@@ -54,7 +54,7 @@ class ClientTool(Tolerant):
     max_characters: int | None = None
 
     def as_tool(self) -> Tool:
-        """Returns the same tool as chat declares it."""
+        """Returns the tool as a chat declares it."""
         known = KNOWN_TOOLS[self.type]
         description = known.description
         if self.max_characters is not None:
@@ -120,7 +120,7 @@ class ToolChoice(Body):
         return self
 
     def as_chat(self) -> ChatToolChoice:
-        """Returns the same choice as a chat has it."""
+        """Returns the same choice in the form of a chat."""
         if self.name is not None:
             return NamedTool(type="function", function=FunctionName(name=self.name))
         if self.type == "any":
@@ -136,7 +136,7 @@ class ToolSelection:
     left_out: tuple[str, ...]
 
     def check(self, choice: ToolChoice | None) -> None:
-        """Raises RequestError if a tool is demanded that is not offered."""
+        """Raises RequestError if choice demands a tool that is not offered."""
         if choice is None or choice.type not in ("any", "tool") or not self.left_out:
             return
         if choice.name in self.left_out or not self.tools:
@@ -172,7 +172,7 @@ def select_tools(
 
 
 def _changes(turns: Sequence[Turn]) -> dict[str, bool]:
-    """Whether a tool is offered after these turns, by its name, for tools that the turns name."""
+    """Returns, for each tool that the turns name, whether it is offered after them."""
     found: dict[str, bool] = {}
     for turn in turns:
         for block in turn.content:

@@ -1,5 +1,5 @@
 """The helper process that reads long bodies of requests: their JSON, fields, templates and tokens
-take seconds of a core, and much of it would hold Python's lock of the server's process."""
+take seconds of a core, mostly under Python's lock, which would block the server's process."""
 
 import logging
 import sys
@@ -38,16 +38,16 @@ def main(
 
 
 def answered(reader: Reader, question: ReadBody, data: bytes) -> Answer:
-    """Returns the answer to a question about a body, which data begins with."""
-    asked = replace(reader, names=question.names, finds_boundaries=question.finds_boundaries)
+    """Returns the answer to a question. data consists of the texts to read, the body first."""
+    configured = replace(reader, names=question.names, finds_boundaries=question.finds_boundaries)
     ends = accumulate(question.sizes, initial=0)
     given = [data[start:end] for start, end in pairwise(ends)]
     try:
-        return BodyRead(kinds.BY_NAME[question.kind].read(asked, *given))
+        return BodyRead(kinds.BY_NAME[question.kind].read(configured, *given))
     except RequestError as error:
         is_not_found = isinstance(error, NotFoundError)
         return BodyRefused(str(error), error.param, error.code, is_not_found)
-    # A mistake of ours ends this request and not the process.
+    # A bug ends this request and not the process.
     except Exception as error:
         _logger.error("event=bug trace=%s", trace_of(error))
         return BodyNotRead(type(error).__name__)

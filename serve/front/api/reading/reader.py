@@ -29,7 +29,7 @@ from serve.front.api.responses.body import (
     InputTokensBody,
     ResponsePlan,
     ResponsesBody,
-    own_names,
+    response_field_names,
 )
 from serve.front.api.responses.items import item_ids, messages_of, with_items
 from serve.front.api.truncation import fitting
@@ -62,7 +62,7 @@ class ReadMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class NeedsEarlier(msgspec.Struct, frozen=True, tag=True):
-    """The request continues an earlier response or refers to stored items, which have to be given
+    """The request continues an earlier response or refers to stored items, which must be passed
     with the body."""
 
     previous_id: str | None
@@ -70,8 +70,7 @@ class NeedsEarlier(msgspec.Struct, frozen=True, tag=True):
 
 
 class FinishedReply(msgspec.Struct, frozen=True, tag=True):
-    """A reply that needs no answer of the model. ignored_fields are the unknown fields of the
-    body."""
+    """A reply without an answer of the model. ignored_fields are the unknown fields of the body."""
 
     reply: bytes
     ignored_fields: tuple[str, ...] = ()
@@ -85,8 +84,8 @@ AnyReading: TypeAlias = (
 @dataclass(frozen=True, slots=True)
 class Reader:
     """Each method reads one kind of body (`serve.front.api.reading.kinds`) and raises RequestError.
-    Reading is slow. names are those that a body may give. If finds_boundaries, prompts of chats get
-    their boundaries."""
+    Reading is slow. names are the models that a body may name. If finds_boundaries, the prompts of
+    chats get their boundaries."""
 
     tokenizer: Tokenizer
     max_context: int
@@ -120,11 +119,11 @@ class Reader:
         if isinstance(read, NeedsEarlier):
             return read
         body, before = read
-        with own_names():
+        with response_field_names():
             messages = [*before, *messages_of(body.input, body.offer)]
             job = self._prepare(body.request(messages, self.tokenizer))
         return ReadResponse(
-            plan=body.plan(job.held_inputs),
+            plan=body.plan(job.enforced_inputs),
             messages=replies.encode(messages),
             job=job,
         )
@@ -132,13 +131,13 @@ class Reader:
     def input_tokens(
         self, data: bytes, earlier: bytes | None = None
     ) -> FinishedReply | NeedsEarlier:
-        """Returns the reply to a question how many tokens the prompt of a response would have.
-        earlier is as for `response`."""
+        """Returns the reply with the number of tokens in the prompt of a response. earlier is as
+        for `response`."""
         read = self._conversation(InputTokensBody, data, earlier)
         if isinstance(read, NeedsEarlier):
             return read
         body, before = read
-        with own_names():
+        with response_field_names():
             messages = [*before, *messages_of(body.input, body.offer)]
             variables = body.thinking.variables(self.tokenizer)
             prompt = body.prompt(messages).with_defaults(variables)
@@ -220,9 +219,8 @@ class Reader:
         return chat.prepare(request, self.tokenizer, self.max_context, self.finds_boundaries)
 
     def _object(self, data: bytes, param: str = "messages") -> Json:
-        """Parses a body, in which model becomes the name that the request means. Each entry of
-        param makes at least one token, so more entries than the context has tokens raise
-        RequestError."""
+        """Parses a body, and replaces the requested model by the served one. Each entry of param
+        makes at least one token, so more entries than the context has tokens raise RequestError."""
         body = json_object(data)
         model = body.get("model")
         if model is None or isinstance(model, str):

@@ -38,7 +38,7 @@ Strings = Annotated[list[str], Field(fail_fast=True)]
 
 
 class Format(Tolerant):
-    """The format of the text: chat's response_format, with the schema in it."""
+    """The format of the text: a chat's response_format without its inner object."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -70,7 +70,7 @@ class ReasoningOptions(Tolerant):
 
 Name = Annotated[str, Field(max_length=64)]
 Value = Annotated[str, Field(max_length=512)]
-Metadata = Annotated[dict[Name, Value], Field(max_length=16)]  # as OpenAI has it
+Metadata = Annotated[dict[Name, Value], Field(max_length=16)]  # as at OpenAI
 
 
 # null is the same as leaving the model out.
@@ -146,7 +146,7 @@ class InputTokensBody(SamplingBody):
 
     @cached_property
     def tool_use(self) -> ToolUse:
-        """The same tools in a chat. Raises RequestError."""
+        """The tools in the form of a chat. Raises RequestError."""
         functions = self.offer.functions.values()
         tools = [Tool(type="function", function=function) for function in functions]
         inputs = {name: each.grammar for name, each in self.offer.tools.items() if each.grammar}
@@ -155,7 +155,7 @@ class InputTokensBody(SamplingBody):
 
     @property
     def offered(self) -> Mapping[str, OfferedTool]:
-        """The offered tools by the model's names, for those who read its calls."""
+        """The offered tools by the model's names, as needed to read its calls."""
         tools = self.offer.tools
         raw_name = self._raw_name
         if raw_name is None:
@@ -165,7 +165,7 @@ class InputTokensBody(SamplingBody):
     def grammars(self) -> dict[str, str]:
         call_grammar = self.tool_use.grammar()
         if self.tool_use.is_raw and call_grammar is None:
-            return {}  # The input of the tool is free text, whatever the format of a text is.
+            return {}  # The tool's input is free text, whatever text.format is.
         found = super().grammars()
         format_grammar = self._format_grammar()
         if format_grammar:
@@ -179,12 +179,12 @@ class InputTokensBody(SamplingBody):
             return None
         return self.text.format.grammar()
 
-    def warnings(self, held_inputs: Collection[str]) -> list[str]:
-        """Returns the tools that are not offered, and those with grammars not in held_inputs."""
+    def warnings(self, enforced_inputs: Collection[str]) -> list[str]:
+        """Returns a warning for each tool that is not offered, or whose grammar is not enforced."""
         free_tools = [
             offered
             for name, offered in self.offer.tools.items()
-            if offered.is_lark and name not in held_inputs and name != self._raw_name
+            if offered.is_lark and name not in enforced_inputs and name != self._raw_name
         ]
         warnings = [*self.offer.warnings, *map(_unenforced, free_tools)]
         num_more = len(warnings) - _MAX_WARNINGS
@@ -271,8 +271,8 @@ class ResponsesBody(InputTokensBody):
         return Listing(logprobs=self.top_logprobs or 0)
 
     def request(self, messages: list[ChatMessage], tokenizer: Tokenizer) -> ChatRequest:
-        """Converts this body to the request of a chat. messages are its own, after those that it
-        continues. Raises RequestError, which names the fields of a chat."""
+        """Converts this body to the request of a chat. messages are those of the response that it
+        continues, and its own. Raises RequestError, which names the fields of a chat."""
         listing = self._listing()
         grammars = self.grammars()
         samplings = self.samplings(tokenizer, grammars, listing.logprobs)
@@ -293,11 +293,11 @@ class ResponsesBody(InputTokensBody):
             cache_salt=self.cache_salt,
         )
 
-    def plan(self, held_inputs: Collection[str] = ()) -> "ResponsePlan":
-        """Returns what the writer needs. A grammar holds the inputs of held_inputs."""
-        return ResponsePlan(self._repeated(held_inputs), self.offered, self.encrypts)
+    def plan(self, enforced_inputs: Collection[str] = ()) -> "ResponsePlan":
+        """Returns the writer's data. enforced_inputs are tools whose grammar is enforced."""
+        return ResponsePlan(self._repeated(enforced_inputs), self.offered, self.encrypts)
 
-    def _repeated(self, held_inputs: Collection[str]) -> Json:
+    def _repeated(self, enforced_inputs: Collection[str]) -> Json:
         """Returns the fields that the response repeats, with their defaults."""
         given = self.model_dump(mode="json", by_alias=True, exclude_none=True, include=_REPEATED)
         default_text: Json = {"format": {"type": "text"}}
@@ -323,14 +323,14 @@ class ResponsesBody(InputTokensBody):
             "text": default_text | given.get("text", {}),
             "reasoning": default_reasoning | given.get("reasoning", {}),
         }
-        if warnings := self.warnings(held_inputs):
+        if warnings := self.warnings(enforced_inputs):
             repeated["warnings"] = warnings
         return repeated
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsePlan:
-    """What the writer needs: repeated fields, tools by the model's names, encrypted reasoning."""
+    """The writer's data: repeated fields, tools by the model's names, encrypted reasoning."""
 
     repeated: Json
     offered: Mapping[str, OfferedTool]
@@ -345,8 +345,8 @@ _FIELDS = {
 
 
 @contextmanager
-def own_names() -> Iterator[None]:
-    """Has errors about a chat name the fields of a response."""
+def response_field_names() -> Iterator[None]:
+    """Makes errors about a chat name the fields of a response."""
     try:
         yield
     except RequestError as error:

@@ -313,7 +313,7 @@ def with_items(given: list[Any], stored: Json) -> list[Any]:
 
 
 def _is_reference(item: Any) -> bool:
-    """An item without a type is a reference if an id is all that it has."""
+    """An item without a type is a reference if it contains only an id."""
     if not isinstance(item, dict):
         return False
     kind = item.get("type")

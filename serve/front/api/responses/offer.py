@@ -19,7 +19,7 @@ from serve.front.http.body import Tolerant
 Kind = Literal["function", "custom", "local_shell", "shell", "apply_patch", "tool_search"]
 Json = dict[str, Any]
 
-# Tools that another server would run. Names of versions may follow.
+# Prefixes of the types of tools that another server would run.
 _HOSTED = (
     "web_search",
     "file_search",
@@ -46,7 +46,7 @@ class NamespaceTool(Tolerant):
 
 
 class DefinedTool(Tolerant):
-    """A tool whose calls have items of their own, and which the client runs."""
+    """A tool that the client runs, and whose calls are items of another type."""
 
     type: Literal["local_shell", "shell", "apply_patch"]
 
@@ -94,7 +94,7 @@ ToolDeclaration = Annotated[
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
     """A tool that the model may call. name and namespace are the client's. A custom tool's call is
-    its input if is_raw, else JSON with it; its grammar is enforced in JSON unless is_lark."""
+    its input if is_raw, else JSON with it; grammar is enforced in that JSON unless is_lark."""
 
     kind: Kind
     name: str
@@ -122,10 +122,10 @@ class OfferedTools:
                 self._names.setdefault((offered.kind, offered.name, namespace), known)
 
     def model_name(self, kind: Kind, name: str, namespace: str | None = None) -> str:
-        """Returns the name under which the model knows a tool; its own if it is not offered."""
+        """Returns the name under which the model knows a tool; name itself if it is not offered."""
         return self._names.get((kind, name, namespace), name)
 
-    def named(self, kind: Kind, name: str, namespace: str | None = None) -> str:
+    def name_of_choice(self, kind: Kind, name: str, namespace: str | None = None) -> str:
         """Returns the model's name of a tool that tool_choice demands. Raises RequestError."""
         known = self.model_name(kind, name, namespace)
         if known not in self.tools or self.tools[known].kind != kind:
@@ -138,7 +138,7 @@ class OfferedTools:
 
 
 def offer_of(declared: Iterable[ToolDeclaration]) -> OfferedTools:
-    """Decides what is offered. Of tools with the same name the last counts. Raises RequestError."""
+    """Returns the offered tools. Of several with one name the last counts. Raises RequestError."""
     found: dict[tuple[str, str, str | None], tuple[OfferedTool, Function]] = {}
     hosted: dict[str, None] = {}
     for each in declared:
@@ -149,7 +149,7 @@ def offer_of(declared: Iterable[ToolDeclaration]) -> OfferedTools:
             found[offered.kind, offered.name, offered.namespace] = offered, function
     if len(found) > MAX_TOOLS:
         raise RequestError(
-            f"tools has {len(found)} tools with those in namespaces and in input, but only "
+            f"tools, its namespaces and input contain {len(found)} tools, but only "
             f"{MAX_TOOLS} are allowed.",
             param="tools",
         )
@@ -264,7 +264,7 @@ class NamedChoice(Tolerant):
             )
         if self.name is None and kind in ("function", "custom"):
             raise RequestError("tool_choice needs the name of a tool.", param="tool_choice")
-        name = offer.named(kind, self.name or kind, self.namespace)
+        name = offer.name_of_choice(kind, self.name or kind, self.namespace)
         return NamedTool.model_validate({"type": "function", "function": {"name": name}})
 
 

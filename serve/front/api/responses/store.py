@@ -1,7 +1,7 @@
 """The stored responses, which later requests can continue, read or refer to.
 
-They are kept as JSON that is never parsed here, in the event loop: a client may have put megabytes
-into one item.
+They are stored as JSON that is never parsed here, in the event loop: a client may have put
+megabytes into one item.
 """
 
 from collections import OrderedDict
@@ -82,7 +82,7 @@ class Store:
         return self._items[id]
 
     def delete(self, id: str) -> None:
-        """Forgets a stored response. Raises NotFoundError."""
+        """Deletes a stored response. Raises NotFoundError."""
         stored = self.get(id)
         self._num_bytes -= stored.num_bytes
         for item_id in stored.items:

@@ -28,7 +28,7 @@ _TEXT_OF_CALL = {"function": "arguments", "custom": "input"}
 
 
 class ChatWriter(ChunkWriter):
-    """Writes the role, then text, thoughts and calls, the reason, and last the usage if wanted."""
+    """Writes the role, text, thoughts and calls, the finish reason, and the usage if wanted."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         super().__init__("chatcmpl", "chat.completion.chunk", job)
@@ -90,7 +90,7 @@ class ChatWriter(ChunkWriter):
         return choice
 
     def _deltas(self, update: Update) -> Iterator[Json]:
-        """Yields OpenAI's deltas. A call's name comes with its first arguments if it can."""
+        """Yields OpenAI's deltas. A call's name comes with its first arguments if possible."""
         begun: CallBegin | None = None
         for delta in update.deltas:
             if begun is not None and not isinstance(delta, CallText):
@@ -111,10 +111,10 @@ class ChatWriter(ChunkWriter):
                     begun = None
                 case CallEnd():
                     yield from self._rest_of_input(update.number)
-                case AnswerEnd():  # A call that is still open was cut off: its rest is no input.
+                case AnswerEnd():  # A call that is still open was cut off: its rest is not input.
                     self._inputs.pop(update.number, None)
                 case PromptProgress() | AnswerBegin():
-                    pass  # They are no part of a choice's delta.
+                    pass  # They are not part of a choice's delta.
         if begun is not None:
             yield self._call(update.number, "", begun)
 

@@ -81,7 +81,7 @@ class CompletionWriter(ChunkWriter):
         return choice
 
     def _advance(self, number: int, tokens: Sequence[int]) -> list[int]:
-        """Returns where each token's text begins, in characters of the echo and the answer."""
+        """Returns the offset of each token's text, in characters of the echo and the answer."""
         lengths = [len(self._tokenizer.token_text(token)) for token in tokens]
         *begins, end = accumulate(lengths, initial=self._offsets[number])
         self._offsets[number] = end

@@ -6,7 +6,7 @@ import re
 from serve.front.api.custom_tools import custom_input
 
 _START = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-# As much of a JSON string as is complete: no half of an escape, and of a surrogate pair.
+# The complete part of a JSON string: without half an escape, or half a surrogate pair.
 _WHOLE = re.compile(
     r'(?:[^"\\]|\\(?:["\\/bfnrt]|u(?:[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}'
     r"|(?![dD][89abAB])[0-9a-fA-F]{4})))*"
@@ -14,7 +14,7 @@ _WHOLE = re.compile(
 
 
 class CustomInput:
-    """Turns `{"input": "..."}` into the input, piece by piece. If is_raw, it is the input."""
+    """Turns `{"input": "..."}` into the input, piece by piece. If is_raw, the text is the input."""
 
     def __init__(self, is_raw: bool) -> None:
         self._is_raw = is_raw
@@ -43,7 +43,7 @@ class CustomInput:
         return found
 
     def finish(self) -> str:
-        """Returns the rest of the input. Arguments of another form are the input as they are."""
+        """Returns the rest of the input. Arguments in another form are returned unchanged."""
         if self._is_raw:
             return ""
         given = "".join(self._given)

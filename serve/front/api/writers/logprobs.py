@@ -62,7 +62,7 @@ class ScoreWriter:
         }
 
     def _by_text(self, score: Score) -> dict[str, float]:
-        """Returns the likeliest tokens and the token itself, by text. The likelier counts."""
+        """Returns the likeliest tokens and the token itself; of equal texts, the likelier."""
         by_text: dict[str, float] = {}
         for token, logprob in (*score.top, (score.token, score.logprob)):
             by_text.setdefault(self._text(token), _finite(logprob))

@@ -56,11 +56,13 @@ class MessagesWriter(Writer):
                 empty = {**self.message, "content": []}
                 yield {"type": "message_start", "message": empty}
             case Thought(text):
-                yield from self._think(text)
+                yield from self._write_thought(text)
             case Text(text):
-                yield from self._say(text)
+                yield from self._write_text(text)
             case CallBegin(id, name):
-                yield from self._begin({"type": "tool_use", "id": id, "name": name, "input": {}})
+                yield from self._open_block(
+                    {"type": "tool_use", "id": id, "name": name, "input": {}}
+                )
                 self._arguments = ""
                 self._block["input"] = invalid_arguments("")
             case CallText(text):
@@ -69,14 +71,14 @@ class MessagesWriter(Writer):
                 yield self._delta("input_json_delta", "partial_json", text)
             case CallEnd():
                 self._block["input"] = arguments_object(self._arguments)
-                yield from self._close()
+                yield from self._close_block()
             case AnswerEnd():
                 self._end(delta)
             case PromptProgress():
                 pass  # Anthropic has no event for it.
 
     def finish(self) -> Iterator[Json]:
-        yield from self._close()
+        yield from self._close_block()
         delta = {name: self.message[name] for name in ("stop_reason", "stop_sequence")}
         others: Json = {"usage": self.message["usage"]}
         if "warnings" in self.message:
@@ -100,18 +102,18 @@ class MessagesWriter(Writer):
         else:
             self.message["stop_reason"] = _REASONS[end.reason]
 
-    def _think(self, text: str) -> Iterator[Json]:
+    def _write_thought(self, text: str) -> Iterator[Json]:
         if not self._continues("thinking"):
-            yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
+            yield from self._open_block({"type": "thinking", "thinking": "", "signature": ""})
             self._thought = ""
         self._thought += text
         if not self._omits_thoughts:
             self._block["thinking"] = self._thought
             yield self._delta("thinking_delta", "thinking", text)
 
-    def _say(self, text: str) -> Iterator[Json]:
+    def _write_text(self, text: str) -> Iterator[Json]:
         if not self._continues("text"):
-            yield from self._begin({"type": "text", "text": ""})
+            yield from self._open_block({"type": "text", "text": ""})
         self._block["text"] += text
         yield self._delta("text_delta", "text", text)
 
@@ -123,13 +125,13 @@ class MessagesWriter(Writer):
         block: Json = self.message["content"][-1]
         return block
 
-    def _begin(self, block: Json) -> Iterator[Json]:
-        yield from self._close()
+    def _open_block(self, block: Json) -> Iterator[Json]:
+        yield from self._close_block()
         self.message["content"].append(block)
         self._is_open = True
         yield self._event("start", content_block=dict(block))
 
-    def _close(self) -> Iterator[Json]:
+    def _close_block(self) -> Iterator[Json]:
         if not self._is_open:
             return
         block = self._block
@@ -141,7 +143,7 @@ class MessagesWriter(Writer):
 
     def _signature(self) -> str:
         """Returns a thinking block's signature: clients drop blocks without one, and send it back.
-        If they want no thoughts, it carries the thought, which a model with tools needs."""
+        If they want no thoughts, it contains the thought, which a model with tools needs."""
         return opaque(self._thought) if self._omits_thoughts else secrets.token_hex(16)
 
     def _delta(self, type: str, field: str, value: str) -> Json:

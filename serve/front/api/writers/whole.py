@@ -1,4 +1,4 @@
-"""Adds the chunks of OpenAI's chat and completions up to one reply."""
+"""Adds up the chunks of OpenAI's chat and completions to one reply."""
 
 from collections.abc import Callable, Iterable
 from io import StringIO
@@ -9,7 +9,7 @@ from serve.front.output.deltas import Update
 
 
 class WholeChoice:
-    """The sum of the chunks of one choice: fields, and text that is still to become one."""
+    """The sum of the chunks of one choice: its fields, and its text, which is joined at the end."""
 
     def __init__(self, number: int) -> None:
         self.text = StringIO()
@@ -42,7 +42,7 @@ class WholeChoice:
 
 
 class WholeChunks(WholeWriter):
-    """Adds up the chunks of all choices, whose empty sums make makes. Chunks may set fields."""
+    """Adds up the chunks of all choices; make returns an empty sum. Chunks may set fields."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ class Writer(Protocol):
 
 
 class WholeWriter(Protocol):
-    """Adds updates up to a reply, whole after finish. Returned events are not used."""
+    """Adds up updates to a reply, complete after finish. Returned events are not used."""
 
     def feed(self, update: Update) -> Iterable[Event]: ...
 

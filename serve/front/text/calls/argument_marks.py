@@ -18,11 +18,11 @@ from serve.front.text.calls.parts import (
     TextBuffer,
     Tools,
 )
-from serve.front.text.calls.value_rules import ValueRules, named, parameters_grammar
+from serve.front.text.calls.value_rules import ValueRules, marked_name, parameters_grammar
 from serve.front.text.calls.values import Declared, is_text, stream_text, to_json
 
-# Reads the value of an argument, by the names of its function and its parameter. Returns whether
-# it was whole.
+# Reads the value of an argument, given the names of its function and parameter. Returns whether
+# it was complete.
 ReadValue = Callable[[TextBuffer, str, str], Generator[CallText | None, None, bool]]
 
 
@@ -38,7 +38,7 @@ class NameMarks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ArgumentMarks:
-    """The marks of a format. Names stand before `named`; with lines, values have own lines."""
+    """The marks of a format. Each name ends with `named`; with lines, values have own lines."""
 
     start: str
     end: str
@@ -69,7 +69,8 @@ class ArgumentMarks:
         values = ValueRules(lark, parameters_of(tool), line, self.parameter_end, tool_name(tool))
 
         def argument(name: str | None, schema: Any) -> str:
-            return f"BLANK {named(lark, self.parameter, name, self.named)} {values.rule_of(schema)}"
+            head = marked_name(lark, self.parameter, name, self.named)
+            return f"BLANK {head} {values.rule_of(schema)}"
 
         arguments = parameters_grammar(parameters_of(tool), lark, argument)
         return lark.rule(f"{begin} {arguments} BLANK {lark.mark(self.function_end)}")
@@ -106,7 +107,7 @@ def read_value(
     lines: bool = False,
     undeclared_is_text: bool = True,
 ) -> Generator[CallText | None, None, bool]:
-    """Reads a value's JSON: text as it is written, all else when whole. Returns if it ended."""
+    """Reads a value as JSON: text piece by piece, others whole. Returns whether it ended."""
     if is_text(types, when_undeclared=undeclared_is_text):
         return (yield from stream_text(source, end, strips_newline=lines))
     return (yield from read_whole_value(source, types, end, lines))
@@ -115,7 +116,7 @@ def read_value(
 def read_whole_value(
     source: TextBuffer, types: frozenset[str] | None, end: str, lines: bool = False
 ) -> Generator[CallText | None, None, bool]:
-    """Reads a value's JSON when it is whole. Returns whether it ended."""
+    """Reads a value as JSON when it is complete. Returns whether it ended."""
     try:
         value = yield from source.until(end)
     except ValueError:

@@ -7,7 +7,7 @@ from typing import Any
 
 from serve.front.text.calls.parts import CallEnd, CallHeader, CallPart, CallText, TextBuffer
 
-MAX_DEPTH = 200  # bodies of requests, in which calls come back, have the same limit
+MAX_DEPTH = 200  # the same limit as for bodies of requests, in which calls come back
 _MARKS = re.compile(r'["{}\[\]]|\\.?', re.DOTALL)
 _END_OF_SCALAR = re.compile(r"[,}\]\s]")
 _ARGUMENTS = ("arguments", "parameters")
@@ -28,7 +28,7 @@ class JsonValue:
         self._is_scalar: bool | None = None  # unknown before the first character
 
     def end(self, text: str) -> int | None:
-        """Returns how much of the text belongs to the value; None for all of it."""
+        """Returns the length of the text that belongs to the value; None if the value goes on."""
         if not text:
             return None
         if self._is_scalar is None:
@@ -65,13 +65,13 @@ def stream_arguments(source: TextBuffer) -> Generator[CallPart | None, None, boo
         return False
     value = JsonValue()
     while (end := value.end(source.text)) is None:
-        if text := source.take(len(source.text)):
+        if text := source.consume(len(source.text)):
             yield CallText(text)
         if source.is_ended:
             return False
         yield None
     if end:
-        yield CallText(source.take(end))
+        yield CallText(source.consume(end))
     yield CallEnd()
     return True
 
@@ -86,24 +86,24 @@ def whole_value(source: TextBuffer) -> Generator[None, None, str]:
             raise ValueError("an incomplete value")
         num_read = len(source.text)
         yield None
-    return source.take(num_read + end)
+    return source.consume(num_read + end)
 
 
 def read_json_calls(
     source: TextBuffer, names: Collection[str] = ()
 ) -> Generator[CallPart | None, None, None]:
-    """Calls as `{"name": ..., "arguments": {...}}`, or a list; "parameters" means the same, and
-    "id" may come. With names only these are calls: other JSON may have a name too. Arguments are
-    given out as they are written."""
+    """Reads calls such as `{"name": ..., "arguments": {...}}`, or a list of them; "parameters"
+    means the same, and "id" is optional. Given names, only these are calls, because other JSON may
+    contain a name, too. Arguments are yielded as they are written."""
     num_calls = 0
     while (yield from source.skip_blanks()):
-        mark = source.take(1)
+        mark = source.consume(1)
         if mark == "{":
             yield from _read_call(source, names)
             num_calls += 1
         elif mark not in "[],;":
             if num_calls:
-                return  # Prose behind calls.
+                return  # Prose after calls.
             raise ValueError("no JSON object")
     if not num_calls:
         raise ValueError("no call")
@@ -118,7 +118,7 @@ def _read_call(
     has_arguments = False
     while (yield from _next_key(source)):
         key = json.loads((yield from whole_value(source)))
-        if not (yield from source.skip_blanks()) or source.take(1) != ":":
+        if not (yield from source.skip_blanks()) or source.consume(1) != ":":
             raise ValueError("a colon is missing")
         if key in _ARGUMENTS and not has_arguments:
             has_arguments = True
@@ -156,7 +156,7 @@ def _next_key(source: TextBuffer) -> Generator[None, None, bool]:
     while (yield from source.skip_blanks()):
         if source.text[0] == '"':
             return True
-        mark = source.take(1)
+        mark = source.consume(1)
         if mark == "}":
             return False
         if mark != ",":

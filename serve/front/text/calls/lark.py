@@ -17,8 +17,8 @@ TokenId = Callable[[str], int | None]
 class Lark:
     """Collects the rules of a grammar. token_id returns the id of a text that is a single added
     token, or None. A model writes a mark as this token, or spells it in ordinary tokens. left_out
-    has the keywords of schemas that the rules do not enforce. Unless is_parallel, an answer has one
-    call. inputs has grammars for tools that take a single text, by the tool's name."""
+    are the keywords of schemas that the rules do not enforce. Unless is_parallel, an answer
+    contains one call. inputs are grammars for tools that take a single text, by the tool's name."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Lark:
         self.token_id = token_id
         self.is_parallel = is_parallel
         self.left_out: set[str] = set()
-        self.held_inputs: dict[str, str] = {}  # the names of the tools and of their grammars
+        self.enforced_inputs: dict[str, str] = {}  # the names of the tools and of their grammars
         self._num_branches = 0
         self._inputs = inputs
         self._added = sorted((each for each in added_tokens if each), key=len, reverse=True)
@@ -48,9 +48,9 @@ class Lark:
 
     def rule(self, body: str, options: str = "") -> str:
         """Returns the name of a rule with this body."""
-        return self._named("r", body, options)
+        return self._definition("r", body, options)
 
-    def _named(self, kind: str, body: str, options: str) -> str:
+    def _definition(self, kind: str, body: str, options: str) -> str:
         """Returns the name of a rule or a terminal. Equal ones share a name."""
         key = f"{kind}{options} {body}"
         next_name = f"{kind}{len(self._names)}"
@@ -60,13 +60,13 @@ class Lark:
 
     def terminal(self, body: str) -> str:
         """Returns the name of a terminal with this body."""
-        return self._named("T", body, "")
+        return self._definition("T", body, "")
 
     def start(self, body: str) -> None:
         self._rules["start"] = f"start: {body}"
 
     def mark(self, text: str) -> str:
-        """Returns the body of a rule for exactly this text, in which added tokens may be tokens."""
+        """Returns the body of a rule for exactly this text. Added tokens may come as tokens."""
         if not text:
             return ""
         return " ".join(self._one(piece) for piece in self._pieces(text))
@@ -81,7 +81,7 @@ class Lark:
         return self.terminal(f"{body} & ~/(.|\\n)*{_escaped(mark)}(.|\\n)*/")
 
     def until(self, mark: str, text: str = "TEXT") -> str:
-        """Returns a rule's body for text up to and with the mark, or for the named terminal."""
+        """Returns a rule's body for text and the mark after it. text names the text's terminal."""
         first, *rest = self._pieces(mark)
         id = self.token_id(first)
         spelled = self.rule(f"{text} {_quoted(mark)}", "[lazy]")
@@ -112,13 +112,14 @@ class Lark:
         return f"( BLANK {call} )+" if self.is_parallel else f"BLANK {call}"
 
     def input_before(self, tool: str, mark: str) -> str:
-        """Returns the rule's body of a tool's input and the mark behind it; "" if any text will do,
-        or if the mark begins with ordinary text, whose end is recognised too late."""
+        """Returns the rule's body of a tool's input and the mark after it; "" if any text is
+        allowed, or if the mark begins with ordinary text, whose end would be recognised too
+        late."""
         first = self._pieces(mark)[0]
         is_text = first[0] != "\n" and self.token_id(first) is None
         if tool not in self._inputs or is_text:
             return ""
-        name = self.held_inputs.setdefault(tool, f"input{len(self.held_inputs)}")
+        name = self.enforced_inputs.setdefault(tool, f"input{len(self.enforced_inputs)}")
         return f"@{name} {self.mark(mark)}"
 
     def choice(self, bodies: Iterable[str]) -> str:

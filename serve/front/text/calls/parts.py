@@ -27,7 +27,7 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class CallHeader:
-    """A call begins. The id is the one that the model wrote, if it did."""
+    """The start of a call: its name, and its id if the model wrote one."""
 
     name: str
     id: str | None = None
@@ -45,7 +45,7 @@ MAX_NAME = 512  # characters of the name of a function or parameter
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The open call is whole. A call that was cut off has none."""
+    """The end of the open call. A call that was cut off has none."""
 
 
 CallPart = CallHeader | CallText | CallEnd
@@ -59,13 +59,13 @@ class CallReader(Protocol):
         """Yields the parts that are certain. Raises ValueError if the text is not a call."""
 
     def finish(self, is_whole: bool = True) -> Iterator[CallPart]:
-        """Yields what was held back. Unless is_whole, the answer was cut off, and an open call
-        stays open. Raises ValueError if the text is not a call."""
+        """Yields the parts that were held back. Unless is_whole, the answer was cut off, and an
+        open call stays open. Raises ValueError if the text is not a call."""
 
 
 class TextBuffer:
-    """Text that comes in pieces: `text` has come and was not consumed. A reading function yields
-    None where it needs more. A call in `named` is given out even if the text is cut off."""
+    """Text that arrives in pieces; `text` is the part that was not consumed. A reading function
+    yields None when it needs more. A call in `named` is yielded even if the text is cut off."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -73,9 +73,9 @@ class TextBuffer:
         self.is_cut = False
         self.named: CallHeader | None = None
 
-    def take(self, size: int) -> str:
-        taken, self.text = self.text[:size], self.text[size:]
-        return taken
+    def consume(self, size: int) -> str:
+        consumed, self.text = self.text[:size], self.text[size:]
+        return consumed
 
     def skip_blanks(self) -> Generator[None, None, bool]:
         """Skips blanks, and returns whether more text follows them."""
@@ -109,13 +109,14 @@ class TextBuffer:
                 raise ValueError(f"{mark!r} is missing")
             begin = max(0, len(self.text) - len(mark) + 1)
             yield None
-        before = self.take(found)
-        self.take(len(mark))
+        before = self.consume(found)
+        self.consume(len(mark))
         return before
 
     def first_of(self, *marks: str) -> Generator[None, None, str]:
-        """Consumes the mark that follows next, after blanks, and returns it; earlier marks win.
-        Returns an empty string if the text ends. Raises ValueError if something else follows."""
+        """Skips blanks. Consumes and returns the mark that follows; of several, the first one
+        given. Returns an empty string if the text ends. Raises ValueError if something else
+        follows."""
         while (yield from self.skip_blanks()):
             follows = next(
                 (mark for mark in marks if mark.startswith(self.text[: len(mark)])), None
@@ -123,7 +124,7 @@ class TextBuffer:
             if follows is None:
                 raise ValueError(f"{marks[0]!r} is missing")
             if len(self.text) >= len(follows):
-                return self.take(len(follows))
+                return self.consume(len(follows))
             if self.is_ended:
                 raise ValueError(f"{marks[0]!r} is missing")
             yield None
@@ -166,6 +167,6 @@ class PulledReader:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Returns the length of the longest beginning of mark, but not all of it, that ends text."""
+    """Returns the length of the longest prefix of mark, but not all of it, that ends text."""
     sizes = range(min(len(text), len(mark) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(mark[:size])), 0)

@@ -17,13 +17,13 @@ _ANY_NAME = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 _TEXT_LIMITS = ("minLength", "maxLength", "pattern")
 _ANY_TEXT = r"(.|\n)*"
 _END = re.compile(r"(?<!\\)(?:\\\\)*\$$")  # a $ at the end that is not escaped
-# What has a meaning in a regular expression if it is not escaped and in no class.
+# Has a meaning in a regular expression unless it is escaped or in a class.
 _TOKEN = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[\^$|()/]", re.DOTALL)
 
 
 class ValueRules:
-    """Rules for values of a tool's arguments, by the document that describes them. line, a line end
-    or "", stands around each. tool is the name of a tool whose texts may have a grammar."""
+    """Rules for values of a tool's arguments. document is the schema of all arguments. line, a line
+    end or "", surrounds each value. tool is the name of a tool whose texts may have a grammar."""
 
     def __init__(self, lark: Lark, document: Json, line: str, end: str, tool: str = "") -> None:
         self._lark = lark
@@ -45,7 +45,7 @@ class ValueRules:
         return self._lark.choice(dict.fromkeys(rules))
 
     def alternatives(self, schema: Any) -> Iterator[tuple[bool, str]]:
-        """Yields the rules of a value, with end marks, and whether it is then a string."""
+        """Yields the possible rules of a value, with end marks, and whether it is a string."""
         waiting = [(resolved(schema, self._document), False)]
         seen: set[str] = set()
         while waiting:
@@ -87,7 +87,7 @@ class ValueRules:
         return is_text, self._lark.mark(f"{self._line}{text}{self._line}{self._end}")
 
     def _json(self, schema: Json) -> str:
-        """Returns the rule of a value in JSON. Its schema becomes a document of its own."""
+        """Returns the rule of a value in JSON. Definitions are added, as it is compiled alone."""
         if self._is_moved:
             schema = moved(schema, _PLACE)
         beginning = self._lark.mark(self._line)
@@ -106,7 +106,7 @@ class ValueRules:
         return f"{beginning} {ending}"
 
     def quoted(self, schema: Json) -> str:
-        """Returns the rule of a string that the end mark also begins."""
+        """Returns the rule of a string between two end marks."""
         return f"{self._lark.mark(self._end)} {self._text(schema)}"
 
     def _limited(self, schema: Json) -> str:
@@ -132,7 +132,7 @@ _BRANCHES = {"anyOf", "oneOf", "allOf"}
 
 
 def branches(schema: Json) -> list[Any]:
-    """Returns the schemas of which a value follows one. An allOf of one part is that part."""
+    """Returns the schemas one of which a value must follow. An allOf of one part is that part."""
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
             return list(schema[name])
@@ -161,7 +161,7 @@ def _types(schema: Json) -> list[str]:
 
 
 def searching(pattern: str) -> str | None:
-    """Returns a regular expression of texts in which the pattern is found, None without one."""
+    """Returns a regular expression for texts that contain the pattern; None if there is none."""
     if is_inexpressible(pattern):
         return None
     at_start = pattern.startswith("^")
@@ -193,8 +193,8 @@ Argument = Callable[[str | None, Any], str]
 
 
 def parameters_grammar(document: Json, lark: Lark, argument: Argument) -> str:
-    """Returns the rule of a tool's arguments in the order of their schema. argument makes that of
-    one, by its name, or None for any name, and its schema."""
+    """Returns the rule of a tool's arguments in the order of their schema. argument makes the rule
+    of one argument from its name (None: any name) and its schema."""
     whole = resolved(document, document)
     properties = whole.get("properties")
     if not isinstance(properties, dict):
@@ -216,8 +216,8 @@ def parameters_grammar(document: Json, lark: Lark, argument: Argument) -> str:
     return " ".join(bodies)
 
 
-def named(lark: Lark, before: str, name: str | None, after: str) -> str:
-    """Returns the marks around a name, which may be any if it is None."""
+def marked_name(lark: Lark, before: str, name: str | None, after: str) -> str:
+    """Returns the marks around a name, with a rule for any name if it is None."""
     if name is not None:
         return lark.mark(before + name + after)
     return f"{lark.mark(before)} {_ANY_NAME} {lark.mark(after)}"

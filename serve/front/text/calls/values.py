@@ -49,7 +49,7 @@ def types_of(schema: Any, document: Json) -> frozenset[str] | None:
 
 
 def part_schema(schema: Any, document: Json, key: str | None) -> Any:
-    """Returns the schema under an object's key, or of a list's items (None); else an empty one."""
+    """Returns the schema of an object's key, or of a list's items (None); {} if there is none."""
     waiting = [schema]
     seen: set[int] = set()
     while waiting:
@@ -67,7 +67,7 @@ def part_schema(schema: Any, document: Json, key: str | None) -> Any:
 
 
 def _own_part(schema: Json, key: str | None) -> Any:
-    """Returns a part's schema as the schema itself has it; None if branches may have one."""
+    """Returns a part's schema from the schema itself; None if only its branches may contain it."""
     if key is None:
         return schema.get("items")
     properties = schema.get("properties")
@@ -76,7 +76,7 @@ def _own_part(schema: Json, key: str | None) -> Any:
 
 
 def resolved(schema: Any, document: Json) -> Json:
-    """Returns the schema joined with what it refers to; an empty one if that is not found."""
+    """Returns the schema merged with its reference's target; an empty one if that is missing."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             break
@@ -138,7 +138,7 @@ def type_of(value: Any) -> str:
 
 
 def is_text(types: frozenset[str] | None, *, when_undeclared: bool) -> bool:
-    """Whether any text is a string for this parameter, so that it can be given out early."""
+    """Whether any text is a string for this parameter, so that it can be streamed."""
     return when_undeclared if types is None else types == {"string"}
 
 
@@ -182,9 +182,9 @@ def _fitting(value: Any, types: frozenset[str] | None) -> str | None:
 def stream_text(
     source: TextBuffer, end: str, *, strips_newline: bool
 ) -> Generator[CallText | None, None, bool]:
-    """Reads the text before the end mark as a JSON string, given out as it is written.
+    """Reads the text before the end mark, and yields it as a JSON string while it comes.
     strips_newline drops one line end at each side. Returns whether the mark came: if not, the
-    string stays open, without a beginning of a mark."""
+    string stays open, without the start of a mark."""
     yield CallText('"')
     if strips_newline:
         while not source.text and not source.is_ended:
@@ -193,17 +193,17 @@ def stream_text(
     held = f"\n{end}" if strips_newline else end
     while (found := source.text.find(end)) < 0:
         if source.is_ended:
-            rest = source.take(len(source.text))
+            rest = source.consume(len(source.text))
             if not source.is_cut:
                 yield CallText(_inside_quotes(rest))
             return False
         kept = max(overlap(source.text, held), overlap(source.text, end))
-        text = source.take(len(source.text) - kept)
+        text = source.consume(len(source.text) - kept)
         if text:
             yield CallText(_inside_quotes(text))
         yield None
-    text = source.take(found)
-    source.take(len(end))
+    text = source.consume(found)
+    source.consume(len(end))
     if strips_newline:
         text = text.removesuffix("\n")
     yield CallText(_inside_quotes(text) + '"')

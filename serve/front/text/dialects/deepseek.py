@@ -19,7 +19,7 @@ from serve.front.text.calls.parts import (
     TextBuffer,
     Tools,
 )
-from serve.front.text.calls.value_rules import ValueRules, named, parameters_grammar
+from serve.front.text.calls.value_rules import ValueRules, marked_name, parameters_grammar
 from serve.front.text.calls.values import Declared, stream_text
 from serve.front.text.dialects.generic import with_system
 from serve.front.text.dialects.interface import Dialect, Messages, ReasoningFormat
@@ -172,7 +172,7 @@ def _dsml_argument(lark: Lark, values: ValueRules, name: str | None, schema: Any
     forms = []
     for is_text, rule in values.alternatives(schema):
         flag = "true" if is_text else "false"
-        head = named(lark, _PARAMETER, name, f'" string="{flag}">')
+        head = marked_name(lark, _PARAMETER, name, f'" string="{flag}">')
         forms.append(lark.rule(f"BLANK {head} {rule}"))
     return lark.choice(dict.fromkeys(forms))
 

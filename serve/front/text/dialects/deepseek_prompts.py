@@ -19,7 +19,7 @@ _ASSISTANT = "<｜Assistant｜>"
 _THINK = "<think>"
 _THINK_END = "</think>"
 
-# What V4 was trained to read (encoding/encoding_dsv4.py of its repository, MIT).
+# V4 was trained with this text (encoding/encoding_dsv4.py of its repository, MIT).
 _MAX_EFFORT = """\
 Reasoning Effort: Absolute maximum with no shortcuts permitted.
 You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve \

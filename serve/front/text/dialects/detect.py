@@ -63,7 +63,7 @@ _EFFORTS = ("low", "medium", "high")
 
 @dataclass(frozen=True, slots=True)
 class ModelTraits:
-    """What a dialect is detected from. vocabulary maps tokens to ids; template_type is mlx-lm's."""
+    """Determines the dialect. vocabulary maps tokens to ids; template_type is mlx-lm's."""
 
     template: str
     vocabulary: Mapping[str, int]
@@ -119,13 +119,13 @@ def dialect_of(tokenizer: Any, config: Mapping[str, Any], tool_parser: str | Non
     model = _model_of(tokenizer, config)
     found = _by_program(model) or _by_rules(model) or _by_mlx_lm(model, tokenizer)
     if tool_parser is not None:
-        named = _named(tool_parser)
+        named = _dialect_named(tool_parser)
         reasoning = named.reasoning or found.reasoning
         found = replace(named, reasoning=reasoning, render=found.render)
     return replace(found, reasoning=_reasoning(found, model, tokenizer))
 
 
-def _named(name: str) -> Dialect:
+def _dialect_named(name: str) -> Dialect:
     if name in NAMED:
         return NAMED[name]
     if name not in tool_parsers():

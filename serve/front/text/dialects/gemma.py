@@ -51,7 +51,7 @@ def _call_grammar(tool: dict[str, Any], lark: Lark) -> str:
 
 
 class _Values:
-    """Rules for values of one document's schemas. What has no rule may be any value."""
+    """Rules for values of one document's schemas. A schema without a rule allows any value."""
 
     def __init__(self, lark: Lark, document: dict[str, Any]) -> None:
         self._lark = lark
@@ -162,15 +162,15 @@ def _value(source: TextBuffer) -> Generator[CallPart | None, None, bool]:
         character = source.text[0]
         if character in "{[":
             closing.append("}" if character == "{" else "]")
-            yield CallText(source.take(1))
+            yield CallText(source.consume(1))
             may_be_key = character == "{"
             continue
         if character in "}]":
-            source.take(1)
+            source.consume(1)
             if closing:
                 yield CallText(closing.pop())
         elif character in ",:":
-            source.take(1)
+            source.consume(1)
             yield CallText(f"{character} ")
             may_be_key = character == "," and closing[-1:] == ["}"]
             continue
@@ -196,7 +196,7 @@ def _bare_word(source: TextBuffer) -> Generator[None, None, str]:
         if source.is_cut and found.end() == len(source.text):
             raise ValueError("a word that was cut off")
         if found.end() < len(source.text) or source.is_ended:
-            word = source.take(found.end())
+            word = source.consume(found.end())
             yield from source.skip_blanks()
             return word
         yield None

@@ -35,7 +35,7 @@ _RESULT_END = "</tool_response>"
 
 def prepare(messages: Messages, tools: Tools) -> Messages:
     """Returns the messages as plain text: tools in the system's, calls in the assistant's, results
-    in the user's, joined with the user's messages beside them, as many templates want."""
+    in the user's. Users' messages in a row are joined, as many templates demand."""
     prepared: Messages = []
     was_result = False
     for message in messages:
@@ -103,7 +103,7 @@ def describe(tools: Tools) -> str:
 
 
 def with_system(messages: Messages, text: str, *, keeps_empty: bool = False) -> Messages:
-    """Adds text to the system's message, which may be new; after a blank line with keeps_empty."""
+    """Adds text to the system's message, or a new one. keeps_empty keeps a blank line before it."""
     if messages and messages[0].get("role") == "system":
         first, *rest = messages
     else:

@@ -21,7 +21,7 @@ from serve.front.text.calls.parts import (
     TextBuffer,
     Tools,
 )
-from serve.front.text.calls.value_rules import ValueRules, named, parameters_grammar
+from serve.front.text.calls.value_rules import ValueRules, marked_name, parameters_grammar
 from serve.front.text.calls.values import Declared
 from serve.front.text.dialects.interface import Dialect, ReasoningFormat
 
@@ -50,7 +50,7 @@ def _call_grammar(tool: dict[str, Any], lark: Lark) -> str:
     values = ValueRules(lark, parameters_of(tool), "", _VALUE_END, tool_name(tool))
 
     def argument(name: str | None, schema: Any) -> str:
-        key = f"BLANK {named(lark, _KEY, name, _KEY_END)} BLANK {lark.mark(_VALUE)}"
+        key = f"BLANK {marked_name(lark, _KEY, name, _KEY_END)} BLANK {lark.mark(_VALUE)}"
         return f"{key} {values.rule_of(schema)}"
 
     return lark.rule(
@@ -61,7 +61,7 @@ def _call_grammar(tool: dict[str, Any], lark: Lark) -> str:
 def _read(declared: Declared, source: TextBuffer) -> Generator[CallPart | None, None, None]:
     if not (yield from source.skip_blanks()):
         raise ValueError("an empty call")
-    if source.text[0] == "{":  # Some answers have JSON instead.
+    if source.text[0] == "{":  # Some answers contain JSON instead.
         yield from read_json_calls(source)
         return
     name, has_arguments = yield from _name(source)

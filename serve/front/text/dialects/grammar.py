@@ -1,5 +1,5 @@
 """The grammar of an answer that may or must call tools: free text, if it may, until the mark that
-begins a call, and from there on what the tool's schema allows."""
+begins a call, and from there on text that the tool's schema allows."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ class AnswerGrammar:
 
     text: str
     left_out: tuple[str, ...] = ()
-    held_inputs: tuple[str, ...] = ()
+    enforced_inputs: tuple[str, ...] = ()
 
 
 def tool_grammar(
@@ -38,9 +38,9 @@ def tool_grammar(
     is_forced: bool = False,
     inputs: Mapping[str, str] = {},
 ) -> AnswerGrammar | None:
-    """Returns the grammar of an answer that may call tools, or has to if is_forced; None without
-    one. token_id gives the id of one of added_tokens. With a content's grammar the answer may be
-    this content. Unless is_parallel it has one call. inputs are grammars for tools' one text."""
+    """Returns the grammar of an answer that may call tools, or must if is_forced; None if there is
+    none. token_id returns the id of one of added_tokens. content is a grammar for answers without a
+    call. Unless is_parallel, there is one call. inputs are grammars for tools' one text."""
     lark = Lark(token_id, added_tokens, is_parallel=is_parallel, inputs=inputs)
     tools, changed = sound_tools(tools)
     lark.left_out |= changed
@@ -87,7 +87,7 @@ def _free(dialect: Dialect, calls: CallFormat, body: str, lark: Lark) -> str:
 
 
 def _thought(dialect: Dialect, lark: Lark) -> str:
-    """Returns the beginning of an answer that may be a thought, in front of what has to follow."""
+    """Returns the rule's body for an optional thought before the text that must follow."""
     reasoning = dialect.reasoning
     if not reasoning or not all(_token_ids(reasoning, lark)):
         return ""
@@ -117,12 +117,12 @@ def content_grammar(grammar: str, token_id: TokenId, added_tokens: Iterable[str]
 
 
 def _whole(lark: Lark, content: str | None, inputs: Mapping[str, str]) -> AnswerGrammar:
-    parts = {f"@{name}": inputs[tool] for tool, name in lark.held_inputs.items()}
+    parts = {f"@{name}": inputs[tool] for tool, name in lark.enforced_inputs.items()}
     if content is not None:
         parts[_CONTENT] = content
     text = _with_parts(lark, parts)
     left_out = sorted(lark.left_out)
-    return AnswerGrammar(text, tuple(left_out), tuple(lark.held_inputs))
+    return AnswerGrammar(text, tuple(left_out), tuple(lark.enforced_inputs))
 
 
 def _with_parts(lark: Lark, parts: Mapping[str, str]) -> str:

@@ -36,8 +36,8 @@ _NAMESPACE = "functions."
 
 
 class HarmonyReader:
-    """Reads messages: the channel analysis is reasoning, those with a recipient are calls, and all
-    others, also without a header, are content for inner."""
+    """Reads messages: those of the channel analysis are reasoning, those with a recipient calls,
+    and all others, even without a header, content for inner."""
 
     call_length: int | None = None
 
@@ -52,45 +52,45 @@ class HarmonyReader:
         self._text += delta
         while (found := self._next_mark()) is not None:
             place, mark = found
-            text = self._take(place)
-            self._take(len(mark))
+            text = self._consume(place)
+            self._consume(len(mark))
             if self._is_header:
-                yield from self._begin_message(text)
+                yield from self._read_header(text)
             else:
-                yield from self._given(text)
+                yield from self._parts_of(text)
                 if self._is_call:
                     yield CallEnd()
             self._is_header = not self._is_header
         if not self._is_header:
             held = max(overlap(self._text, mark) for mark in _ENDS)
-            text = self._take(len(self._text) - held)
-            yield from self._given(text)
+            text = self._consume(len(self._text) - held)
+            yield from self._parts_of(text)
 
     def finish(self, is_whole: bool = True) -> Iterator[Part]:
-        """Yields what was held back. The token that ends a call also ends the answer. A call that
-        is cut off loses the beginning of a mark."""
-        text = self._take(len(self._text))
+        """Yields the parts that were held back. The token that ends a call also ends the answer. If
+        a call is cut off, the start of a mark at its end is dropped."""
+        text = self._consume(len(self._text))
         if self._is_header:
             yield from self._end_header(text, is_whole)
         elif is_whole or not self._is_call:
-            yield from self._given(text)
+            yield from self._parts_of(text)
             if self._is_call:
                 yield CallEnd()
         yield from self._inner.finish(is_whole)
 
-    def _take(self, size: int) -> str:
-        taken = self._text[:size]
+    def _consume(self, size: int) -> str:
+        consumed = self._text[:size]
         self._text = self._text[size:]
-        return taken
+        return consumed
 
     def _next_mark(self) -> tuple[int, str] | None:
-        """Returns the place of the mark that ends the header or the message, and the mark."""
+        """Returns the position of the mark that ends the header or the message, and the mark."""
         marks = (_MESSAGE,) if self._is_header else _ENDS
         places = [(self._text.find(mark), mark) for mark in marks]
         found = [(place, mark) for place, mark in places if place >= 0]
         return min(found, default=None)
 
-    def _begin_message(self, header: str) -> Iterator[Part]:
+    def _read_header(self, header: str) -> Iterator[Part]:
         """A header is `<|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json`,
         with the recipient in either part."""
         before, _, channel = header.rpartition(_CHANNEL)
@@ -105,13 +105,13 @@ class HarmonyReader:
     def _end_header(self, text: str, is_whole: bool) -> Iterator[Part]:
         """Reads a header without a message: it was cut off, or is content."""
         if not is_whole and _ENDED_RECIPIENT.search(text):
-            yield from self._begin_message(text)
+            yield from self._read_header(text)
         elif _is_content(text):
             self._channel = "final"
             self._is_call = False
-            yield from self._given(text)
+            yield from self._parts_of(text)
 
-    def _given(self, text: str) -> Iterator[Part]:
+    def _parts_of(self, text: str) -> Iterator[Part]:
         if not text:
             return
         if self._is_call:

@@ -11,7 +11,7 @@ Messages = list[dict[str, Any]]
 
 
 class CallFormat(Protocol):
-    """How a family writes calls: some between start and end, which is "" for the answer's end."""
+    """How a family writes calls: one or more between start and end ("": the answer's end)."""
 
     @property
     def start(self) -> str: ...
@@ -23,7 +23,7 @@ class CallFormat(Protocol):
         """Returns a reader for one answer. tools are the declared ones as OpenAI's JSON."""
 
     def grammar(self, tools: Tools, lark: Lark, /) -> str | None:
-        """Returns a rule's body for what follows the start mark, with the end mark, or None."""
+        """Returns a rule's body for the text after the start mark, up to the end mark, or None."""
 
 
 class AnswerReader(Protocol):
@@ -31,12 +31,12 @@ class AnswerReader(Protocol):
 
     @property
     def call_length(self) -> int | None:
-        """The characters of a call that is held until it can be parsed; None outside of one."""
+        """The characters of a call that is held until it can be parsed; None outside one."""
 
     def feed(self, delta: str) -> Iterator[Part]: ...
 
     def finish(self, is_whole: bool = True) -> Iterator[Part]:
-        """Yields the parts that were held back. is_whole: the answer ended by itself."""
+        """Yields the parts that were held back. is_whole: the answer was not cut off."""
 
 
 @dataclass(frozen=True, slots=True)

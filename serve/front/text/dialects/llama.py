@@ -29,7 +29,7 @@ _LITERALS = {"true": True, "false": False, "null": None}
 
 @dataclass(frozen=True, slots=True)
 class LlamaCalls:
-    """JSON with "parameters". The mark may be missing before a first character of unmarked."""
+    """JSON with "parameters". No mark is needed before a first character in unmarked."""
 
     start: str = "<|python_tag|>"
     end: str = ""
@@ -58,7 +58,7 @@ def _read(names: frozenset[str], source: TextBuffer) -> Generator[CallPart | Non
     found = _PYTHON_NAME.match(source.text)
     if found and found[1] in names:
         source.named = CallHeader(found[1])
-    yield from _python_calls(source.take(len(source.text)))
+    yield from _python_calls(source.consume(len(source.text)))
 
 
 def _python_calls(text: str) -> Iterator[CallPart]:

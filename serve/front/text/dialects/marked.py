@@ -20,7 +20,7 @@ from serve.front.text.calls.parts import (
 )
 from serve.front.text.dialects.interface import AnswerReader, CallFormat, ReasoningFormat
 
-# After this many texts that begin like calls but are none, the rest is taken for text, because each
+# After this many texts that begin like calls but are not, the rest is read as text, because each
 # of them is read a second time.
 _MAX_FAILURES = 16
 
@@ -95,7 +95,7 @@ class _OpenCall:
 
 
 class MarkedReader:
-    """Gives content to inner. Unreadable calls are content; declared tools give types."""
+    """Splits at marks; inner reads the content, which includes unreadable calls."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class MarkedReader:
 
     @property
     def call_length(self) -> int | None:
-        """The characters so far of a call that mlx-lm's parser gets, in a process of its own."""
+        """The characters so far of a call that mlx-lm's parser will read, in a helper process."""
         if self._call:
             return getattr(self._call.reader, "num_characters", None)
         return None
@@ -129,7 +129,7 @@ class MarkedReader:
         if self._unmarked and not self._is_thinking:
             if not self._text.strip():
                 return
-            self._begin_unmarked()
+            self._open_unmarked_call()
         while (found := self._first_mark()) is not None:
             start, mark = found
             before = self._text[:start]
@@ -137,18 +137,18 @@ class MarkedReader:
             if self._call is not None:
                 yield from self._end_call(before, mark)
             elif self._is_thinking:
-                yield from self._given(before)
+                yield from self._parts_of(before)
                 self._is_thinking = False
             else:
-                yield from self._given(before)
-                yield from self._begin(mark)
+                yield from self._parts_of(before)
+                yield from self._open(mark)
         held = max((overlap(self._text, mark) for mark in self._marks()), default=0)
         end = len(self._text) - held
         given = self._text[:end]
         self._text = self._text[end:]
         was_calling = self._call is not None
-        yield from self._given(given)
-        if was_calling and self._call is None:  # What was read is no call: it may hold marks.
+        yield from self._parts_of(given)
+        if was_calling and self._call is None:  # The text was not a call, and may contain marks.
             yield from self.feed("")
 
     def finish(self, is_whole: bool = True) -> Iterator[Part]:
@@ -161,7 +161,7 @@ class MarkedReader:
                 yield from self.finish(is_whole)
                 return
         else:
-            yield from self._given(text)
+            yield from self._parts_of(text)
         if not self._has_called:
             yield from self._inner.feed(self._blanks)
             self._blanks = ""
@@ -185,20 +185,20 @@ class MarkedReader:
         found = [(self._text.find(mark), mark) for mark in self._marks()]
         return min((each for each in found if each[0] >= 0), default=None)
 
-    def _begin_unmarked(self) -> None:
+    def _open_unmarked_call(self) -> None:
         """Begins a call without a mark: some models write none, and put no text before the call."""
         if self._calls and self._text.lstrip()[0] in self._unmarked:
             self._call = _OpenCall(self._calls.reader(self._tools), "")
         self._unmarked = ""
 
-    def _begin(self, mark: str) -> Iterator[Part]:
+    def _open(self, mark: str) -> Iterator[Part]:
         if self._calls and mark == self._calls.start:
             self._call = _OpenCall(self._calls.reader(self._tools), mark)
         else:
             self._is_thinking = True
         return iter(())
 
-    def _given(self, text: str) -> Iterator[Part]:
+    def _parts_of(self, text: str) -> Iterator[Part]:
         if not text:
             return
         if self._call is not None:
@@ -247,14 +247,14 @@ class MarkedReader:
             yield part
 
     def _failed(self, call: _OpenCall, error: Exception, mark: str) -> Iterator[Part]:
-        """The text is content, from its start mark on, if no call has been given out of it."""
+        """Makes the text content, from its start mark on, unless a part of a call was yielded."""
         _logger.info("event=tool_call_not_understood error=%s", type(error).__name__)
         call.has_failed = True
         if call.has_begun:
             return
         self._call = None
         self._num_failures += 1
-        yield from self._given(call.mark)
-        # The rest may hold marks: it is read again, behind the start mark.
+        yield from self._parts_of(call.mark)
+        # The rest may contain marks: it is read again, after the start mark.
         self._text = call.text + mark + self._text
         call.text = ""

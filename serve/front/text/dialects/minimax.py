@@ -66,7 +66,7 @@ def _call_grammar(tool: dict[str, Any], lark: Lark) -> str:
 
 
 def _argument(lark: Lark, tool: dict[str, Any], name: str | None, schema: Any) -> str:
-    if name is None:  # The end tag repeats the name, which no grammar can hold.
+    if name is None:  # The end tag repeats the name, which no grammar can enforce.
         lark.left_out.add("additionalProperties")
         return (
             f"BLANK {lark.mark(f'{_M}<')} {lark.until(f'{_M}</')} /[^<>]{{1,64}}/ {lark.mark('>')}"
@@ -94,7 +94,7 @@ def _value(
 
 @dataclass(slots=True)
 class _Tag:
-    """A tag with what stands in it: text, or other tags."""
+    """A tag and its content: text, or other tags."""
 
     key: str
     text: str = ""
@@ -121,7 +121,7 @@ def _nested(
 
 
 def _tree(key: str, text: str) -> _Tag:
-    """Returns the tags in a text. What does not fit together is text."""
+    """Returns the tags in a text. Tags that do not fit together are text."""
     opened = [_Tag(key)]
     last = 0
     for found in _ANY_TAG.finditer(text):

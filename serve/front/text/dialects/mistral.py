@@ -71,7 +71,7 @@ def _read(source: TextBuffer) -> Generator[CallPart | None, None, None]:
             if not source.text.startswith(_START[: len(source.text)]):
                 break
             if source.text.startswith(_START):
-                source.take(len(_START))
+                source.consume(len(_START))
                 break
             if source.is_ended:
                 return
@@ -81,7 +81,7 @@ def _read(source: TextBuffer) -> Generator[CallPart | None, None, None]:
 def _head(source: TextBuffer) -> Generator[None, None, tuple[str, str | None]]:
     """Reads the name and the id of a call; the arguments may follow without their mark."""
     while _ARGUMENTS not in source.text and "{" not in source.text:
-        if source.is_cut and "[" in source.text:  # A mark behind the name was cut off.
+        if source.is_cut and "[" in source.text:  # A mark after the name was cut off.
             source.text = source.text.partition("[")[0] + _ARGUMENTS
             break
         if source.is_ended or len(source.text) > MAX_NAME:
@@ -89,8 +89,8 @@ def _head(source: TextBuffer) -> Generator[None, None, tuple[str, str | None]]:
         yield None
     is_marked = _ARGUMENTS in source.text.partition("{")[0]
     end = source.text.find(_ARGUMENTS if is_marked else "{")
-    name, _, id = source.take(end).strip().partition(_ID)
-    source.take(len(_ARGUMENTS) if is_marked else 0)
+    name, _, id = source.consume(end).strip().partition(_ID)
+    source.consume(len(_ARGUMENTS) if is_marked else 0)
     if not name or any(character in name for character in "<>[]{}\n "):
         raise ValueError(f"{name[:80]!r} is not a name")
     return name, id or None

@@ -229,7 +229,7 @@ def test_tool_grammar_holds_an_input_to_its_own_grammar(
     inputs = {"apply_patch": of_grammar(PATCH, "tools")}
     made = tool_grammar(dialect, TOOLS, ids.get, ids, is_forced=is_forced, inputs=inputs)
     assert made is not None
-    assert made.held_inputs == (("apply_patch",) if is_held else ())
+    assert made.enforced_inputs == (("apply_patch",) if is_held else ())
 
     def takes(tool: str, text: str) -> bool:
         written = f"{calls.start}{write(tool, {'input': text})}{calls.end}"

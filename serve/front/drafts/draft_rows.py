@@ -1,4 +1,4 @@
-"""Gives the rows of a step their drafts, asks the draft model for guesses, and takes these."""
+"""Assigns drafts to the rows of a step, and requests and stores the draft model's guesses."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as ReadableList
@@ -11,7 +11,7 @@ from serve.core.types import Group, Sequence, Step
 from serve.front.drafts.interface import Drafting
 
 
-def give(
+def assign_drafts(
     drafting: Drafting,
     sequences: ReadableList[Sequence],
     fits: Callable[[int], bool],
@@ -25,27 +25,27 @@ def give(
         sequence.drafter = draft.drafter
 
 
-def ask(
+def request_guesses(
     drafting: Drafting,
     sequences: ReadableList[Sequence],
     step: Step,
     groups: ReadableList[Group],
 ) -> Step:
-    """Returns the step, after which the draft model guesses what follows each row."""
+    """Returns the step, with guesses of the draft model after it if they pay."""
     num_busy_groups = sum(bool(group.sequences) for group in groups)
-    asked = drafting.ask(sequences, num_busy_groups)
-    if not any(asked):
+    nums = drafting.plan_guesses(sequences, num_busy_groups)
+    if not any(nums):
         return step
-    for sequence, num_guesses in zip(sequences, asked, strict=True):
+    for sequence, num_guesses in zip(sequences, nums, strict=True):
         sequence.num_asked = num_guesses
-    return replace(step, after=(*step.after, Guess(tuple(asked))))
+    return replace(step, after=(*step.after, Guess(tuple(nums))))
 
 
-def take_guesses(
+def store_guesses(
     sequences: ReadableList[Sequence],
     outputs: ReadableList[Guesses],
 ) -> None:
-    """Takes the draft model's guesses. Only the latest step of a row can have asked for some."""
+    """Stores the draft model's guesses. Only the latest step of a row can have requested some."""
     for n, sequence in enumerate(sequences):
         if sequence.num_pending:
             continue
@@ -53,6 +53,6 @@ def take_guesses(
         sequence.guesses = outputs[0].rows[n] if outputs else ()
 
 
-def awaits_result(sequences: ReadableList[Sequence]) -> bool:
-    """Whether the next step of these rows depends on results of drafts or guesses to come."""
+def await_results(sequences: ReadableList[Sequence]) -> bool:
+    """Whether the next step of these rows has to wait for results of drafts or guesses."""
     return any(sequence.drafts or sequence.num_asked for sequence in sequences)

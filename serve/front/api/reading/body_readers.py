@@ -1,7 +1,7 @@
 """Decides where the bodies of requests are read, so that large ones do not delay small ones.
 
-Small bodies are read in threads, those that make the model answer apart from the others. Large
-ones wait in two queues, one for all up to a megabyte, each for a helper process.
+Small bodies are read in threads: those that the model answers in some, all others in another.
+Larger ones wait in two queues, up to a megabyte and above, each with a helper process.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from serve.front.api.reading import process
 from serve.front.api.reading.kinds import BodyKind, Reading
 from serve.front.api.reading.reader import Reader
 from serve.front.http.fair_queue import FairQueue
-from serve.front.http.guard import Parts
+from serve.front.http.middleware import Parts
 from serve.front.text.helpers import HelperEnded, Helpers
 
 MAX_SMALL_BYTES = 32 << 10
@@ -27,9 +27,9 @@ MAX_LARGE_WAITING = 32
 _NUM_THREADS = 2
 
 
-class Lanes:
-    """Chooses by kind and size where a body is read. For one event loop. The helper processes have
-    readers like this one."""
+class BodyReaders:
+    """Chooses by kind and size where a body is read. For one event loop. The helper processes
+    contain readers like this one."""
 
     def __init__(self, reader: Reader) -> None:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "prompt")
@@ -49,8 +49,8 @@ class Lanes:
         )
 
     def warm_up(self) -> None:
-        """Starts a helper process, and does not wait for it. The first large body would have to
-        wait until it has loaded the tokenizer, which takes seconds."""
+        """Starts a helper process, and does not wait for it. Otherwise the first large body would
+        wait until the process has loaded the tokenizer, which takes seconds."""
         self._helpers.warm_up()
 
     def close(self) -> None:
@@ -63,26 +63,28 @@ class Lanes:
     async def read(
         self, reader: Reader, kind: BodyKind[Reading], held: list[Parts], client: str
     ) -> Reading:
-        """Reads what is held: the body first, each in parts. Empties held, so that a body is freed
-        when it is read or its client has left. Raises RequestError."""
+        """Reads the texts in held, each in parts; the first is the body. Empties held, so that the
+        memory is freed when a body is read or its client has left. Raises RequestError."""
         num_bytes = sum(len(part) for parts in held for part in parts)
         if num_bytes > (MAX_SMALL_BYTES if kind.is_answered else MAX_SMALL_TEXT_BYTES):
             queue = self._medium if num_bytes <= MAX_MEDIUM_BYTES else self._large
-            ask = partial(self._ask, reader, kind, held)
+            ask = partial(self._read_in_helper, reader, kind, held)
             return await queue.run(client, num_bytes, ask, kind.is_answered)
         threads = self._threads if kind.is_answered else self._other_threads
         return await asyncio.get_running_loop().run_in_executor(
             threads, _read_here, reader, kind, held
         )
 
-    def _ask(self, reader: Reader, kind: BodyKind[Reading], held: list[Parts]) -> Reading:
-        """Has a helper process read what is held."""
+    def _read_in_helper(
+        self, reader: Reader, kind: BodyKind[Reading], held: list[Parts]
+    ) -> Reading:
+        """Reads the texts in held in a helper process."""
         given = list(held)
         held.clear()
         sizes = tuple(sum(map(len, parts)) for parts in given)
         question = ReadBody(kind.name, sizes, reader.names, reader.finds_boundaries)
         try:
-            answer = self._helpers.ask(question, *(part for parts in given for part in parts))
+            answer = self._helpers.call(question, *(part for parts in given for part in parts))
         except HelperEnded as error:
             if error.is_overrun:
                 raise RequestError(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from serve.core.constants import Constants
-from serve.front.http import guard
+from serve.front.http import middleware
 from serve.front.http.access import CLIENT, Access, ErrorFormat, Policy
 from serve.front.http.record import RequestRecord
 from serve.front.http.replies import StatusError
@@ -15,11 +15,11 @@ from serve.front.http.replies import StatusError
 pytestmark = pytest.mark.anyio
 
 
-def receiver(*messages: dict[str, Any]) -> guard.Receive:
+def receiver(*messages: dict[str, Any]) -> middleware.Receive:
     """Gives the messages out, then nothing forever."""
     left = list(messages)
 
-    async def receive() -> guard.Message:
+    async def receive() -> middleware.Message:
         if not left:
             await asyncio.sleep(60)
         return left.pop(0)
@@ -37,35 +37,37 @@ LEFT = {"type": "http.disconnect"}
 JSON = (b"content-type", b"application/json")
 
 
-def scope(*headers: tuple[bytes, bytes], policy: Policy = CLIENT, **limits: Any) -> guard.Scope:
+def scope(
+    *headers: tuple[bytes, bytes], policy: Policy = CLIENT, **limits: Any
+) -> middleware.Scope:
     return {
         "headers": [JSON, *headers],
-        guard.LIMITS: Constants(**limits),
-        guard.PACE: asyncio.Lock(),
-        guard.POLICY: policy,
-        guard.RECORD: RequestRecord("id", "POST"),
+        middleware.LIMITS: Constants(**limits),
+        middleware.PACE: asyncio.Lock(),
+        middleware.POLICY: policy,
+        middleware.RECORD: RequestRecord("id", "POST"),
     }
 
 
-async def status_of(scope: guard.Scope, receive: guard.Receive) -> int:
+async def status_of(scope: middleware.Scope, receive: middleware.Receive) -> int:
     with pytest.raises(StatusError) as raised:
-        await guard.read_body(scope, receive)
+        await middleware.read_body(scope, receive)
     return raised.value.http_status
 
 
-async def unread() -> guard.Message:
+async def unread() -> middleware.Message:
     raise AssertionError("read")
 
 
 async def test_a_body_comes_in_parts() -> None:
     receive = receiver(part(b"ab"), part(b""), part(b"c", more=False))
-    assert await guard.read_body(scope(), receive) == b"abc"
+    assert await middleware.read_body(scope(), receive) == b"abc"
 
 
 async def test_the_largest_body_is_allowed() -> None:
     body = b"1" * 1024
     given = scope((b"content-length", b"1024"), max_body_bytes=1024)
-    assert await guard.read_body(given, receiver(part(body, more=False))) == body
+    assert await middleware.read_body(given, receiver(part(body, more=False))) == body
 
 
 async def test_an_announced_size_is_refused_before_reading() -> None:
@@ -80,11 +82,13 @@ async def test_a_size_that_was_not_announced_is_refused() -> None:
 
 async def test_read_body_refuses_more_than_the_event_loop_may_parse() -> None:
     """Parsing megabytes there would stop all streams for seconds."""
-    size = guard.MAX_JOINED_BYTES
+    size = middleware.MAX_JOINED_BYTES
     announced = (b"content-length", str(size + 1).encode())
     assert await status_of(scope(announced), unread) == 413
     assert await status_of(scope(), receiver(part(b"1" * size), part(b"1", more=False))) == 413
-    assert await guard.read_body(scope(), receiver(part(b"1" * size, more=False))) == b"1" * size
+    assert (
+        await middleware.read_body(scope(), receiver(part(b"1" * size, more=False))) == b"1" * size
+    )
 
 
 async def test_many_large_bodies_have_one_part_received_in_a_tick() -> None:
@@ -99,21 +103,21 @@ async def test_many_large_bodies_have_one_part_received_in_a_tick() -> None:
         if now < 1000:
             loop.call_soon(tick)
 
-    async def read(given: guard.Scope) -> int:
-        left = [part(b"1" * guard.MAX_FREE_BYTES)] + [part(b"1" * 1000) for _ in range(10)]
+    async def read(given: middleware.Scope) -> int:
+        left = [part(b"1" * middleware.MAX_FREE_BYTES)] + [part(b"1" * 1000) for _ in range(10)]
         left.append(part(b"1", more=False))
 
-        async def receive() -> guard.Message:
+        async def receive() -> middleware.Message:
             if len(left) <= 10:
                 ticks.append(now)  # A part that the pace let through.
             return left.pop(0)
 
-        return sum(map(len, await guard.read_parts(given, receive)))
+        return sum(map(len, await middleware.read_parts(given, receive)))
 
     given = scope()
     tick()
     sizes = await asyncio.gather(*(read(given) for _ in range(20)))
-    assert sizes == [guard.MAX_FREE_BYTES + 10_001] * 20
+    assert sizes == [middleware.MAX_FREE_BYTES + 10_001] * 20
     assert len(ticks) == 200
     assert max(Counter(ticks).values()) == 1
 
@@ -123,7 +127,7 @@ async def test_a_slow_body_is_given_up() -> None:
 
 
 async def test_a_client_that_leaves_in_its_body() -> None:
-    assert await status_of(scope(), receiver(part(b"12"), LEFT)) == guard.CLIENT_LEFT
+    assert await status_of(scope(), receiver(part(b"12"), LEFT)) == middleware.CLIENT_LEFT
 
 
 @pytest.mark.parametrize(
@@ -131,7 +135,7 @@ async def test_a_client_that_leaves_in_its_body() -> None:
 )
 async def test_json_by_its_name(content_type: bytes) -> None:
     given = scope((b"content-type", content_type))
-    assert await guard.read_body(given, receiver(part(b"x", more=False))) == b"x"
+    assert await middleware.read_body(given, receiver(part(b"x", more=False))) == b"x"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +163,7 @@ FORM = (b"content-type", b"application/x-www-form-urlencoded")
 @pytest.mark.parametrize("headers", [[], [FORM], [(b"content-type", b"text/plain")]])
 async def test_clients_of_ollama_may_leave_out_the_type(headers: list[tuple[bytes, bytes]]) -> None:
     given = {**scope(policy=OLLAMA), "headers": headers}
-    assert await guard.read_body(given, receiver(part(b"x", more=False))) == b"x"
+    assert await middleware.read_body(given, receiver(part(b"x", more=False))) == b"x"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +182,9 @@ async def test_browsers_have_to_give_the_type_to_ollama_as_well(
     for headers in ([header], [header, FORM]):
         given = {**scope(policy=OLLAMA), "headers": headers}
         assert await status_of(given, unread) == 415
-    assert await guard.read_body(scope(header, policy=OLLAMA), receiver(part(b"x", more=False)))
+    assert await middleware.read_body(
+        scope(header, policy=OLLAMA), receiver(part(b"x", more=False))
+    )
 
 
 async def test_compressed_bodies_of_ollama_are_not_read() -> None:
@@ -191,7 +197,7 @@ async def test_work_is_done_while_the_client_stays() -> None:
         await asyncio.sleep(0)
         return 5
 
-    assert await guard.unless_gone(receiver(), work()) == 5
+    assert await middleware.unless_gone(receiver(), work()) == 5
 
 
 async def test_what_work_raises_is_raised() -> None:
@@ -199,7 +205,7 @@ async def test_what_work_raises_is_raised() -> None:
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        await guard.unless_gone(receiver(), work())
+        await middleware.unless_gone(receiver(), work())
 
 
 async def test_work_is_cancelled_when_the_client_leaves() -> None:
@@ -214,5 +220,5 @@ async def test_work_is_cancelled_when_the_client_leaves() -> None:
             raise
 
     with pytest.raises(StatusError):
-        await guard.unless_gone(receiver(part(b"", more=False), LEFT), work())
+        await middleware.unless_gone(receiver(part(b"", more=False), LEFT), work())
     assert cancelled

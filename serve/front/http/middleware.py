@@ -1,5 +1,5 @@
-"""Wraps every request: it sets the id, writes the log line, counts, and limits the body. Plain
-ASGI."""
+"""Middleware around every request, in plain ASGI: sets its id, writes its log line, counts it, and
+limits its body."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ PACE = "brigade.pace"
 POLICY = "brigade.policy"
 CLIENT_LEFT = 499
 MAX_JOINED_BYTES = 64 << 10
-MAX_FREE_BYTES = 64 << 10  # of each body: the rest of it waits for its turns
+MAX_FREE_BYTES = 64 << 10  # of each body; its rest takes turns with other bodies
 
 _OF_BROWSERS = {b"origin", b"sec-fetch-site"}
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
@@ -38,7 +38,7 @@ _logger = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """The outermost application: logs and counts requests. The log may show field_names."""
+    """The outermost application: logs and counts requests. It logs no field but field_names."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class RequestLog:
             if message["type"] == "http.response.start":
                 record.status = record.status or message["status"]
                 names = [b"x-request-id"]
-                if dialect_of(scope) is ErrorFormat.ANTHROPIC:
+                if error_format_of(scope) is ErrorFormat.ANTHROPIC:
                     names.append(b"request-id")
                 named = [(name, record.request.encode("ascii")) for name in names]
                 message = {**message, "headers": [*message["headers"], *named]}
@@ -95,10 +95,10 @@ class RequestLog:
         _logger.log(logging.DEBUG if quiet else logging.INFO, "%s", record.line())
 
 
-def dialect_of(scope: Scope) -> ErrorFormat:
+def error_format_of(scope: Scope) -> ErrorFormat:
     policy: Policy = scope[POLICY]
-    if policy.dialect is not ErrorFormat.BOTH:
-        return policy.dialect
+    if policy.error_format is not ErrorFormat.BOTH:
+        return policy.error_format
     names = {name for name, _ in scope["headers"]}
     return ErrorFormat.ANTHROPIC if b"anthropic-version" in names else ErrorFormat.OPENAI
 
@@ -106,16 +106,16 @@ def dialect_of(scope: Scope) -> ErrorFormat:
 def error_reply(scope: Scope, error: BrigadeError) -> Mapping[str, Any]:
     record: RequestRecord = scope[RECORD]
     record.fail(error)
-    dialect = dialect_of(scope)
-    if dialect is ErrorFormat.ANTHROPIC:
+    error_format = error_format_of(scope)
+    if error_format is ErrorFormat.ANTHROPIC:
         return replies.anthropic_error(error, record.request)
-    if dialect is ErrorFormat.OLLAMA:
+    if error_format is ErrorFormat.OLLAMA:
         return replies.ollama_error(error)
     return replies.error_object(error)
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
-    """Returns a small body, joined, to be parsed in the event loop. Raises as `read_parts`."""
+    """Returns a small body in one piece, to be parsed in the event loop. Raises as `read_parts`."""
     limits: Constants = scope[LIMITS]
     max_bytes = min(MAX_JOINED_BYTES, limits.max_body_bytes)
     return b"".join(await _receive(scope, receive, max_bytes))
@@ -123,7 +123,7 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
 
 async def read_parts(scope: Scope, receive: Receive) -> Parts:
     """Returns the body in the parts that arrived: joining megabytes would block the event loop.
-    Raises StatusError: 415 for another type than JSON, 413 for its size, 408 if it is slow."""
+    Raises StatusError: 415 if it is not JSON, 413 if it is too large, 408 if it is too slow."""
     limits: Constants = scope[LIMITS]
     return await _receive(scope, receive, limits.max_body_bytes)
 
@@ -131,7 +131,7 @@ async def read_parts(scope: Scope, receive: Receive) -> Parts:
 async def _receive(scope: Scope, receive: Receive, max_bytes: int) -> Parts:
     limits: Constants = scope[LIMITS]
     headers = dict(scope["headers"])
-    _check_type(scope[POLICY].dialect, headers)
+    _check_type(scope[POLICY].error_format, headers)
     announced = headers.get(b"content-length", b"0")
     if announced.isdigit() and int(announced[:20]) > max_bytes:
         raise _too_large(max_bytes)
@@ -149,10 +149,10 @@ async def _receive(scope: Scope, receive: Receive, max_bytes: int) -> Parts:
     return parts
 
 
-def _check_type(dialect: ErrorFormat, headers: dict[bytes, bytes]) -> None:
-    """Raises StatusError. A web page may send other types than JSON to any server without asking it
-    first. Some of Ollama's clients send none, or a form's; but they are no browsers."""
-    is_free = dialect is ErrorFormat.OLLAMA and not headers.keys() & _OF_BROWSERS
+def _check_type(error_format: ErrorFormat, headers: dict[bytes, bytes]) -> None:
+    """Raises StatusError. Browsers let a web page send types other than JSON to any server without
+    asking it first. Some of Ollama's clients send no type, or a form's, but are not browsers."""
+    is_free = error_format is ErrorFormat.OLLAMA and not headers.keys() & _OF_BROWSERS
     content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if content_type != b"application/json" and not is_free:
         raise StatusError(415, "The body must be JSON: send Content-Type: application/json.")
@@ -163,8 +163,8 @@ def _check_type(dialect: ErrorFormat, headers: dict[bytes, bytes]) -> None:
 
 
 async def _collect(receive: Receive, max_bytes: int, pace: asyncio.Lock) -> Parts:
-    """Receives a body. Large ones share pace and continue one at a time, a part in a tick of the
-    event loop, so that many delay others no more than one does."""
+    """Receives a body. Large bodies share pace: one part of one body in a tick of the event loop,
+    so that many of them delay other work no more than one does."""
     parts: list[bytes] = []
     num_bytes = 0
     while True:
@@ -187,7 +187,7 @@ def _too_large(max_bytes: int) -> StatusError:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
-    """Returns the result of work. If the client leaves first, cancels it and raises StatusError."""
+    """Returns the result of work. If the client leaves, cancels work and raises StatusError."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_gone(receive))
     try:

@@ -16,17 +16,17 @@ import pytest
 
 from serve.core.errors import BrigadeError, NotFoundError, RequestError
 from serve.core.helper_messages import BodyNotRead, BodyRead, BodyRefused, ModelNames, ReadBody
+from serve.front.api.reading import body_readers as module
 from serve.front.api.reading import kinds
-from serve.front.api.reading import lanes as module
-from serve.front.api.reading.lanes import (
+from serve.front.api.reading.body_readers import (
     MAX_MEDIUM_BYTES,
     MAX_SMALL_BYTES,
     MAX_SMALL_TEXT_BYTES,
-    Lanes,
+    BodyReaders,
 )
 from serve.front.api.reading.process import Answer, answered
 from serve.front.api.reading.reader import FinishedReply, Reader, ReadMessage, ReadResponse
-from serve.front.http.guard import Parts
+from serve.front.http.middleware import Parts
 from serve.front.output.answer import Job
 from serve.front.text.helpers import HelperEnded, Helpers
 from serve.front.text.tokens import Tokenizer
@@ -47,8 +47,8 @@ def reader(tokenizer: Tokenizer) -> Reader:
 
 
 @pytest.fixture
-async def lanes(reader: Reader) -> AsyncIterator[Lanes]:
-    made = Lanes(reader)
+async def body_readers(reader: Reader) -> AsyncIterator[BodyReaders]:
+    made = BodyReaders(reader)
     yield made
     made.close()
 
@@ -171,29 +171,31 @@ def padded(num_bytes: int) -> list[Parts]:
 
 
 async def test_large_bodies_are_read_in_a_process_of_their_own(
-    lanes: Lanes, reader: Reader, monkeypatch: pytest.MonkeyPatch
+    body_readers: BodyReaders, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     padding = {"metadata": {"x": "y" * MAX_SMALL_BYTES}}
     monkeypatch.setattr(module, "_read_here", None)
     for kind, body in BODIES[:1] + BODIES[2:3]:
         data = json.dumps({**body, **padding}).encode()
         expected = described(kind.read(reader, data))
-        assert described(await lanes.read(reader, kind, [(data,)], "client")) == expected
+        assert described(await body_readers.read(reader, kind, [(data,)], "client")) == expected
     many = b'{"model": "m", "messages": [' + b"{}," * 39999 + b"{}]}"
     with fails(RequestError, "context_length_exceeded", match="40000") as caught:
-        await lanes.read(reader, kinds.CHAT, [(many,)], "client")
+        await body_readers.read(reader, kinds.CHAT, [(many,)], "client")
     assert caught.value.code == "context_length_exceeded"
 
 
-async def test_a_large_body_may_name_what_exists_now(lanes: Lanes, reader: Reader) -> None:
+async def test_a_large_body_may_name_what_exists_now(
+    body_readers: BodyReaders, reader: Reader
+) -> None:
     """Adapters come and go while the process runs."""
     data = json.dumps({"model": "new", "messages": MESSAGES, "user": "x" * MAX_SMALL_BYTES})
     held: list[Parts] = [(data.encode(),)]
     with fails(NotFoundError, "model_not_found", match="'new'.*'m'") as caught:
-        await lanes.read(reader, kinds.CHAT, list(held), "client")
+        await body_readers.read(reader, kinds.CHAT, list(held), "client")
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     grown = replace(reader, names=ModelNames(("m", "new"), "m"))
-    assert (await lanes.read(grown, kinds.CHAT, list(held), "client")).model == "new"
+    assert (await body_readers.read(grown, kinds.CHAT, list(held), "client")).model == "new"
 
 
 @pytest.mark.parametrize(
@@ -206,7 +208,7 @@ async def test_a_large_body_may_name_what_exists_now(lanes: Lanes, reader: Reade
     ],
 )
 async def test_texts_of_a_few_kilobytes_are_read_in_the_process_unless_they_are_answered(
-    lanes: Lanes,
+    body_readers: BodyReaders,
     reader: Reader,
     slow: Slow,
     kind: kinds.BodyKind[Any],
@@ -215,36 +217,36 @@ async def test_texts_of_a_few_kilobytes_are_read_in_the_process_unless_they_are_
 ) -> None:
     """Tokenizing many of them would take the server's process a core."""
     slow.may_go_on.set()
-    await lanes.read(reader, kind, padded(num_bytes), "client")
+    await body_readers.read(reader, kind, padded(num_bytes), "client")
     assert slow.sizes == ([] if is_read_here else [sum(map(len, padded(num_bytes)[0]))])
 
 
 async def test_a_body_of_megabytes_delays_no_medium_one(
-    lanes: Lanes, reader: Reader, slow: Slow
+    body_readers: BodyReaders, reader: Reader, slow: Slow
 ) -> None:
     """Encoding megabytes takes seconds, and it cannot be interrupted for a turn of others. Nor
     does a medium one delay a small one."""
     tasks = [
-        asyncio.ensure_future(lanes.read(reader, kinds.TOKENIZE, padded(size), "client"))
+        asyncio.ensure_future(body_readers.read(reader, kinds.TOKENIZE, padded(size), "client"))
         for size in (MAX_MEDIUM_BYTES, MAX_SMALL_BYTES)
     ]
     while len(slow.sizes) < len(tasks):
         await asyncio.sleep(0.01)
-    small = lanes.read(reader, kinds.TOKENIZE, padded(1), "client")
+    small = body_readers.read(reader, kinds.TOKENIZE, padded(1), "client")
     assert isinstance(await asyncio.wait_for(small, 10), FinishedReply)
     assert not any(task.done() for task in tasks)
     slow.may_go_on.set()
     await asyncio.gather(*tasks)
 
 
-async def test_warm_up_starts_a_process(lanes: Lanes, reader: Reader) -> None:
+async def test_warm_up_starts_a_process(body_readers: BodyReaders, reader: Reader) -> None:
     """Otherwise the first large body would wait until the tokenizer is loaded."""
-    lanes.warm_up()
-    (process,) = lanes._helpers._all
+    body_readers.warm_up()
+    (process,) = body_readers._helpers._all
     for num_bytes in (MAX_SMALL_BYTES, MAX_MEDIUM_BYTES):
-        reading = lanes.read(reader, kinds.TOKENIZE, padded(num_bytes), "client")
+        reading = body_readers.read(reader, kinds.TOKENIZE, padded(num_bytes), "client")
         assert isinstance(await asyncio.wait_for(reading, 60), FinishedReply)
-    assert lanes._helpers._all == [process]
+    assert body_readers._helpers._all == [process]
 
 
 async def test_what_is_too_long_to_be_a_prompt_is_not_encoded(
@@ -268,11 +270,11 @@ async def test_what_is_too_long_to_be_a_prompt_is_not_encoded(
 
 
 async def test_large_bodies_take_turns_and_those_that_are_answered_come_first(
-    lanes: Lanes, reader: Reader, slow: Slow
+    body_readers: BodyReaders, reader: Reader, slow: Slow
 ) -> None:
     def read(kind: kinds.BodyKind[Any], num_bytes: int, client: str) -> "asyncio.Task[Any]":
         held: list[Parts] = [(bytes(MAX_SMALL_BYTES + num_bytes),)]
-        return asyncio.ensure_future(lanes.read(reader, kind, held, client))
+        return asyncio.ensure_future(body_readers.read(reader, kind, held, client))
 
     tasks = [read(kinds.TOKENIZE, 9000, "a")]
     while not slow.sizes:
@@ -288,25 +290,25 @@ async def test_large_bodies_take_turns_and_those_that_are_answered_come_first(
 
 
 async def test_a_process_that_ended_is_the_fault_of_one_request(
-    lanes: Lanes, reader: Reader
+    body_readers: BodyReaders, reader: Reader
 ) -> None:
-    lanes.warm_up()
-    lanes._helpers._all[0].kill()
+    body_readers.warm_up()
+    body_readers._helpers._all[0].kill()
     with suppress(BrigadeError):
-        await lanes.read(reader, kinds.TOKENIZE, padded(MAX_SMALL_BYTES), "client")
-    read = await lanes.read(reader, kinds.TOKENIZE, padded(MAX_SMALL_BYTES), "client")
+        await body_readers.read(reader, kinds.TOKENIZE, padded(MAX_SMALL_BYTES), "client")
+    read = await body_readers.read(reader, kinds.TOKENIZE, padded(MAX_SMALL_BYTES), "client")
     assert isinstance(read, FinishedReply)
 
 
 async def test_a_body_that_takes_too_long_to_read_is_refused(
-    lanes: Lanes, reader: Reader, monkeypatch: pytest.MonkeyPatch
+    body_readers: BodyReaders, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def overrun(*_: object) -> Answer:
         raise HelperEnded(-signal.SIGPROF)
 
     monkeypatch.setattr(Helpers, "ask", overrun)
     with fails(RequestError, "request_too_slow"):
-        await lanes.read(reader, kinds.TOKENIZE, padded(MAX_SMALL_BYTES), "client")
+        await body_readers.read(reader, kinds.TOKENIZE, padded(MAX_SMALL_BYTES), "client")
 
 
 def test_responses_go_on_from_large_ones(tokenizer: Tokenizer) -> None:
