@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import pytest
 
-from serve.front.http.record import RequestRecord
+from serve.front.http.record import AccessRecord
 from serve.front.text.tokens import Tokenizer
 from tests.agents.played import save_model
 from tests.front.fakes import FakeEngine, FakeRanks, Running
@@ -289,10 +289,10 @@ def test_a_message_in_the_log_would_be_found(
 ) -> None:
     """The test above can fail."""
 
-    def fail(record: RequestRecord, error: Exception) -> None:
+    def fail(record: AccessRecord, error: Exception) -> None:
         record.reason = str(error)
 
-    monkeypatch.setattr(RequestRecord, "fail", fail)
+    monkeypatch.setattr(AccessRecord, "fail", fail)
     with logged() as lines, Running(FakeEngine(reading_calls)) as server:
         for seed in range(40):
             Requests(seed).send(server)

@@ -14,7 +14,7 @@ _SEPARATOR = 0  # Drafts end where the prediction ends, so any token will do.
 _PREDICTION_MATCH_LENGTH = 8
 
 
-class Guesses:
+class TextGuesses:
     """Guesses the next tokens of a sequence from its tokens so far, and from the answer that its
     client predicts. Every guess is counted, whether or not it was fed as a draft."""
 

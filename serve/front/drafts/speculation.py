@@ -6,7 +6,7 @@ from collections.abc import Sequence as ReadableList
 from serve.core.plan import MAX_DRAFT_ROWS
 from serve.core.types import Sequence
 from serve.front.drafts.acceptance import Acceptance, HitShares, net_gain
-from serve.front.drafts.guesses import Guesses
+from serve.front.drafts.guesses import TextGuesses
 from serve.front.drafts.interface import Draft
 from serve.front.drafts.model_guesses import (
     MAX_GUESSES,
@@ -35,7 +35,7 @@ class Speculation:
         self.model_costs: ModelCosts | None = None
         self._acceptance = Acceptance()
         self._hit_shares = HitShares()
-        self._guesses: dict[int, Guesses] = {}
+        self._guesses: dict[int, TextGuesses] = {}
         self._model_share = ModelShare()
         self._model_guesses: dict[int, ModelGuesses] = {}
 
@@ -90,10 +90,12 @@ class Speculation:
     def _step_cost(self, num_rows: int) -> float:
         return 1 + (num_rows - 1) * max(_MIN_TOKEN_COST, self.token_cost)
 
-    def _guesses_of(self, sequence: Sequence) -> Guesses:
+    def _guesses_of(self, sequence: Sequence) -> TextGuesses:
         guesses = self._guesses.get(sequence.id)
         if guesses is None:
-            guesses = Guesses(sequence, Acceptance(self._acceptance), HitShares(self._hit_shares))
+            guesses = TextGuesses(
+                sequence, Acceptance(self._acceptance), HitShares(self._hit_shares)
+            )
             self._guesses[sequence.id] = guesses
         return guesses
 

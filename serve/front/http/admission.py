@@ -17,7 +17,7 @@ from serve.core.errors import UnavailableError
 from serve.front.http.access import CLIENT, Access, Policy, Route
 from serve.front.http.middleware import POLICY, RECORD, Application, Receive, Scope, Send
 from serve.front.http.origin import Hosts, check_local, host_of, is_loopback_name
-from serve.front.http.record import RequestRecord
+from serve.front.http.record import AccessRecord
 from serve.front.http.replies import StatusError
 
 _CONNECTIONS = "connections"  # the key of the open connections in a request's state
@@ -130,7 +130,7 @@ class CheckedRoute(BaseRoute):
         return self._route.matches(scope)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record: RequestRecord = scope[RECORD]
+        record: AccessRecord = scope[RECORD]
         record.path = self._route.path_format
         await self._check.run(self._route.policy, self._route.handle, scope, receive, send)
 

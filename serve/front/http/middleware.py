@@ -12,7 +12,7 @@ from serve.core.errors import BrigadeError
 from serve.front.http import replies
 from serve.front.http.access import CLIENT, Access, ErrorFormat, Policy
 from serve.front.http.metrics import Metrics
-from serve.front.http.record import OTHER, RequestRecord, request_id, trace_of
+from serve.front.http.record import OTHER, AccessRecord, request_id, trace_of
 from serve.front.http.replies import StatusError
 
 Message = MutableMapping[str, Any]
@@ -55,7 +55,7 @@ class RequestLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = scope.get("client")
-        record = RequestRecord(
+        record = AccessRecord(
             request_id(scope["headers"]),
             scope["method"] if scope["method"] in _METHODS else OTHER,
             client=client[0] if client else None,
@@ -86,7 +86,7 @@ class RequestLog:
         finally:
             self._end(record, scope[POLICY])
 
-    def _end(self, record: RequestRecord, policy: Policy) -> None:
+    def _end(self, record: AccessRecord, policy: Policy) -> None:
         if record.finish_reason == "abort" or record.status is None:
             record.status = CLIENT_LEFT
         self._metrics.request(record.path, record.status)
@@ -104,7 +104,7 @@ def error_format_of(scope: Scope) -> ErrorFormat:
 
 
 def error_reply(scope: Scope, error: BrigadeError) -> Mapping[str, Any]:
-    record: RequestRecord = scope[RECORD]
+    record: AccessRecord = scope[RECORD]
     record.fail(error)
     error_format = error_format_of(scope)
     if error_format is ErrorFormat.ANTHROPIC:
@@ -144,7 +144,7 @@ async def _receive(scope: Scope, receive: Receive, max_bytes: int) -> Parts:
             f"The body took longer than {limits.body_timeout:g} seconds.",
             {"connection": "close"},
         ) from None
-    record: RequestRecord = scope[RECORD]
+    record: AccessRecord = scope[RECORD]
     record.body_bytes = sum(map(len, parts))
     return parts
 

@@ -22,7 +22,7 @@ _UNKNOWN_FIELD = "*"
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class AccessRecord:
     """The values of a request's log line; None if unknown. started is a time of perf_counter. path
     is the route's, and param shows field_names only, so a client chooses nothing in the line but
     the id."""

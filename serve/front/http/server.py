@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from serve.core.constants import Constants
 from serve.front.http import replies
 from serve.front.http.middleware import Application
-from serve.front.http.record import RequestRecord, request_id
+from serve.front.http.record import AccessRecord, request_id
 
 BACKLOG = 2048
 LINGER_SECONDS = 10.0
@@ -286,7 +286,7 @@ class Protocol(H11Protocol):
     def _refuse(self, error: replies.StatusError) -> None:
         """Answers without the application, if an answer can still be given, and closes."""
         client = self.client[0] if self.client else None
-        record = RequestRecord(request_id([]), "-", "-", client=client, status=error.http_status)
+        record = AccessRecord(request_id([]), "-", "-", client=client, status=error.http_status)
         record.fail(error)
         _logger.info("%s", record.line())
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):

@@ -14,7 +14,7 @@ from serve.core.errors import BrigadeError, EngineError
 from serve.core.helper_messages import Violation
 from serve.core.types import Event, Score
 from serve.front.http.metrics import Metrics
-from serve.front.http.record import RequestRecord, trace_of
+from serve.front.http.record import AccessRecord, trace_of
 from serve.front.http.replies import Json
 from serve.front.output.choice import Choice, Piece, StopRules
 from serve.front.output.conformance import Conformance
@@ -115,7 +115,7 @@ class RunningAnswer(RunningRequest):
         job: Job,
         generation: Generation,
         tokenizer: Tokenizer,
-        record: RequestRecord,
+        record: AccessRecord,
         metrics: Metrics,
         conformance: Conformance | None = None,
     ) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from serve.core.errors import BrigadeError, EngineError
 from serve.front.http.metrics import Metrics
-from serve.front.http.record import RequestRecord
+from serve.front.http.record import AccessRecord
 from serve.front.http.replies import Json
 from serve.front.output.running import RunningRequest, describe
 from serve.front.pipeline.generation import Generation
@@ -19,7 +19,7 @@ class Embeddings(RunningRequest):
         prompts: Sequence[Prompt],
         submit: Callable[[Sequence[Prompt]], Generation],
         num_at_once: int,
-        record: RequestRecord,
+        record: AccessRecord,
         metrics: Metrics,
     ) -> None:
         super().__init__(prompts, record, metrics)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from serve.core.errors import BrigadeError
 from serve.front.http.metrics import Metrics
-from serve.front.http.record import RequestRecord
+from serve.front.http.record import AccessRecord
 from serve.front.http.replies import Json
 from serve.front.pipeline.generation import Generation
 from serve.front.pipeline.interface import Prompt
@@ -14,7 +14,7 @@ from serve.front.pipeline.interface import Prompt
 class RunningRequest(ABC):
     """A request that runs or waits. Counts its prompts in its record and in the metrics."""
 
-    def __init__(self, prompts: Sequence[Prompt], record: RequestRecord, metrics: Metrics) -> None:
+    def __init__(self, prompts: Sequence[Prompt], record: AccessRecord, metrics: Metrics) -> None:
         self._record, self._metrics = record, metrics
         self._num_prompt = sum(len(prompt.ids) for prompt in prompts)
         record.prompt_tokens = self._num_prompt
@@ -47,7 +47,7 @@ class RunningRequest(ABC):
         """Ends the request with error at once, even if its client does not read the answer."""
 
 
-def describe(record: RequestRecord, generation: Generation | None) -> Json:
+def describe(record: AccessRecord, generation: Generation | None) -> Json:
     """Returns the request as operators see it. generation is None until it exists."""
     num_done = generation.progress[0] if generation else 0
     return {

@@ -22,7 +22,7 @@ from serve.front.http import middleware, replies
 from serve.front.http.admission import Keys
 from serve.front.http.fair_queue import FairQueue
 from serve.front.http.metrics import Metrics
-from serve.front.http.record import RequestRecord
+from serve.front.http.record import AccessRecord
 from serve.front.http.replies import Json
 from serve.front.output.answer import Job, RunningAnswer
 from serve.front.output.conformance import Conformance
@@ -125,7 +125,7 @@ class Answering:
         self, request: Request, job: Job
     ) -> tuple[RunningAnswer, dict[str, str]]:
         """Returns the answer, which the caller must close, and the headers that go with it."""
-        record: RequestRecord = request.scope[middleware.RECORD]
+        record: AccessRecord = request.scope[middleware.RECORD]
         job = await self._checked(request, job)
         adapter, headers = await self._adapter(record, job)
         headers |= replies.listed("x-not-enforced", job.not_enforced)
@@ -145,7 +145,7 @@ class Answering:
         return Conformance(parameters, job.format_schema, self._checker, in_turn)
 
     async def _adapter(
-        self, record: RequestRecord, job: Job | EmbeddingJob
+        self, record: AccessRecord, job: Job | EmbeddingJob
     ) -> tuple[int, dict[str, str]]:
         """Returns the version of the adapter that a request names, or 0, and reply headers."""
         adapters = self._engine.adapters
@@ -163,7 +163,7 @@ class Answering:
     ) -> tuple[list[bytes], dict[str, str]]:
         """Returns the embedding of each prompt, and the headers that go with them. Raises
         RequestError if the model's files ask for a pooling that is not supported."""
-        record: RequestRecord = request.scope[middleware.RECORD]
+        record: AccessRecord = request.scope[middleware.RECORD]
         pooling = Pooling(self._pooling_kind(), job.num_dimensions)
         adapter, headers = await self._adapter(record, job)
         prompts = [replace(prompt, pooling=pooling) for prompt in job.prompts]
@@ -222,5 +222,5 @@ class Answering:
 
 def log_number(request: Request, event: str, number: int) -> None:
     """Logs how many parts of a request were left out. Their names are a client's text."""
-    record: RequestRecord = request.scope[middleware.RECORD]
+    record: AccessRecord = request.scope[middleware.RECORD]
     _logger.warning("request=%s event=%s num=%d", record.request, event, number)

@@ -10,7 +10,7 @@ from serve.front.api.writers.messages import MessagesWriter
 from serve.front.http import middleware
 from serve.front.http.access import Access, ErrorFormat, Policy, Route
 from serve.front.http.openapi import endpoint
-from serve.front.http.record import RequestRecord
+from serve.front.http.record import AccessRecord
 from serve.front.http.replies import listed, named_event
 from serve.front.routes.answering import Answering, log_number
 from serve.front.routes.stream import Framing, stream_reply, whole_reply
@@ -39,7 +39,7 @@ class MessageCalls:
         read = await self._answering.read(request, kinds.MESSAGE)
         job = read.job
         answer, headers = await self._answering.start_answer(request, job)
-        record: RequestRecord = request.scope[middleware.RECORD]
+        record: AccessRecord = request.scope[middleware.RECORD]
         if read.left_out:
             headers |= listed("x-tools-not-offered", read.left_out)
             log_number(request, "tools_not_offered", len(read.left_out))

@@ -13,7 +13,7 @@ from serve.front.api.openai import MAX_PROMPTS, CompletionBody, parse
 from serve.front.api.writers.completions import CompletionWriter, WholeCompletion
 from serve.front.api.writers.logprobs import ScoreWriter
 from serve.front.http.metrics import Metrics
-from serve.front.http.record import RequestRecord
+from serve.front.http.record import AccessRecord
 from serve.front.output.answer import Job, RunningAnswer
 from serve.front.text.tokens import Tokenizer
 from tests.errors import fails
@@ -31,7 +31,7 @@ def job(tokenizer: Tokenizer, max_context: int = 200, **fields: Any) -> Job:
 
 
 def start(engine: FakeEngine, asked: Job) -> RunningAnswer:
-    record = RequestRecord("id", "POST", "/v1/completions")
+    record = AccessRecord("id", "POST", "/v1/completions")
     metrics = Metrics(engine.pipeline)
     return RunningAnswer(asked, engine.submit(asked.prompts), engine.tokenizer, record, metrics)
 

@@ -7,7 +7,7 @@ import pytest
 from serve.core.types import Sampling, Sequence
 from serve.front.drafts.acceptance import Acceptance, HitShares
 from serve.front.drafts.counts import DraftCounts
-from serve.front.drafts.guesses import Guesses
+from serve.front.drafts.guesses import TextGuesses
 from serve.front.drafts.model_guesses import ModelCosts, best_number
 from serve.front.drafts.speculation import MAX_DRAFTS, Speculation
 from serve.front.drafts.step_cost import StepCost
@@ -145,7 +145,7 @@ def test_catch_up_learns_a_long_answer_in_parts() -> None:
     """An answer is learned late if there were too many rows for drafts before."""
     sequence = make_sequence(prompt=[1, 2, 3])
     sequence.output = list(range(1000, 11_000)) + LOOP * 2
-    guesses = Guesses(sequence, Acceptance(), HitShares())
+    guesses = TextGuesses(sequence, Acceptance(), HitShares())
     assert not guesses.catch_up(sequence)
     assert not guesses.draft(4).tokens
     assert not guesses.catch_up(sequence)

@@ -9,7 +9,7 @@ import pytest
 from serve.core.constants import Constants
 from serve.front.http import middleware
 from serve.front.http.access import CLIENT, Access, ErrorFormat, Policy
-from serve.front.http.record import RequestRecord
+from serve.front.http.record import AccessRecord
 from serve.front.http.replies import StatusError
 
 pytestmark = pytest.mark.anyio
@@ -45,7 +45,7 @@ def scope(
         middleware.LIMITS: Constants(**limits),
         middleware.PACE: asyncio.Lock(),
         middleware.POLICY: policy,
-        middleware.RECORD: RequestRecord("id", "POST"),
+        middleware.RECORD: AccessRecord("id", "POST"),
     }
 
 

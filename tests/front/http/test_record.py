@@ -5,13 +5,13 @@ import re
 import pytest
 
 from serve.core.errors import NotFoundError, OverflowedError, RequestError, UnavailableError
-from serve.front.http.record import RequestRecord, request_id, trace_of
+from serve.front.http.record import AccessRecord, request_id, trace_of
 
 FIELDS = frozenset({"messages", "content", "tools", "lora_name"})
 
 
 def test_a_line_has_what_is_known() -> None:
-    record = RequestRecord("abc", "POST", "/v1/chat/completions", status=200, prompt_tokens=3)
+    record = AccessRecord("abc", "POST", "/v1/chat/completions", status=200, prompt_tokens=3)
     record.ttft_seconds = 0.25
     assert re.fullmatch(
         r"request=abc method=POST path=/v1/chat/completions status=200 prompt_tokens=3 "
@@ -21,7 +21,7 @@ def test_a_line_has_what_is_known() -> None:
 
 
 def test_a_name_begins_no_line_and_forges_no_field() -> None:
-    line = RequestRecord(
+    line = AccessRecord(
         "abc", "GET", adapter='a" b\nstatus=200\r\x1b[31m\u2028 \x85', status=404
     ).line()
     assert line.isascii()
@@ -56,7 +56,7 @@ def test_other_request_ids_are_replaced(value: bytes) -> None:
     ],
 )
 def test_a_refusal_shows_only_names_that_the_server_knows(param: str, shown: str) -> None:
-    record = RequestRecord("r", "POST", field_names=FIELDS)
+    record = AccessRecord("r", "POST", field_names=FIELDS)
     record.fail(RequestError("The text 'secret' is wrong.", param=param))
     assert record.param == shown
     assert "secret" not in record.line()
@@ -64,17 +64,17 @@ def test_a_refusal_shows_only_names_that_the_server_knows(param: str, shown: str
 
 
 def test_a_refusal_shows_its_code_and_not_its_message() -> None:
-    record = RequestRecord("r", "POST", status=404, field_names=FIELDS)
+    record = AccessRecord("r", "POST", status=404, field_names=FIELDS)
     record.fail(NotFoundError("No adapter secret.", param="lora_name", code="model_not_found"))
     assert record.line().endswith(" code=model_not_found param=lora_name")
     assert record.failure() == "status=404 code=model_not_found param=lora_name"
 
 
 def test_an_error_of_the_server_shows_its_words() -> None:
-    record = RequestRecord("r", "POST", status=503)
+    record = AccessRecord("r", "POST", status=503)
     record.fail(UnavailableError("Rank 1 is gone."))
     assert record.line().endswith(' reason="Rank 1 is gone."')
-    record = RequestRecord("r", "POST", status=500)
+    record = AccessRecord("r", "POST", status=500)
     record.fail(OverflowedError(3, None))
     assert record.failure() == "status=500 code=numbers_overflowed"
 

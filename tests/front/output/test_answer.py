@@ -13,7 +13,7 @@ from serve.core.types import Event, Reasoning
 from serve.front.api.writers.chat import ChatWriter, WholeChat
 from serve.front.http import replies
 from serve.front.http.metrics import Metrics
-from serve.front.http.record import RequestRecord
+from serve.front.http.record import AccessRecord
 from serve.front.output.answer import Job, RunningAnswer
 from serve.front.output.deltas import AnswerEnd, Text, Update
 from serve.front.routes.stream import OPENAI, sent_events
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 
 def start(
     engine: FakeEngine,
-    record: RequestRecord,
+    record: AccessRecord,
     stops: Sequence[str] = (),
     limit: int = 99,
     **fields: Any,
@@ -35,7 +35,7 @@ def start(
 
 def started(
     engine: FakeEngine,
-    record: RequestRecord,
+    record: AccessRecord,
     stops: Sequence[str] = (),
     limit: int = 99,
     **fields: Any,
@@ -45,7 +45,7 @@ def started(
 
 
 def begun(
-    engine: FakeEngine, record: RequestRecord, asked: Job, generation: FakeGeneration
+    engine: FakeEngine, record: AccessRecord, asked: Job, generation: FakeGeneration
 ) -> RunningAnswer:
     return RunningAnswer(asked, generation, engine.tokenizer, record, Metrics(engine.pipeline))
 
@@ -59,7 +59,7 @@ async def whole(engine: FakeEngine, asked: Job, chat: RunningAnswer) -> dict[str
 
 async def written(
     engine: FakeEngine,
-    record: RequestRecord,
+    record: AccessRecord,
     stops: Sequence[str] = (),
     limit: int = 99,
     **fields: Any,
@@ -68,7 +68,7 @@ async def written(
 
 
 async def chunks_of(
-    engine: FakeEngine, record: RequestRecord, **fields: Any
+    engine: FakeEngine, record: AccessRecord, **fields: Any
 ) -> list[dict[str, Any]]:
     asked, chat = started(engine, record, **fields)
     writer = ChatWriter(asked, engine.tokenizer)
@@ -81,8 +81,8 @@ def events_of(engine: FakeEngine, asked: Job, chat: RunningAnswer) -> AsyncItera
 
 
 @pytest.fixture
-def record() -> RequestRecord:
-    return RequestRecord("id", "POST", "/v1/chat/completions")
+def record() -> AccessRecord:
+    return AccessRecord("id", "POST", "/v1/chat/completions")
 
 
 async def answer(chat: RunningAnswer) -> tuple[str, str]:
@@ -94,7 +94,7 @@ async def answer(chat: RunningAnswer) -> tuple[str, str]:
 
 
 async def test_a_stop_string_over_tokens_ends_the_generation(
-    engine: FakeEngine, record: RequestRecord
+    engine: FakeEngine, record: AccessRecord
 ) -> None:
     engine.answer = "one two three. STOP one two"
     assert len(engine.tokenizer.encode("ee. ST")) > 1
@@ -106,7 +106,7 @@ async def test_a_stop_string_over_tokens_ends_the_generation(
 
 
 async def test_a_slow_client_keeps_no_row_of_a_finished_answer(
-    engine: FakeEngine, record: RequestRecord
+    engine: FakeEngine, record: AccessRecord
 ) -> None:
     """The generation is closed at the stop string, not when the client has read of it."""
     engine.answer = "one two three. STOP one two"
@@ -118,13 +118,13 @@ async def test_a_slow_client_keeps_no_row_of_a_finished_answer(
 
 
 async def test_the_beginning_of_a_stop_string_is_given_out_at_the_end(
-    engine: FakeEngine, record: RequestRecord
+    engine: FakeEngine, record: AccessRecord
 ) -> None:
     engine.answer = "one two three"
     assert await answer(start(engine, record, ("threesome",))) == ("one two three", "stop")
 
 
-async def test_the_limit_is_reported(engine: FakeEngine, record: RequestRecord) -> None:
+async def test_the_limit_is_reported(engine: FakeEngine, record: AccessRecord) -> None:
     text, reason = await answer(start(engine, record, limit=2))
     assert reason == "length"
     assert engine.answer.startswith(text)
@@ -132,7 +132,7 @@ async def test_the_limit_is_reported(engine: FakeEngine, record: RequestRecord) 
 
 
 async def test_a_character_cut_by_the_limit_is_given_out(
-    engine: FakeEngine, record: RequestRecord
+    engine: FakeEngine, record: AccessRecord
 ) -> None:
     engine.answer = "👍"
     assert len(engine.tokenizer.encode("👍")) > 1
@@ -140,7 +140,7 @@ async def test_a_character_cut_by_the_limit_is_given_out(
 
 
 async def test_the_token_that_ends_is_counted_but_no_text(
-    engine: FakeEngine, record: RequestRecord
+    engine: FakeEngine, record: AccessRecord
 ) -> None:
     """Also if it is a common token, as some models' generation configs have it."""
     (hello, *_) = engine.tokenizer.encode("hello")
@@ -153,7 +153,7 @@ async def test_the_token_that_ends_is_counted_but_no_text(
 
 
 async def test_an_empty_answer_has_a_role_and_an_end(
-    engine: FakeEngine, record: RequestRecord
+    engine: FakeEngine, record: AccessRecord
 ) -> None:
     engine.answer = ""
     chunks = await chunks_of(engine, record)
@@ -165,7 +165,7 @@ async def test_an_empty_answer_has_a_role_and_an_end(
 
 
 async def test_a_broken_engine_ends_the_stream_with_an_error(
-    engine: FakeEngine, record: RequestRecord
+    engine: FakeEngine, record: AccessRecord
 ) -> None:
     engine.breaks_with = EngineError("rank 1 at 10.0.0.2 died")
     stream = events_of(engine, *started(engine, record))
@@ -178,7 +178,7 @@ async def test_a_broken_engine_ends_the_stream_with_an_error(
 
 
 async def test_an_exception_of_ours_ends_that_stream_alone(
-    engine: FakeEngine, record: RequestRecord, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, record: AccessRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RunningAnswer, "_take", lambda *_: 1 / 0)
     stream = events_of(engine, *started(engine, record))
@@ -191,7 +191,7 @@ async def test_an_exception_of_ours_ends_that_stream_alone(
 
 async def test_what_an_exception_says_is_not_in_the_log(
     engine: FakeEngine,
-    record: RequestRecord,
+    record: AccessRecord,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -207,7 +207,7 @@ async def test_what_an_exception_says_is_not_in_the_log(
 
 
 async def test_what_cannot_be_encoded_ends_its_stream_with_an_error(
-    engine: FakeEngine, record: RequestRecord, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, record: AccessRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     untold = Update(0, (Text("\ud800"),))
     monkeypatch.setattr(RunningAnswer, "_take", lambda *_: lambda: untold)
@@ -218,7 +218,7 @@ async def test_what_cannot_be_encoded_ends_its_stream_with_an_error(
 
 
 async def test_a_row_that_failed_is_a_mistake_of_ours_and_no_broken_cluster(
-    engine: FakeEngine, record: RequestRecord
+    engine: FakeEngine, record: AccessRecord
 ) -> None:
     generation = FakeGeneration([Event(0, 5), Event(0, None, "error")], 0)
     asked, metrics = job(engine.tokenizer, 512), Metrics(engine.pipeline)
@@ -230,7 +230,7 @@ async def test_a_row_that_failed_is_a_mistake_of_ours_and_no_broken_cluster(
 
 
 async def test_a_grammar_that_fails_midway_is_the_requests_fault(
-    engine: FakeEngine, record: RequestRecord
+    engine: FakeEngine, record: AccessRecord
 ) -> None:
     asked = job(engine.tokenizer, 512)
     generation = FakeGeneration([Event(0, 5), Event(0, None, "refused")], 0)
@@ -255,7 +255,7 @@ async def test_a_grammar_that_fails_midway_is_the_requests_fault(
 )
 async def test_what_ended_an_answer_is_reported(
     engine: FakeEngine,
-    record: RequestRecord,
+    record: AccessRecord,
     stops: Sequence[str],
     stop_token: str | None,
     fields: dict[str, Any],
@@ -272,7 +272,7 @@ async def test_what_ended_an_answer_is_reported(
 
 @pytest.mark.parametrize("events", [[], [Event(0, None, "abort")], [Event(0, 5)]])
 async def test_a_generation_without_a_right_end_is_an_error(
-    engine: FakeEngine, record: RequestRecord, events: list[Any]
+    engine: FakeEngine, record: AccessRecord, events: list[Any]
 ) -> None:
     generation = FakeGeneration(events, 0)
     asked, metrics = job(engine.tokenizer, 512), Metrics(engine.pipeline)
@@ -283,7 +283,7 @@ async def test_a_generation_without_a_right_end_is_an_error(
 
 
 async def test_an_interruption_reaches_a_chat_that_waits(
-    engine: FakeEngine, record: RequestRecord
+    engine: FakeEngine, record: AccessRecord
 ) -> None:
     engine.delay = 60
     chat = start(engine, record)
@@ -297,7 +297,7 @@ async def test_an_interruption_reaches_a_chat_that_waits(
 
 
 async def test_an_interruption_reaches_a_chat_whose_client_is_slow(
-    engine: FakeEngine, record: RequestRecord
+    engine: FakeEngine, record: AccessRecord
 ) -> None:
     chat = start(engine, record)
     updates = chat.updates()
@@ -308,7 +308,7 @@ async def test_an_interruption_reaches_a_chat_whose_client_is_slow(
 
 
 async def test_a_cancelled_reply_closes_its_generation(
-    engine: FakeEngine, record: RequestRecord
+    engine: FakeEngine, record: AccessRecord
 ) -> None:
     engine.delay = 60
     answering = asyncio.ensure_future(answer(start(engine, record)))
@@ -323,13 +323,13 @@ async def test_a_cancelled_reply_closes_its_generation(
 # --- parameters of the text
 
 
-async def test_a_stop_string_can_be_kept(engine: FakeEngine, record: RequestRecord) -> None:
+async def test_a_stop_string_can_be_kept(engine: FakeEngine, record: AccessRecord) -> None:
     engine.answer = "one two three. STOP one two"
     kept = start(engine, record, ["ee. ST"], include_stop_str_in_output=True)
     assert await answer(kept) == ("one two three. ST", "stop")
 
 
-async def test_a_stop_token_ends_and_can_be_kept(engine: FakeEngine, record: RequestRecord) -> None:
+async def test_a_stop_token_ends_and_can_be_kept(engine: FakeEngine, record: AccessRecord) -> None:
     engine.answer = "one two three"
     ids = engine.tokenizer.encode(engine.answer)
     before, with_it = (engine.tokenizer.decode(ids[:n]) for n in (1, 2))
@@ -339,7 +339,7 @@ async def test_a_stop_token_ends_and_can_be_kept(engine: FakeEngine, record: Req
     assert await answer(start(engine, record, **fields)) == (with_it, "stop")
 
 
-async def test_stop_strings_wait_for_min_tokens(engine: FakeEngine, record: RequestRecord) -> None:
+async def test_stop_strings_wait_for_min_tokens(engine: FakeEngine, record: AccessRecord) -> None:
     engine.answer = "one one one one"
     first, *_ = engine.tokenizer.encode("one")
     num_first = engine.tokenizer.encode(engine.answer).count(first)
@@ -351,7 +351,7 @@ async def test_stop_strings_wait_for_min_tokens(engine: FakeEngine, record: Requ
 
 
 async def test_special_tokens_are_text_if_asked_for(
-    engine: FakeEngine, record: RequestRecord
+    engine: FakeEngine, record: AccessRecord
 ) -> None:
     engine.answer = "a<s>b"
     assert (await answer(start(engine, record)))[0] == "ab"
@@ -362,7 +362,7 @@ async def test_special_tokens_are_text_if_asked_for(
 # --- scores and ids
 
 
-async def test_scores_come_with_their_tokens(engine: FakeEngine, record: RequestRecord) -> None:
+async def test_scores_come_with_their_tokens(engine: FakeEngine, record: AccessRecord) -> None:
     """Also of the token that ends, and also while text is held back."""
     fields = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
     chunks = await chunks_of(engine, record, stops=["zzz"], **fields)
@@ -377,16 +377,14 @@ async def test_scores_come_with_their_tokens(engine: FakeEngine, record: Request
     assert joined.decode() == engine.answer, "of an emoji in two tokens each has its own bytes"
 
 
-async def test_the_full_reply_has_the_same_scores(
-    engine: FakeEngine, record: RequestRecord
-) -> None:
+async def test_the_full_reply_has_the_same_scores(engine: FakeEngine, record: AccessRecord) -> None:
     reply = await written(engine, record, logprobs=True, return_token_ids=True)
     (choice,) = reply["choices"]
     assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
     assert choice["message"]["content"] == engine.answer
 
 
-async def test_tokens_can_be_returned_as_ids(engine: FakeEngine, record: RequestRecord) -> None:
+async def test_tokens_can_be_returned_as_ids(engine: FakeEngine, record: AccessRecord) -> None:
     fields = {"logprobs": True, "return_tokens_as_token_ids": True}
     (choice,) = (await written(engine, record, limit=2, **fields))["choices"]
     ids = engine.tokenizer.encode(engine.answer)[:2]
@@ -396,7 +394,7 @@ async def test_tokens_can_be_returned_as_ids(engine: FakeEngine, record: Request
 # --- several choices
 
 
-async def test_choices_come_in_one_stream(engine: FakeEngine, record: RequestRecord) -> None:
+async def test_choices_come_in_one_stream(engine: FakeEngine, record: AccessRecord) -> None:
     fields = {"n": 3, "stream": True, "stream_options": {"include_usage": True}}
     chunks = await chunks_of(engine, record, **fields)
     indices = [chunk["choices"][0]["index"] for chunk in chunks[:-1]]
@@ -413,7 +411,7 @@ async def test_choices_come_in_one_stream(engine: FakeEngine, record: RequestRec
 
 
 async def test_a_choice_that_stops_leaves_the_others(
-    engine: FakeEngine, record: RequestRecord
+    engine: FakeEngine, record: AccessRecord
 ) -> None:
     ids = engine.tokenizer.encode("one two three")
     events = [Event(n, id) for id in ids for n in (0, 1)]
@@ -430,7 +428,7 @@ async def test_a_choice_that_stops_leaves_the_others(
 
 
 async def test_usage_counts_the_reasoning_tokens_of_all_answers(
-    engine: FakeEngine, record: RequestRecord
+    engine: FakeEngine, record: AccessRecord
 ) -> None:
     """The marks are tokens 5 and 6; the second answer never leaves its reasoning."""
     asked = job(engine.tokenizer, 512, n=2)
