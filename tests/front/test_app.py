@@ -157,7 +157,7 @@ def test_the_official_client_sees_its_own_errors(server: Running, engine: FakeEn
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_refuses(
+def test_a_refusal_of_the_engine_reaches_the_client(
     server: Running,
     engine: FakeEngine,
     error: BrigadeError,
@@ -172,7 +172,9 @@ def test_an_engine_that_refuses(
     assert reply.json()["error"]["message"] == message
 
 
-def test_an_engine_that_breaks_in_the_middle(server: Running, engine: FakeEngine) -> None:
+def test_an_engine_that_breaks_ends_the_stream_with_an_error(
+    server: Running, engine: FakeEngine
+) -> None:
     engine.breaks_with = EngineError("rank 1 at /home/x died")
     reply = post(server)
     assert reply.status_code == 503
@@ -184,7 +186,7 @@ def test_an_engine_that_breaks_in_the_middle(server: Running, engine: FakeEngine
     assert post(server).status_code == 200
 
 
-def test_a_prompt_that_is_too_long(shared: Running) -> None:
+def test_a_prompt_that_is_too_long_is_refused(shared: Running) -> None:
     content = "hello " * MAX_CONTEXT
     error = post(shared, messages=[{"role": "user", "content": content}]).json()["error"]
     assert error["code"] == "context_length_exceeded"
@@ -192,7 +194,7 @@ def test_a_prompt_that_is_too_long(shared: Running) -> None:
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"[1]", b"[" * 99_999, b'{"a": NaN}'])
-def test_a_bad_body_ends_no_server(shared: Running, content: bytes) -> None:
+def test_a_bad_body_does_not_stop_the_server(shared: Running, content: bytes) -> None:
     headers = {"Content-Type": "application/json"}
     reply = httpx2.post(shared.url + CHAT, content=content, headers=headers)
     assert reply.status_code == 400
@@ -211,7 +213,7 @@ def test_a_bad_body_ends_no_server(shared: Running, content: bytes) -> None:
         ("GET", "/%00%0a%22", 400),
     ],
 )
-def test_what_is_no_call_has_an_error_object(
+def test_unknown_paths_and_methods_get_an_error_object(
     shared: Running, method: str, path: str, status: int
 ) -> None:
     reply = httpx2.request(method, shared.url + path)
@@ -220,7 +222,7 @@ def test_what_is_no_call_has_an_error_object(
     assert ("allow" in reply.headers) == (status == 405)
 
 
-def test_an_exception_of_ours_has_its_place_in_the_log_alone(
+def test_an_internal_error_is_described_only_in_the_log(
     server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ServerCalls, "_described", lambda self, name: {}["/secret/path"])
@@ -248,7 +250,7 @@ def test_models(shared: Running) -> None:
     assert described["default_sampling_params"] == {}
 
 
-def test_ready_tells_what_it_waits_for(server: Running, engine: FakeEngine) -> None:
+def test_ready_gives_the_reason_for_the_wait(server: Running, engine: FakeEngine) -> None:
     assert get(server, "/ready").json() == {"status": "ready"}
     engine.reason = "rank 1: loading 61 %"
     reply = get(server, "/ready")
@@ -276,7 +278,7 @@ def test_clear_prefixes_takes_only_its_exact_body(
     assert engine.num_clears == (status == 200)
 
 
-def test_the_root_says_what_can_be_called(shared: Running) -> None:
+def test_the_root_lists_the_calls(shared: Running) -> None:
     """Whoever opens the address in a browser sees what this is."""
     shown = get(shared, "/").json()
     assert (shown["name"], shown["model"]) == ("Brigade", "tiny")
@@ -288,7 +290,7 @@ def test_the_root_says_what_can_be_called(shared: Running) -> None:
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e9", "x", ""])
-def test_a_trace_of_no_time_is_refused(shared: Running, seconds: str) -> None:
+def test_a_trace_with_wrong_seconds_is_refused(shared: Running, seconds: str) -> None:
     reply = get(shared, f"/admin/trace?seconds={seconds}")
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "seconds"
@@ -322,7 +324,7 @@ def test_metrics_count_what_was_served(server: Running, engine: FakeEngine) -> N
 ID = "0b5e-1"
 
 
-def test_each_request_is_one_line(
+def test_each_request_logs_one_line(
     server: Running, caplog: pytest.LogCaptureFixture, engine: FakeEngine
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -378,7 +380,7 @@ SECRET = 'my "grandmother\'s" secret recipe for a cake with apples and cinnamon'
         ({"bad_words": [SECRET] * 200}, "param=bad_words"),
     ],
 )
-def test_the_line_of_a_refusal_says_where_and_repeats_nothing(
+def test_the_line_of_a_refusal_names_the_field_and_quotes_nothing(
     server: Running, caplog: pytest.LogCaptureFixture, fields: dict[str, Any], failure: str
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -389,10 +391,10 @@ def test_the_line_of_a_refusal_says_where_and_repeats_nothing(
     assert "apples and cinnamon" not in caplog.text
 
 
-def test_the_line_of_a_template_that_refuses_has_nothing_of_the_messages(
+def test_the_line_of_a_template_error_quotes_no_message(
     server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Templates may put into their exceptions what they like."""
+    """Templates may put any text into their exceptions."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise ValueError(f"unexpected content: {SECRET}")
@@ -405,7 +407,7 @@ def test_the_line_of_a_template_that_refuses_has_nothing_of_the_messages(
     assert "recipe" not in caplog.text
 
 
-def test_the_line_of_a_wrong_key_has_no_key(
+def test_the_line_of_a_wrong_key_contains_no_key(
     engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -415,7 +417,7 @@ def test_the_line_of_a_wrong_key_has_no_key(
         assert "sk-" not in "".join(log_lines(caplog))
 
 
-def test_the_line_of_a_call_has_the_reason_that_the_client_saw(
+def test_the_line_of_a_call_shows_the_reason_that_the_client_saw(
     server: Running,
     engine: FakeEngine,
     caplog: pytest.LogCaptureFixture,
@@ -439,7 +441,7 @@ NAMED = "a%20b, gr%C3%B6%C3%9Fe, quo%22te%2C, temprature, x%0D%0AEvil%3A%201"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_fields_that_nobody_knows_are_named_in_a_header(shared: Running, stream: bool) -> None:
+def test_unknown_fields_are_named_in_a_header(shared: Running, stream: bool) -> None:
     named = sorted(NAMED.split(", "))
     for path, body in (
         (CHAT, HELLO),
@@ -452,7 +454,7 @@ def test_fields_that_nobody_knows_are_named_in_a_header(shared: Running, stream:
     assert "x-ignored-fields" not in post(shared, stream=stream).headers
 
 
-def test_fields_that_nobody_knows_are_counted_in_the_log(
+def test_unknown_fields_are_counted_in_the_log(
     server: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     odd = {"temprature\n": 1, "x" * 9999: 2}
@@ -464,7 +466,7 @@ def test_fields_that_nobody_knows_are_counted_in_the_log(
         assert line == f"request={ID} event=ignored_fields num=2"
 
 
-def test_fields_that_nobody_knows_are_named_where_nothing_is_generated(shared: Running) -> None:
+def test_unknown_fields_are_named_where_nothing_is_generated(shared: Running) -> None:
     for path, body in (
         ("/tokenize", {"prompt": "a"}),
         ("/tokenize", {"messages": HELLO["messages"]}),
@@ -475,7 +477,7 @@ def test_fields_that_nobody_knows_are_named_where_nothing_is_generated(shared: R
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-def test_fields_that_nobody_knows_are_refused_elsewhere(shared: Running, path: str) -> None:
+def test_unknown_fields_are_refused_elsewhere(shared: Running, path: str) -> None:
     """So there is none to name."""
     asked = {"input": "hi"} if path == "/v1/responses" else {**HELLO, "max_tokens": 5}
     reply = httpx2.post(shared.url + path, json={"model": "tiny", **asked, "temprature": 1})
@@ -484,7 +486,7 @@ def test_fields_that_nobody_knows_are_refused_elsewhere(shared: Running, path: s
 
 
 @pytest.mark.parametrize("length", [10, 500])
-def test_many_ignored_fields_make_no_long_header(shared: Running, length: int) -> None:
+def test_many_ignored_fields_do_not_make_a_long_header(shared: Running, length: int) -> None:
     # Below 1 MiB: longer bodies wait until the process that reads them has started.
     reply = post(shared, **{"😀" * length + str(n): 1 for n in range(450)})
     assert reply.status_code == 200
@@ -538,7 +540,7 @@ def test_too_many_answers_are_refused_before_prompts_are_encoded(
         assert "8 answers, but only 6 are allowed" in reply.json()["error"]["message"]
 
 
-def test_a_grammar_that_is_wrong_is_reported_in_the_words_of_its_call(shared: Running) -> None:
+def test_a_wrong_grammar_is_reported_in_the_form_of_its_api(shared: Running) -> None:
     schema = {"type": "nil"}
     format = {"type": "json_schema", "name": "x", "schema": schema}
     said = {"messages": HELLO["messages"], "max_tokens": 5}
@@ -560,7 +562,7 @@ def test_a_grammar_that_is_wrong_is_reported_in_the_words_of_its_call(shared: Ru
             assert error["param"] == "text.format"
 
 
-def test_a_mistake_of_ours_is_not_counted_as_a_client_that_left(
+def test_an_internal_error_is_not_counted_as_a_client_that_left(
     server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -586,10 +588,10 @@ ASKED: dict[str, Any] = {
 @pytest.mark.parametrize(
     "event", [{"type": "x", "delta": "\ud800"}, {}, None], ids=["surrogate", "no type", "raises"]
 )
-def test_events_that_cannot_be_written_end_their_stream_alone(
+def test_events_that_cannot_be_written_end_only_their_stream(
     server: Running, monkeypatch: pytest.MonkeyPatch, path: str, event: Any
 ) -> None:
-    """With an error in the words of its call, and not with a connection that is cut."""
+    """With an error in the form of its API, and not with a cut connection."""
     writers = {"/v1/responses": ResponsesWriter, "/v1/messages": MessagesWriter}
     body = {"model": "tiny", **ASKED[path]}
 
@@ -610,7 +612,7 @@ def test_events_that_cannot_be_written_end_their_stream_alone(
 # --- threads
 
 
-def test_grammars_that_are_slow_to_check_hold_up_nobody_else(
+def test_slow_checks_of_grammars_delay_no_other_request(
     server: Running, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor a request whose grammar was checked before."""
@@ -636,7 +638,7 @@ def test_grammars_that_are_slow_to_check_hold_up_nobody_else(
     assert len(checking) == 8
 
 
-def test_nothing_is_begun_for_a_client_that_has_left(
+def test_nothing_starts_for_a_client_that_has_left(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While its request waits for a thread."""
@@ -662,10 +664,10 @@ def test_nothing_is_begun_for_a_client_that_has_left(
 
 
 @pytest.mark.parametrize("end", ["</c>", ""])
-def test_a_parser_of_calls_that_takes_long_holds_up_nobody(
+def test_a_slow_parser_of_calls_delays_no_other_request(
     server: Running, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """What is in a call is what a request can have a model write."""
+    """A request can make a model write any call."""
     parsing, going_on = threading.Event(), threading.Event()
 
     def parse(text: str, tools: Any) -> Any:
@@ -687,7 +689,7 @@ def test_a_parser_of_calls_that_takes_long_holds_up_nobody(
     assert json.loads(call["function"]["arguments"]) == {"x": "hello world"}
 
 
-def test_long_calls_that_end_at_the_same_time_hold_up_no_short_one(
+def test_long_calls_that_end_at_the_same_time_delay_no_short_one(
     server: Running, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     going_on = threading.Event()
@@ -720,7 +722,7 @@ def test_long_calls_that_end_at_the_same_time_hold_up_no_short_one(
 
 
 class Body:
-    """In place of bytes, of which nobody can tell who holds them."""
+    """In place of bytes, which cannot be weakly referenced."""
 
     def __iter__(self) -> Iterator[bytes]:
         yield b"{}"

@@ -96,7 +96,7 @@ LOAD, UNLOAD, CHANGE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adm
         (CHANGE, {"lora_name": "tiny", "pin": True}, 400, "lora_name", "invalid_value"),
     ],
 )
-def test_what_is_refused(
+def test_bad_calls_are_refused(
     shared: Running, path: str, body: dict[str, Any], status: int, param: str, code: str
 ) -> None:
     reply = call(shared, path, **body)
@@ -107,18 +107,18 @@ def test_what_is_refused(
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"[" * 9_999])
-def test_a_body_that_is_no_object(shared: Running, content: bytes) -> None:
+def test_a_body_must_be_an_object(shared: Running, content: bytes) -> None:
     assert httpx2.post(shared.url + LOAD, content=content, headers=JSON).status_code == 400
 
 
 @pytest.mark.parametrize("path", [LOAD, UNLOAD, CHANGE, "/v1/lora_adapters"])
-def test_others_may_not(shared: Running, path: str) -> None:
+def test_adapter_calls_need_admin_access(shared: Running, path: str) -> None:
     method = "GET" if path.endswith("lora_adapters") else "POST"
     reply = httpx2.request(method, shared.url + path, headers={"X-Forwarded-For": "127.0.0.1"})
     assert reply.status_code == 403
 
 
-def test_a_rank_that_refuses_has_its_status(server: Running, engine: FakeEngine) -> None:
+def test_the_refusal_of_a_rank_sets_the_status(server: Running, engine: FakeEngine) -> None:
     engine.ranks.refusals[1] = {"message": "No adapter found for p/x.", "status": 404}
     reply = load(server, "x")
     assert reply.status_code == 404

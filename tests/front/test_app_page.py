@@ -110,7 +110,7 @@ def test_markdown_is_refused_if_it_is_long(shared: Running) -> None:
     assert "error" in refused.json()
 
 
-def test_markdown_is_rendered_one_text_at_a_time_and_holds_up_nothing_else(
+def test_markdown_is_rendered_one_text_at_a_time_and_delays_nothing_else(
     shared: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running: list[str] = []
@@ -146,7 +146,7 @@ def test_events_need_the_admin_key(keyed: Running) -> None:
         assert get(keyed, "/admin/requests", **headers).status_code == 401
 
 
-def test_events_begin_with_what_other_calls_say(keyed: Running) -> None:
+def test_events_begin_with_the_state_that_other_calls_return(keyed: Running) -> None:
     with httpx2.stream("GET", keyed.url + "/admin/events", headers=ADMIN) as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
         state = next(frames(stream))
@@ -221,7 +221,7 @@ def test_events_are_refused_to_one_watcher_too_many(
     wait_until(is_free)
 
 
-def test_events_do_not_hold_up_a_drain(server: Running) -> None:
+def test_events_do_not_delay_a_drain(server: Running) -> None:
     with httpx2.stream("GET", server.url + "/admin/events") as stream:
         states = frames(stream)
         next(states)

@@ -83,12 +83,12 @@ def body_of(response: bytes) -> Any:
 # --- slow and silent clients
 
 
-def test_a_silent_client_is_hung_up_on(hasty: Running) -> None:
+def test_a_silent_client_is_disconnected(hasty: Running) -> None:
     with hasty.connect() as connection:
         assert read_all(connection) == b""
 
 
-def test_a_slow_header_is_given_up(hasty: Running) -> None:
+def test_a_slow_header_is_refused(hasty: Running) -> None:
     with hasty.connect() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow")
         response = read_all(connection)
@@ -96,7 +96,7 @@ def test_a_slow_header_is_given_up(hasty: Running) -> None:
     assert "header" in body_of(response)["error"]["message"]
 
 
-def test_a_slow_second_header_is_given_up_too(hasty: Running) -> None:
+def test_a_slow_second_header_is_refused_too(hasty: Running) -> None:
     """The time-out of an idle connection ends with the first byte."""
     with hasty.connect() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -105,7 +105,7 @@ def test_a_slow_second_header_is_given_up_too(hasty: Running) -> None:
         assert b"HTTP/1.1 408 " in read_all(connection)
 
 
-def test_a_slow_body_is_given_up(hasty: Running) -> None:
+def test_a_slow_body_is_refused(hasty: Running) -> None:
     with hasty.connect() as connection:
         connection.sendall(head(100) + b"{")
         response = read_all(connection)
@@ -125,9 +125,7 @@ def test_a_kept_connection_serves_again_after_an_answer(hasty: Running) -> None:
             assert client.post(CHAT, json=HELLO).status_code == 200
 
 
-def test_while_nothing_comes_the_stream_has_signs_of_life(
-    hasty: Running, engine: FakeEngine
-) -> None:
+def test_an_idle_stream_gets_pings(hasty: Running, engine: FakeEngine) -> None:
     engine.delay, engine.answer = 0.35, ""
     text = post(hasty, stream=True).text
     assert text.startswith(": prompt 3/7 tokens\n\n")
@@ -151,14 +149,14 @@ def test_a_large_body_is_refused_and_the_answer_arrives(hasty: Running) -> None:
         assert read_response(connection).startswith(b"HTTP/1.1 200 ")
 
 
-def test_the_official_way_of_sending_too_much(shared: Running) -> None:
+def test_httpx_gets_413_for_a_body_that_is_too_large(shared: Running) -> None:
     body = b" " * (CONFIG.constants.max_body_bytes + 1)
     headers = {"Content-Type": "application/json"}
     reply = httpx2.post(shared.url + CHAT, content=body, headers=headers, timeout=20)
     assert reply.status_code == 413
 
 
-def test_a_body_that_never_ends_is_hung_up_on(hasty: Running) -> None:
+def test_a_client_whose_body_never_ends_is_disconnected(hasty: Running) -> None:
     with hasty.connect() as connection:
         connection.sendall(head(1 << 40))
         assert read_response(connection).startswith(b"HTTP/1.1 413 ")
@@ -183,7 +181,7 @@ def test_a_body_that_never_ends_is_hung_up_on(hasty: Running) -> None:
          b"Content-Type: application/json\r\n\r\nzz\r\n", 400, "chunk"),
     ],
 )  # fmt: skip
-def test_what_is_no_http_gets_an_error_object(
+def test_input_that_is_not_http_gets_an_error_object(
     shared: Running, data: bytes, status: int, reason: str
 ) -> None:
     with shared.connect() as connection:
@@ -276,7 +274,7 @@ def test_a_body_that_was_refused_is_discarded_with_pauses(
     assert sum(sizes) < 2 * http_server.MAX_DISCARDED_BYTES
 
 
-def test_garbage_after_an_early_answer_ends_the_connection_alone(
+def test_garbage_after_an_early_answer_ends_only_its_connection(
     shared: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing can be answered any more; an attempt would be an exception in the loop."""
@@ -291,7 +289,7 @@ def test_garbage_after_an_early_answer_ends_the_connection_alone(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_a_websocket_is_no_call(shared: Running) -> None:
+def test_a_websocket_is_refused(shared: Running) -> None:
     headers = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
     assert httpx2.get(shared.url + CHAT, headers=headers).status_code == 405
 
@@ -435,7 +433,7 @@ def num_connections(server: Running) -> int:
     ],
     ids=["stream", "reply", "get", "get and close", "pipelined"],
 )
-def test_a_client_that_reads_nothing_is_given_up(
+def test_a_client_that_reads_nothing_is_disconnected(
     monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, data: bytes
 ) -> None:
     """A transport that is closed waits for its client to read, forever."""
@@ -491,7 +489,7 @@ class Deadline:
 def test_a_client_that_reads_slowly_gets_all(
     monkeypatch: pytest.MonkeyPatch, engine: FakeEngine
 ) -> None:
-    """Longer than the deadline, but never so long nothing."""
+    """It reads for longer than the deadline, but never pauses that long."""
     deadline = Deadline(monkeypatch)
     monkeypatch.setattr("serve.front.http.replies.encode", lambda body: LARGE * 8)
     with Running(engine) as server, server.connect() as connection:
@@ -508,10 +506,10 @@ def test_a_client_that_reads_slowly_gets_all(
         assert received > len(LARGE) * 8
 
 
-def test_a_client_that_takes_a_little_now_and_then_is_given_up(
+def test_a_client_that_reads_too_little_is_disconnected(
     monkeypatch: pytest.MonkeyPatch, engine: FakeEngine
 ) -> None:
-    """It kept its connection, and what waited for it, for as long as it liked."""
+    """Otherwise it would keep its connection and buffered output forever."""
     deadline = Deadline(monkeypatch)
     # More than the buffers of the sockets hold.
     monkeypatch.setattr(http_server, "MIN_SENT_SHARE", 0.5)
@@ -527,7 +525,7 @@ def test_a_client_that_takes_a_little_now_and_then_is_given_up(
         assert all(generation.closed.wait(5) for generation in engine.generations)
 
 
-def test_many_at_once(server: Running, engine: FakeEngine) -> None:
+def test_many_clients_at_once(server: Running, engine: FakeEngine) -> None:
     """All connect before the first is answered; none is reset."""
     engine.delay = 0.01
     with contextlib.ExitStack() as stack:
@@ -603,7 +601,7 @@ def test_a_signal_lets_answers_finish(model_folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_half_a_body_does_not_hold_up_the_end(model_folder: Path) -> None:
+def test_an_unfinished_body_does_not_delay_the_shutdown(model_folder: Path) -> None:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with (
         process(model_folder, 0.1, drain_timeout=1.0) as (server, port),
@@ -658,7 +656,9 @@ async def test_a_reply_that_takes_too_long_is_refused(
     assert reply.headers["retry-after"]
 
 
-def test_a_broken_cluster_waits_for_nobody(server: Running, engine: FakeEngine) -> None:
+def test_a_failed_cluster_ends_without_waiting_for_clients(
+    server: Running, engine: FakeEngine
+) -> None:
     engine.delay = 600
     with server.connect() as connection:
         connection.sendall(request_bytes(stream=True))

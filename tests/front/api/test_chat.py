@@ -43,7 +43,7 @@ def test_prepare_encodes_the_prediction(tokenizer: Tokenizer, content: Any) -> N
 
 
 @pytest.mark.parametrize("prediction", ["x", {"content": "x"}, {"type": "content", "content": 5}])
-def test_prediction_that_is_none_is_refused(tokenizer: Tokenizer, prediction: Any) -> None:
+def test_an_invalid_prediction_is_refused(tokenizer: Tokenizer, prediction: Any) -> None:
     with pytest.raises(RequestError) as caught:
         prepared(tokenizer, 200, prediction=prediction)
     assert (caught.value.param or "").startswith("prediction")
@@ -59,7 +59,7 @@ def test_a_prompt_leaves_room_for_one_token(tokenizer: Tokenizer) -> None:
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_a_limit_above_the_context_is_what_fits(tokenizer: Tokenizer) -> None:
+def test_a_limit_above_the_context_is_lowered_to_it(tokenizer: Tokenizer) -> None:
     length = len(prepared(tokenizer, 200).ids)
     assert prepared(tokenizer, 200, max_tokens=200 - length).max_tokens == 200 - length
     assert prepared(tokenizer, 200, max_tokens=32_000).max_tokens == 200 - length
@@ -136,7 +136,7 @@ def test_bad_words_are_banned_at_the_start_and_after_a_space(tokenizer: Tokenize
     assert {plain, spaced} <= set(sampling.bad_words)
 
 
-def test_choices_have_seeds_of_their_own(tokenizer: Tokenizer) -> None:
+def test_choices_have_different_seeds(tokenizer: Tokenizer) -> None:
     samplings = prepared(tokenizer, 200, n=3, seed=7).samplings
     assert [sampling.seed for sampling in samplings] == [7, 8, 9]
 
@@ -152,7 +152,7 @@ def test_choices_have_seeds_of_their_own(tokenizer: Tokenizer) -> None:
         ({"min_tokens": 200}, "min_tokens"),
     ],
 )
-def test_what_only_the_tokenizer_can_tell_is_refused(
+def test_values_that_only_the_tokenizer_can_check_are_refused(
     tokenizer: Tokenizer, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
@@ -181,7 +181,7 @@ def test_a_prompt_is_cut_from_the_left(tokenizer: Tokenizer) -> None:
     assert caught.value.param == "truncate_prompt_tokens"
 
 
-def test_a_grammar_needs_to_know_where_thoughts_end(
+def test_a_grammar_needs_reasoning_that_ends_with_one_token(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Kimi K3's marks, which are several tokens each."""
@@ -236,7 +236,7 @@ def test_a_forced_call_comes_before_a_format(tokenizer: Tokenizer) -> None:
     assert job(tokenizer, 800, **forced).ignored_fields == ()
 
 
-def test_with_tools_at_hand_a_format_leaves_room_for_calls(tokenizer: Tokenizer) -> None:
+def test_with_tools_a_format_still_allows_calls(tokenizer: Tokenizer) -> None:
     both = job(tokenizer, 800, tools=[CLOCK], response_format=FORMAT)
     declared = [{"type": "function", "function": {"name": "clock"}}]
     grammar = tokenizer.tool_grammar(declared, of_schema(AGE))

@@ -89,7 +89,7 @@ async def test_prompts_as_text_and_as_ids(
         [[[1]]],
     ],
 )
-def test_a_prompt_that_is_none_is_refused(prompt: Any) -> None:
+def test_an_invalid_prompt_is_refused(prompt: Any) -> None:
     with pytest.raises(RequestError) as caught:
         body(prompt=prompt)
     assert caught.value.param == "prompt"
@@ -130,7 +130,7 @@ def test_the_default_limit_is_sixteen_or_what_is_left(tokenizer: Tokenizer) -> N
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_wrong_fields_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         body(**fields)
     assert caught.value.param == param
@@ -160,7 +160,7 @@ async def test_an_echo_comes_first(engine: FakeEngine) -> None:
 
 
 async def test_an_echo_alone_generates_nothing(engine: FakeEngine) -> None:
-    """What lm-evaluation-harness and others score prompts with."""
+    """lm-evaluation-harness and others score prompts like this."""
     ids = engine.tokenizer.encode("one two three")
     completion = await reply(engine, prompt=ids, echo=True, max_tokens=0, logprobs=1)
     (choice,) = completion["choices"]
@@ -261,7 +261,7 @@ def test_a_prompt_that_is_cut_to_fit_leaves_room_for_the_default_answer(
     assert caught.value.param == "truncate_prompt_tokens"
 
 
-def test_what_prompts_share_is_made_once(
+def test_parts_that_prompts_share_are_made_once(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A grammar, bad words, a list of all ids: not for each of up to 1,024 prompts."""

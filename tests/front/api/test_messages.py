@@ -70,7 +70,7 @@ def test_images_are_refused_in_clear_words() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["{", "5", "[1]", "NaN", "I do not know"])
-def test_arguments_that_are_no_object_are_shown_as_they_were(arguments: str) -> None:
+def test_arguments_that_are_not_an_object_are_wrapped(arguments: str) -> None:
     call = {**CALL, "function": {"name": "f", "arguments": arguments}}
     (message,) = messages({"role": "assistant", "tool_calls": [call]})
     assert message["tool_calls"][0]["function"]["arguments"] == {"INVALID_JSON": arguments}
@@ -107,7 +107,7 @@ ECHOED: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("name", "value"), ECHOED)
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
-def test_fields_that_come_back_change_nothing(role: str, name: str, value: Any) -> None:
+def test_fields_sent_back_by_clients_change_nothing(role: str, name: str, value: Any) -> None:
     plain = {"role": role, "content": "x", "tool_call_id": "1"}
     for given in (value, None):
         assert messages({**plain, name: given}) == messages(plain)
@@ -153,7 +153,7 @@ def test_thoughts_reach_the_template_by_whichever_name_they_come(said: Any) -> N
     assert message == {"role": "assistant", "content": "a", "reasoning_content": "t"}
 
 
-def test_older_words_for_calls_become_those_for_tools() -> None:
+def test_older_fields_for_calls_become_those_for_tools() -> None:
     call, result = messages(
         {"role": "assistant", "content": None, "function_call": CALL["function"]},
         {"role": "function", "name": "f", "content": "4"},
@@ -173,7 +173,7 @@ def test_a_custom_call_has_its_input_as_an_argument() -> None:
     assert function == {"name": "sh", "arguments": {"input": "ls"}}
 
 
-def test_roles_of_their_own_reach_the_template() -> None:
+def test_other_roles_reach_the_template() -> None:
     assert messages({"role": "critic", "content": "x"}) == [{"role": "critic", "content": "x"}]
 
 

@@ -132,7 +132,7 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
         ("moderation", {"model": "omni"}),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(name: str, value: Any) -> None:
+def test_unsupported_fields_are_refused_by_name(name: str, value: Any) -> None:
     error = refusal(**{name: value})
     assert error.param == name
     assert error.code == "unsupported_parameter"
@@ -166,11 +166,11 @@ def test_what_is_not_supported_is_refused_by_name(name: str, value: Any) -> None
         ("stream_options", {"include_usage": True}),
     ],
 )
-def test_what_changes_nothing_is_accepted(name: str, value: Any) -> None:
+def test_values_without_effect_are_accepted(name: str, value: Any) -> None:
     chat(**{name: value})
 
 
-def test_a_field_that_nobody_knows_is_ignored_and_noted() -> None:
+def test_an_unknown_field_is_ignored_and_recorded() -> None:
     ignored = chat(**{"temprature\n": 1, "x" * 9999: 2, "temperature": 0}).ignored_fields
     assert ignored == ("temprature\n", "x" * 120)
 
@@ -257,7 +257,7 @@ def test_the_newer_limit_counts() -> None:
     assert chat(max_tokens=2, max_completion_tokens=-1).max_answer_tokens == -1
 
 
-def test_minus_one_logprob_is_as_many_as_are_listed() -> None:
+def test_minus_one_logprobs_means_the_maximum() -> None:
     body = chat(logprobs=True, top_logprobs=-1, prompt_logprobs=-1)
     assert (body.top_logprobs, body.prompt_logprobs) == (MAX_LOGPROBS, MAX_LOGPROBS)
 
@@ -314,13 +314,13 @@ def test_stream_options_choose_the_usage() -> None:
         b'{"model": "m", "max_tokens": 1e3, "messages": [{"role": "user", "content": ""}]}',
     ],
 )
-def test_a_body_that_is_no_request_is_refused(data: bytes) -> None:
+def test_a_body_that_is_not_a_request_is_refused(data: bytes) -> None:
     with pytest.raises(RequestError) as raised:
         read(data)
     assert len(str(raised.value)) < 300
 
 
-def test_a_long_wrong_name_makes_no_long_error() -> None:
+def test_a_long_wrong_name_does_not_make_a_long_error() -> None:
     error = refusal(structured_outputs={"x" * 100_000: 1})
     assert len(str(error)) < 400
     assert len(str(error.param)) < 200

@@ -132,7 +132,7 @@ def test_response_formats_of_other_servers(
         ({"guided_grammar": 'start: "a" "b"'}, "ab", "a"),
     ],
 )
-def test_the_words_of_other_servers_mean_what_they_say(
+def test_fields_of_other_servers_become_grammars(
     tokenizer: LLTokenizer, fields: Any, right: str, wrong: str
 ) -> None:
     body = SamplingBody.model_validate(fields)
@@ -196,7 +196,7 @@ def test_structured_outputs(tokenizer: LLTokenizer, body: Any, right: str, wrong
         {"unknown": 1},
     ],
 )
-def test_structured_outputs_are_exactly_one(body: Any) -> None:
+def test_structured_outputs_need_exactly_one_field(body: Any) -> None:
     with pytest.raises(ValidationError):
         StructuredOutputs.model_validate(body)
 
@@ -217,7 +217,7 @@ def test_structured_outputs_are_exactly_one(body: Any) -> None:
         {"type": "x"},
     ],
 )
-def test_a_response_format_has_what_its_type_needs(body: Any) -> None:
+def test_a_response_format_needs_the_fields_of_its_type(body: Any) -> None:
     with pytest.raises(ValidationError):
         ResponseFormat.model_validate(body)
 
@@ -245,7 +245,7 @@ HOPELESS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize("body", [body for _, body in HOPELESS], ids=[name for name, _ in HOPELESS])
-def test_what_no_answer_can_follow_is_refused_soon(body: Any) -> None:
+def test_grammars_that_no_answer_can_follow_are_refused_quickly(body: Any) -> None:
     def check() -> None:
         grammar = StructuredOutputs.model_validate(body).grammar()
         GrammarChecker(MODEL).check(grammar, "structured_outputs")
@@ -279,7 +279,7 @@ def test_what_no_answer_can_follow_is_refused_soon(body: Any) -> None:
         ({"type": "string", "format": "uuid"}, (), f'"{"0" * 8}-0000-4000-8000-{"0" * 12}"'),
     ],
 )
-def test_the_check_names_keywords_that_a_grammar_does_not_hold(
+def test_the_check_names_keywords_that_a_grammar_does_not_enforce(
     tokenizer: LLTokenizer, schema: Any, keywords: tuple[str, ...], right: str
 ) -> None:
     grammar = of_schema(schema)
@@ -314,7 +314,7 @@ SLOW: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize("body", [body for _, body in SLOW], ids=[name for name, _ in SLOW])
-def test_what_is_slow_to_prepare_is_refused_and_others_are_not(body: Any) -> None:
+def test_grammars_that_are_slow_to_prepare_are_refused(body: Any) -> None:
     """No limit of llguidance's bounds these: each takes it many seconds, and megabytes."""
     grammars = GrammarChecker(MODEL)
     started = time.monotonic()
@@ -467,7 +467,7 @@ def test_check_has_the_same_stack_whatever_the_systems_limit(tmp_path: Path, lim
     assert answers == ["accepted", "accepted"]
 
 
-def test_it_ends_with_its_server() -> None:
+def test_the_checking_process_ends_with_its_server() -> None:
     """Also with one that is killed."""
     program = (
         "import os, signal, sys; from pathlib import Path\n"
@@ -499,7 +499,7 @@ def test_check_of_the_same_grammar_is_done_once(monkeypatch: pytest.MonkeyPatch)
     assert [grammars.is_known(grammar) for grammar in written[1:]].count(True) == 19
 
 
-def test_one_that_is_checked_holds_up_no_other() -> None:
+def test_a_slow_check_delays_no_other() -> None:
     grammars, before = GrammarChecker(MODEL), checkers()
     grammars.check(of_schema(PERSON), "response_format")
     (checker,) = checkers() - before

@@ -1,4 +1,4 @@
-"""What a request asks of the reasoning becomes a template variable and a budget in tokens."""
+"""A request's wishes about reasoning become a template variable and a budget in tokens."""
 
 from pathlib import Path
 

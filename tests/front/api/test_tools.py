@@ -31,7 +31,7 @@ def offered(**fields: Any) -> tuple[list[str], Any]:
 
 
 @pytest.mark.parametrize("name", ["a:b", "mcp__server/tool", "x" * 128, "a.b-c_d"])
-def test_tool_names_of_gateways_are_taken(name: str) -> None:
+def test_tool_names_of_gateways_are_accepted(name: str) -> None:
     assert offered(tools=[tool(name)])[0] == [name]
 
 
@@ -42,14 +42,14 @@ def test_tools_may_be_very_many() -> None:
     assert caught.value.param == "tools"
 
 
-def test_tools_have_further_keys() -> None:
+def test_tools_may_have_further_keys() -> None:
     hints = {"cache_control": {"type": "ephemeral"}, "defer_loading": True}
     with_hints = tool("f", **hints)
     with_hints["function"] = {"name": "f", "returns": {}, "eager_input_streaming": True}
     assert body(tools=[with_hints]).tools == body(tools=[tool("f")]).tools
 
 
-def test_any_is_required() -> None:
+def test_any_means_required() -> None:
     assert offered(tools=[tool("f")], tool_choice="any") == (["f"], "required")
 
 
@@ -76,7 +76,7 @@ def test_functions_are_the_older_word_for_tools() -> None:
     assert caught.value.param == "functions"
 
 
-def test_writer_answers_functions_in_the_older_words(tokenizer: Tokenizer) -> None:
+def test_writer_answers_functions_in_the_older_form(tokenizer: Tokenizer) -> None:
     asked = job(tokenizer, 2000, functions=[{"name": "f"}], function_call="none")
     updates = [begin(CallBegin("1", "f"), CallText('{"x"'), CallText(":1}"), CallEnd())]
     updates.append(end("tool_calls"))

@@ -186,7 +186,9 @@ def test_no_body_is_refused_in_pydantics_words(kind: Any, good: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(("kind", "good"), GOOD, ids=lambda each: getattr(each, "__name__", ""))
-def test_no_body_with_two_faults_is(kind: Any, good: dict[str, Any]) -> None:
+def test_no_body_with_two_faults_is_refused_in_pydantics_words(
+    kind: Any, good: dict[str, Any]
+) -> None:
     chance = random.Random(5)
     for _ in range(300):
         body = good

@@ -47,7 +47,7 @@ def generate(speculation: Speculation, sequence: Sequence, tokens: list[int]) ->
     return counts
 
 
-def test_propose_guesses_that_a_text_goes_on_as_before() -> None:
+def test_propose_continues_a_text_as_at_its_earlier_occurrence() -> None:
     speculation = make_speculation()
     ((drafts, drafter),) = speculation.propose([make_sequence()])
     assert drafter == "suffixes"
@@ -57,7 +57,7 @@ def test_propose_guesses_that_a_text_goes_on_as_before() -> None:
     assert counts.drafted["suffixes"] >= counts.accepted["suffixes"] >= 68
 
 
-def test_propose_guesses_the_prediction_from_its_start_and_where_the_answer_comes_back() -> None:
+def test_propose_follows_the_prediction_from_its_start_and_after_a_detour() -> None:
     speculation = make_speculation()
     prediction = list(range(100, 160))
     sequence = make_sequence(prompt=[1, 2, 3], prediction=tuple(prediction))
@@ -79,7 +79,7 @@ def test_propose_gives_nothing_to_rows_that_cannot_have_drafts() -> None:
     assert speculation.propose([almost]) == [(LOOP[:2], "suffixes")]
 
 
-def test_propose_gives_up_on_random_text_and_goes_on_counting() -> None:
+def test_propose_gives_up_on_random_text_but_still_counts_guesses() -> None:
     speculation = make_speculation(token_cost=0.1)
     chance = random.Random(0)
     sequence = make_sequence(prompt=[chance.randrange(20) for _ in range(300)])
@@ -91,7 +91,7 @@ def test_propose_gives_up_on_random_text_and_goes_on_counting() -> None:
     assert speculation.is_worth_waiting([sequence])
 
 
-def test_nothing_is_guessed_where_it_is_not_possible_or_cannot_pay() -> None:
+def test_nothing_is_guessed_if_impossible_or_too_expensive() -> None:
     impossible = make_speculation()
     impossible.is_possible = False
     expensive = make_speculation(token_cost=0.9)
@@ -106,7 +106,7 @@ def test_nothing_is_guessed_where_it_is_not_possible_or_cannot_pay() -> None:
         assert not speculation._guesses
 
 
-def test_forget_leaves_nothing() -> None:
+def test_remove_leaves_no_state() -> None:
     speculation = make_speculation()
     speculation.propose([make_sequence()])
     speculation.remove(0)
@@ -153,7 +153,7 @@ def test_catch_up_learns_a_long_answer_in_parts() -> None:
     assert guesses.draft(4).tokens == LOOP[:4]
 
 
-def test_acceptance_follows_which_drafts_were_right() -> None:
+def test_acceptance_follows_the_share_of_right_drafts() -> None:
     every = Acceptance()
     own = Acceptance(every)
     for _ in range(50):
@@ -164,7 +164,7 @@ def test_acceptance_follows_which_drafts_were_right() -> None:
     assert own.gains(40, 3) == sorted(own.gains(40, 3), reverse=True)
 
 
-def test_hit_shares_of_new_sequences_begin_with_those_of_all() -> None:
+def test_hit_shares_of_new_sequences_start_at_those_of_all() -> None:
     every = HitShares()
     before = every.gain(False, 0.3)
     own = HitShares(every)
@@ -175,7 +175,7 @@ def test_hit_shares_of_new_sequences_begin_with_those_of_all() -> None:
     assert every.gain(True, 0.3) == HitShares().gain(True, 0.3)
 
 
-def test_step_cost_finds_what_a_token_costs() -> None:
+def test_step_cost_finds_the_cost_of_a_token() -> None:
     cost, chance = StepCost(), random.Random(0)
     assert not cost.is_known
     for _ in range(200):
@@ -188,7 +188,7 @@ def test_step_cost_finds_what_a_token_costs() -> None:
     assert cost.seconds(1) == pytest.approx(0.2, rel=0.1)
 
 
-def test_step_cost_of_steps_of_one_size_is_a_guess() -> None:
+def test_step_cost_of_steps_of_one_size_uses_the_prior() -> None:
     cost = StepCost()
     for _ in range(20):
         cost.add_step(1, 0.1)
@@ -227,14 +227,14 @@ def generate_with_model(
     return num_asked
 
 
-def test_ask_wants_more_guesses_the_cheaper_they_are() -> None:
+def test_plan_guesses_returns_more_the_cheaper_they_are() -> None:
     (cheap,), (dear,), (too_dear,) = (
         make_with_model(guess).ask([new_text()], 1) for guess in (0.01, 0.15, 0.9)
     )
     assert cheap > dear > too_dear == 0
 
 
-def test_ask_wants_nothing_without_a_draft_model_or_memory_or_for_the_last_token() -> None:
+def test_plan_guesses_returns_0_without_a_draft_model_or_memory_or_for_the_last_token() -> None:
     assert make_speculation().ask([new_text()], 1) == [0]
     nine = [new_text(id) for id in range(9)]
     speculation = make_with_model(guess=0.001, reading=0.0)
@@ -250,13 +250,13 @@ def test_ask_wants_nothing_without_a_draft_model_or_memory_or_for_the_last_token
     assert speculation.plan_guesses([cannot], 1) == [0]
 
 
-def test_ask_weighs_the_time_that_other_groups_lose() -> None:
+def test_plan_guesses_weighs_the_time_lost_by_other_groups() -> None:
     speculation = make_with_model(guess=0.15, reading=0.0)
     assert speculation.plan_guesses([new_text()], 1)[0] > 0
     assert speculation.plan_guesses([new_text()], 4) == [0]
 
 
-def test_ask_does_not_read_a_long_text_for_a_short_answer() -> None:
+def test_plan_guesses_does_not_read_a_long_text_for_a_short_answer() -> None:
     speculation = make_with_model(guess=0.1, reading=0.02)
     long, short = new_text(0, 400), new_text(1, 400)
     short.max_tokens = 8
@@ -264,14 +264,14 @@ def test_ask_does_not_read_a_long_text_for_a_short_answer() -> None:
     assert number_of_long > 0 == number_of_short
 
 
-def test_ask_leaves_a_text_that_repeats_to_the_suffixes() -> None:
+def test_plan_guesses_leaves_repeating_text_to_the_suffixes() -> None:
     speculation = make_with_model()
     sequence = make_sequence()
     generate(speculation, sequence, LOOP * 3)
     assert speculation.plan_guesses([sequence], 1) == [0]
 
 
-def test_ask_gives_a_draft_model_up_that_is_often_wrong_and_tries_again_later() -> None:
+def test_plan_guesses_gives_up_a_bad_draft_model_and_tries_again_later() -> None:
     speculation = make_with_model()
     assert generate_with_model(speculation, new_text(), 200, right=0.9) > 190
     wrong = make_with_model()
@@ -295,7 +295,7 @@ def test_propose_takes_the_drafter_that_is_expected_to_gain_more() -> None:
     assert len(drafts) > 4
 
 
-def test_forget_leaves_nothing_of_the_draft_model() -> None:
+def test_remove_leaves_no_state_of_the_draft_model() -> None:
     speculation = make_with_model()
     speculation.plan_guesses([new_text()], 1)
     assert speculation._model_guesses

@@ -37,7 +37,7 @@ HEADS = [
 
 
 def spellings(path: str) -> Iterator[str]:
-    """Yields targets that someone could take for this path."""
+    """Yields targets that could be mistaken for this path."""
     yield from (path + tail for tail in TAILS)
     yield from (head + path for head in HEADS)
     short = path.removeprefix("/v1")

@@ -50,7 +50,9 @@ def bearer(key: str) -> dict[str, str]:
         {"X-Api-Key": "Bearer sk-a"},
     ],
 )
-def test_without_a_right_key_nobody_gets_in(engine: FakeEngine, headers: dict[str, str]) -> None:
+def test_requests_without_a_valid_key_are_refused(
+    engine: FakeEngine, headers: dict[str, str]
+) -> None:
     raw = {name: value.encode() for name, value in headers.items()}
     with Running(engine, **KEYS) as server:
         for path in (CHAT, "/v1/models", "/version", "/nothing"):
@@ -62,7 +64,7 @@ def test_without_a_right_key_nobody_gets_in(engine: FakeEngine, headers: dict[st
     assert not engine.prompts
 
 
-def test_two_keys_at_once_are_none(engine: FakeEngine) -> None:
+def test_a_header_that_is_given_twice_is_refused(engine: FakeEngine) -> None:
     with Running(engine, **KEYS) as server:
         for name, before in (("Authorization", "Bearer "), ("X-Api-Key", "")):
             twice = [(name, before + "wrong"), (name, before + "sk-a")]
@@ -70,7 +72,7 @@ def test_two_keys_at_once_are_none(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("key", ["sk-a", "sk-b"])
-def test_each_key_gets_in(engine: FakeEngine, key: str) -> None:
+def test_each_key_is_accepted(engine: FakeEngine, key: str) -> None:
     with Running(engine, **KEYS) as server:
         with openai.OpenAI(base_url=server.url + "/v1", api_key=key) as client:
             assert client.chat.completions.create(**HELLO).choices[0].message.content
@@ -119,7 +121,7 @@ def test_admin_calls_need_an_api_key_where_there_is_no_admin_key(engine: FakeEng
 
 
 def test_every_call_but_probes_needs_a_key(engine: FakeEngine) -> None:
-    """Also by methods and spellings that nobody uses."""
+    """Also with methods and spellings that no client uses."""
     with Running(engine, api_key=("sk-a",)) as server:
         document = httpx2.get(server.url + "/openapi.json", headers=bearer("sk-a")).json()
         paths = {path.replace("{id}", "a").replace("{name}", "a") for path in document["paths"]}
@@ -177,7 +179,9 @@ def test_no_spelling_of_an_admin_call_is_open_to_others(shared: Running, target:
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("scheme", ["http", "https", "HTTP"])
-def test_an_absolute_target_is_its_path(shared: Running, scheme: str, version: str) -> None:
+def test_an_absolute_target_is_routed_by_its_path(
+    shared: Running, scheme: str, version: str
+) -> None:
     here = f"{scheme}://localhost"
     for path, status in (("/v1/models", 200), ("/models?a=b", 200), ("", 200), ("/x", 404)):
         assert raw(shared, f"GET {here}{path} HTTP/{version}", HERE) == status
@@ -301,7 +305,7 @@ def test_a_forwarder_under_its_own_name_is_not_this_host(shared: Running) -> Non
             assert httpx2.get(url + "/admin/pipeline", headers={"Host": host}).status_code == 403
 
 
-def test_a_page_cannot_post_blindly(shared: Running) -> None:
+def test_a_page_of_another_origin_cannot_post(shared: Running) -> None:
     local_page = f"http://127.0.0.1:{shared.port + 1}"
     for page in ("https://evil.example", "http://localhost", local_page, "null"):
         reply = httpx2.post(shared.url + "/admin/drain", headers={"Origin": page})
@@ -324,7 +328,7 @@ def test_a_rebound_name_reaches_nothing_but_probes(shared: Running) -> None:
         assert get(shared, path, **rebound).status_code == 200
 
 
-def test_a_rebound_name_is_refused_in_the_words_of_its_call(shared: Running) -> None:
+def test_a_rebound_name_is_refused_in_the_error_format_of_its_call(shared: Running) -> None:
     reply = httpx2.post(shared.url + "/v1/messages", json={}, headers={"Host": "evil.example"})
     assert (reply.status_code, reply.json()["type"]) == (403, "error")
 
@@ -337,7 +341,7 @@ def test_an_allowed_name_may_call_but_is_not_this_host(engine: FakeEngine) -> No
         assert get(server, "/v1/models", Host="evil.example").status_code == 403
 
 
-def test_with_a_key_any_name_will_do(engine: FakeEngine) -> None:
+def test_with_a_key_any_host_name_is_accepted(engine: FakeEngine) -> None:
     with Running(engine, **KEYS) as server:
         elsewhere = {**bearer("sk-a"), "Host": "a.example"}
         assert httpx2.get(server.url + "/v1/models", headers=elsewhere).status_code == 200
@@ -353,7 +357,7 @@ def test_with_a_key_any_name_will_do(engine: FakeEngine) -> None:
         (KEYS, "with an API key", "with an admin key", "INFO"),
     ],
 )
-def test_the_start_says_once_what_is_open(
+def test_the_start_logs_once_which_calls_are_open(
     engine: FakeEngine,
     caplog: pytest.LogCaptureFixture,
     flags: dict[str, Any],
@@ -387,12 +391,12 @@ def allowed(reply: httpx2.Response) -> dict[str, str]:
     return {k: v for k, v in reply.headers.items() if k.startswith("access-control-allow")}
 
 
-def test_no_page_may_call_unless_asked(shared: Running) -> None:
+def test_no_origin_is_allowed_by_default(shared: Running) -> None:
     assert not allowed(httpx2.options(shared.url + CHAT, headers=PREFLIGHT))
     assert not allowed(get(shared, "/v1/models", **PAGE))
 
 
-def test_a_page_that_is_named_may_call(engine: FakeEngine) -> None:
+def test_an_allowed_origin_may_call(engine: FakeEngine) -> None:
     with Running(engine, **KEYS, allowed_origins=("https://a.example",)) as server:
         preflight = httpx2.options(server.url + CHAT, headers=PREFLIGHT)
         assert preflight.status_code == 200, "a browser sends no key with it"
@@ -406,7 +410,7 @@ def test_a_page_that_is_named_may_call(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("origin", ["*", "https://a.example"])
-def test_never_with_credentials(engine: FakeEngine, origin: str) -> None:
+def test_cors_never_allows_credentials(engine: FakeEngine, origin: str) -> None:
     with Running(engine, allowed_origins=(origin,)) as server:
         replies = [
             httpx2.options(server.url + CHAT, headers=PREFLIGHT),
@@ -432,8 +436,8 @@ def test_too_many_connections_get_an_error(engine: FakeEngine) -> None:
 
 
 @pytest.mark.anyio
-async def test_what_clients_have_left_takes_room_while_it_is_under_way() -> None:
-    """Else one client could have the server hold any number of bodies, by leaving."""
+async def test_requests_of_clients_that_left_count_while_they_run() -> None:
+    """Otherwise, one client could make the server hold any number of bodies, by leaving."""
     going_on = asyncio.Event()
 
     async def inner(*_: Any) -> None:
@@ -454,7 +458,7 @@ async def test_what_clients_have_left_takes_room_while_it_is_under_way() -> None
     await ask()
 
 
-def test_a_crowd_is_turned_away(engine: FakeEngine) -> None:
+def test_connections_beyond_twice_the_limit_are_closed(engine: FakeEngine) -> None:
     """Connections over this limit get no answer: silent ones would use up all file descriptors."""
     with Running(engine, max_connections=1) as server:
         with server.connect(), server.connect(), server.connect() as third:
@@ -487,10 +491,10 @@ def test_draining_finishes_what_runs_and_then_ends(server: Running, engine: Fake
 
 @pytest.mark.parametrize("query", ["?seconds=0.2", ""])
 @pytest.mark.parametrize("is_complete", [True, False])
-def test_a_drain_waits_for_so_long_and_then_ends_answers(
+def test_a_drain_ends_answers_after_its_seconds(
     tokenizer: Tokenizer, query: str, is_complete: bool
 ) -> None:
-    """Not so long for a rank that is gone."""
+    """The wait is shorter if a rank is gone."""
     engine = FakeEngine(tokenizer)
     engine.delay, engine.is_complete = 600, is_complete
     with Running(engine, drain_timeout=600 if query or not is_complete else 0.2) as server:
@@ -507,14 +511,14 @@ def test_a_drain_waits_for_so_long_and_then_ends_answers(
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "x", "1e9", "nan"])
-def test_a_drain_for_no_time_is_refused_and_none_begins(shared: Running, seconds: str) -> None:
+def test_a_drain_with_wrong_seconds_does_not_begin(shared: Running, seconds: str) -> None:
     refused = httpx2.post(shared.url + "/admin/drain?seconds=" + seconds)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "seconds"
     assert get(shared, "/ready").status_code == 200
 
 
-def test_a_misspelt_drain_is_refused_and_none_begins(shared: Running) -> None:
+def test_a_misspelt_drain_does_not_begin(shared: Running) -> None:
     assert httpx2.post(shared.url + "/admin/drain?second=5").status_code == 400
     assert get(shared, "/ready").status_code == 200
 
@@ -524,7 +528,7 @@ def drain_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [line for line in found if line.startswith("event=drain")]
 
 
-def test_a_drain_says_when_it_begins_and_what_it_ended(
+def test_a_drain_logs_its_start_and_the_answers_it_ended(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -555,6 +559,6 @@ def test_an_idle_server_drains_at_once(
     assert server.ended_with is None
 
 
-def test_a_drain_is_a_post(shared: Running) -> None:
+def test_a_drain_must_be_a_post(shared: Running) -> None:
     assert get(shared, "/admin/drain").status_code == 405
     assert get(shared, "/ready").status_code == 200

@@ -21,7 +21,7 @@ MAX_WAITING = 8
 
 
 class Works:
-    """Work that waits until the test lets it go, and notes its order."""
+    """Work that waits until the test lets it go, and records its order."""
 
     def __init__(self, num_threads: int = 1) -> None:
         self.queue = FairQueue("works", num_threads, MAX_WAITING)
@@ -55,7 +55,7 @@ class Works:
         return self.order
 
 
-async def test_turns_go_round_the_clients() -> None:
+async def test_clients_take_turns() -> None:
     works = Works()
     tasks = [works.send(f"a{n}") for n in range(5)]
     await works.until_begun(1)
@@ -64,7 +64,7 @@ async def test_turns_go_round_the_clients() -> None:
     assert await works.finish(*tasks) == ["a0", "b0", "c0", "a1", "b1", "a2", "a3", "a4"]
 
 
-async def test_turns_of_a_client_go_by_size() -> None:
+async def test_the_smallest_work_of_a_client_runs_first() -> None:
     works = Works()
     tasks = [works.send("a0", 9)]
     await works.until_begun(1)
@@ -94,7 +94,7 @@ async def test_a_client_has_one_thread_at_a_time() -> None:
     await works.finish(*greedy, other)
 
 
-async def test_what_is_too_much_is_refused_to_the_client_that_has_the_most() -> None:
+async def test_a_full_queue_refuses_work_of_the_client_with_the_most() -> None:
     works = Works()
     first = works.send("b0")
     await works.until_begun(1)
@@ -113,7 +113,7 @@ async def test_what_is_too_much_is_refused_to_the_client_that_has_the_most() -> 
     assert await works.queue.run("a", 1, lambda: 5) == 5, "there is room again"
 
 
-async def test_turns_pass_over_clients_that_left() -> None:
+async def test_clients_that_left_lose_their_turns() -> None:
     works = Works()
     running, waiting = works.send("a0"), works.send("a1")
     await works.until_begun(1)
@@ -143,7 +143,7 @@ async def test_an_error_of_a_client_that_left_is_dropped(caplog: pytest.LogCaptu
     assert not caplog.records
 
 
-async def test_what_work_raises_is_raised() -> None:
+async def test_an_error_of_work_is_raised() -> None:
     def refuse() -> None:
         raise RequestError("no")
 
@@ -151,7 +151,7 @@ async def test_what_work_raises_is_raised() -> None:
         await FairQueue("works", 1, 1).run("a", 1, refuse)
 
 
-def test_client_is_the_key_that_counts_or_the_address() -> None:
+def test_client_of_is_the_valid_key_or_the_address() -> None:
     """A client that makes up keys beside its own is still one client."""
 
     config = ServeConfig(model=Path("."), api_key=("right", "other"))

@@ -1,4 +1,4 @@
-"""What Prometheus gets to read, by its own checks too, and the dashboard that asks for it."""
+"""The metrics for Prometheus, also by its own checks, and the dashboard that queries them."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def lines(metrics: Metrics) -> list[str]:
     return metrics.render("")[0].decode().splitlines()
 
 
-def test_gauges_are_read_when_asked() -> None:
+def test_gauges_are_read_at_each_scrape() -> None:
     state = dict(STATE)
     metrics = Metrics(lambda: state)
     assert "brigade_num_requests_running 2.0" in lines(metrics)
@@ -53,7 +53,7 @@ def test_gauges_are_read_when_asked() -> None:
     assert "brigade_num_requests_waiting 3.0" in lines(metrics)
 
 
-def test_drafts_are_counted_by_what_guessed_them() -> None:
+def test_drafts_are_counted_by_drafter() -> None:
     shown = lines(Metrics(lambda: STATE))
     assert 'brigade_draft_tokens_total{drafter="suffixes"} 9.0' in shown
     assert 'brigade_accepted_draft_tokens_total{drafter="suffixes"} 6.0' in shown
@@ -82,7 +82,7 @@ def ran(busy_seconds: float) -> dict:
     return {"busy_seconds": busy_seconds, "kv_bytes": 64, "adapter_bytes": 32, **hops}
 
 
-def test_bytes_of_stages_where_they_are_known() -> None:
+def test_known_bytes_of_stages_are_shown() -> None:
     stages = [
         {"rank": 0, "bytes_owned": 10, "bytes_read": None, "bytes_fetched": 0} | ran(0.5),
         {"rank": 1, "bytes_owned": 20, "bytes_read": 21, "bytes_fetched": 5} | ran(0.25),
@@ -145,7 +145,7 @@ def test_two_servers_in_one_process_share_nothing() -> None:
     ("accept", "content_type"),
     [("", "text/plain"), ("application/openmetrics-text", "application/openmetrics-text")],
 )
-def test_the_content_type_is_what_was_encoded(accept: str, content_type: str) -> None:
+def test_the_content_type_names_the_encoded_format(accept: str, content_type: str) -> None:
     body, given = Metrics(lambda: STATE).render(accept)
     assert given.startswith(content_type)
     assert body.endswith(b"# EOF\n") == (content_type != "text/plain")

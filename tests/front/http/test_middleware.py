@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 
 def receiver(*messages: dict[str, Any]) -> middleware.Receive:
-    """Gives the messages out, then nothing forever."""
+    """Returns the messages, and then waits forever."""
     left = list(messages)
 
     async def receive() -> middleware.Message:
@@ -122,18 +122,18 @@ async def test_many_large_bodies_have_one_part_received_in_a_tick() -> None:
     assert max(Counter(ticks).values()) == 1
 
 
-async def test_a_slow_body_is_given_up() -> None:
+async def test_a_slow_body_is_refused() -> None:
     assert await status_of(scope(body_timeout=0.05), receiver(part(b"12"))) == 408
 
 
-async def test_a_client_that_leaves_in_its_body() -> None:
+async def test_a_client_that_leaves_within_its_body_gets_499() -> None:
     assert await status_of(scope(), receiver(part(b"12"), LEFT)) == middleware.CLIENT_LEFT
 
 
 @pytest.mark.parametrize(
     "content_type", [b"application/json", b"Application/JSON; charset=utf-8", b"application/json;"]
 )
-async def test_json_by_its_name(content_type: bytes) -> None:
+async def test_content_types_of_json_are_accepted(content_type: bytes) -> None:
     given = scope((b"content-type", content_type))
     assert await middleware.read_body(given, receiver(part(b"x", more=False))) == b"x"
 
@@ -148,7 +148,7 @@ async def test_json_by_its_name(content_type: bytes) -> None:
         (b"content-encoding", b"gzip"),
     ],
 )
-async def test_what_is_no_json_is_not_read(header: tuple[bytes, bytes]) -> None:
+async def test_a_body_of_another_type_is_not_read(header: tuple[bytes, bytes]) -> None:
     assert await status_of(scope(header), unread) == 415
 
 
@@ -175,7 +175,7 @@ async def test_clients_of_ollama_may_leave_out_the_type(headers: list[tuple[byte
         (b"sec-fetch-site", b"same-origin"),
     ],
 )
-async def test_browsers_have_to_give_the_type_to_ollama_as_well(
+async def test_browsers_must_send_the_type_to_ollamas_calls_too(
     header: tuple[bytes, bytes],
 ) -> None:
     """They send forms and text to any server without asking it first."""
@@ -200,7 +200,7 @@ async def test_work_is_done_while_the_client_stays() -> None:
     assert await middleware.unless_gone(receiver(), work()) == 5
 
 
-async def test_what_work_raises_is_raised() -> None:
+async def test_an_error_of_work_is_raised() -> None:
     async def work() -> int:
         raise KeyError("x")
 

@@ -62,7 +62,7 @@ def test_each_method_of_a_path_has_its_own_description(document: Any) -> None:
     assert get["summary"] != delete["summary"]
 
 
-def test_every_reference_leads_somewhere(document: Any) -> None:
+def test_every_reference_can_be_resolved(document: Any) -> None:
     found = set(references(document))
     assert len(found) > 30
     for reference in found:
@@ -79,7 +79,7 @@ def test_bodies_have_the_fields_that_are_checked(document: Any, body: Any) -> No
     assert schema["required"]
 
 
-def test_what_clients_may_write_is_documented_and_not_what_becomes_of_it(document: Any) -> None:
+def test_bodies_are_documented_as_sent_and_not_as_parsed(document: Any) -> None:
     found = document["components"]["schemas"]
     content = found["Message"]["properties"]["content"]
     assert {each.get("type") for each in content["anyOf"]} == {"string", "array", "null"}

@@ -95,7 +95,7 @@ def test_check_local_refuses_other_names(name: str) -> None:
     assert refused(host(name))
 
 
-def test_check_local_wants_one_host() -> None:
+def test_check_local_requires_one_host() -> None:
     assert refused(host())
     assert refused(host("localhost", "localhost"))
     assert refused(host("localhost", "evil.example"))
@@ -122,7 +122,7 @@ def test_check_local_wants_one_host() -> None:
         *("X-ProxyUser-Ip", "Remote-Addr", "X-Varnish", "X-HTTP-Host-Override", "X-Ngrok-Id"),
     ],
 )
-def test_check_local_refuses_what_a_proxy_passed_on(name: str) -> None:
+def test_check_local_refuses_forwarded_requests(name: str) -> None:
     for value in ("127.0.0.1", ""):
         assert refused(local((name, value)))
 
@@ -191,12 +191,12 @@ def test_hosts_beyond_loopback_are_addresses_and_aliases(
     assert not any(allows(hosts, name) for name in [*WRONG, "mac2.lan", "mac1.example"])
 
 
-def test_hosts_know_names_of_no_host_name() -> None:
+def test_aliases_of_an_empty_name_are_none() -> None:
     assert aliases_of("") == set()
     assert aliases_of("Mac1") == {"mac1", "mac1.local"}
 
 
-def test_hosts_that_are_allowed() -> None:
+def test_allowed_hosts_are_accepted() -> None:
     hosts = Hosts("127.0.0.1", ["LLM.example.", "10.1.2.3", "fd00::1"])
     allowed = ["llm.example", "LLM.EXAMPLE:443", "10.1.2.3:80", "[fd00::1]:8080"]
     assert all(allows(hosts, name) for name in [*LOOPBACK, *allowed])
@@ -207,21 +207,21 @@ def test_hosts_may_all_be_allowed() -> None:
     assert all(allows(Hosts("127.0.0.1", ["*"]), name) for name in [*LOOPBACK, *WRONG])
 
 
-def test_hosts_are_not_needed_where_no_browser_asks() -> None:
+def test_a_request_without_host_is_accepted() -> None:
     Hosts("127.0.0.1", []).check(host())
 
 
-def test_hosts_that_are_two_are_none() -> None:
+def test_two_hosts_are_refused() -> None:
     with pytest.raises(StatusError):
         Hosts("127.0.0.1", []).check(host("localhost", "localhost"))
 
 
-def test_host_of_is_short_for_long_names() -> None:
+def test_the_error_about_a_long_host_is_short() -> None:
     with pytest.raises(StatusError) as raised:
         Hosts("127.0.0.1", []).check(host("x" * 9000 + '"'))
     assert len(str(raised.value)) < 400
 
 
 @pytest.mark.parametrize("authority", ["a:123456", "a:-1", "[x]", "a/b", "a?", "é", "a:b"])
-def test_host_of_knows_what_is_malformed(authority: str) -> None:
+def test_host_of_rejects_malformed_names(authority: str) -> None:
     assert host_of(authority) is None

@@ -10,7 +10,7 @@ from serve.front.http.record import AccessRecord, request_id, trace_of
 FIELDS = frozenset({"messages", "content", "tools", "lora_name"})
 
 
-def test_a_line_has_what_is_known() -> None:
+def test_a_line_shows_the_known_values() -> None:
     record = AccessRecord("abc", "POST", "/v1/chat/completions", status=200, prompt_tokens=3)
     record.ttft_seconds = 0.25
     assert re.fullmatch(
@@ -20,7 +20,7 @@ def test_a_line_has_what_is_known() -> None:
     )
 
 
-def test_a_name_begins_no_line_and_forges_no_field() -> None:
+def test_a_name_cannot_start_a_line_or_forge_a_field() -> None:
     line = AccessRecord(
         "abc", "GET", adapter='a" b\nstatus=200\r\x1b[31m\u2028 \x85', status=404
     ).line()
@@ -79,7 +79,7 @@ def test_an_error_of_the_server_shows_its_words() -> None:
     assert record.failure() == "status=500 code=numbers_overflowed"
 
 
-def test_a_trace_has_places_and_types_and_no_message() -> None:
+def test_a_trace_shows_places_and_types_but_no_message() -> None:
     def first() -> None:
         raise KeyError("secret")
 

@@ -1,4 +1,4 @@
-"""Bodies that go out: nothing in them that is not meant for clients."""
+"""The bodies of replies contain nothing that is not meant for clients."""
 
 import json
 from typing import Any
@@ -50,7 +50,7 @@ def test_a_fault_of_ours_names_no_path_or_address(kind: type[BrigadeError]) -> N
         (RequestError("wrong"), None),
     ],
 )
-def test_whoever_may_try_again_is_told_when(error: BrigadeError, seconds: str | None) -> None:
+def test_errors_that_can_be_retried_say_when(error: BrigadeError, seconds: str | None) -> None:
     assert replies.error_headers(error).get("retry-after") == seconds
 
 
@@ -71,7 +71,7 @@ VALUES = LEAVES | LONG | st.lists(LONG, max_size=3) | st.dictionaries(st.text(),
 
 
 @given(st.dictionaries(st.text(), VALUES, max_size=5))
-def test_encode_in_slices_gives_what_encode_gives(body: dict[str, Any]) -> None:
+def test_encode_in_slices_equals_encode(body: dict[str, Any]) -> None:
     assert replies.encode_in_slices(body) == replies.encode(body)
 
 

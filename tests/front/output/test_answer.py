@@ -105,7 +105,7 @@ async def test_a_stop_string_over_tokens_ends_the_generation(
     assert num_tokens < len(engine.tokenizer.encode(engine.answer)), "it ran on to the end"
 
 
-async def test_a_slow_client_keeps_no_row_of_a_finished_answer(
+async def test_a_slow_client_does_not_hold_the_row_of_a_finished_answer(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     """The generation is closed at the stop string, not when the client has read of it."""
@@ -117,7 +117,7 @@ async def test_a_slow_client_keeps_no_row_of_a_finished_answer(
     await updates.aclose()  # type: ignore[attr-defined]
 
 
-async def test_the_beginning_of_a_stop_string_is_given_out_at_the_end(
+async def test_an_incomplete_stop_string_is_sent_at_the_end(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     engine.answer = "one two three"
@@ -131,7 +131,7 @@ async def test_the_limit_is_reported(engine: FakeEngine, record: AccessRecord) -
     assert record.completion_tokens == 2
 
 
-async def test_a_character_cut_by_the_limit_is_given_out(
+async def test_a_character_cut_by_the_limit_is_sent(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     engine.answer = "👍"
@@ -139,7 +139,7 @@ async def test_a_character_cut_by_the_limit_is_given_out(
     assert await answer(start(engine, record, limit=1)) == ("\ufffd", "length")
 
 
-async def test_the_token_that_ends_is_counted_but_no_text(
+async def test_the_end_token_is_counted_but_is_not_text(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     """Also if it is a common token, as some models' generation configs have it."""
@@ -177,7 +177,7 @@ async def test_a_broken_engine_ends_the_stream_with_an_error(
     assert engine.generations[0].closed.is_set()
 
 
-async def test_an_exception_of_ours_ends_that_stream_alone(
+async def test_an_internal_error_ends_only_its_stream(
     engine: FakeEngine, record: AccessRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RunningAnswer, "_take", lambda *_: 1 / 0)
@@ -189,7 +189,7 @@ async def test_an_exception_of_ours_ends_that_stream_alone(
     assert (record.status, record.finish_reason) == (500, "error"), "its client has not left"
 
 
-async def test_what_an_exception_says_is_not_in_the_log(
+async def test_the_message_of_an_internal_error_is_not_logged(
     engine: FakeEngine,
     record: AccessRecord,
     monkeypatch: pytest.MonkeyPatch,
@@ -206,7 +206,7 @@ async def test_what_an_exception_says_is_not_in_the_log(
     assert not any("FORGED" in line for line in lines), lines
 
 
-async def test_what_cannot_be_encoded_ends_its_stream_with_an_error(
+async def test_text_that_cannot_be_encoded_ends_its_stream_with_an_error(
     engine: FakeEngine, record: AccessRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     untold = Update(0, (Text("\ud800"),))
@@ -217,7 +217,7 @@ async def test_what_cannot_be_encoded_ends_its_stream_with_an_error(
     assert record.status == 500
 
 
-async def test_a_row_that_failed_is_a_mistake_of_ours_and_no_broken_cluster(
+async def test_a_failed_row_is_an_internal_error_and_not_a_cluster_failure(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     generation = FakeGeneration([Event(0, 5), Event(0, None, "error")], 0)
@@ -253,7 +253,7 @@ async def test_a_grammar_that_fails_midway_is_the_requests_fault(
         (("absent",), None, {"limit": 1}, None),
     ],
 )
-async def test_what_ended_an_answer_is_reported(
+async def test_the_stop_reason_is_reported(
     engine: FakeEngine,
     record: AccessRecord,
     stops: Sequence[str],
@@ -261,7 +261,7 @@ async def test_what_ended_an_answer_is_reported(
     fields: dict[str, Any],
     reason: str | None,
 ) -> None:
-    """As vLLM does: an end token is no reason of its own, unless end tokens count for nothing."""
+    """As in vLLM, an end token is not a stop reason, unless end tokens are ignored."""
     ids = {"two": engine.tokenizer.encode(" two")[0], "</s>": min(engine.tokenizer.eos_ids)}
     engine.answer = "one two three"
     if stop_token:
@@ -271,7 +271,7 @@ async def test_what_ended_an_answer_is_reported(
 
 
 @pytest.mark.parametrize("events", [[], [Event(0, None, "abort")], [Event(0, 5)]])
-async def test_a_generation_without_a_right_end_is_an_error(
+async def test_a_generation_without_a_valid_end_is_an_error(
     engine: FakeEngine, record: AccessRecord, events: list[Any]
 ) -> None:
     generation = FakeGeneration(events, 0)

@@ -1,4 +1,4 @@
-"""The progress of a prompt: what a client that waits is shown."""
+"""The progress of a prompt, as shown to a waiting client."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -27,7 +27,7 @@ async def shown(events: AsyncIterator[str], counts: Iterator[PromptProgress]) ->
     return found
 
 
-async def test_with_progress_shows_what_has_grown_and_then_the_whole_prompt(
+async def test_with_progress_shows_each_increase_and_then_the_whole_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(showing, "POLL_SECONDS", 0.001)
@@ -50,14 +50,14 @@ async def test_with_progress_shows_what_has_grown_and_then_the_whole_prompt(
     assert (numbers, found[-2:]) == ([10, 20, 40, 70, 100], ["a", "b"])
 
 
-async def test_with_progress_shows_the_whole_prompt_to_those_who_never_waited() -> None:
+async def test_with_progress_shows_the_whole_prompt_even_without_a_wait() -> None:
     async def events() -> AsyncIterator[str]:
         yield "a"
 
     assert await shown(events(), read_from(100)) == [10, 100, "a"]
 
 
-async def test_with_progress_raises_what_the_engine_raises() -> None:
+async def test_with_progress_raises_errors_of_the_engine() -> None:
     async def events() -> AsyncIterator[str]:
         raise EngineError("broken")
         yield "a"

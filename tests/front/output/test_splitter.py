@@ -1,4 +1,4 @@
-"""The splitter: what of an answer's text is shown, as the request decided."""
+"""The splitter: the parts of an answer's text that the request wants."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def test_splitter_leaves_a_plain_answer_as_it_is() -> None:
     assert split(Splitting(), CALL) == [Text(CALL)]
 
 
-def test_splitter_hides_thoughts_that_nobody_wants() -> None:
+def test_splitter_hides_thoughts_that_the_request_does_not_want() -> None:
     text = f"<think>Hm</think>a {CALL}"
     whole = [CallBegin, CallText, CallEnd]
     assert kinds(split(BOTH, text)) == [Thought, Text, *whole]

@@ -36,7 +36,7 @@ def pieces_of(text: str, rng: random.Random) -> list[str]:
     return pieces
 
 
-def test_any_cut_into_pieces_gives_the_cut_of_the_whole() -> None:
+def test_the_result_does_not_depend_on_the_pieces() -> None:
     rng = random.Random(1)
     num_matched = 0
     for _ in range(20_000):
@@ -78,7 +78,7 @@ def test_a_stop_string_inside_the_beginning_of_a_longer_one() -> None:
     assert cut_in_pieces(["xabc", "dX"], ["abcde", "cd"]) == ("xab", True)
 
 
-def test_an_empty_stop_string_is_our_own_mistake() -> None:
+def test_an_empty_stop_string_raises_value_error() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopMatcher(["a", ""])
 
@@ -115,7 +115,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=12), max_size=4)
 
 
 @given(PIECES, STOPS, st.booleans())
-def test_stop_matcher_gives_each_piece_as_the_slow_one(
+def test_stop_matcher_equals_the_slow_reference(
     pieces: list[str], stops: list[str], keep: bool
 ) -> None:
     fast, slow = StopMatcher(stops, keep), SlowMatcher(stops, keep)
@@ -126,7 +126,7 @@ def test_stop_matcher_gives_each_piece_as_the_slow_one(
 
 
 @given(st.text("ab", min_size=1, max_size=30))
-def test_borders_are_what_trying_gives(text: str) -> None:
+def test_borders_equal_a_brute_force_search(text: str) -> None:
     expected = [overlap(text[:end], text[:end]) for end in range(1, len(text) + 1)]
     assert list(borders(text)) == expected
 

@@ -48,7 +48,7 @@ def test_the_official_client_gets_reply_and_stream(server: Running, engine: Fake
 @pytest.mark.parametrize(
     "named", [{}, {"model": None}, {"model": "default"}, {"model": "openai/tiny"}]
 )
-def test_the_served_model_is_meant(shared: Running, named: Any) -> None:
+def test_these_names_mean_the_served_model(shared: Running, named: Any) -> None:
     plain = {name: value for name, value in HELLO.items() if name != "model"}
     reply = httpx2.post(shared.url + MESSAGES, json={**plain, **named}, timeout=10)
     assert (reply.status_code, reply.json()["model"]) == (200, "tiny")
@@ -74,7 +74,7 @@ def test_a_client_that_leaves_frees_its_rows(
     wait_until(lambda: bool(engine.generations) and engine.generations[0].closed.is_set())
 
 
-def test_a_long_prefill_is_pinged_in_its_own_words(
+def test_a_long_prefill_gets_anthropics_pings(
     monkeypatch: pytest.MonkeyPatch, server: Running, engine: FakeEngine
 ) -> None:
     monkeypatch.setattr(streaming, "KEEP_ALIVE_SECONDS", 0.05)
@@ -138,7 +138,7 @@ def test_errors_in_a_stream(
         ("POST", f"{MESSAGES}/count_tokens", b"{}", {}, 400, "invalid_request_error"),
     ],
 )
-def test_what_is_no_good_request(
+def test_bad_requests_are_refused(
     shared: Running, method: str, path: str, body: bytes, headers: Any, status: int, type: str
 ) -> None:
     headers = {"content-type": "application/json", **headers}
@@ -328,7 +328,7 @@ def test_a_forced_tool_replaces_a_format(played: Running, played_engine: PlayedE
         assert reply.headers["x-ignored-fields"] == "output_config.format"
 
 
-def test_fields_of_betas_are_taken(played: Running) -> None:
+def test_fields_of_betas_are_accepted(played: Running) -> None:
     """As the beta namespace sends them: names in a header, and fields in the body."""
     with client(played) as ai:
         reply = ai.beta.messages.create(
@@ -358,7 +358,7 @@ def test_fields_of_betas_are_taken(played: Running) -> None:
         ),
     ],
 )
-def test_a_wrong_field_is_named_in_anthropics_words(
+def test_a_wrong_field_is_named_in_anthropics_form(
     played: Running, fields: Any, field: str
 ) -> None:
     for path in (MESSAGES, f"{MESSAGES}/count_tokens"):

@@ -384,7 +384,7 @@ def test_a_custom_tool_of_a_chat_is_called_with_text(engine: Playing, url: str) 
 def test_the_arguments_of_a_custom_tool_that_is_cut_off_are_not_its_input(
     engine: Playing, url: str
 ) -> None:
-    """Only the text behind `{"input": "` is input, however early the call is cut off."""
+    """Only the text after `{"input": "` is input, however early the call is cut off."""
     text = "x" * 60
     call = play_text("sh", {"input": text})
     engine.answers = [call]
@@ -416,7 +416,7 @@ def test_a_custom_tool_that_a_chat_demands_gets_the_whole_answer(
     assert choice.finish_reason == ("tool_calls" if is_allowed_too else "stop")
 
 
-def test_a_custom_tool_with_a_regex_is_held_to_it(engine: Playing, url: str) -> None:
+def test_the_regex_of_a_custom_tool_is_enforced(engine: Playing, url: str) -> None:
     engine.answers = [play_text("sh", {"input": text}) for text in ("a", "11")]
     choice, _ = chats(url, tools=[with_grammar("regex", "[0-9]+")])
     assert choice.message.tool_calls[0].custom.input == "11"
@@ -433,7 +433,7 @@ def test_a_custom_tool_whose_grammar_is_not_enforced_is_reported(engine: Playing
     assert "x-not-enforced" not in reply.headers
 
 
-def test_an_input_that_is_cut_off_is_returned_as_far_as_it_goes(engine: Playing, url: str) -> None:
+def test_an_input_that_is_cut_off_is_returned_in_part(engine: Playing, url: str) -> None:
     play(engine, "sh", {"input": "a" * 200})
     choice, _ = chats(url, tools=[SH], max_tokens=120)
     assert choice.finish_reason == "length"

@@ -43,7 +43,7 @@ def counted() -> Counted:
     return Counted()
 
 
-def test_sample_holds_what_happened_in_its_step(counted: Counted) -> None:
+def test_sample_shows_the_activity_of_its_step(counted: Counted) -> None:
     counted.add(generation_tokens_total=30, prefix_cache_queries_total=8)
     counted.add(prefix_cache_hits_total=2)
     counted.add(time_to_first_token_seconds_sum=3, time_to_first_token_seconds_count=2)

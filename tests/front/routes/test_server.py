@@ -31,7 +31,7 @@ def claude(adapted: Running) -> Iterator[anthropic.Anthropic]:
 
 
 @pytest.mark.parametrize("headers", [{}, VERSION])
-def test_a_slash_after_models_is_the_list(adapted: Running, headers: dict[str, str]) -> None:
+def test_models_with_a_slash_returns_the_list(adapted: Running, headers: dict[str, str]) -> None:
     with_slash = httpx2.get(adapted.url + "/v1/models/", headers=headers).json()
     assert with_slash == httpx2.get(adapted.url + "/v1/models", headers=headers).json()
     assert [model["id"] for model in with_slash["data"]] == NAMES

@@ -79,7 +79,7 @@ def test_watchers_send_the_whole_state_and_then_changes(observed: Observed) -> N
     run(observed, test)
 
 
-def test_watchers_send_each_span_once_and_none_of_drops(observed: Observed) -> None:
+def test_watchers_send_each_span_once_and_no_spans_of_drops(observed: Observed) -> None:
     async def test(watchers: Watchers) -> None:
         observed.add_span(0)
         frames = watchers.frames(watchers.add())
@@ -175,7 +175,7 @@ def test_watcher_that_is_slow_loses_frames_and_then_gets_the_whole_state(
     run(observed, test)
 
 
-def test_watchers_are_few(observed: Observed) -> None:
+def test_the_number_of_watchers_is_limited(observed: Observed) -> None:
     async def test(watchers: Watchers) -> None:
         some = [watchers.add() for _ in range(MAX_WATCHERS)]
         with pytest.raises(OverloadedError) as refused:
@@ -215,7 +215,7 @@ def test_watchers_whose_observation_fails_end(observed: Observed) -> None:
     run(observed, test)
 
 
-def test_watcher_whose_first_observation_fails_takes_no_place(observed: Observed) -> None:
+def test_watcher_whose_first_observation_fails_does_not_count(observed: Observed) -> None:
     def fail() -> dict[str, Any]:
         raise ZeroDivisionError
 

@@ -19,12 +19,12 @@ def parser() -> CallParser:
     return CallParser("json_tools")
 
 
-def test_call_parser_gives_what_the_parser_gives(parser: CallParser) -> None:
+def test_call_parser_equals_the_parser(parser: CallParser) -> None:
     assert parser(CALL) == parsed_calls(tool_format("json_tools").parse(CALL, None))
     assert parser(CALL) == (ParsedCall("weather", '{"city": "Köln"}'),)
 
 
-def test_call_parser_raises_for_what_is_no_call(parser: CallParser) -> None:
+def test_call_parser_raises_for_text_that_is_not_a_call(parser: CallParser) -> None:
     with pytest.raises(ValueError, match="JSONDecodeError"):
         parser("no call")
     assert parser(CALL), "the process goes on"
@@ -37,7 +37,7 @@ def test_a_call_that_is_too_long_is_refused_before_its_end() -> None:
         calls.reader([]).feed("[" * (MAX_CHARACTERS + 1))
 
 
-def test_call_parser_takes_deep_json_for_no_call(parser: CallParser) -> None:
+def test_call_parser_refuses_deep_json(parser: CallParser) -> None:
     with pytest.raises(ValueError, match="RecursionError"):
         parser('{"name": "f", "arguments": ' + "[" * 100_000)
 

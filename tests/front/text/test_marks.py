@@ -155,7 +155,7 @@ def test_without_tools_a_call_is_text() -> None:
     assert taken_apart(marked(finds_calls=False), [CALL]) == [("content", None, CALL)]
 
 
-def test_text_is_given_on_as_soon_as_it_is_no_mark() -> None:
+def test_text_is_passed_on_as_soon_as_it_cannot_be_a_mark() -> None:
     parser = marked()
     assert list(parser.feed("a <tool")) == [Text("a")]
     assert list(parser.feed("box")) == [Text(" <toolbox")]
@@ -190,7 +190,7 @@ def test_listed_calls_come_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("arguments", UNTOLD)
-def test_a_listed_call_keeps_what_no_python_value_can_tell(arguments: str) -> None:
+def test_a_listed_call_keeps_text_that_python_values_cannot_represent(arguments: str) -> None:
     """A grammar lets \\ud800 and 1e999 through: both are JSON."""
     call = f'{{"name": "weather", "parameters": {arguments}}}'
     time_ = '{"name": "time", "parameters": {}}'
@@ -325,7 +325,7 @@ def test_demanded_calls_whose_schemas_refer_to_themselves(
         assert accepts(tokenizer, grammar, text) == is_right, text
 
 
-def test_nothing_is_demanded_unless_it_is() -> None:
+def test_without_a_demanded_call_there_is_no_grammar() -> None:
     assert grammar_of_call(TOOLS, "auto", True) is None
     assert grammar_of_call([], "none", True) is None
     for tools, choice in (
@@ -419,7 +419,7 @@ def test_the_id_that_a_model_wrote_is_kept() -> None:
     assert re.fullmatch("[a-zA-Z0-9]{9}", first.id), "it is no text, so there is a new one"
 
 
-def test_new_call_id_is_what_the_strictest_template_takes_back() -> None:
+def test_new_call_id_suits_the_strictest_template() -> None:
     """Mistral's want nine letters and digits."""
     ids = {new_call_id() for _ in range(50)}
     assert len(ids) == 50

@@ -71,7 +71,7 @@ def test_pooling_of_reads_config_json(tmp_path: Path, config: Any, kind: str) ->
         (["Transformer", "Pooling"], {}),
     ],
 )
-def test_pooling_of_refuses_what_it_cannot_do(
+def test_pooling_of_refuses_unsupported_poolings(
     tmp_path: Path, modules: list[str], pooling: Any
 ) -> None:
     with fails(ModelError, "model", match="--pooling"):

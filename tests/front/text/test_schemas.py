@@ -73,7 +73,7 @@ def test_closed_forbids_other_keys(schema: dict[str, Any]) -> None:
         {"allOf": [{"$ref": "urn:x"}, {"properties": B}], "properties": A},
     ],
 )
-def test_closed_keeps_what_says_otherwise(schema: dict[str, Any]) -> None:
+def test_closed_keeps_schemas_that_say_otherwise(schema: dict[str, Any]) -> None:
     assert closed(schema) == schema
 
 
@@ -117,7 +117,7 @@ def test_closed_ends_with_schemas_that_refer_to_themselves() -> None:
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "true", '{"items":' * 5000 + "{}" + "}" * 5000])
-def test_closed_text_leaves_what_is_no_schema(text: str) -> None:
+def test_closed_text_keeps_text_that_is_not_a_schema(text: str) -> None:
     assert closed_text(text) == text
 
 
@@ -224,12 +224,14 @@ def test_without_inexpressible_patterns_keeps_everything_else() -> None:
 
 
 @pytest.mark.parametrize("part", INEXPRESSIBLE)
-def test_inexpressible_keyword_finds_what_only_leniency_accepts(part: dict[str, Any]) -> None:
+def test_inexpressible_keyword_finds_keywords_that_only_lenient_mode_accepts(
+    part: dict[str, Any],
+) -> None:
     is_option = "oneOf" in str(part) or "format" in str(part)
     assert (inexpressible_keyword({"type": "object", **part}) is None) == is_option
 
 
-def test_inexpressible_keyword_reads_no_names() -> None:
+def test_inexpressible_keyword_ignores_names() -> None:
     assert inexpressible_keyword({"properties": {"not": {"type": "string"}}}) is None
 
 

@@ -58,7 +58,7 @@ def test_deltas_add_up_to_the_whole(kind: Callable[[], Backend], tmp_path: Path)
 
 @pytest.mark.parametrize("kind", [byte_level, metaspace])
 def test_any_ids_add_up_to_the_whole(kind: Callable[[], Backend], tmp_path: Path) -> None:
-    """Random bytes are mostly no UTF-8; special and unknown ids come in between."""
+    """Random bytes are mostly not UTF-8; special and unknown ids come in between."""
     tokenizer = load(kind(), tmp_path)
     rng = random.Random(2)
     for size in [*range(1, 12)] * 150 + [60, 200] * 20:
@@ -66,7 +66,7 @@ def test_any_ids_add_up_to_the_whole(kind: Callable[[], Backend], tmp_path: Path
         assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-def test_bytes_that_are_no_utf8_break_no_stream(tmp_path: Path) -> None:
+def test_bytes_that_are_not_utf8_do_not_break_a_stream(tmp_path: Path) -> None:
     """tokenizers' own stream raises here ("Invalid prefix encountered")."""
     tokenizer = load(byte_fallback(), tmp_path)
     rng = random.Random(3)
@@ -86,7 +86,7 @@ def test_text_comes_as_soon_as_it_is_certain(tokenizer: Tokenizer) -> None:
     assert deltas[-1] == ""
 
 
-def test_half_a_character_is_given_out_at_the_end_only(tokenizer: Tokenizer) -> None:
+def test_half_a_character_is_returned_only_at_the_end(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("ok👍")[:-1]
     deltas = streamed(tokenizer, ids)
     assert "".join(deltas[:-1]) == "ok"
@@ -94,7 +94,7 @@ def test_half_a_character_is_given_out_at_the_end_only(tokenizer: Tokenizer) -> 
 
 
 def test_a_long_run_of_replacement_characters_is_not_held(tokenizer: Tokenizer) -> None:
-    """A model that repeats U+FFFD would else stream nothing, in quadratic time."""
+    """Otherwise a model that repeats U+FFFD would stream nothing, in quadratic time."""
     stream = tokenizer.stream()
     ids = tokenizer.encode("\ufffd" * 4000)
     started = time.process_time()
@@ -104,7 +104,7 @@ def test_a_long_run_of_replacement_characters_is_not_held(tokenizer: Tokenizer) 
 
 
 def test_special_tokens_cost_nothing() -> None:
-    """A model that repeats one would else have ever more to decode."""
+    """Otherwise a model that repeats one would have more and more to decode."""
     stream = TextStream(lambda ids: pytest.fail("decoded"), frozenset({1}))
     assert [stream.push(1) for _ in range(100)] == [""] * 100
 
@@ -119,7 +119,7 @@ def test_end_ids_are_of_all_files(tmp_path: Path) -> None:
     assert tokenizer.eos_ids == {1, 7, 8, 9, 10}
 
 
-def test_truncation_of_the_file_is_not_obeyed(tmp_path: Path) -> None:
+def test_truncation_in_the_file_is_ignored(tmp_path: Path) -> None:
     """tokenizer.json may hold a truncation: prompts would be cut without a word."""
     backend = byte_level()
     backend.enable_truncation(4)
@@ -156,7 +156,7 @@ def test_a_template_gets_messages_and_options(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     "name", ["chat_template", "tokenize", "add_generation_prompt", "conversation", "self", "tools"]
 )
-def test_options_replace_no_argument(tokenizer: Tokenizer, name: str) -> None:
+def test_options_cannot_replace_arguments(tokenizer: Tokenizer, name: str) -> None:
     """A client that may set chat_template runs its own program here."""
     with fails(RequestError, "invalid_value", match=name):
         tokenizer.render([{"role": "user", "content": "hi"}], {name: "x"})
@@ -200,7 +200,9 @@ def break_generation_config(folder: Path) -> None:
 @pytest.mark.parametrize(
     "spoil", [break_json, break_model, break_generation_config, Path.rmdir, lambda folder: None]
 )
-def test_a_broken_folder_is_one_line(spoil: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_broken_folder_gives_a_one_line_error(
+    spoil: Callable[[Path], None], tmp_path: Path
+) -> None:
     spoil(tmp_path)
     with pytest.raises(ModelError) as raised:
         Tokenizer(tmp_path)
@@ -212,7 +214,7 @@ def test_a_broken_folder_is_one_line(spoil: Callable[[Path], None], tmp_path: Pa
 
 
 @pytest.mark.parametrize("normalizer", [None, normalizers.NFC()])
-def test_the_lower_bound_is_one(normalizer: object, tmp_path: Path) -> None:
+def test_min_tokens_is_a_lower_bound(normalizer: object, tmp_path: Path) -> None:
     backend = byte_level()
     if normalizer is not None:
         backend.normalizer = normalizer
@@ -244,7 +246,7 @@ def test_no_bound_where_text_may_vanish(change: Callable[[Backend], None], tmp_p
     assert load(backend, tmp_path).min_tokens("x " * 100_000) == 0
 
 
-def test_no_bound_for_what_is_not_known_to_keep_text(tmp_path: Path) -> None:
+def test_no_bound_for_unknown_components(tmp_path: Path) -> None:
     assert load(metaspace(), tmp_path).min_tokens("x" * 100_000) == 0
 
 
@@ -383,6 +385,6 @@ def test_a_token_beyond_the_vocabulary_ends_a_request_and_not_the_start(tmp_path
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
 
 
-def test_a_template_that_takes_no_plain_chat_does_not_end_the_start(tmp_path: Path) -> None:
+def test_a_template_that_refuses_a_plain_chat_does_not_end_the_start(tmp_path: Path) -> None:
     save(byte_level(), tmp_path, "{{ raise_exception('tools only') }}")
     Tokenizer(tmp_path).check_chat()

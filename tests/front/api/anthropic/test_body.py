@@ -48,7 +48,7 @@ def result(id: str, content: Any, **more: Any) -> dict[str, Any]:
 
 
 class Vocabulary:
-    """What of a tokenizer a request is made with."""
+    """The parts of a tokenizer that a request needs."""
 
     eos_ids, vocab_size = frozenset({2}), 100
     sampling_defaults = SamplingDefaults()
@@ -67,7 +67,7 @@ def chat_messages(*messages: Any, **fields: Any) -> list[Any]:
 
 
 def test_blocks_become_the_messages_of_a_chat() -> None:
-    """What an assistant thought, said and called is one message, as templates have it."""
+    """An assistant's thoughts, texts and calls become one message, as templates expect."""
     thought = {"type": "thinking", "thinking": "Add.", "signature": "any"}
     cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     system, asked, answered, first, second, more = chat_messages(
@@ -86,7 +86,7 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
     assert more == {"role": "user", "content": "Go"}
 
 
-def test_turns_of_one_role_are_one() -> None:
+def test_turns_of_one_role_become_one() -> None:
     turns = [
         {"role": "system", "content": "Late."},
         user(text("a")),
@@ -98,7 +98,7 @@ def test_turns_of_one_role_are_one() -> None:
     ]
 
 
-def test_text_of_the_assistant_at_the_end_is_gone_on_from() -> None:
+def test_text_of_the_assistant_at_the_end_is_continued() -> None:
     chat = as_chat(messages=[user(text("Name?")), {"role": "assistant", "content": "I am"}])
     assert chat.prompt.continues
     assert not chat.prompt.adds_generation_prompt
@@ -106,8 +106,8 @@ def test_text_of_the_assistant_at_the_end_is_gone_on_from() -> None:
 
 
 @pytest.mark.long
-def test_many_blocks_take_no_long_time() -> None:
-    """Adding them up one by one would copy what is there for each: minutes for one body."""
+def test_many_blocks_are_read_in_linear_time() -> None:
+    """Joining them one by one would copy the text so far each time: minutes for one body."""
     blocks = [text("x" * 10)] * 100_000
     (asked, _, _) = chat_messages(user(*blocks), assistant(*blocks), user(text("?")))
     assert len(asked["content"]) == 1_100_000 - 1
@@ -173,7 +173,7 @@ NOTHING: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", NOTHING)
-def test_body_takes_harmless_fields(name: str) -> None:
+def test_body_accepts_harmless_fields(name: str) -> None:
     changed, plain = as_chat(**{name: NOTHING[name]}), as_chat()
     same = tuple(replace(each, seed=0) for each in plain.samplings)
     assert replace(changed, samplings=same) == replace(plain, samplings=same)
@@ -272,7 +272,7 @@ def test_body_reads_an_omitted_thought_from_its_signature() -> None:
 
 
 def test_body_reads_mixed_results() -> None:
-    """What of a result is text becomes text, in its order."""
+    """The text in a result becomes text, in its order."""
     source = {"type": "text", "data": "Line one.", "media_type": "text/plain"}
     listed = {"type": "content", "content": [text("Part."), text("Other.")]}
     found = {"type": "search_result", "source": "u", "title": "T", "content": [text("Found.")]}
@@ -311,8 +311,8 @@ def test_body_reads_results_of_hosted_tools() -> None:
 
 
 @pytest.mark.parametrize("nothing", [None, []])
-def test_body_takes_empty_content(nothing: Any) -> None:
-    """An answer may be empty, and so may what a tool returns."""
+def test_body_accepts_empty_content(nothing: Any) -> None:
+    """An answer may be empty, and so may a tool's result."""
     turns = [
         user("a", text("b")),
         {"role": "assistant", "content": nothing},
@@ -326,7 +326,7 @@ def test_body_takes_empty_content(nothing: Any) -> None:
     assert answered["content"] == ""
 
 
-def test_body_drops_what_the_system_said_for_one_turn() -> None:
+def test_body_drops_system_messages_for_one_turn() -> None:
     hint = {"role": "system", "content": "Be quick.", "clear_at": "next_user_message"}
     now = chat_messages(user(text("a")), hint)
     later = chat_messages(user(text("a")), hint, assistant(text("b")), user(text("c")))
@@ -427,7 +427,7 @@ turns = st.fixed_dictionaries(
     st.lists(turns, max_size=4),
     st.dictionaries(st.sampled_from(sorted(MessagesBody.model_fields)), anything, max_size=2),
 )
-def test_any_body_is_a_chat_or_the_fault_of_its_client(messages: Any, fields: Any) -> None:
+def test_any_body_is_read_or_refused_with_a_request_error(messages: Any, fields: Any) -> None:
     try:
         chat = as_chat(**{"messages": messages, **fields})
     except RequestError:
@@ -435,6 +435,6 @@ def test_any_body_is_a_chat_or_the_fault_of_its_client(messages: Any, fields: An
     assert chat.prompt.continues is (chat.prompt.messages[-1]["role"] == "assistant")
 
 
-def test_tokens_are_counted_of_what_makes_a_prompt() -> None:
+def test_count_refuses_fields_that_are_not_of_the_prompt() -> None:
     with fails(RequestError, "unknown_parameter", match="max_tokens"):
         parse(CountBody, HELLO)

@@ -109,7 +109,7 @@ def ask(reader: Reader, kind: kinds.BodyKind[Any], data: bytes) -> Answer:
 
 
 @pytest.mark.parametrize(("kind", "body"), BODIES)
-def test_answered_is_the_same_on_the_other_side(
+def test_answered_gives_the_same_in_a_helper_process(
     reader: Reader, kind: kinds.BodyKind[Any], body: dict[str, Any]
 ) -> None:
     answer = ask(reader, kind, json.dumps(body).encode())
@@ -130,7 +130,7 @@ def test_answered_refuses_a_body_as_its_reader_does(reader: Reader) -> None:
     assert str(again) == str(raised.value)
 
 
-def test_answered_reports_a_mistake_of_ours_without_its_message(
+def test_answered_reports_an_internal_error_without_its_message(
     reader: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A message may quote the body, and the log must not."""
@@ -145,7 +145,7 @@ def test_answered_reports_a_mistake_of_ours_without_its_message(
 
 
 class Slow:
-    """In the place of a helper process: notes what it reads and waits until it may go on."""
+    """In place of a helper process: records what it reads and waits until it may go on."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -249,7 +249,7 @@ async def test_warm_up_starts_a_process(body_readers: BodyReaders, reader: Reade
     assert body_readers._helpers._all == [process]
 
 
-async def test_what_is_too_long_to_be_a_prompt_is_not_encoded(
+async def test_text_too_long_for_a_prompt_is_not_encoded(
     reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object) -> None:
@@ -311,8 +311,8 @@ async def test_a_body_that_takes_too_long_to_read_is_refused(
         await body_readers.read(reader, kinds.TOKENIZE, padded(MAX_SMALL_BYTES), "client")
 
 
-def test_responses_go_on_from_large_ones(tokenizer: Tokenizer) -> None:
-    """Their messages are kept as JSON, and read where the body is."""
+def test_responses_continue_large_ones(tokenizer: Tokenizer) -> None:
+    """Their messages are stored as JSON, and read where the body is."""
     engine = FakeEngine(tokenizer)
     with Running(engine) as server, ThreadPoolExecutor(1):
         url = f"{server.url}/v1/responses"

@@ -36,7 +36,7 @@ def test_text_and_instructions(tokenizer: Tokenizer) -> None:
 
 
 def test_items_become_the_messages_of_a_chat(tokenizer: Tokenizer) -> None:
-    """What an assistant thought, said and called is one message, as templates have it."""
+    """An assistant's thoughts, texts and calls become one message, as templates expect."""
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "1 + 2?"}]},
         {"type": "reasoning", "id": "r", "summary": [], "content": [think("Add.")]},
@@ -87,7 +87,7 @@ def test_parameters_reach_the_chat(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("schema", [{"type": "object", "default": None}, None])
 def test_a_format_is_a_grammar(tokenizer: Tokenizer, schema: Any) -> None:
-    """null in a schema is a value and no field that was left out."""
+    """null in a schema is a value, not an absent field."""
     format = {"type": "json_schema", "name": "thing", "schema": schema, "strict": True}
     chat = request(tokenizer, text={"format": format})
     assert chat.samplings[0].grammar == grammars.of_schema(schema or {})

@@ -1,4 +1,4 @@
-"""The store of responses, which forgets."""
+"""The store of responses, which drops the oldest."""
 
 import json
 import tracemalloc
@@ -13,7 +13,7 @@ def put(store: Store, id: str, size: int = 0) -> None:
     store.put({"id": id}, json.dumps([{"role": "user", "content": "x" * size}]).encode())
 
 
-def test_what_was_used_longest_ago_is_forgotten_first() -> None:
+def test_the_least_recently_used_response_is_dropped_first() -> None:
     store = Store(max_num=2)
     put(store, "a")
     put(store, "b")
@@ -54,7 +54,7 @@ def test_earlier_does_not_parse_the_items_that_it_returns() -> None:
     assert peak < 1 << 20
 
 
-def test_deleted_is_gone_and_counts_no_more() -> None:
+def test_a_deleted_response_is_gone_and_frees_its_bytes() -> None:
     store = Store(max_bytes=1000)
     for number in range(20):
         put(store, str(number), 300)

@@ -71,14 +71,14 @@ def test_writer_keeps_the_order_of_deltas(asked: Job, tokenizer: Tokenizer) -> N
     assert all("usage" not in chunk for chunk in made)
 
 
-def test_writer_gives_a_name_on_before_its_arguments_come(asked: Job, tokenizer: Tokenizer) -> None:
+def test_writer_sends_a_name_before_its_arguments(asked: Job, tokenizer: Tokenizer) -> None:
     parts = [update(CallBegin("a", "f")), update(CallText("{}")), update(CallEnd())]
     made = deltas(chunks(asked, tokenizer, begin(), *parts, end("tool_calls")))
     functions = [each["tool_calls"][0]["function"] for each in made if "tool_calls" in each]
     assert functions == [{"name": "f", "arguments": ""}, {"arguments": "{}"}]
 
 
-def test_writer_calls_a_tool_that_was_named_no_reason(tokenizer: Tokenizer) -> None:
+def test_writer_gives_the_reason_stop_for_a_named_tool(tokenizer: Tokenizer) -> None:
     choice = {"type": "function", "function": {"name": "add"}}
     named = job(tokenizer, 2000, tools=TOOLS, tool_choice=choice)
     updates = [begin(), update(*call("add", "{}")), end("tool_calls")]

@@ -36,7 +36,7 @@ def test_input_comes_while_it_is_written() -> None:
 
 
 @pytest.mark.parametrize("written", ["", "no JSON", '{"a": 1}', '{"a": "x", "b": "y"}', "[1]"])
-def test_input_of_another_form_is_what_was_written(written: str) -> None:
+def test_input_in_another_form_is_unchanged(written: str) -> None:
     assert given(iter(written))[0] == written
 
 

@@ -121,7 +121,7 @@ def test_writer_shows_that_a_call_was_cut_off(arguments: str, reason: Any, stop:
     assert whole.whole()["stop_reason"] in ("max_tokens", "stop_sequence")
 
 
-def test_writer_fails_in_its_own_words() -> None:
+def test_writer_fails_in_anthropics_form() -> None:
     error = writer().failed(EngineError("/a/path"))
     assert ErrorResponse.model_validate(error).error.type == "overloaded_error"
     assert error["request_id"] == "request-1"

@@ -114,7 +114,7 @@ NULL_OR_COLOUR = {"anyOf": [{"$ref": "#/$defs/Colour"}, {"type": "null"}]}
         ({"const": "a b"}, ["a b"], ["a"]),
     ],
 )
-def test_value_rules_hold_texts_to_their_schema(
+def test_value_rules_enforce_the_schema_of_texts(
     name: str, tokenizer: LLTokenizer, schema: Any, right: list[Any], wrong: list[Any]
 ) -> None:
     if name == "gemma4" and "pattern" in schema:
@@ -137,10 +137,8 @@ def test_value_rules_name_what_they_leave_out(name: str, tokenizer: LLTokenizer)
 
 
 @marked
-def test_value_rules_let_other_keys_come_where_the_schema_does(
-    name: str, tokenizer: LLTokenizer
-) -> None:
-    """A tool whose parameters were open could be called without any only."""
+def test_value_rules_allow_other_keys_if_the_schema_does(name: str, tokenizer: LLTokenizer) -> None:
+    """Otherwise, a tool with open parameters could only be called without any."""
     words = {"type": "object", "properties": {}, "additionalProperties": {"type": "string"}}
     for parameters in (words, {"type": "object"}):
         tool = Tool(name, tokenizer, parameters)
@@ -180,7 +178,7 @@ def test_value_rules_follow_a_reference_of_all_parameters(
         ("a/b", ["a/b"], ["ab"]),
     ],
 )
-def test_searching_finds_what_the_pattern_finds(pattern: str, right: Any, wrong: Any) -> None:
+def test_searching_equals_the_pattern(pattern: str, right: Any, wrong: Any) -> None:
     found = searching(pattern)
     assert (found is None) == (right is None)
     for text in right or ():
@@ -216,7 +214,7 @@ TOOLS = [
     [("qwen3_coder", True), ("glm", True), ("minimax_m2", False), ("nemotron", False)],
 )
 @pytest.mark.parametrize("is_forced", [False, True])
-def test_tool_grammar_holds_an_input_to_its_own_grammar(
+def test_tool_grammar_enforces_the_grammar_of_an_input(
     name: str, is_held: bool, is_forced: bool, tokenizer: LLTokenizer
 ) -> None:
     """Codex has patches written as such a tool. Where the end mark is a token or stands on a line

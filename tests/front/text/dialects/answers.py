@@ -1,4 +1,4 @@
-"""What the tests of dialects share: an answer read in pieces, and calls as plain values."""
+"""Shared by the tests of dialects: an answer read in pieces, and calls as plain values."""
 
 import json
 import random

@@ -90,7 +90,7 @@ def check_open_call(parts: list[Part]) -> None:
 
 @calls
 @pytest.mark.parametrize("rules", [FREE, DEMANDED], ids=["free", "demanded"])
-def test_a_cut_call_is_open_and_no_text(name: str, rules: Splitting) -> None:
+def test_a_cut_call_is_open_and_not_text(name: str, rules: Splitting) -> None:
     dialect, text = CALLS[name]
     for begun in beginnings(text):
         for pieces in ([begun], list(begun)):

@@ -171,7 +171,7 @@ def test_a_call_is_read_as_it_was_written(name: str, arguments: Json) -> None:
 
 
 def stripped(value: Any) -> Any:
-    """mlx-lm takes blanks from both ends of some values, and keeps no string that looks null."""
+    """mlx-lm strips some values, and changes strings that look like null."""
     if isinstance(value, dict):
         return {key: stripped(each) for key, each in value.items()}
     return value.strip() if isinstance(value, str) else value
@@ -229,7 +229,7 @@ def test_the_name_comes_first_and_arguments_as_they_are_written(name: str) -> No
 
 
 @families
-def test_a_call_that_was_cut_off_is_no_complete_json(name: str) -> None:
+def test_a_call_that_was_cut_off_is_not_complete_json(name: str) -> None:
     dialect, write, _ = FAMILIES[name]
     assert dialect.calls is not None
     text = dialect.calls.start + write("write", {"path": "a.py", "text": "abcdefgh"})
@@ -242,7 +242,7 @@ def test_a_call_that_was_cut_off_is_no_complete_json(name: str) -> None:
 
 @families
 @pytest.mark.parametrize("body", ["", " ", "no call at all", "\n<b>", "{}", '{"a": 1}', "[]"])
-def test_what_is_no_call_stays_text(name: str, body: str) -> None:
+def test_text_that_is_not_a_call_stays_text(name: str, body: str) -> None:
     dialect, _, _ = FAMILIES[name]
     assert dialect.calls is not None
     text = f"Look: {dialect.calls.start}{body}{dialect.calls.end} end"
@@ -369,7 +369,7 @@ def test_mistral_ids_and_old_lists() -> None:
     assert calls_in(every_way(mistral.MISTRAL, old)) == [("now", {})]
 
 
-def test_a_parameter_that_is_a_string_keeps_what_looks_like_something_else() -> None:
+def test_a_string_parameter_keeps_text_that_looks_like_another_type() -> None:
     arguments = {"path": "null", "text": "\n two\n\n", "note": "null"}
     for dialect, write in ((qwen.QWEN_CODER, coder_call), (deepseek.DEEPSEEK_V32, dsml_call)):
         assert dialect.calls is not None

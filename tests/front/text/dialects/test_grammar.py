@@ -258,7 +258,7 @@ def test_harmony_forces_a_call(tokenizer: LLTokenizer, added: dict[str, int]) ->
     assert not accepts(tokenizer, grammar, [call.replace("write", "read")])
 
 
-def test_grammar_names_the_keywords_that_it_does_not_hold(added: dict[str, int]) -> None:
+def test_grammar_names_the_keywords_that_it_does_not_enforce(added: dict[str, int]) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=b)"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     grammar = tool_grammar(NAMED["nemotron"], tools, added.get, added)
