@@ -625,7 +625,7 @@ def test_slow_checks_of_grammars_delay_no_other_request(
         assert going_on.wait(10)
         return GrammarChecked(None)
 
-    monkeypatch.setattr(engine.tokenizer.grammars._helpers, "ask", slow)
+    monkeypatch.setattr(engine.tokenizer.grammars._helpers, "call", slow)
     with ThreadPoolExecutor(8) as clients:
         patterns = [{"regex": "a" * num} for num in range(1, 9)]
         asked = [clients.submit(post, server, structured_outputs=each) for each in patterns]

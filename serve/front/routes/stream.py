@@ -139,12 +139,12 @@ class Stream(EventSourceResponse):
             headers={"cache-control": "no-cache", **headers},
             media_type=framing.media_type,
             ping=KEEP_ALIVE_SECONDS,
-            ping_message_factory=self._ping,
+            ping_message_factory=self._next_ping,
         )
         self._answer, self._plain_ping = answer, framing.ping
         self._comment = framing.comment
 
-    def _ping(self) -> ServerSentEvent:
+    def _next_ping(self) -> ServerSentEvent:
         """Returns a ping: an API's event, or a comment, with progress before the answer."""
         progress = self._answer.prompt_progress if self._answer else None
         if progress is None or self._plain_ping is not KEEP_ALIVE:

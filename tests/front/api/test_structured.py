@@ -487,7 +487,7 @@ def test_check_of_the_same_grammar_is_done_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(grammars_module, "_MAX_KNOWN", 20)
     grammars = GrammarChecker(MODEL)
     asked = Mock(wraps=grammars._helpers.call)
-    monkeypatch.setattr(grammars._helpers, "ask", asked)
+    monkeypatch.setattr(grammars._helpers, "call", asked)
     written = [StructuredOutputs(regex=f"a{{{n + 1}}}").grammar() for n in range(30)]
     for grammar in written:
         assert not grammars.is_known(grammar)

@@ -180,7 +180,7 @@ async def test_a_broken_engine_ends_the_stream_with_an_error(
 async def test_an_internal_error_ends_only_its_stream(
     engine: FakeEngine, record: AccessRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RunningAnswer, "_take", lambda *_: 1 / 0)
+    monkeypatch.setattr(RunningAnswer, "_count_event", lambda *_: 1 / 0)
     stream = events_of(engine, *started(engine, record))
     event, done = [event async for event in stream]
     assert done == replies.DONE
@@ -198,7 +198,7 @@ async def test_the_message_of_an_internal_error_is_not_logged(
     def broken(*_: Any) -> None:
         raise KeyError("\n2026 INFO request=FORGED\x1b[2K\u2028") from ValueError("a\rFORGED")
 
-    monkeypatch.setattr(RunningAnswer, "_take", broken)
+    monkeypatch.setattr(RunningAnswer, "_count_event", broken)
     assert [event async for event in events_of(engine, *started(engine, record))]
     lines = [entry.getMessage() + (entry.exc_text or "") for entry in caplog.records]
     assert any("event=bug trace=" in line and "test_answer.py" in line for line in lines)
@@ -210,7 +210,7 @@ async def test_text_that_cannot_be_encoded_ends_its_stream_with_an_error(
     engine: FakeEngine, record: AccessRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     untold = Update(0, (Text("\ud800"),))
-    monkeypatch.setattr(RunningAnswer, "_take", lambda *_: lambda: untold)
+    monkeypatch.setattr(RunningAnswer, "_count_event", lambda *_: lambda: untold)
     stream = events_of(engine, *started(engine, record))
     event, done = [event async for event in stream]
     assert (b"server_error" in event, done) == (True, replies.DONE)

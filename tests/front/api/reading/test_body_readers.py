@@ -160,7 +160,7 @@ class Slow:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
     made = Slow()
-    monkeypatch.setattr(Helpers, "ask", lambda *given: made(*given))
+    monkeypatch.setattr(Helpers, "call", lambda *given: made(*given))
     return made
 
 
@@ -306,7 +306,7 @@ async def test_a_body_that_takes_too_long_to_read_is_refused(
     def overrun(*_: object) -> Answer:
         raise HelperEnded(-signal.SIGPROF)
 
-    monkeypatch.setattr(Helpers, "ask", overrun)
+    monkeypatch.setattr(Helpers, "call", overrun)
     with fails(RequestError, "request_too_slow"):
         await body_readers.read(reader, kinds.TOKENIZE, padded(MAX_SMALL_BYTES), "client")
 
