@@ -229,13 +229,13 @@ def generate_with_model(
 
 def test_plan_guesses_returns_more_the_cheaper_they_are() -> None:
     (cheap,), (dear,), (too_dear,) = (
-        make_with_model(guess).ask([new_text()], 1) for guess in (0.01, 0.15, 0.9)
+        make_with_model(guess).plan_guesses([new_text()], 1) for guess in (0.01, 0.15, 0.9)
     )
     assert cheap > dear > too_dear == 0
 
 
 def test_plan_guesses_returns_0_without_a_draft_model_or_memory_or_for_the_last_token() -> None:
-    assert make_speculation().ask([new_text()], 1) == [0]
+    assert make_speculation().plan_guesses([new_text()], 1) == [0]
     nine = [new_text(id) for id in range(9)]
     speculation = make_with_model(guess=0.001, reading=0.0)
     speculation.token_cost = 0.01
@@ -277,7 +277,7 @@ def test_plan_guesses_gives_up_a_bad_draft_model_and_tries_again_later() -> None
     wrong = make_with_model()
     first = generate_with_model(wrong, new_text(), 60, right=0.05)
     assert 0 < first < 30
-    assert wrong.ask([new_text(1)], 1)[0] > 0, "another text may be easier"
+    assert wrong.plan_guesses([new_text(1)], 1)[0] > 0, "another text may be easier"
     later = generate_with_model(wrong, new_text(2), 1000, right=0.05)
     assert first < later < 150
 
