@@ -81,7 +81,7 @@ def test_bodies_have_the_fields_that_are_checked(document: Any, body: Any) -> No
 
 def test_bodies_are_documented_as_sent_and_not_as_parsed(document: Any) -> None:
     found = document["components"]["schemas"]
-    content = found["Message"]["properties"]["content"]
+    content = found["RequestMessage"]["properties"]["content"]
     assert {each.get("type") for each in content["anyOf"]} == {"string", "array", "null"}
     stop = found["ChatBody"]["properties"]["stop"]["anyOf"]
     assert {each["type"] for each in stop} == {"string", "array", "null"}
