@@ -735,7 +735,7 @@ async def test_bodies_of_clients_that_left_do_not_wait_for_a_thread(
     front = Front(CONFIG, engine, engine.tokenizer, MAX_CONTEXT)
     bodies, free = [], threading.Event()
     for _ in range(8):
-        front.answering._lanes._threads.submit(free.wait)
+        front.answering._body_readers._threads.submit(free.wait)
 
     async def read_parts(*_: object) -> Any:
         bodies.append(weakref.ref(body := Body()))
