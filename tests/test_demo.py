@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from launcher.demo import Demo, chosen_port, pieces, server_sent, speed
-from launcher.process import free_ports
 from launcher.supervisor import Supervisor
 from serve.core.errors import BrigadeError, ClusterError, EngineError, UsageError
 from tests.errors import fails
+from tests.ports import free_ports
 
 ROOT = Path(__file__).resolve().parent.parent
 

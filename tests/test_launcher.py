@@ -25,11 +25,12 @@ from launcher.command import (
     rank_command,
     rank_environment,
 )
-from launcher.process import free_ports, local_ranks, shown
+from launcher.process import local_ranks, shown
 from launcher.supervisor import Supervisor
 from serve.core.errors import ClusterError, LostRankError
 from tests.errors import fails
 from tests.models import save
+from tests.ports import free_ports
 
 ROOT = Path(__file__).resolve().parent.parent
 

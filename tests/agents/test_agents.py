@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from launcher.process import free_ports
 from serve.front.text.tokens import Tokenizer
 from tests.agents import page, programs, shapes
 from tests.agents.played import MAX_CONTEXT, PlayedEngine
 from tests.agents.programs import AGENTS, ANSWER, CONTENT, FILE, VARIANTS, Agent, Outcome
 from tests.cluster.servers import TINY_CHAT, Server, brigade_launch, serve_flags, started
 from tests.front.fakes import Running
+from tests.ports import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

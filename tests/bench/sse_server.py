@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from launcher.process import free_ports
+from tests.ports import free_ports
 
 FIRST_SECONDS = 0.1
 GAP_SECONDS = 0.02

@@ -17,7 +17,7 @@ import httpx2
 import openai
 import psutil
 
-from launcher.process import free_ports
+from tests.ports import free_ports
 
 ROOT = Path(__file__).parent.parent.parent
 TINY_CHAT = ROOT / "examples" / "tiny-chat"
@@ -37,18 +37,9 @@ def brigade_launch(num_ranks: int, flags: Sequence[str]) -> list[str]:
 
 def mlx_launch(num_ranks: int, flags: Sequence[str]) -> list[str]:
     """As README has it, but for the ports: other tests may run beside this one."""
-    port = str(free_port_range(num_ranks + 1) + 1)
+    port = str(free_ports(num_ranks + 1)[1])
     ranks = ["-n", str(num_ranks), "--starting-port", port]
     return [str(BIN / "mlx.launch"), *ranks, "serve", *flags]
-
-
-def free_port_range(length: int) -> int:
-    """The first of some consecutive ports that nobody uses."""
-    while True:
-        first = free_ports(1)[0]
-        used = {c.laddr.port for c in psutil.net_connections("tcp") if c.laddr}
-        if first + length < 65536 and not used & set(range(first, first + length)):
-            return first
 
 
 @dataclass

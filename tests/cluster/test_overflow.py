@@ -19,9 +19,9 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from launcher.process import free_ports
 from tests import adapters
 from tests.cluster.servers import TINY_CHAT, Server, brigade_launch, serve_flags, started
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.long
 

@@ -19,14 +19,8 @@ import pytest
 
 from tests import models
 from tests.cluster.random_tools import check_call, example, random_tool
-from tests.cluster.servers import (
-    TINY_CHAT,
-    Server,
-    brigade_launch,
-    free_port_range,
-    serve_flags,
-    started,
-)
+from tests.cluster.servers import TINY_CHAT, Server, brigade_launch, serve_flags, started
+from tests.ports import free_ports
 
 NUM_TOOLS = 200
 MAX_TRIES = 8
@@ -36,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 
 def running_model(folder: Path) -> Iterator[Server]:
-    port = free_port_range(1)
+    port = free_ports(1)[0]
     with started(brigade_launch(2, serve_flags(port, folder)), port) as server:
         server.wait_until_ready()
         yield server

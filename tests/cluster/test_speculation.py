@@ -19,7 +19,6 @@ import httpx2
 import mlx.core as mx
 import pytest
 
-from launcher.process import free_ports
 from tests import heads
 from tests.cluster.questions import QUESTIONS
 from tests.cluster.servers import (
@@ -34,6 +33,7 @@ from tests.cluster.servers import (
     serve_flags,
     started,
 )
+from tests.ports import free_ports
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

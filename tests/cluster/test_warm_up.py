@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 
-from launcher.process import free_ports
 from tests.cluster.servers import ROOT, TINY_CHAT, Server, brigade_launch, started
+from tests.ports import free_ports
 
 ADAPTER = ROOT / "examples" / "adapters" / "pirate"
 

@@ -14,10 +14,10 @@ import httpx2
 import psutil
 import pytest
 
-from launcher.process import free_ports
 from tests.cluster.recovery.test_recovery import Stream
 from tests.cluster.servers import BIN, TINY_CHAT, Server, brigade_launch, gone, quick, started
 from tests.cluster.servers import serve_flags as flags_of
+from tests.ports import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -8,7 +8,6 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from launcher.process import free_ports
 from serve.core.errors import AdapterError
 from serve.lora.table import Adapters
 from tests import adapters
@@ -18,6 +17,7 @@ from tests.front.fakes import FakeRanks
 from tests.hub.checkpoints import header_sizes
 from tests.hub.server import COMMIT, REPO, FakeHub, running
 from tests.lora.test_table import ALL, LLAMA, Pipeline
+from tests.ports import free_ports
 
 SIZE = 0.3
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import mlx_lm
 import pytest
 
-from launcher.process import free_ports
 from tests.cluster.recovery.test_links import Ranks
 from tests.cluster.servers import BIN, ROOT, TINY_CHAT, Server, brigade_launch, started
 from tests.hub.checkpoints import header_sizes
 from tests.hub.server import COMMIT, REPO, FakeHub, running
+from tests.ports import free_ports
 
 QUESTION = [{"role": "user", "content": "Hello, who are you?"}]
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.process import free_ports
+from tests.ports import free_ports
 
 ADDRESSES = ("127.0.0.2", "127.0.0.3")
 SSHD = shutil.which("sshd", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")

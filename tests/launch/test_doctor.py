@@ -19,7 +19,7 @@ from launcher.command import RING_CHECK
 from launcher.facts import holder, host_facts, interface, model_facts, strays
 from launcher.hop import Echo, measure_hop
 from launcher.hostfile import Host
-from launcher.process import free_ports, local_ranks
+from launcher.process import local_ranks
 from launcher.remote import AgentConnection, SshAccess, connected
 from launcher.supervisor import Supervisor
 from serve.core.agent_messages import (
@@ -34,6 +34,7 @@ from serve.core.wire import LineReader, line
 from tests.cluster.servers import TINY_CHAT
 from tests.launch.sshd import Sshd
 from tests.models import save
+from tests.ports import free_ports
 from tests.test_launcher import wait_until
 
 pytestmark = pytest.mark.long

@@ -17,11 +17,11 @@ import httpx2
 import pytest
 
 from launcher import cli
-from launcher.process import free_ports
 from serve.cli.flags import parse
 from serve.core.config import ServeConfig
 from tests.cluster.servers import BIN, TINY_CHAT, alone, running
 from tests.launch.sshd import Sshd
+from tests.ports import free_ports
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECTIONS = ("Launch", "Doctor", "Upgrade")

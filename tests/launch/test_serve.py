@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 
-from launcher.process import free_ports
 from tests.cluster.conftest import mlx_lm_answer  # noqa: F401
 from tests.cluster.recovery.test_life import error_lines, run_to_its_end
 from tests.cluster.servers import (
@@ -28,6 +27,7 @@ from tests.cluster.servers import (
     started,
 )
 from tests.launch.sshd import Sshd
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.long
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from launcher.process import free_ports
 from serve.core.config import Address
 from serve.core.errors import AddressError, ClusterError
 from serve.core.messages import (
@@ -37,6 +36,7 @@ from serve.parent import control, pings
 from serve.parent.control import ControlServer, Gone, Heard, Identity, Joined, join
 from serve.parent.link import Link
 from tests.errors import fails
+from tests.ports import free_ports
 
 RENEW = Renew(1, dump=False)
 MINE = Identity(rank=0, num_ranks=3, secret="sésame", facts={"mlx": "1"}, pid=10)

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 
-from launcher.process import free_ports
 from serve.core.config import Address, Cluster, ServeConfig
 from serve.core.errors import ClusterError
 from serve.core.messages import Fault, FromEngine, Left, Renew, Report, Status, Stop, ToRank
@@ -23,6 +22,7 @@ from serve.parent.link import Link
 from serve.parent.member import _Member, run_member
 from tests.configs import serve_config
 from tests.errors import fails
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.anyio
 

@@ -14,7 +14,7 @@ from serve.core.messages import Greeting
 from serve.core.wire import frame
 from serve.ring.peers import Grid, PeerConnection, meet_all
 from tests.errors import fails
-from tests.ring.test_transport import free_ports
+from tests.ports import free_ports
 
 NONCE = 7
 OLD_LIMIT = 5.5  # seconds, a little more than a neighbour once had for its greeting

@@ -20,14 +20,7 @@ from serve.ring import regroup
 from serve.ring.peers import Grid, meet
 from serve.ring.transport import form_group
 from tests.errors import fails
-
-
-def free_ports(count: int) -> list[int]:
-    listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in listening]
-    for each in listening:
-        each.close()
-    return ports
+from tests.ports import free_ports
 
 
 def run_ring(

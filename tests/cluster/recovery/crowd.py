@@ -10,11 +10,11 @@ from typing import Any
 
 import psutil
 
-from launcher.process import free_ports
 from tests.cluster.recovery.proxy import Proxy
 from tests.cluster.recovery.test_links import Ranks
 from tests.cluster.recovery.test_recovery import Stream
 from tests.cluster.servers import TINY_CHAT, Server, started
+from tests.ports import free_ports
 
 NUM_STREAMS = 14
 MAX_SILENT_SECONDS = 240.0

@@ -20,7 +20,6 @@ import httpx2
 import psutil
 import pytest
 
-from launcher.process import free_ports
 from tests.cluster.servers import (
     BIN,
     ROOT,
@@ -35,6 +34,7 @@ from tests.cluster.servers import (
     serve_flags,
     started,
 )
+from tests.ports import free_ports
 from tests.test_launcher import wait_until
 
 pytestmark = pytest.mark.long

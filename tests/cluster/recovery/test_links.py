@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.process import free_ports
 from tests.cluster.recovery.proxy import Proxy
 from tests.cluster.recovery.test_recovery import check_same, run_streams
 from tests.cluster.servers import TINY_CHAT, Server, alone, gone, quick, serve_flags, started
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.long
 

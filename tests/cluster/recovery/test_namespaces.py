@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.process import free_ports
 from tests.cluster.recovery.test_links import num_restarts
 from tests.cluster.recovery.test_recovery import check_same, run_streams
 from tests.cluster.servers import LOG_SECONDS, TINY_CHAT, Server, alone, quick, serve_flags, started
+from tests.ports import free_ports
 
 HERE, THERE = "198.18.77.1", "198.18.77.2"  # a range for tests of networks
 STALL_SECONDS = 8

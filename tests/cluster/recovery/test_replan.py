@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from launcher.process import free_ports
 from serve.core.checkpoint import read_checkpoint
 from tests.cluster.recovery.test_links import Ranks, engine_pids
 from tests.cluster.recovery.test_prefixes_on_disk import TEXT, ask, disk, wait_until_written
 from tests.cluster.recovery.test_recovery import check_same, run_streams
 from tests.cluster.servers import TINY_CHAT, Server, started
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.long
 

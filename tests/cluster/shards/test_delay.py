@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.process import free_ports
 from tests.cluster.servers import Server, alone, serve_flags, started
 from tests.cluster.shards.delayed_link import HERE, THERE, NoLinkError, delayed_link, in_space
+from tests.ports import free_ports
 
 DELAY_SECONDS = 0.001
 

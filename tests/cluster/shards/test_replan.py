@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.process import free_ports
 from tests.cluster.recovery.test_links import Ranks
 from tests.cluster.recovery.test_recovery import check_same, run_streams
 from tests.cluster.servers import READY_SECONDS, Server, quick, started
+from tests.ports import free_ports
 
 Places = dict[int, tuple[int, int]]
 """The stage and the shard of each rank."""

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from launcher.process import free_ports
 from tests import adapters
 from tests.cluster.questions import QUESTIONS
 from tests.cluster.servers import (
@@ -37,6 +36,7 @@ from tests.cluster.servers import (
 )
 from tests.cluster.test_parity import ask
 from tests.lora.test_table import ALL
+from tests.ports import free_ports
 
 TWO_SHARDS = ("--tensor-parallel-size", "2")
 MAX_DIFFERENCE = 1e-4

@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 
-from launcher.process import free_ports
 from serve.core.config import Address, Cluster
 from serve.core.errors import (
     BrigadeError,
@@ -39,6 +38,7 @@ from serve.parent.member import run_member
 from tests.configs import changed, serve_config
 from tests.errors import fails
 from tests.front.pipeline.simulation import next_token
+from tests.ports import free_ports
 
 pytestmark = pytest.mark.anyio
 FACTS = {"mlx": "1"}

@@ -13,7 +13,6 @@ import pytest
 from mlx.utils import tree_flatten
 from safetensors import safe_open
 
-from launcher.process import free_ports
 from serve.core.errors import ModelError, UsageError
 from serve.hub.partial import pin
 from serve.tune.events import Written
@@ -22,6 +21,7 @@ from tests.cluster.servers import TINY_CHAT, Server, brigade_launch, serve_flags
 from tests.errors import fails
 from tests.hub.conftest import home, point_at
 from tests.hub.server import REPO, FakeHub, running
+from tests.ports import free_ports
 from tests.tune.runs import arrays_of, finish, flags, launch, losses_of, ran, same
 from tests.tune.whole.test_everywhere import TOKENS, log_probabilities
 

@@ -13,8 +13,8 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from launcher.process import free_ports
 from tests.cluster.servers import ROOT, TINY_CHAT, Server, brigade_launch, serve_flags, started
+from tests.ports import free_ports
 from tests.tune.runs import ran
 
 pytestmark = pytest.mark.long

@@ -30,8 +30,9 @@ from serve.tune.events import (
 )
 from serve.tune.results import checkpoint, run_folder
 from serve.tune.run import run
-from tests.cluster.servers import BIN, ROOT, TINY_CHAT, free_port_range
+from tests.cluster.servers import BIN, ROOT, TINY_CHAT
 from tests.errors import fails
+from tests.ports import free_ports
 from tests.tune.runs import arrays_of, config_of, finish, flags, launch, losses_of, ran, same
 
 pytestmark = pytest.mark.long
@@ -136,7 +137,7 @@ def test_an_update_takes_the_memory_that_was_forecast(
 
 
 def test_under_mlx_launch(folder: Path, tmp_path: Path, two_ranks: tuple[Path, str]) -> None:
-    port = str(free_port_range(3) + 1)
+    port = str(free_ports(3)[1])
     words = flags(folder, tmp_path / "out", "--micro-batches", "2")
     ranks = ["-n", "2", "--starting-port", port, "--"]
     finish([str(BIN / "mlx.launch"), *ranks, "brigade", "fine-tune", *words])

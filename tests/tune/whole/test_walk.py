@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.process import free_ports
 from tests.cluster.servers import BIN, ROOT
+from tests.ports import free_ports
 
 pytestmark = [
     pytest.mark.slow,
