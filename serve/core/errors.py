@@ -155,6 +155,10 @@ class UnavailableError(ClusterError):
     retry_after_seconds = 2
 
 
+def stopping() -> UnavailableError:
+    return UnavailableError("The server is stopping.")
+
+
 class EngineError(BrigadeError):
     exit_code = 7
     http_status = 503

@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware.cors import CORSMiddleware
 
 from serve.core.config import ServeConfig
-from serve.core.errors import UnavailableError
+from serve.core.errors import stopping
 from serve.front.http import middleware
 from serve.front.http.access import Route
 from serve.front.http.admission import AccessCheck, CheckedRoute, NoRoute, log_access
@@ -185,7 +185,7 @@ class Front:
 
     def _end_drain(self) -> None:
         self.num_ended += len(self.answering.open_answers())
-        self.answering.interrupt(UnavailableError("The server is stopping."))
+        self.answering.interrupt(stopping())
         self.check.end_drain()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from serve.core.errors import OverloadedError
+from serve.core.errors import BrigadeError, OverloadedError, stopping
 
 Result = TypeVar("Result")
 
@@ -38,8 +38,13 @@ class FairQueue:
         self._waiting: dict[str, list[_Waiting]] = {}  # the client served longest ago first
         self._served: set[str] = set()
         self._numbers = itertools.count()
+        self._is_closed = False
 
     def close(self) -> None:
+        """Ends all that waits with UnavailableError. Work that has begun may end."""
+        self._is_closed = True
+        for waiting in itertools.chain.from_iterable(self._waiting.values()):
+            _refuse(waiting, stopping())
         self._waiting.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -47,7 +52,10 @@ class FairQueue:
         self, client: str, size: int, work: Callable[[], Result], is_urgent: bool = True
     ) -> Result:
         """Runs work in a thread. Returns its result, or raises its error. Raises OverloadedError if
-        too much work waits and most of it is this client's. Work goes on if its client leaves."""
+        too much work waits and most of it is this client's, and UnavailableError after `close`.
+        Work goes on if its client leaves."""
+        if self._is_closed:
+            raise stopping()
         done = asyncio.get_running_loop().create_future()
         waiting = _Waiting(not is_urgent, size, next(self._numbers), client, work, done)
         self._waiting.setdefault(client, []).append(waiting)
@@ -80,6 +88,7 @@ class FairQueue:
             self._waiting[ended.client] = own
         self._fill_threads()
         if running.cancelled():  # by `close`
+            _refuse(ended, stopping())
             return
         error = running.exception()
         if ended.done.done():  # Its client has left.
@@ -97,13 +106,11 @@ class FairQueue:
         most = max(reversed(self._waiting.values()), key=len)
         last = max(most)
         self._remove(last)
-        if not last.done.done():
-            last.done.set_exception(
-                OverloadedError(
-                    f"{self._max_waiting} {self._what} already wait: try again later.",
-                    code="queue_full",
-                )
-            )
+        error = OverloadedError(
+            f"{self._max_waiting} {self._what} already wait: try again later.",
+            code="queue_full",
+        )
+        _refuse(last, error)
 
     def _remove(self, waiting: _Waiting) -> None:
         own = self._waiting.get(waiting.client, [])
@@ -111,3 +118,8 @@ class FairQueue:
             own.remove(waiting)
             if not own:
                 del self._waiting[waiting.client]
+
+
+def _refuse(waiting: _Waiting, error: BrigadeError) -> None:
+    if not waiting.done.done():  # Otherwise its client has left.
+        waiting.done.set_exception(error)

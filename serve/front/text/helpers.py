@@ -14,6 +14,7 @@ from typing import IO, Any, Generic, TypeVar
 
 import msgspec
 
+from serve.core.errors import stopping
 from serve.core.helper_messages import HelperMessage, ToHelper
 
 _LENGTH = struct.Struct(">Q")
@@ -45,6 +46,7 @@ class Helpers(Generic[Answer]):
         self._decoder: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(expected)
         self._command = [sys.executable, "-m", module, *arguments]
         self._lock = threading.Lock()
+        self._is_closed = False
         self._idle: list[subprocess.Popen[bytes]] = []
         self._all: list[subprocess.Popen[bytes]] = []
         weakref.finalize(self, _end_all, self._all)  # also when this process ends
@@ -54,13 +56,19 @@ class Helpers(Generic[Answer]):
         self._idle.append(self._idle_or_new())
 
     def close(self) -> None:
+        """Ends the processes, and what they are asked, with UnavailableError."""
+        with self._lock:
+            self._is_closed = True
         _end_all(self._all)
 
     def call(self, question: ToHelper, *data: bytes) -> Answer:
         """Sends a question and waits for the answer without a limit: call it in threads, of which
-        there may be several. data are the bytes that the question announces. Raises HelperEnded."""
+        there may be several. data are the bytes that the question announces. Raises HelperEnded,
+        and UnavailableError after `close`."""
         process = self._idle_or_new()
         answer = self._answer(process, msgspec.json.encode(question), data)
+        if answer is None and self._is_closed:
+            raise stopping()
         if answer is None:
             self._end(process)
             raise HelperEnded(process.returncode)
@@ -69,6 +77,8 @@ class Helpers(Generic[Answer]):
 
     def _idle_or_new(self) -> "subprocess.Popen[bytes]":
         with self._lock:
+            if self._is_closed:
+                raise stopping()
             while self._idle:
                 process = self._idle.pop()
                 if process.poll() is None:
@@ -91,9 +101,9 @@ class Helpers(Generic[Answer]):
         try:
             write_frame(process.stdin, question)
             write_frame(process.stdin, *data)
-        except OSError:
+            return read_frame(process.stdout)
+        except (OSError, ValueError):  # It has ended, or `close` has closed its files.
             return None
-        return read_frame(process.stdout)
 
     def _end(self, process: "subprocess.Popen[bytes]") -> None:
         if process in self._all:  # Otherwise `close` ends it.

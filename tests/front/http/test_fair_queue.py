@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from serve.core.config import ServeConfig
-from serve.core.errors import OverloadedError, RequestError
+from serve.core.errors import OverloadedError, RequestError, UnavailableError
 from serve.front.http.admission import Keys
 from serve.front.http.fair_queue import FairQueue
 from tests.errors import fails
@@ -141,6 +141,20 @@ async def test_an_error_of_a_client_that_left_is_dropped(caplog: pytest.LogCaptu
     may_fail.set()
     assert await queue.run("b", 1, lambda: 5) == 5
     assert not caplog.records
+
+
+async def test_close_ends_what_waits_with_an_error() -> None:
+    works = Works()
+    begun = works.send("a0")
+    await works.until_begun(1)
+    waiting = [works.send("a1"), works.send("b0")]
+    await asyncio.sleep(0)
+    works.queue.close()
+    waiting.append(works.send("c0"))
+    for task in waiting:
+        with fails(UnavailableError, "unavailable"):
+            await asyncio.wait_for(task, 10)
+    assert await works.finish(begun) == ["a0"]
 
 
 async def test_an_error_of_work_is_raised() -> None:

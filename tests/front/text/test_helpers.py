@@ -1,0 +1,46 @@
+"""Helper processes end with `close`, and so does whatever asks them."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+
+from serve.core.errors import UnavailableError
+from serve.core.helper_messages import CallsParsed, ParseCall
+from serve.front.text import call_parser
+from serve.front.text.helpers import Helpers
+from tests.errors import fails
+
+CALL = ParseCall('{"name": "weather", "arguments": {}}', "[]")
+
+
+def made() -> Helpers[CallsParsed]:
+    return Helpers(CallsParsed, call_parser.__name__, "json_tools")
+
+
+def running() -> set[int]:
+    children = psutil.Process().children()
+    return {child.pid for child in children if call_parser.__name__ in child.cmdline()}
+
+
+def test_no_process_starts_after_close() -> None:
+    before, helpers = running(), made()
+    assert helpers.call(CALL).calls
+    helpers.close()
+    assert running() <= before
+    for use in (lambda: helpers.call(CALL), helpers.warm_up):
+        with fails(UnavailableError, "unavailable"):
+            use()
+    assert running() <= before
+
+
+def test_close_ends_a_question() -> None:
+    before, helpers = running(), made()
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(helpers.call, CALL)
+        while running() <= before and not asked.done():
+            time.sleep(0.001)
+        helpers.close()  # The process needs longer to start.
+        with fails(UnavailableError, "unavailable"):
+            asked.result(60)
+    assert running() <= before
