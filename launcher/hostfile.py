@@ -22,6 +22,15 @@ from serve.core.errors import UsageError
 
 _SSH = re.compile(r"[^\s\x00-\x1f\x7f-][^\s\x00-\x1f\x7f]*")  # A name with a dash would be a flag.
 _FORM = 'write [{"ssh": "studio-1", "ips": ["10.0.0.1"]}, …]'
+# What msgspec says of a wrong value, and the same after the value's name.
+_WORDS = {
+    r"Object missing required field `(.*)`": r"has no \1",
+    r"Object contains unknown field `(.*)`": r"has an unknown field \1",
+    r"Expected `array` of length >= 1": "is empty",
+    r"Expected `array`, .*": "must be a list",
+    r"Expected `object`, .*": "must be an object",
+    r"Expected `str`, .*": "must be a string",
+}
 
 
 class _HostEntry(msgspec.Struct, forbid_unknown_fields=True):
@@ -85,11 +94,12 @@ def read_hostfile(path: Path) -> Hostfile:
 def parse_hostfile(text: str, path: str) -> Hostfile:
     try:
         content = json.loads(text)
-        if isinstance(content, list):
+        if not isinstance(content, dict):
             content = {"hosts": content}
         read = msgspec.convert(content, _Content)
     except msgspec.ValidationError as error:
-        raise UsageError(f"{path}: {error}: {_FORM}.", code="wrong_format") from error
+        problem = _in_words(str(error))
+        raise UsageError(f"{path}: {problem}: {_FORM}.", code="wrong_format") from error
     except (ValueError, RecursionError) as error:
         problem = f"the file is not JSON ({error}): {_FORM}"
         raise UsageError(f"{path}: {problem}.", code="wrong_format") from error
@@ -105,6 +115,17 @@ def parse_hostfile(text: str, path: str) -> Hostfile:
     _check_together(path, hosts)
     environment = dict(check_variable(word, f"{path}: envs") for word in read.envs)
     return Hostfile(tuple(hosts), environment)
+
+
+def _in_words(problem: str) -> str:
+    """Rewrites msgspec's "Expected `str`, got `int` - at `$.hosts[0].ssh`"."""
+    what, _, place = problem.partition(" - at ")
+    for pattern, words in _WORDS.items():
+        what = re.sub(pattern, words, what)
+    where = place.strip("`$.") or "the file"
+    where = re.sub(r"^hosts\[(\d+)\]\.(.*)", r"\2 of rank \1", where)
+    where = re.sub(r"^hosts\[(\d+)\]", r"rank \1", where)
+    return f"{where} {what}"
 
 
 def _check_entry(path: str, rank: int, entry: _HostEntry) -> None:
