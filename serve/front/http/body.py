@@ -32,6 +32,8 @@ def refuse(message: str, param: str | None = None) -> NoReturn:
 def json_object(data: bytes) -> dict[str, Any]:
     """Parses a body. Raises RequestError if it is not a JSON object by RFC 8259, or if it has a
     field twice, an object with more than MAX_FIELDS fields, or a number too large for a float."""
+    if not data.strip():
+        raise RequestError("The body is empty: send a JSON object.")
     try:
         body: Any = from_json(data, allow_inf_nan=False)
         # from_json checks surrogates and depth, but it takes the last of two equal fields, and

@@ -390,6 +390,12 @@ def test_many_wrong_items_are_one_error(body: Any, name: str) -> None:
     assert caught.value.error_count() <= 3, "those of the first"
 
 
+@pytest.mark.parametrize("body", [b"", b" \n"])
+def test_an_empty_body_is_called_empty(body: bytes) -> None:
+    with fails(RequestError, "invalid_value", match="The body is empty"):
+        json_object(body)
+
+
 def test_an_object_of_very_many_fields_is_refused() -> None:
     fields = {f"f{n}": n for n in range(MAX_FIELDS + 1)}
     for content in (fields, {"model": "m", "messages": [{**USER, **fields}]}):
