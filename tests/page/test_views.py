@@ -23,6 +23,12 @@ from tests.page.shown import ShownEngine
 
 pytestmark = pytest.mark.long
 
+# How far each value is from the left edge of its cell.
+VALUE_STARTS = """(cells) => cells.map((cell) => {
+    const value = document.createRange();
+    value.selectNodeContents(cell);
+    return value.getBoundingClientRect().left - cell.getBoundingClientRect().left;
+})"""
 VIEWS = ("pipeline", "requests", "adapters", "chat")
 
 
@@ -144,6 +150,17 @@ def test_pipeline_names_the_bottleneck_and_the_request_that_waits(
         queue = page.locator("[data-finding=queue]")
         expect(queue).to_contain_text("2 requests wait: f1-57 has waited the longest, for ")
         expect(queue).to_contain_text("All 4 places are taken")
+        tab.check()
+
+
+def test_values_of_a_request_stand_in_columns_on_phones(engine: ShownEngine, tab: Tab) -> None:
+    engine.delay = 60.0
+    tab.page.set_viewport_size({"width": 390, "height": 844})
+    with Running(engine) as server, waiting(server, "f1-57"):
+        page = tab.show(server.url, "requests")
+        starts = page.locator("td.num[data-label]").evaluate_all(VALUE_STARTS)
+        assert len(starts) == 5
+        assert len({round(start) for start in starts}) == 1, starts
         tab.check()
 
 
