@@ -38,13 +38,13 @@ class ModelNames(msgspec.Struct, frozen=True, array_like=True):
         self.check(name)
         return name
 
-    def check(self, name: str, param: str = "model") -> None:
+    def check(self, name: str) -> None:
         """Raises NotFoundError unless it is one of the names."""
         if name not in self.names:
             raise NotFoundError(
                 f"The model {name[:100]!r} does not exist: this server has "
                 f"{', '.join(map(repr, self.names))}.",
-                param=param,
+                param="model",
                 code="model_not_found",
             )
 

@@ -91,7 +91,7 @@ LOAD, UNLOAD, CHANGE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adm
         (LOAD, {**X, "lora_name": "../a"}, 400, "lora_name", "adapter_name"),
         (UNLOAD, {}, 400, "lora_name", "missing_required_parameter"),
         (UNLOAD, {"lora_name": "nobody"}, 404, "lora_name", "adapter_not_found"),
-        (CHANGE, {"lora_name": "nobody", "pin": True}, 404, "lora_name", "model_not_found"),
+        (CHANGE, {"lora_name": "nobody", "pin": True}, 404, "lora_name", "adapter_not_found"),
         (CHANGE, {"lora_name": "tiny", "pin": "yes"}, 400, "pin", "invalid_value"),
         (CHANGE, {"lora_name": "tiny", "pin": True}, 400, "lora_name", "invalid_value"),
     ],

@@ -27,7 +27,7 @@ from serve.core.errors import (
 )
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
 from serve.front.adapters.adapter import Adapter, LoadedVersion, Source, checked
-from serve.front.adapters.registry import AdapterRegistry
+from serve.front.adapters.registry import AdapterRegistry, adapter_not_found
 from serve.hub.access import FAILURES, is_refusal
 from serve.hub.partial import pin
 from serve.hub.repo import ADAPTER
@@ -188,8 +188,9 @@ class AdapterLoader:
         """Pins an adapter, makes it the default or loads it again, where asked. Returns all
         adapters. Raises RequestError."""
         registry = self.registry
-        registry.served.check(name, "lora_name")
         is_model = name == self._config.model_name
+        if not is_model and name not in registry.by_name:
+            raise adapter_not_found(name)
         if is_model and (preload or pin is not None):
             raise RequestError(
                 f"{name!r} is the base model: it is always loaded.",

@@ -88,11 +88,7 @@ class AdapterRegistry:
     def remove(self, name: str) -> Adapter:
         adapter = self.by_name.pop(name, None)
         if adapter is None:
-            raise NotFoundError(
-                f"The lora adapter '{name}' cannot be found.",
-                param="lora_name",
-                code="adapter_not_found",
-            )
+            raise adapter_not_found(name)
         self.statistics.num_requests.pop(name, None)
         return adapter
 
@@ -217,6 +213,14 @@ class AdapterRegistry:
         if not adapter.version:
             return 0  # Sequences without an adapter have version 0 too.
         return self._num_sequences(adapter.version)
+
+
+def adapter_not_found(name: str) -> NotFoundError:
+    return NotFoundError(
+        f"The lora adapter '{name}' cannot be found.",
+        param="lora_name",
+        code="adapter_not_found",
+    )
 
 
 def _fits(sizes: list[list[int]], limits: list[int]) -> bool:
