@@ -89,7 +89,7 @@ class ResponseFormat(Body):
         if given not in allowed:
             choices = [" and ".join(sorted(fields)) or "nothing else" for fields in allowed]
             names = " or ".join(choices)
-            refuse(f"of type {self.type} needs {names}, and no other field")
+            refuse(f"has the type {self.type}, which needs {names}, and no other field")
         self._check_triggers()
         return self
 

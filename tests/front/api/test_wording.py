@@ -238,6 +238,12 @@ def test_every_kind_of_schema_has_its_words() -> None:
         (ChatBody, {"n": 129}, "n must be at most 128, not 129."),
         (
             ChatBody,
+            {"response_format": {"type": "json_schema"}},
+            "response_format has the type json_schema, which needs json_schema or schema, and no "
+            "other field.",
+        ),
+        (
+            ChatBody,
             {"tools": [{**TOOL, "function": {"name": "a b"}}]},
             'tools[0].function.name must be 1 to 128 letters, digits, or . _ : / -, not "a b".',
         ),
