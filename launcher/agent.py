@@ -1,7 +1,7 @@
 """The program that a launcher starts on each host of a hostfile: it answers questions, then
 supervises one rank.
 
-    launcher -> agent   one message a line on stdin; an empty line says that it lives
+    launcher -> agent   one message a line on stdin; an empty line says that the launcher is alive
     agent -> launcher   lines that begin with the agent's token are messages, all others the rank's
 
 The messages are those of `serve.core.messages`.
@@ -54,7 +54,7 @@ class Agent:
     def __init__(self, token: str) -> None:
         self._token = token
         self._unread = b""
-        self._held: list[socket] = []  # ports that the rank will listen on
+        self._reserved: list[socket] = []  # ports that the rank will listen on
         self._echoes: list[Echo] = []
         self._write_lock = threading.Lock()
         self._messages: LineReader[ToAgent] = LineReader(ToAgent)
@@ -100,14 +100,14 @@ class Agent:
 
     def _reserve(self, ips: list[str]) -> PortsReserved:
         new = [bound(ip) for ip in ips]
-        self._held += new
+        self._reserved += new
         return PortsReserved([each.getsockname()[1] for each in new])
 
     # --- the rank
 
     def _run(self, order: RunRank) -> int:
-        for held in self._held:
-            held.close()
+        for reserved in self._reserved:
+            reserved.close()
         kill_former(order.secret, order.rank)
         with shared_ring(order.addresses, order.control, order.secret) as ring:
             base = {**os.environ, **order.environment}

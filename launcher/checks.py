@@ -23,7 +23,7 @@ _SLOW_ROUND_TRIP_SECONDS = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. status is ok, warn or fail; fix is what to do about the last two."""
+    """One line of the report. status is ok, warn or fail; fix says how to mend the last two."""
 
     status: str
     where: str
@@ -256,7 +256,7 @@ def check_same(
         rows = error.rows.items()
         who = [f"{name} of {hosts[n]} is {row[n]}" for name, row in rows for n in row]
         return Finding("fail", "all hosts", "they differ: " + ", ".join(who), fix)
-    # Not every model has every file. A file that no host has is not worth a line.
+    # Not every model contains every file. A file that no host has gets no line.
     names = [name for name, value in values[0].items() if value != MISSING]
     return Finding("ok", "all hosts", "the same " + ", ".join(names))
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from launcher.command import HOST, PROGRAMS, check_variable, forwarded, rank_command
 from launcher.demo import DEFAULT_MODEL, Demo
-from launcher.doctor import ask, check_before, diagnose
+from launcher.doctor import check_before, diagnose, query_host
 from launcher.facts import host_facts
 from launcher.hostfile import Host, read_hostfile
 from launcher.process import Start, local_ranks
@@ -106,9 +106,9 @@ class LaunchFlags(HostFlags):
 class DoctorFlags(HostFlags):
     """The flags of `brigade doctor`."""
 
-    model: Path | None = flag("folder of a model whose copies on all hosts are compared", None)
+    model: Path | None = flag("model folder, whose copies on all hosts are compared", None)
     prefix_cache_dir: Path | None = flag("folder for prefixes, as for `brigade serve`", None)
-    port: int = flag("port of the server on rank 0, checked to be free", 8080, min=0, max=65535)
+    port: int = flag("port of the server on rank 0, which must be free", 8080, min=0, max=65535)
     json: bool = flag("print the report as JSON", False)
 
 
@@ -117,7 +117,7 @@ class DemoFlags:
     """The flags of `brigade demo`."""
 
     num_ranks: int = flag("number of ranks to start on this machine", 2, short=("-n",), min=1)
-    once: bool = flag("exit after the answers instead of serving on", False)
+    once: bool = flag("exit after the answers instead of continuing to serve", False)
     port: int | None = flag(
         "port of the server (default: 8080, or a free port if 8080 is taken)",
         None,
@@ -143,23 +143,23 @@ def launch(words: Sequence[str]) -> int:
     access = flags.access
     ranks_command = rank_command(command, access.python)
     if flags.num_ranks:
-        terms = check_words(command, flags.num_ranks)
+        program_flags = check_words(command, flags.num_ranks)
         environment = {**os.environ, **environment}
         check_before([host_facts(None, [])], environment)
         ranks = local_ranks(ranks_command, flags.num_ranks, environment)
-        return keep(command, [HOST] * flags.num_ranks, ranks, terms)
+        return supervise(command, [HOST] * flags.num_ranks, ranks, program_flags)
     assert flags.hostfile is not None
     hostfile = read_hostfile(flags.hostfile)
     hosts = hostfile.hosts
     # The model's files can be checked only if a rank runs on this machine.
     here = next((rank for rank, host in enumerate(hosts) if host.is_local), None)
-    terms = check_words(command, None if here is None else len(hosts), here or 0)
+    program_flags = check_words(command, None if here is None else len(hosts), here or 0)
     serves = command[0] == "serve"
     with connected(hosts, access, write_line, serves=serves) as connections:
         environment = {**forwarded(os.environ), **hostfile.environment, **environment}
-        check_before([facts for facts, _ in on_each(connections, ask)], environment)
-        ranks = remote_ranks(connections, ranks_command, environment, terms.drain_seconds)
-        return keep(command, [host.ssh for host in hosts], ranks, terms)
+        check_before([facts for facts, _ in on_each(connections, query_host)], environment)
+        ranks = remote_ranks(connections, ranks_command, environment, program_flags.drain_seconds)
+        return supervise(command, [host.ssh for host in hosts], ranks, program_flags)
 
 
 def split_at_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -180,7 +180,7 @@ def split_at_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class ProgramFlags:
     """The program's flags that the launcher obeys: the seconds that ranks may take to end and to
     reach rank 0, and whether rank 0 goes on without another rank."""
 
@@ -189,7 +189,7 @@ class Terms:
     replans: bool = False
 
 
-def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> Terms:
+def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> ProgramFlags:
     """Checks the words after `--` once, before any rank starts. With num_ranks it also checks them
     against the model and the files of that rank's host. Raises BrigadeError."""
     if words[0] == "fine-tune":
@@ -197,7 +197,7 @@ def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> T
 
         if num_ranks is not None:
             check_fine_tune(words[1:], num_ranks, rank)
-        return Terms()
+        return ProgramFlags()
     from serve.cli.flags import parse
     from serve.cli.main import check
 
@@ -205,30 +205,30 @@ def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> T
         config = parse(ServeConfig, words[1:], "brigade serve", "")
     else:
         config, _ = check(words[1:], num_ranks)
-    return Terms(
+    return ProgramFlags(
         config.drain_timeout + END_SECONDS,
         config.start_patience(is_launched=True),
         config.replan,
     )
 
 
-def keep(
+def supervise(
     words: Sequence[str],
     hosts: Sequence[str],
     ranks: AbstractContextManager[list[Start]],
-    terms: Terms,
+    program_flags: ProgramFlags,
 ) -> int:
-    with recorded(words, hosts, terms.drain_seconds) as record:
+    with recorded(words, hosts, program_flags.drain_seconds) as record:
         supervisor = Supervisor(
             ranks,
             write_line,
-            terms.drain_seconds,
+            program_flags.drain_seconds,
             record,
             MAX_RESTARTS,
             serves=words[0] == "serve",
-            replans=terms.replans,
+            replans=program_flags.replans,
             trains=words[0] == "fine-tune",
-            join_seconds=terms.join_seconds,
+            join_seconds=program_flags.join_seconds,
         )
         return supervisor.run()
 

@@ -1,6 +1,6 @@
 """Builds the command line and the environment of each rank. All functions are pure.
 
-Which processes run, and for how long, is `launcher.supervisor`'s.
+`launcher.supervisor` decides which processes run, and for how long.
 """
 
 import re
@@ -16,7 +16,7 @@ HOST = "127.0.0.1"
 PROGRAMS = {"serve": "serve.cli.main", "fine-tune": "serve.cli.fine_tune"}
 RING_CHECK = "serve.ring.check"
 
-# Variables that a rank or MLX reads. A value from the caller could send it to another cluster.
+# Variables that a rank or MLX reads. With the caller's values, a rank could join another cluster.
 RANK_VARIABLES = (
     "BRIGADE_CONTROL",
     "BRIGADE_LEASH",
@@ -73,7 +73,7 @@ def rank_environment(
     """Returns the environment of one rank: that of the caller without variables of another
     cluster, and with those of this one. num_returns is how often the rank was started before."""
     environment = {name: text for name, text in base.items() if name not in RANK_VARIABLES}
-    # A rank writes into a pipe, into which Python would write only when its buffer is full.
+    # A rank writes into a pipe. Python would otherwise write only when its buffer is full.
     environment.setdefault("PYTHONUNBUFFERED", "1")
     environment["BRIGADE_LEASH"] = str(ring.leash)
     if num_ranks > 1:

@@ -1,7 +1,7 @@
-"""`brigade demo`: starts ranks, shows who holds which layers, and asks one question.
+"""`brigade demo`: starts ranks, shows which rank holds which layers, and asks one question.
 
-The ranks are the supervisor's, in the main thread; the conversation is one more thread. It is
-an HTTP client like any other.
+The supervisor runs the ranks in the main thread. The conversation runs in another thread, as an
+HTTP client like any other.
 """
 
 import json
@@ -58,7 +58,7 @@ class DemoServer:
         return answer
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Loads an adapter under this name, replacing the one that has it."""
+        """Loads an adapter under this name, in place of an earlier one of this name."""
         body = {
             "lora_name": name,
             "lora_path": path,
@@ -99,7 +99,7 @@ def server_sent(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def pieces(chunks: Iterator[dict[str, Any]]) -> Iterator[tuple[str, int | None]]:
-    """Yields the text of each chunk, and the number of tokens so far if the chunk has it."""
+    """Yields the text of each chunk, and the number of tokens so far if the chunk contains it."""
     for chunk in chunks:
         usage = chunk.get("usage") or {}
         choices = chunk.get("choices") or [{}]
@@ -157,29 +157,29 @@ def speed(num_tokens: int, first_seconds: float, all_seconds: float) -> str:
     return text
 
 
-class HeldOutput:
-    """Writes the ranks' lines, but not while an answer is being written on the same screen."""
+class DeferredOutput:
+    """Writes the ranks' lines, but only later while an answer is written on the same screen."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: list[str] | None = None
+        self._deferred: list[str] | None = None
 
     def write(self, line: str) -> None:
         with self._lock:
-            if self._held is None:
+            if self._deferred is None:
                 write_line(line)
             else:
-                self._held.append(line)
+                self._deferred.append(line)
 
     def __enter__(self) -> None:
         with self._lock:
-            self._held = []
+            self._deferred = []
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
-            for line in self._held or []:
+            for line in self._deferred or []:
                 write_line(line)
-            self._held = None
+            self._deferred = None
 
 
 class Demo:
@@ -208,7 +208,7 @@ class Demo:
         self._num_ranks = num_ranks
         self._once = once
         self._console = Console(highlight=False, soft_wrap=True)
-        self._output = HeldOutput()
+        self._output = DeferredOutput()
         self._failure: BrigadeError | None = None
         self._swaps = model == DEFAULT_MODEL  # The embedded adapters fit no other model.
         words = ["serve", "--model", str(model), "--host", HOST, "--port", str(self._port)]
@@ -246,7 +246,7 @@ class Demo:
         self._wait_until_ready()
         model = self._server.get("/v1/models")["data"][0]["id"]
         with self._output:
-            self._ask(model)
+            self._show_answer(model)
             for path in SWAPPED if self._swaps else ():
                 self._swap(path)
             if not self._once:
@@ -294,10 +294,10 @@ class Demo:
             f"\nloaded {path} as {ADAPTER_NAME} ({milliseconds:.0f} ms)",
             end="",
         )
-        self._ask(ADAPTER_NAME)
+        self._show_answer(ADAPTER_NAME)
 
-    def _ask(self, model: str) -> None:
-        """Prints the answer as it arrives."""
+    def _show_answer(self, model: str) -> None:
+        """Asks the question, and prints the answer as it arrives."""
         body = {
             "model": model,
             "messages": [{"role": "user", "content": QUESTION}],

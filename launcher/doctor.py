@@ -51,7 +51,7 @@ RING_SECONDS = 60.0
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 Tell = Callable[[str], None]
-Ask = Callable[[AgentConnection], tuple[HostFacts, float]]
+QueryHost = Callable[[AgentConnection], tuple[HostFacts, float]]
 
 
 def diagnose(
@@ -65,8 +65,8 @@ def diagnose(
 ) -> int:
     """Shows the findings about hosts. Returns 0 if all is well, 1 for warnings, 2 for failures."""
     with Console(stderr=True, highlight=False).status("") as status:
-        ask_host = partial(ask, model=model, prefix_cache_dir=prefix_cache_dir, port=port)
-        findings = list(examine(hosts, access, ask_host, status.update))
+        query = partial(query_host, model=model, prefix_cache_dir=prefix_cache_dir, port=port)
+        findings = list(examine(hosts, access, query, status.update))
     show(findings, as_json)
     return exit_code(findings)
 
@@ -83,14 +83,14 @@ def check_before(facts: Sequence[HostFacts], environment: Mapping[str, str]) -> 
         raise ClusterError("; ".join(f"{f.where}: {f.what}: {f.fix}" for f in failed) + ".")
 
 
-def ask(
+def query_host(
     connection: AgentConnection,
     model: Path | None = None,
     prefix_cache_dir: Path | None = None,
     port: int | None = None,
 ) -> tuple[HostFacts, float]:
-    """Returns one host's facts, under the name that the hostfile gives it, and the seconds by which
-    its clock is ahead of this machine's. The port is that of rank 0."""
+    """Returns one host's facts, under its name in the hostfile, and the seconds by which its clock
+    is ahead of this machine's. The port is that of rank 0."""
     host = connection.host
     question = DescribeHost(
         str(model) if model else None,
@@ -99,15 +99,17 @@ def ask(
         None if host.rank else port,
     )
     asked = time.time()
-    facts = connection.ask(question, HostFacts)
+    facts = connection.request(question, HostFacts)
     return named(facts, str(host)), facts.time - (asked + time.time()) / 2
 
 
-def examine(hosts: Sequence[Host], access: SshAccess, ask: Ask, tell: Tell) -> Iterator[Finding]:
+def examine(
+    hosts: Sequence[Host], access: SshAccess, query: QueryHost, tell: Tell
+) -> Iterator[Finding]:
     """Yields findings as they are made. The last one may be that a host cannot be reached."""
     try:
         with connected(hosts, access, tell) as connections:
-            yield from examine_connected(connections, access, ask, tell)
+            yield from examine_connected(connections, access, query, tell)
     except HostsError as error:
         yield from (Finding("fail", each.where, each.what, each.fix) for each in error.errors)
     except HostError as error:
@@ -117,14 +119,14 @@ def examine(hosts: Sequence[Host], access: SshAccess, ask: Ask, tell: Tell) -> I
 def examine_connected(
     connections: list[AgentConnection],
     access: SshAccess,
-    ask: Ask,
+    query: QueryHost,
     tell: Tell,
 ) -> Iterator[Finding]:
     has_several = len(connections) > 1
     facts = []
     notes = []
     for connection, (own, ahead_seconds) in zip(
-        connections, on_each(connections, ask), strict=True
+        connections, on_each(connections, query), strict=True
     ):
         label = connection.host.label if has_several else own.host
         facts.append(named(own, label))
@@ -156,8 +158,8 @@ def examine_hops(connections: Sequence[AgentConnection], tell: Tell) -> Iterator
 def examine_hop(here: AgentConnection, there: AgentConnection, ip: str) -> Finding:
     where = f"{here.host} → {there.host} ({ip})"
     try:
-        port = there.ask(StartEcho(ip), EchoStarted).port
-        return check_hop(where, here.ask(MeasureHop(ip, port), HopSpeed))
+        port = there.request(StartEcho(ip), EchoStarted).port
+        return check_hop(where, here.request(MeasureHop(ip, port), HopSpeed))
     except ClusterError as error:
         return broken_hop(where, str(error).rstrip("."))
 

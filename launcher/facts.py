@@ -1,6 +1,6 @@
 """Collects the facts of a host. `launcher.checks` evaluates them.
 
-What is asked of macOS was written by reading, and has not run there yet.
+The questions to macOS were written from documentation, and have not run there yet.
 """
 
 import ipaddress
@@ -73,7 +73,7 @@ def host_facts(
         prefix_folder=prefix_folder(Path(prefix_cache_dir)) if prefix_cache_dir else None,
         mac=mac_facts() if sys.platform == "darwin" else None,
         port=port,
-        port_holder=holder(port) if port else None,
+        port_holder=listener(port) if port else None,
     )
 
 
@@ -84,7 +84,7 @@ def model_facts(folder: Path) -> dict[str, str]:
 
 
 def prefix_folder(folder: Path) -> PrefixFolder:
-    """Describes a folder for prefixes, which the first start makes."""
+    """Describes a folder for prefixes. It may not exist yet: the first start makes it."""
     num_bytes = 0
     for path in folder.glob("rank-*/*/*.safetensors"):
         with suppress(FileNotFoundError):  # A running rank may have deleted it meanwhile.
@@ -119,7 +119,7 @@ def strays() -> list[int]:
 
 
 def kill_former(secret: str, rank: int) -> None:
-    """Kills what is left of a rank of the same launch after its launcher lost the connection."""
+    """Kills the remaining processes of a rank whose launcher, the same one, lost its connection."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             environment = process.environ()
@@ -138,7 +138,7 @@ def interface(ip: str) -> str | None:
     return None
 
 
-def holder(port: int) -> str | None:
+def listener(port: int) -> str | None:
     """Returns the program that listens on a port of this host, or None."""
     with suppress(psutil.AccessDenied):  # macOS tells root only
         for connection in psutil.net_connections("tcp"):

@@ -33,7 +33,7 @@ class Echo:
     def _serve(self) -> None:
         while True:
             connection, _ = self._listening.accept()
-            # A measurement that breaks off is its caller's to tell.
+            # If a measurement breaks off, its caller reports that.
             with connection, suppress(OSError, struct.error):
                 connection.settimeout(_TIMEOUT_SECONDS)
                 while header := connection.recv(_LENGTH.size, socket.MSG_WAITALL):

@@ -1,10 +1,10 @@
-"""Reads MLX's hostfile strictly: the hosts, how to reach them, and where each listens. Writes that
-of a ring on one host.
+"""Reads MLX's hostfile strictly: the hosts, how to reach them, and where each listens. Also writes
+the hostfile of a ring on one host.
 
     [{"ssh": "studio-1", "ips": ["10.0.0.1"]}, {"ssh": "studio-2", "ips": ["10.0.0.2"]}]
 
 or the same list as "hosts" of an object with "backend" and "envs", which is what
-mlx.distributed_config writes. Each error says file, entry, reason and what to write instead.
+mlx.distributed_config writes. Each error names file, entry and reason, and says what to write.
 """
 
 import ipaddress

@@ -1,8 +1,8 @@
 """The list of running launches: one file for each launch of this user, locked while its launcher
-lives.
+is alive.
 
-A launcher that was killed loses the lock, so a record never speaks of a process that is gone,
-nor of a stranger that got its number.
+A killed launcher loses the lock, so no record remains for a process that is gone, or for another
+process that got its id.
 """
 
 import fcntl
@@ -44,7 +44,7 @@ class Launch:
     end_seconds: float = 60.0  # how long its ranks may take to end
     state: str = "starting"
     url: str = ""
-    ranks: dict[str, str] = field(default_factory=dict)  # rank -> how its process is
+    ranks: dict[str, str] = field(default_factory=dict)  # rank -> state of its process
 
 
 class LaunchRecord(Observer):

@@ -60,7 +60,7 @@ class HostError(ClusterError):
 
 
 class HostsError(ClusterError):
-    """Several hosts failed, each with an error of its own."""
+    """Several hosts failed, each with its error."""
 
     code = HostError.code
 
@@ -109,12 +109,12 @@ class AgentConnection:
         threading.Thread(target=self._read, daemon=True).start()
 
     def greet(self) -> None:
-        """Sends the agent the working folder, and waits until it has started and is there."""
+        """Waits until the agent has started and has entered the working folder."""
         folder = self._access.folder
         question = EnterFolder(str(folder or os.getcwd()), must_exist=folder is not None)
-        self.ask(question, FolderEntered, GREETING_SECONDS)
+        self.request(question, FolderEntered, GREETING_SECONDS)
 
-    def ask(
+    def request(
         self,
         question: ToAgent,
         expected: type[Answer],
@@ -198,7 +198,7 @@ class AgentConnection:
             for data in pipe:
                 text = data.decode("utf-8", "replace")
                 is_cut = not text.endswith("\n") and text.startswith(self._token)
-                if not is_cut:  # An agent that was killed has not said it.
+                if not is_cut:  # A killed agent may leave half of a message.
                     self._lines.put(shown(text))
         self._lines.put(None)
 
@@ -212,7 +212,7 @@ class RemoteProcess:
         self._connection = connection
         self._returncode: int | None = None
         self._read_all = threading.Event()
-        self.pid = connection.ask(order, RankStarted).pid
+        self.pid = connection.request(order, RankStarted).pid
 
     @property
     def lost(self) -> bool:
@@ -241,8 +241,8 @@ class RemoteProcess:
         threading.Thread(target=self._leave_behind, daemon=True).start()
 
     def _leave_behind(self) -> None:
-        """Closes the connection if the rank does not end in time. The agent hangs as well then, as
-        in a frozen container. The rank counts as lost, and the next agent on that host kills it."""
+        """Closes the connection if the rank does not end in time. Then its agent hangs too, as in a
+        frozen container. The rank counts as lost, and the next agent on that host kills it."""
         if not self._read_all.wait(KILL_SECONDS):
             self._connection.close()
 
@@ -286,7 +286,7 @@ def connected(
     try:
         for host in hosts:
             connections.append(AgentConnection(host, access))
-            if signals:  # It came before this connection was in the list.
+            if signals:  # The signal came before this connection was in the list.
                 end(signals[0])
         on_each(connections, AgentConnection.greet)
         threading.Thread(target=live, daemon=True).start()
@@ -328,7 +328,7 @@ def remote_ranks(
     environment: Mapping[str, str],
     drain_seconds: float,
 ) -> Iterator[list[Start]]:
-    """Prepares one rank on each host. To start it again takes a new connection."""
+    """Prepares one rank on each host. Each restart needs a new connection."""
     ports = on_each(connections, _reserve_ports)
     control = f"{connections[0].host.ips[0]}:{ports[0].pop()}"
     addresses = [
@@ -351,8 +351,8 @@ def remote_ranks(
     def start(rank: int) -> RemoteProcess:
         num_returns = num_starts[rank]
         if num_returns:
-            # In the list before it has answered, which may take long, so that it is closed with
-            # the others.
+            # The connection is listed before it has answered, which may take long, so that it is
+            # closed with the others.
             connections[rank] = connections[rank].again()
             if is_over.is_set():
                 connections[rank].close()
@@ -371,4 +371,4 @@ def _reserve_ports(connection: AgentConnection) -> list[int]:
     ips = list(connection.host.ips)
     if connection.host.rank == 0:
         ips.append(ips[0])
-    return connection.ask(ReservePorts(ips), PortsReserved).ports
+    return connection.request(ReservePorts(ips), PortsReserved).ports

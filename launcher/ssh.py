@@ -80,7 +80,7 @@ _MEANINGS = (
 
 
 def ssh_command(ssh: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
-    """Returns the command line that runs command on a host, with any login shell."""
+    """Returns the command line that runs command on a host, whatever the login shell is."""
     settings = [word for setting in _SETTINGS for word in ("-o", setting)]
     return [*ssh, "-T", "-a", "-x", *settings, host, "exec " + shlex.join(command)]
 
@@ -89,7 +89,7 @@ def meaning(said: str, ssh: Sequence[str], host: str, python: str) -> tuple[str,
     """Explains what a host printed before its command ended: the reason, and how to fix it."""
     login = shlex.join([*ssh, host])
     meanings = list(_MEANINGS)
-    # The shell uses the words of ssh for an interpreter that is missing or cannot be run.
+    # The shell reports an interpreter that is missing or cannot be run in the same words as ssh.
     if re.search(re.escape(python) + ".*(denied|No such)", said):
         meanings.insert(0, _NO_PYTHON)
     for pattern, reason, fix in meanings:

@@ -5,16 +5,16 @@
        ├── a rank failed, or a signal ────┴─────────────┴──> ending ── --drain-timeout and 7 s,
                                                                or a second signal ──> killed
 
-While running, a rank above 0 that was lost is started again, some times; where that fails, such
-as on a host that boots, it is tried until rank 0 gives up waiting. A suspended rank does not end:
-rank 0 writes a line when it hears nothing of one, which is then killed here. The ranks of a
+While running, a rank above 0 that was lost is started again, a limited number of times. A start
+that fails, such as on a host that boots, is repeated until rank 0 gives up waiting. A suspended
+rank does not end: rank 0 logs that it does not answer, and then it is killed here. The ranks of a
 training run depend on each other: if one is lost, all end, and then all are started again.
 
 If a server replans, its other ranks can take over the layers of a rank above 0. Once the server
 has been ready, a rank that is lost too often, or fails by itself, is left out, and no other ends.
 
 One thread a rank reads its output and one waits for its end; they and the signal handlers put
-events into one queue, and `run` sleeps on that queue. Knows no HTTP, no MLX and no command line.
+events into one queue, and `run` sleeps on that queue. It knows no HTTP, MLX or command line.
 """
 
 import json
@@ -42,7 +42,7 @@ FOLLOW_SECONDS = 5.0  # how long the others may go on after one rank has ended w
 END_SECONDS = 7.0  # how long a rank may take to end after a signal, besides --drain-timeout
 DRAIN_SECONDS = 5.0 + END_SECONDS
 GONE_SECONDS = 2.0  # how long a killed rank may take to disappear, on another host too
-LEFT_SECONDS = 10.0  # the same before all ranks start again, without hosts that do not answer
+LEFT_SECONDS = 10.0  # the same if all ranks start again; after it, hosts without answer are ignored
 RESTART_SECONDS = 1.0  # between two restarts of a rank; the first one is immediate
 RETRY_SECONDS = 2.0  # between two attempts at one restart
 RESTART_WINDOW_SECONDS = 300.0
@@ -50,7 +50,7 @@ MAX_RESTARTS = 5  # of a rank in a window
 EARLY_SECONDS = 60.0  # the host of a rank that ends this soon after its return is not ready
 OUTPUT_SECONDS = 1.0  # how long output may still come after a rank's end
 COLOURS = (36, 33, 35, 32, 34, 31)
-_READY = "Ready on "  # how rank 0 of a server begins the line that ends the start
+_READY = "Ready on "  # the beginning of the line that rank 0 of a server writes when it is ready
 _READY_COLOUR = "1;32"  # bold, green
 
 # What rank 0 logs about a rank whose parent does not answer. It matches whole lines, so that
@@ -60,7 +60,7 @@ _SILENT = re.compile(r"[\d-]+ [\d:,]+ WARNING event=rank_silent rank=(\d+) pid=(
 # What rank 0 of a server logs when it can answer, also as a whole line.
 _READY_EVENT = re.compile(r"[\d-]+ [\d:,]+ INFO event=ready num_ranks=\d+ url=\S+")
 
-# Signals that ranks get as SIGTERM: of a terminal that is closed, and of its Ctrl-\.
+# Signals that are passed to ranks as SIGTERM: those of a closed terminal and of Ctrl-\.
 _AS_SIGTERM = (signal.SIGHUP, signal.SIGQUIT)
 
 # The one line in which a rank says why it ends.
@@ -109,13 +109,13 @@ Event: TypeAlias = Ended | Returned | Silent | Ready | Asked
 
 
 def write_line(line: str) -> None:
-    """Writes a line to standard error, also if nobody reads it: ranks must not block for that."""
+    """Writes a line to standard error. If nobody reads it, it is lost: ranks must not block."""
     with suppress(OSError, ValueError):
         try:
             sys.stderr.write(line + "\n")
             sys.stderr.flush()
         except BrokenPipeError:
-            # At its end, Python would fail to write what is left in the buffer, and exit with 120.
+            # At exit, Python would fail to write the rest of its buffer, and return 120.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
@@ -127,7 +127,7 @@ def event_line(text: str, level: str = "INFO") -> str:
 
 
 class Observer:
-    """Called from a rank's thread when it starts, writes a line or ends. Here it does nothing."""
+    """Called from a rank's thread when the rank starts, writes a line or ends. Ignores all."""
 
     def started(self, rank: int, pid: int) -> None: ...
 
@@ -139,12 +139,12 @@ class Observer:
 class Supervisor:
     """One launch. `run` blocks until every rank has ended; `stop` may be called from any thread.
 
-    ranks has the functions that start the ranks; its context outlives them. serves says that the
-    program is a server: if a signal ends one of its ranks before the rank can handle signals, that
-    is a normal end. replans says that the server goes on without a rank above 0. trains says that
-    the program is a training run, whose ranks are all started again if one is lost. join_seconds is
-    the time for which a rank tries to reach rank 0, and drain_seconds that for which one may take
-    to end.
+    ranks yields the functions that start the ranks; its context outlives the ranks. serves says
+    that the program is a server: if a signal ends one of its ranks before the rank can handle
+    signals, that is a normal end. replans says that the server goes on without a rank above 0.
+    trains says that the program is a training run, whose ranks are all started again if one is
+    lost. join_seconds is the time for which a rank tries to reach rank 0, and drain_seconds the
+    time that a rank may take to end.
     `ended` is set when `run` is done, and `interrupted` is the first signal that this process got.
     """
 
@@ -183,7 +183,7 @@ class Supervisor:
         self._losses: dict[int, RestartWindow] = {}
         self._ending = threading.Event()
         self._errors: dict[int, str] = {}  # the reason that a rank last gave for its end
-        self._held: dict[int, str] = {}  # the line with that reason, until it is written
+        self._unwritten: dict[int, str] = {}  # the line with that reason, until it is written
         self._first_failed: tuple[int, int] | None = None
         self._is_done = False  # whether rank 0 of a server or a training run has ended with code 0
         self._state = "running"
@@ -200,7 +200,7 @@ class Supervisor:
                 try:
                     self._start(starts)
                     while self._is_running():
-                        self._take(self._next_event())
+                        self._handle(self._next_event())
                 finally:
                     self._kill_alive()
         finally:
@@ -218,8 +218,8 @@ class Supervisor:
 
     def _log_failure(self) -> None:
         """Writes the reason of the failure as the last line, below those of other ranks."""
-        for held in list(self._held):
-            self._write_held(held)
+        for rank in list(self._unwritten):
+            self._write_reason(rank)
         if self._first_failed:
             rank, code = self._first_failed
             reason = ""
@@ -227,9 +227,9 @@ class Supervisor:
                 reason = f" reason={json.dumps(self._errors[rank])}"
             self._log(f"event=failed rank={rank} code={code}{reason}", "ERROR")
 
-    def _write_held(self, rank: int) -> None:
+    def _write_reason(self, rank: int) -> None:
         """Writes why a rank ends, unless the last line of the launch says the same."""
-        line = self._held.pop(rank, None)
+        line = self._unwritten.pop(rank, None)
         last_reason = None
         if self._first_failed:
             failed, _ = self._first_failed
@@ -254,7 +254,7 @@ class Supervisor:
         except queue.Empty:
             return None
 
-    def _take(self, event: Event | None) -> None:
+    def _handle(self, event: Event | None) -> None:
         match event:
             case Ended():
                 self._rank_ended(event)
@@ -294,13 +294,13 @@ class Supervisor:
             self._log(f"event=rank_ended rank={rank} code={code}")
         if self._trains and self._ends_to_restart(event):
             self._observer.ended(rank, code, "comes back")
-            self._write_held(rank)
+            self._write_reason(rank)
             return
         # A rank that comes back may find that a disk or an interface of its host is not ready yet.
         back_seconds = monotonic() - self._came_back_at.get(rank, -math.inf)
-        is_early = code != 0 and back_seconds < self._early_seconds and self._is_kept(rank)
+        is_early = code != 0 and back_seconds < self._early_seconds and self._is_awaited(rank)
         if event.lost:
-            comes_back = self._has_restarts_left(rank) and self._is_kept(rank)
+            comes_back = self._has_restarts_left(rank) and self._is_awaited(rank)
         else:
             comes_back = is_early
         if not comes_back and self._is_dispensable(rank, code):
@@ -308,7 +308,7 @@ class Supervisor:
             return
         self._observer.ended(rank, code, "comes back" if comes_back else "")
         if comes_back:
-            self._write_held(rank)
+            self._write_reason(rank)
             self._come_back(rank, is_early)
             return
         if rank in self._unwanted or self._as_asked(returncode) or self._follows(code):
@@ -318,7 +318,7 @@ class Supervisor:
         if code and not self._code and not self.interrupted:
             self._first_failed = rank, code
         self._code = self._code or code
-        self._write_held(rank)
+        self._write_reason(rank)
         if not self._alive:
             self._give_up_waiting()
             return
@@ -328,8 +328,8 @@ class Supervisor:
             self._enter("waiting", FOLLOW_SECONDS)
 
     def _ends_to_restart(self, event: Ended) -> bool:
-        """Whether a rank of a training run has ended so that all are started again: because it or
-        another one was lost. In the latter case it does not matter how it has ended."""
+        """Whether all ranks of a training run are started again, because this one or another one
+        was lost. In the latter case it does not matter how this one has ended."""
         is_loss = event.lost and self._state == "running"
         if is_loss and self._has_restarts_left(0):
             self._is_restarting = True
@@ -348,7 +348,7 @@ class Supervisor:
 
     def _is_dispensable(self, rank: int, code: int) -> bool:
         """Whether the others go on without a rank that has ended and does not come back."""
-        goes_on = self._replans and self._has_been_ready and self._is_kept(rank)
+        goes_on = self._replans and self._has_been_ready and self._is_awaited(rank)
         return goes_on and rank > 0 and code != 0
 
     def _leave_out(self, rank: int, code: int, is_lost: bool) -> None:
@@ -358,24 +358,25 @@ class Supervisor:
             why += f" in {RESTART_WINDOW_SECONDS:g} s"
         reason = f"{why}: rank 0 goes on without it (--replan), until the next launch"
         self._observer.ended(rank, code, "left out")
-        self._write_held(rank)
+        self._write_reason(rank)
         self._log(f"event=rank_left_out rank={rank} reason={json.dumps(reason)}", "WARNING")
 
     def _as_asked(self, returncode: int) -> bool:
         return bool(self._serves and self._forwarded and returncode == -self._forwarded)
 
     def _follows(self, code: int) -> bool:
-        """Whether a rank ended only because rank 0 had done all its work. A rank that has no
-        connection to rank 0 does not hear of it: it fails to connect, or the launcher ends it."""
+        """Whether a rank ended only because rank 0 had done all its work. A rank without a
+        connection to rank 0 does not learn this: it fails to connect, or the launcher ends it."""
         codes = (ClusterError.exit_code, LostRankError.exit_code)
         signals = (exit_code(-signal.SIGTERM), exit_code(-signal.SIGKILL))
         return self._is_done and code in codes + signals
 
     def _replace(self, silent: Silent) -> None:
-        """Kills a rank that does not answer; it comes back as any other that was lost. The process
-        that rank 0 means may have ended meanwhile, and another one may have its place."""
+        """Kills a rank that does not answer; it is started again like any lost rank. Does nothing
+        if that process has already ended, and another one may have its place."""
         rank = silent.rank
-        if rank in self._alive and self._is_kept(rank) and self._processes[rank].pid == silent.pid:
+        is_there = rank in self._alive and self._processes[rank].pid == silent.pid
+        if is_there and self._is_awaited(rank):
             self._log(f'event=rank_killed rank={rank} reason="it does not answer rank 0"')
             self._processes[rank].kill()
 
@@ -483,7 +484,7 @@ class Supervisor:
         waiter.start()
 
     def _has_restarts_left(self, rank: int) -> bool:
-        """Counts a restart of a rank, or of all as one of rank 0."""
+        """Counts a restart, and returns whether it is allowed. One of all ranks counts for 0."""
         now = monotonic()
         losses = self._losses.setdefault(
             rank,
@@ -492,10 +493,10 @@ class Supervisor:
         losses.add(now)
         return losses.num_left(now) >= 0
 
-    def _is_kept(self, rank: int) -> bool:
+    def _is_awaited(self, rank: int) -> bool:
         """Whether the others would wait for a rank: a server's do, but not for rank 0."""
-        is_awaited = rank > 0 and 0 in self._alive and not self._trains
-        return is_awaited and self._state == "running"
+        others_wait = rank > 0 and 0 in self._alive and not self._trains
+        return others_wait and self._state == "running"
 
     def _come_back(self, rank: int, is_early: bool = False) -> None:
         self._returning.add(rank)
@@ -532,11 +533,11 @@ class Supervisor:
         for line in process.lines():
             if rank == 0 and _READY_EVENT.fullmatch(line):
                 self._events.put(Ready())
-            self._write_held(rank)
+            self._write_reason(rank)
             error = _ERROR.fullmatch(line)
             if error:
                 self._errors[rank] = error[1]
-                self._held[rank] = prefix + line
+                self._unwritten[rank] = prefix + line
             else:
                 self._say(prefix + self._highlighted(rank, line))
             self._observer.said(rank, line)

@@ -120,9 +120,7 @@ def test_the_embedded_model_changes_its_adapter(
     assert shown.index("Paris [b]é!\n") < shown.index("loaded pirate")
 
 
-def test_an_adapter_that_is_not_there_ends_the_demo(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_adapter_ends_the_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("launcher.demo.DEFAULT_MODEL", tmp_path)
     monkeypatch.setattr("launcher.demo.ADAPTERS", tmp_path / "none")
     with fails(EngineError, "engine", match="404"):
@@ -130,7 +128,7 @@ def test_an_adapter_that_is_not_there_ends_the_demo(
 
 
 @pytest.mark.long
-def test_the_embedded_adapters_answer_in_their_manner() -> None:
+def test_each_embedded_adapter_changes_the_answer() -> None:
     """The real thing: two ranks, the embedded model, its two adapters."""
     words = [sys.executable, "-m", "launcher.cli", "demo", "--once"]
     run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -142,7 +140,7 @@ def test_the_embedded_adapters_answer_in_their_manner() -> None:
     ]
 
 
-def test_demo_takes_the_port_of_the_examples_or_says_that_it_is_taken(
+def test_demo_uses_the_port_of_the_examples_or_says_that_it_is_taken(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (port,) = free_ports(1)
@@ -184,7 +182,7 @@ def test_demo_prints_an_example_in_python_that_works(tmp_path: Path) -> None:
         ("refuses", EngineError, "no streams today"),
     ],
 )
-def test_what_goes_wrong_is_said_and_the_ranks_are_gone(
+def test_errors_are_reported_and_the_ranks_end(
     model: str, error: type[BrigadeError], says: str, once: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with fails(error, "engine", match=says):
@@ -208,7 +206,7 @@ def test_demo_does_not_give_the_ranks_that_it_kills_as_the_reason(
         demo("stubborn").run()
 
 
-def test_a_failing_ranks_code_is_the_demos() -> None:
+def test_a_failing_ranks_exit_code_is_that_of_the_demo() -> None:
     assert demo("fails").run() == 3
 
 

@@ -156,7 +156,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(launch: Start) ->
 
 
 @pytest.mark.long
-def test_a_rank_that_stays_when_another_ended_well_is_ended(launch: Start) -> None:
+def test_a_rank_that_runs_on_after_another_ended_well_is_ended(launch: Start) -> None:
     launched = launch(2, f"if rank == 0: sys.exit(0)\n{SLEEP}")
     code, seconds = launched.end()
     assert code == 0
@@ -170,7 +170,7 @@ def test_a_program_that_does_not_exist_is_one_clear_error() -> None:
         Supervisor(local_ranks(["/no/such/program"], 2), lines.append).run()
 
 
-def test_a_rank_that_cannot_start_takes_the_started_ones_along(
+def test_a_rank_that_cannot_start_ends_the_started_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
@@ -205,7 +205,7 @@ def test_a_signal_is_forwarded_once_to_each_rank(launch: Start, signum: int) -> 
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_only_what_serves_ends_well_by_a_signal_before_it_can_answer_one(
+def test_only_a_server_ends_well_by_a_signal_before_it_handles_signals(
     launch: Start, monkeypatch: pytest.MonkeyPatch, signum: int
 ) -> None:
     """`brigade launch … fine-tune && …` went on without an adapter."""
@@ -295,7 +295,7 @@ def test_grandchildren_of_a_crashed_rank_are_gone(launch: Start) -> None:
     assert "event=killing" not in launched.text
 
 
-def test_ranks_live_until_they_end_where_a_child_cannot_be_waited_for_unreaped(
+def test_ranks_are_supervised_where_a_child_cannot_be_awaited_unreaped(
     launch: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """macOS had no waitid before Python 3.13: every rank was killed as soon as it ran."""
@@ -314,7 +314,7 @@ def test_grandchildren_are_gone_after_a_signal(launch: Start) -> None:
     assert "event=killing" not in launched.text
 
 
-def test_a_grandchild_that_escaped_does_not_hold_the_launcher(launch: Start) -> None:
+def test_an_escaped_grandchild_does_not_block_the_launcher(launch: Start) -> None:
     escape = "subprocess.Popen(['sleep', '20'], start_new_session=True)"
     code, seconds = launch(1, f"import subprocess\n{escape}\nos._exit(0)").end()
     assert code == 0
@@ -406,7 +406,7 @@ def test_a_rank_that_decided_to_end_and_rank_0_do_not_come_back(
     assert launched.text.count("event=rank_started") == 2
 
 
-def test_a_rank_that_came_back_too_early_is_tried_again(
+def test_a_rank_that_ends_soon_after_its_return_is_started_again(
     relaunch: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its host has booted, but the disk with the model is not there yet."""
@@ -429,7 +429,7 @@ if rank == 1:
     assert launched.end()[0] == 0
 
 
-def test_a_rank_that_came_back_and_could_not_reach_rank_0_is_tried_again(
+def test_a_returned_rank_that_cannot_reach_rank_0_is_started_again(
     relaunch: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It tries for --join-timeout before it ends: that is no decision for all."""
@@ -586,7 +586,7 @@ def test_rank_0_of_a_training_run_may_finish_long_after_the_others(
     assert launched.end()[0] == 0
 
 
-def test_a_signal_while_no_rank_of_a_training_run_is_there_ends_it(
+def test_a_signal_while_no_rank_of_a_training_run_runs_ends_it(
     train: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After its second loss the rank is away for a minute."""
@@ -598,7 +598,7 @@ def test_a_signal_while_no_rank_of_a_training_run_is_there_ends_it(
     assert launched.text.count("event=rank_started") == 2
 
 
-def test_a_signal_while_the_ranks_of_a_training_run_end_is_the_last(train: Start) -> None:
+def test_after_a_signal_a_training_run_does_not_start_again(train: Start) -> None:
     launched = train(2, f"if rank == 0:\n    {DEAF}{SLEEP}").see("up", 2)
     os.kill(launched.pids[1], signal.SIGKILL)
     launched.see("event=ending").process.send_signal(signal.SIGTERM)
@@ -655,7 +655,7 @@ def test_a_server_that_replans_ends_with_its_rank_0(replanned: Callable[[str], L
     assert replanned(f"if rank == 0: sys.exit(6)\n{SLEEP}").end()[0] == 6
 
 
-def test_when_rank_0_gives_up_after_another_rank_its_own_reason_is_the_last_line(
+def test_the_reason_of_rank_0_is_the_last_line_if_it_gives_up_after_another_rank(
     replanned: Callable[[str], Launch], tmp_path: Path
 ) -> None:
     """As one does whose model does not fit without the other."""
@@ -689,7 +689,7 @@ def test_a_server_that_replans_and_was_not_ready_ends_with_a_rank_that_fails(
     assert "event=rank_left_out" not in launched.text
 
 
-def test_a_failed_rank_leaves_the_others_the_time_of_a_drain(tmp_path: Path) -> None:
+def test_after_a_failed_rank_the_others_have_time_to_drain(tmp_path: Path) -> None:
     """They were killed after 3 s, in the middle of answers."""
     asked, finish = tmp_path / "asked", tmp_path / "finish"
     program = f"""
@@ -734,7 +734,7 @@ if rank == 1 and not os.path.exists(PID_FILE):
 """
 
 
-def test_a_rank_that_stands_still_is_replaced_when_rank_0_says_so(
+def test_a_suspended_rank_is_replaced_when_rank_0_reports_it(
     relaunch: Start, tmp_path: Path
 ) -> None:
     program = f"PID_FILE = {str(tmp_path / 'pid')!r}\n{SILENT}"
@@ -755,7 +755,7 @@ def test_a_rank_that_stands_still_is_replaced_when_rank_0_says_so(
         "if rank == 0: print('request', end=' ')\nif rank == 0: tell(1, os.getppid())",
     ],
 )
-def test_a_rank_that_rank_0_does_not_mean_is_left_alone(relaunch: Start, says: str) -> None:
+def test_a_rank_that_rank_0_did_not_report_is_not_killed(relaunch: Start, says: str) -> None:
     program = f"PID_FILE = os.devnull\n{SILENT}{says}\n"
     launched = relaunch(2, program + SLEEP).see("up", 2).see("event=rank_silent")
     time.sleep(0.3)
@@ -775,7 +775,7 @@ def test_a_rank_that_rank_0_does_not_mean_is_left_alone(relaunch: Start, says: s
         ("os.abort()", 134),
     ],
 )
-def test_a_rank_that_is_not_told_that_rank_0_has_drained_is_no_failure(
+def test_a_rank_that_does_not_learn_of_the_drain_is_no_failure(
     launch: Start, monkeypatch: pytest.MonkeyPatch, other: str, code: int
 ) -> None:
     text = f"from launcher import supervisor\nsupervisor.FOLLOW_SECONDS = 0.5\n{LAUNCH}"
@@ -846,7 +846,7 @@ def test_rank_environment_keeps_what_the_caller_set() -> None:
     }
 
 
-def test_rank_command_hands_the_words_over_unread() -> None:
+def test_rank_command_passes_the_words_on_unchanged() -> None:
     words = ["serve", "--model", "a b", "--", "-n", "3"]
     assert rank_command(words) == [sys.executable, "-m", "serve.cli.main", *words[1:]]
 
@@ -884,7 +884,7 @@ def test_a_last_line_without_its_end_is_shown() -> None:
     assert lines_of("sys.stdout.write('a\\n\\nb')") == ["[rank 0] a", "[rank 0] ", "[rank 0] b"]
 
 
-def test_junk_is_shown_as_far_as_it_is_text() -> None:
+def test_invalid_bytes_are_shown_as_far_as_they_are_text() -> None:
     program = "sys.stdout.buffer.write(b'a\\xff\\x00b\\n\\xc3\\xa9\\n\\xc3')"
     assert lines_of(program) == ["[rank 0] a\ufffd\x00b", "[rank 0] é", "[rank 0] \ufffd"]
 
@@ -924,7 +924,7 @@ def test_no_colour_codes_go_into_a_file(launch: Start) -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_ready_is_easy_to_see_on_a_terminal(
+def test_the_ready_line_is_highlighted_on_a_terminal(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -990,13 +990,13 @@ def test_launch_runs_serve_with_the_words_after_the_dashes(
         ("--status", "--status", ""),
     ],
 )
-def test_launch_finds_its_command_without_dashes_where_there_is_one_meaning(
+def test_launch_finds_its_command_without_dashes_if_it_is_unambiguous(
     words: str, own: str, command: str
 ) -> None:
     assert cli.split_at_command(words.split()) == (own.split(), command.split())
 
 
-def test_a_fine_tune_that_a_signal_ends_while_it_starts_is_not_done(tmp_path: Path) -> None:
+def test_a_fine_tune_that_a_signal_ends_early_has_not_succeeded(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
     words = ["fine-tune", "--model", str(save(tmp_path / "m", "llama")), "--train"]
     words += ["--data", str(tmp_path), "--adapter-path", str(tmp_path / "out")]
@@ -1029,7 +1029,7 @@ def test_launch_says_what_is_wrong_before_any_rank_starts(
         assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_serve_gets_its_words_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_gets_its_words_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     monkeypatch.setattr("serve.cli.main.main", lambda words: seen.append(words) or 4)
     assert cli.main(["serve", "--version", "--", "launch", "-h"]) == 4
@@ -1094,7 +1094,7 @@ def test_the_exit_code_of_a_wrong_command_line_is_that_of_the_process() -> None:
         (["bench", "--uurl", "http://a"], "did you mean --url?"),
     ],
 )
-def test_a_misspelt_word_is_answered_with_the_one_that_was_meant(
+def test_a_misspelt_word_is_answered_with_a_similar_one(
     words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(words) == 2
@@ -1104,7 +1104,7 @@ def test_a_misspelt_word_is_answered_with_the_one_that_was_meant(
     assert said.count("\n") == 1
 
 
-def test_nothing_is_guessed_for_a_word_that_is_like_no_other(
+def test_no_word_is_suggested_if_none_is_similar(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert cli.main(["serve", "--model", "m", "--xyzzy"]) == 2
@@ -1131,7 +1131,7 @@ def test_the_reason_of_a_failed_start_is_the_last_line(launch: Start) -> None:
     assert launched.text.count("event=rank_ended") == 1, "the others ended because of it"
 
 
-def test_a_reason_that_two_ranks_give_is_written_once_and_another_one_beside_it(
+def test_a_reason_of_two_ranks_is_written_once_and_other_reasons_too(
     launch: Start,
 ) -> None:
     said = "'brigade serve: the model is broken'"
@@ -1145,7 +1145,7 @@ def test_a_reason_that_two_ranks_give_is_written_once_and_another_one_beside_it(
     assert different.text.count("the model is broken") == 1
 
 
-def test_a_rank_that_goes_on_after_an_error_line_has_it_written_in_its_place(
+def test_the_error_line_of_a_rank_that_goes_on_keeps_its_place(
     launch: Start,
 ) -> None:
     launched = launch(
@@ -1163,7 +1163,7 @@ def test_a_launch_that_a_signal_ends_has_not_failed(launch: Start) -> None:
     assert "event=failed" not in launched.text
 
 
-def test_the_launchers_own_lines_have_the_time_as_those_of_ranks(launch: Start) -> None:
+def test_the_launchers_lines_begin_with_the_time(launch: Start) -> None:
     launched = launch(1, "print('done')")
     launched.end()
     own = [line for line in launched.text.splitlines() if line.startswith("[launch]")]
@@ -1176,7 +1176,7 @@ def test_the_launchers_own_lines_have_the_time_as_those_of_ranks(launch: Start) 
 @pytest.mark.parametrize(
     "words", ["launch --status", "plan --json --model examples/tiny-chat -n 2", "--help"]
 )
-def test_output_that_nobody_takes_is_no_traceback(words: str, unbuffered: str) -> None:
+def test_output_without_a_reader_causes_no_traceback(words: str, unbuffered: str) -> None:
     """As in `brigade … | true`."""
     command = [sys.executable, "-m", "launcher.cli", *words.split()]
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
@@ -1190,7 +1190,9 @@ def test_output_that_nobody_takes_is_no_traceback(words: str, unbuffered: str) -
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_output_that_finds_no_room_is_one_line(unbuffered: str, full_disk: BinaryIO) -> None:
+def test_output_on_a_full_disk_is_reported_in_one_line(
+    unbuffered: str, full_disk: BinaryIO
+) -> None:
     """As in `brigade … >/dev/full`."""
     command = [sys.executable, "-m", "launcher.cli", "launch", "--status"]
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
@@ -1209,7 +1211,7 @@ def test_output_that_finds_no_room_is_one_line(unbuffered: str, full_disk: Binar
     ("program", "imported"),
     [("launcher.cli", "launcher.demo"), ("serve.cli.main", "serve.parent.member")],
 )
-def test_ctrl_c_while_a_program_is_imported_is_no_traceback(
+def test_ctrl_c_during_imports_causes_no_traceback(
     program: str, imported: str, handler: str, code: int
 ) -> None:
     text = f"""

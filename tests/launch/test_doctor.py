@@ -16,7 +16,7 @@ import pytest
 from launcher import cli, doctor
 from launcher.checks import Finding
 from launcher.command import RING_CHECK
-from launcher.facts import holder, host_facts, interface, model_facts, strays
+from launcher.facts import host_facts, interface, listener, model_facts, strays
 from launcher.hop import Echo, measure_hop
 from launcher.hostfile import Host
 from launcher.process import local_ranks
@@ -56,14 +56,14 @@ def on_hosts(sshd: Sshd, hostfile: Path) -> list[str]:
 # --- as it is run
 
 
-def test_this_machine_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_machine_alone_is_examined(capsys: pytest.CaptureFixture[str]) -> None:
     code, findings = examined(capsys, "--model", str(TINY_CHAT))
     assert code in (0, 1), findings  # A machine may be short of memory; nothing may fail.
     assert {finding["where"] for finding in findings} == {"this machine"}
     assert {"the model's files are complete"} <= {finding["what"] for finding in findings}
 
 
-def test_two_hosts_both_ways_of_their_hop_and_a_ring(
+def test_two_hosts_are_measured_in_both_directions_and_form_a_ring(
     sshd: Sshd, hostfile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, findings = examined(capsys, *on_hosts(sshd, hostfile), "--model", str(TINY_CHAT))
@@ -104,7 +104,7 @@ def test_ranks_are_in_order_also_if_rank_0_is_this_machine(
     assert where[:2] == ["rank 0 on this machine", "rank 1 on 127.0.0.3"]
 
 
-def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_findings_are_shown_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     findings = [
         Finding("ok", "a", "fine"),
         Finding("fail", "b [x]", "broken [y]", "mend it"),
@@ -122,7 +122,7 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_a_host_that_cannot_be_reached(
+def test_an_unreachable_host_is_a_failure(
     sshd: Sshd, hostfile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, findings = examined(capsys, *on_hosts(sshd, hostfile), "--python", "/no/python")
@@ -146,7 +146,7 @@ def test_a_noisy_profile_is_a_warning(
     assert "interactive shells only" in noisy[0]["fix"]
 
 
-def test_a_model_that_is_not_there_and_a_variable_that_does_harm(
+def test_a_missing_model_and_a_harmful_variable_are_found(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MLX_METAL_FAST_SYNCH", "1")
@@ -158,7 +158,7 @@ def test_a_model_that_is_not_there_and_a_variable_that_does_harm(
     assert any("none is not a folder" in what for what in failed)
 
 
-def test_a_port_that_is_taken_names_who_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_taken_port_names_the_program_that_uses_it(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert cli.main(["doctor", "--json", "--port", str(port)]) == 2
@@ -179,7 +179,7 @@ def test_a_launch_is_refused_on_hosts_where_something_fails(
 
 
 @pytest.mark.parametrize("how", ["--env", "environment"])
-def test_a_variable_that_does_harm_is_refused_before_a_launch(
+def test_a_harmful_variable_is_refused_before_a_launch(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(Supervisor, "run", lambda _: pytest.fail("ranks were started"))
@@ -219,7 +219,7 @@ def test_every_loopback_address_is_on_the_same_interface() -> None:
     assert interfaces["127.0.0.1"]
 
 
-def test_host_facts_name_what_is_wrong_with_the_model(tmp_path: Path) -> None:
+def test_host_facts_name_the_problem_of_a_model(tmp_path: Path) -> None:
     facts = host_facts(str(tmp_path / "none"), [])
     assert facts.model is None
     assert facts.model_error is not None
@@ -263,10 +263,10 @@ def test_the_interface_of_an_address() -> None:
     assert interface("198.51.100.7") is None
 
 
-def test_who_holds_a_port() -> None:
+def test_listener_names_the_program_on_a_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert holder(taken.getsockname()[1])
-    assert holder(free_ports(1)[0]) is None
+        assert listener(taken.getsockname()[1])
+    assert listener(free_ports(1)[0]) is None
 
 
 @pytest.fixture
@@ -318,19 +318,19 @@ def test_a_hop_is_measured() -> None:
     assert measured.bytes_per_second > 1e6
 
 
-def test_a_hop_that_breaks_off_does_not_end_the_other_end() -> None:
+def test_a_broken_measurement_does_not_end_the_echo() -> None:
     echo = Echo("127.0.0.1")
     with socket.create_connection(("127.0.0.1", echo.port)) as connection:
         connection.sendall(b"abc")
     assert measure_hop("127.0.0.1", echo.port)
 
 
-def test_a_hop_without_a_way_is_a_failure_with_its_reason(sshd: Sshd) -> None:
+def test_an_unreachable_hop_is_a_failure_with_its_reason(sshd: Sshd) -> None:
     hosts = [Host(0, "127.0.0.2", ()), Host(1, "127.0.0.3", ())]
     way = SshAccess(tuple(shlex.split(sshd.ssh)))
     with connected(hosts, way, lambda _: None) as (one, other):
         with pytest.raises(ClusterError, match="refused"):
-            one.ask(MeasureHop("127.0.0.3", 1), HopSpeed)
+            one.request(MeasureHop("127.0.0.3", 1), HopSpeed)
         finding = doctor.examine_hop(one, other, "198.51.100.7")
     assert finding.status == "fail"
     assert "198.51.100.7" in finding.where
@@ -375,12 +375,12 @@ sys.exit(cli.main(["doctor", "--json", "--hostfile", {str(hostfile)!r}]))
     assert time.monotonic() - began < 12
 
 
-def test_a_connection_that_has_ended_is_asked_again_without_waiting() -> None:
+def test_a_request_on_an_ended_connection_fails_at_once() -> None:
     connection = AgentConnection(Host(0, "127.0.0.1", ()), SshAccess(python="/bin/true"))
     began = time.monotonic()
     for _ in range(2):
         with pytest.raises(ClusterError):
-            connection.ask(DescribeHost(None, []), HostFacts)
+            connection.request(DescribeHost(None, []), HostFacts)
     assert time.monotonic() - began < 5
     connection.close()
 

@@ -35,7 +35,7 @@ def test_ranks_on_the_same_host_are_told_apart_by_their_number() -> None:
     assert list(map(str, parse([A, B]).hosts)) == ["a", "b"]
 
 
-def test_what_mlx_distributed_config_writes() -> None:
+def test_files_of_mlx_distributed_config_are_read() -> None:
     """Its own class writes and reads the file, so a change of the format is seen here."""
     common = pytest.importorskip("mlx._distributed_utils.common")
     hosts = [common.Host(0, "a", ["10.0.0.1"], []), common.Host(1, "b", ["10.0.0.2"], [])]
@@ -45,7 +45,7 @@ def test_what_mlx_distributed_config_writes() -> None:
     assert hostfile.environment == {"MLX_X": "1", "EMPTY": ""}
 
 
-def test_only_what_mlx_takes_for_local_is_local() -> None:
+def test_only_hosts_that_mlx_treats_as_local_are_local() -> None:
     names = ["127.0.0.1", "localhost", "127.0.0.2"]
     hosts = parse([{"ssh": name, "ips": ["127.0.0.1"]} for name in names[:1]]).hosts
     hosts += parse([{"ssh": name, "ips": ["127.0.0.1"]} for name in names[1:2]]).hosts
@@ -57,7 +57,7 @@ def test_ranks_of_one_host_may_share_its_address() -> None:
     assert len(parse([A, A, B]).hosts) == 3
 
 
-def test_an_address_is_taken_once() -> None:
+def test_a_repeated_address_of_a_host_is_read_once() -> None:
     assert parse([{"ssh": "a", "ips": ["10.0.0.1", "10.0.0.1"]}]).hosts[0].ips == ("10.0.0.1",)
 
 
@@ -100,7 +100,7 @@ def test_an_address_is_taken_once() -> None:
         ([A, {"ssh": "b", "ips": ["127.0.0.1"]}], "rank 1 (b) has a loopback address"),
     ],
 )
-def test_what_is_wrong_is_one_line_with_file_entry_reason_and_fix(content: Any, said: str) -> None:
+def test_an_error_is_one_line_with_file_entry_reason_and_fix(content: Any, said: str) -> None:
     with pytest.raises(UsageError) as raised:
         parse(content)
     text = str(raised.value)
@@ -110,7 +110,7 @@ def test_what_is_wrong_is_one_line_with_file_entry_reason_and_fix(content: Any, 
     assert re.search(r": (write|give|leave|the names are) ", text), text
 
 
-def test_a_file_that_is_none(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     with fails(UsageError, "unreadable"):
         read_hostfile(tmp_path / "hosts.json")
     file = tmp_path / "hosts.json"

@@ -93,7 +93,7 @@ def all_gone(launched: Launch) -> bool:
 # --- ends
 
 
-def test_lines_say_rank_and_host(launch: Start) -> None:
+def test_lines_name_rank_and_host(launch: Start) -> None:
     launched = launch("print('out', rank)\nprint('err', rank, file=sys.stderr)")
     assert launched.end()[0] == 0
     lines = [line for line in launched.text.splitlines() if not line.startswith("[launch]")]
@@ -145,7 +145,7 @@ def test_grandchildren_of_a_crashed_rank_are_gone(launch: Start) -> None:
     assert launch(f"{DEAF_CHILD}time.sleep(1)\nif rank: os._exit(5)\n{SLEEP}").end()[0] == 5
 
 
-def test_a_grandchild_that_escaped_does_not_hold_the_launcher(launch: Start) -> None:
+def test_an_escaped_grandchild_does_not_block_the_launcher(launch: Start) -> None:
     escape = "subprocess.Popen(['sleep', '20'], start_new_session=True)"
     code, seconds = launch(f"import subprocess\n{escape}\nos._exit(0)").end()
     assert code == 0
@@ -156,7 +156,7 @@ def test_a_grandchild_that_escaped_does_not_hold_the_launcher(launch: Start) -> 
 
 
 @pytest.mark.parametrize("program", [SLEEP, DEAF_CHILD + DEAF + SLEEP])
-def test_nobody_outlives_a_killed_launcher(launch: Start, program: str) -> None:
+def test_no_process_outlives_a_killed_launcher(launch: Start, program: str) -> None:
     launched = launch(program).see("up", 2)
     launched.process.kill()
     launched.process.wait()
@@ -169,7 +169,7 @@ def ssh_clients(launched: Launch) -> dict[str, psutil.Process]:
     return {child.cmdline()[-2]: child for child in children if child.name() == "ssh"}
 
 
-def test_a_lost_connection_is_said_and_ends_all(launch: Start) -> None:
+def test_a_lost_connection_is_logged_and_ends_all_ranks(launch: Start) -> None:
     launched = launch(SLEEP).see("up", 2)
     ssh_clients(launched)["127.0.0.3"].kill()
     assert launched.end()[0] == ClusterError.exit_code
@@ -177,7 +177,7 @@ def test_a_lost_connection_is_said_and_ends_all(launch: Start) -> None:
     assert "event=rank_ended rank=1 code=6" in launched.text
 
 
-def test_a_killed_agent_takes_its_rank_along(launch: Start, sshd: Sshd) -> None:
+def test_a_killed_agent_ends_its_rank(launch: Start, sshd: Sshd) -> None:
     launched = launch(LEASHED + SLEEP).see("up", 2)
     psutil.Process(launched.pids[1]).parent().kill()
     assert launched.end()[0] == ClusterError.exit_code
@@ -186,7 +186,7 @@ def test_a_killed_agent_takes_its_rank_along(launch: Start, sshd: Sshd) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_agent_does_not_hold_the_launcher(launch: Start) -> None:
+def test_a_stopped_agent_does_not_block_the_launcher(launch: Start) -> None:
     launched = launch(SLEEP).see("up", 2)
     agent = psutil.Process(launched.pids[1]).parent()
     agent.suspend()
@@ -199,7 +199,7 @@ def test_a_stopped_agent_does_not_hold_the_launcher(launch: Start) -> None:
     wait_until(lambda: all_gone(launched))
 
 
-def test_a_launcher_that_is_silent_loses_its_rank() -> None:
+def test_an_agent_ends_the_rank_of_a_silent_launcher() -> None:
     """As when its machine lost power: no connection says so. Here nobody closes the pipe."""
     program = "import sys, launcher.agent as a\na.SILENCE_SECONDS = 0.5\nsys.exit(a.main())"
     agent = subprocess.Popen(
@@ -275,9 +275,7 @@ def relaunch_here(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
         yield start
 
 
-def test_a_rank_that_stands_still_is_replaced_on_its_host(
-    relaunch_here: Start, tmp_path: Path
-) -> None:
+def test_a_suspended_rank_is_replaced_on_its_host(relaunch_here: Start, tmp_path: Path) -> None:
     program = f"PID_FILE = {str(tmp_path / 'pid')!r}\n{SILENT}"
     launched = relaunch_here(f"{program}if rank == 0: tell(1, pid_of_rank_1())\n{SLEEP}").see(
         "up", 2
@@ -287,7 +285,7 @@ def test_a_rank_that_stands_still_is_replaced_on_its_host(
     assert launched.end()[0] == 0
 
 
-def test_a_rank_that_stands_still_with_its_agent_is_replaced(
+def test_a_rank_that_is_suspended_with_its_agent_is_replaced(
     relaunch_here: Start, tmp_path: Path
 ) -> None:
     """As in a container that is frozen: the agent does not hear that it should kill the rank."""
@@ -301,7 +299,7 @@ def test_a_rank_that_stands_still_with_its_agent_is_replaced(
     assert launched.end()[0] == 0
 
 
-def test_a_training_run_starts_again_without_an_agent_that_stands_still(
+def test_a_training_run_starts_again_without_a_suspended_agent(
     relaunch_here: Callable[..., Launch],
 ) -> None:
     """As on a host that is frozen: rank 0 has lost rank 1, and the agent does not end it."""
@@ -315,7 +313,7 @@ def test_a_training_run_starts_again_without_an_agent_that_stands_still(
     assert launched.text.count("event=rank_started") == 4
 
 
-def test_all_ranks_of_a_training_run_start_again_also_after_a_host_was_away(
+def test_all_ranks_of_a_training_run_start_again_even_after_a_host_was_away(
     launch: Start, sshd: Sshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = LAUNCH.replace("serves=True", "trains=True, max_restarts=2")
@@ -346,7 +344,7 @@ def test_a_host_that_is_away_is_waited_for(relaunch: Start, sshd: Sshd) -> None:
     assert launched.end()[0] == 137
 
 
-def test_a_signal_while_a_host_is_away_leaves_nobody(relaunch: Start, sshd: Sshd) -> None:
+def test_a_signal_while_a_host_is_away_ends_every_process(relaunch: Start, sshd: Sshd) -> None:
     launched = relaunch(SLEEP).see("up", 2)
     sshd.profile.write_text("cat >/dev/null\n")  # never says a word
     os.kill(launched.pids[1], signal.SIGKILL)
@@ -389,7 +387,7 @@ def test_several_addresses_of_a_host_and_this_machine_beside_others(
     assert ips == [["127.0.0.2", "127.0.0.4"], ["127.0.0.3"]]
 
 
-def test_a_rank_gets_what_was_given_and_what_is_allowed(
+def test_a_rank_gets_given_and_allowed_variables(
     launch: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_1")
@@ -428,7 +426,7 @@ def test_a_noisy_shell_profile_does_no_harm(sshd: Sshd, launch: Start) -> None:
     assert greet(sshd).noise == ["Welcome to this host!", "no end of line"]
 
 
-def test_a_profile_that_waits_is_reported_after_the_deadline(
+def test_a_profile_that_blocks_is_reported_after_the_deadline(
     sshd: Sshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sshd.profile.write_text("sleep 30\n")
@@ -513,7 +511,7 @@ def test_a_signal_while_connecting_is_not_lost_in_a_callback(
         with connected(hosts, SshAccess(), lambda _: None, serves=serves) as made:
             os.kill(os.getpid(), number)
             connections.extend(made)  # It has not ended here, but goes no further than this.
-            made[0].ask(ReservePorts([]), PortsReserved)
+            made[0].request(ReservePorts([]), PortsReserved)
 
     with pytest.raises(SystemExit) as ended:
         connect()
@@ -531,12 +529,12 @@ def test_a_signal_before_the_first_connection_is_not_lost() -> None:
     assert ended.value.code == 143
 
 
-def test_a_python_that_is_not_there(sshd: Sshd) -> None:
+def test_a_missing_python_is_reported(sshd: Sshd) -> None:
     with fails(ClusterError, "host", match="/no/python"):
         greet(sshd, python="/no/python")
 
 
-def test_a_python_without_brigade(sshd: Sshd, tmp_path: Path) -> None:
+def test_a_python_without_brigade_is_reported(sshd: Sshd, tmp_path: Path) -> None:
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -I "$@"\n')
     bare.chmod(0o755)
@@ -544,12 +542,12 @@ def test_a_python_without_brigade(sshd: Sshd, tmp_path: Path) -> None:
         greet(sshd, python=str(bare))
 
 
-def test_a_host_without_an_ssh_server(sshd: Sshd) -> None:
+def test_a_host_without_an_ssh_server_is_reported(sshd: Sshd) -> None:
     with fails(ClusterError, "host", match="no ssh server"):
         greet(sshd, "127.0.0.9")
 
 
-def test_a_name_that_nobody_knows(sshd: Sshd) -> None:
+def test_an_unknown_host_name_is_reported(sshd: Sshd) -> None:
     with fails(ClusterError, "host", match="cannot be resolved"):
         greet(sshd, "no-such-host.invalid")
 
@@ -562,32 +560,34 @@ def test_every_host_that_fails_is_named(sshd: Sshd) -> None:
     assert all(host.label in str(raised.value) for host in hosts)
 
 
-def test_an_ssh_that_is_not_there() -> None:
+def test_a_missing_ssh_is_reported() -> None:
     with fails(ClusterError, "host", match="/no/ssh"):
         AgentConnection(Host(0, "a", ()), SshAccess(("/no/ssh",)))
 
 
-def test_a_python_that_is_not_on_this_host() -> None:
+def test_a_python_that_is_missing_on_this_host_is_reported() -> None:
     with fails(ClusterError, "host", match="/no/python"):
         AgentConnection(Host(0, "127.0.0.1", ()), SshAccess(python="/no/python"))
 
 
-def test_an_address_of_another_host(sshd: Sshd) -> None:
+def test_an_address_of_another_host_is_reported(sshd: Sshd) -> None:
     way = SshAccess(tuple(shlex.split(sshd.ssh)))
     hosts = [Host(0, "127.0.0.2", ("198.51.100.7",))]
     with connected(hosts, way, lambda _: None) as connections:
         with fails(ClusterError, "host", match="198.51.100.7"):
-            connections[0].ask(ReservePorts(["198.51.100.7"]), PortsReserved)
-        assert connections[0].ask(ReservePorts(["127.0.0.2"]), PortsReserved).ports
+            connections[0].request(ReservePorts(["198.51.100.7"]), PortsReserved)
+        assert connections[0].request(ReservePorts(["127.0.0.2"]), PortsReserved).ports
 
 
-def test_a_folder_is_entered_if_it_is_there_or_was_asked_for(sshd: Sshd, tmp_path: Path) -> None:
+def test_a_folder_is_entered_if_it_exists_and_must_exist_if_it_was_given(
+    sshd: Sshd, tmp_path: Path
+) -> None:
     ssh, hosts = tuple(shlex.split(sshd.ssh)), [Host(0, "127.0.0.2", ())]
     for folder, entered in ((None, os.getcwd()), (tmp_path, str(tmp_path))):
         way = SshAccess(ssh, folder=folder)
         with connected(hosts, way, lambda _: None) as (connection,):
             question = EnterFolder("/no", must_exist=False)
-            assert connection.ask(question, FolderEntered).folder == entered
+            assert connection.request(question, FolderEntered).folder == entered
     missing = SshAccess(ssh, folder=Path("/no/folder"))
     with (
         fails(ClusterError, "host", match="/no/folder"),
@@ -600,11 +600,11 @@ def test_this_machine_needs_no_ssh() -> None:
     way = SshAccess(("/no/ssh",))
     with connected([Host(0, "127.0.0.1", ("127.0.0.1",))], way, lambda _: None) as (connection,):
         process = connection.process
-        assert connection.ask(ReservePorts([]), PortsReserved) == PortsReserved([])
+        assert connection.request(ReservePorts([]), PortsReserved) == PortsReserved([])
     assert process.returncode == 0
 
 
-def test_a_long_order_and_answers_in_pieces_are_put_together(
+def test_long_messages_in_pieces_are_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reading, writing = os.pipe()

@@ -139,7 +139,7 @@ def test_each_way_to_drain_ends_with_code_0() -> None:
 
 @needs_curl
 @pytest.mark.long
-def test_what_is_watched_is_shown() -> None:
+def test_commands_for_watching_show_restarts_and_state() -> None:
     (block,) = blocks("Watching")
     with running(1, launch=alone) as server:
         command = "set -eo pipefail\n" + block.replace("localhost:8080", f"127.0.0.1:{server.port}")

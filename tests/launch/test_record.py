@@ -65,11 +65,11 @@ def the_only() -> Launch:
     return launch
 
 
-def test_nothing_runs() -> None:
+def test_no_launch_is_listed_if_none_runs() -> None:
     assert launches() == []
 
 
-def test_a_launch_is_there_as_long_as_it_runs(launcher: Start, folder: Path) -> None:
+def test_a_launch_is_listed_while_it_runs(launcher: Start, folder: Path) -> None:
     process = launcher()
     wait_until(lambda: len(the_only().ranks) == 2)
     launch = the_only()
@@ -82,7 +82,9 @@ def test_a_launch_is_there_as_long_as_it_runs(launcher: Start, folder: Path) -> 
     assert list(folder.iterdir()) == []
 
 
-def test_a_killed_launcher_is_not_shown_and_its_record_goes(launcher: Start, folder: Path) -> None:
+def test_a_killed_launcher_is_not_listed_and_its_record_is_removed(
+    launcher: Start, folder: Path
+) -> None:
     process = launcher()
     process.kill()
     process.wait()
@@ -127,7 +129,7 @@ START = ("starting", "")
         (["x INFO event=ready n=2", "x WARNING event=recovering life=1"], "recovering", ""),
     ],
 )
-def test_the_state_is_what_rank_0_said_last(
+def test_the_state_is_the_last_one_that_rank_0_logged(
     launcher: Start, lines: list[str], state: str, url: str
 ) -> None:
     launcher(RANK + SAYS.format(lines=[*lines, "said"]))
@@ -135,7 +137,7 @@ def test_the_state_is_what_rank_0_said_last(
     wait_until(lambda: (the_only().state, the_only().url) == (state, url))
 
 
-def test_other_ranks_say_nothing_about_the_state(launcher: Start) -> None:
+def test_lines_of_other_ranks_do_not_change_the_state(launcher: Start) -> None:
     launcher(f"{RANK}print('event=ready num_ranks=2' if rank else '', flush=True)\n{SLEEP}")
     time.sleep(1)
     assert the_only().state == "starting"
@@ -150,13 +152,13 @@ def test_a_rank_that_ended_is_shown(launcher: Start) -> None:
 # --- stop
 
 
-def test_the_only_launch_is_stopped_without_its_number(launcher: Start) -> None:
+def test_the_only_launch_is_stopped_without_its_pid(launcher: Start) -> None:
     process = launcher()
     assert stop(None).pid == process.pid
     assert process.wait(5) == 0
 
 
-def test_one_of_two_has_to_be_named(launcher: Start) -> None:
+def test_with_two_launches_a_pid_is_required(launcher: Start) -> None:
     first, second = launcher(name="a"), launcher(name="b")
     with fails(UsageError, "several_launches", match=f"{first.pid}, {second.pid}"):
         stop(None)
@@ -166,7 +168,7 @@ def test_one_of_two_has_to_be_named(launcher: Start) -> None:
     assert first.poll() is None
 
 
-def test_what_does_not_run_cannot_be_stopped(launcher: Start) -> None:
+def test_a_launch_that_does_not_run_cannot_be_stopped(launcher: Start) -> None:
     with fails(UsageError, "usage"):
         stop(None)
     process = launcher()
@@ -175,7 +177,7 @@ def test_what_does_not_run_cannot_be_stopped(launcher: Start) -> None:
     assert alive(process.pid)
 
 
-def test_one_that_ends_by_itself_at_that_moment_is_stopped(
+def test_a_launch_that_ends_by_itself_meanwhile_counts_as_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended = subprocess.Popen(["true"])
@@ -200,7 +202,7 @@ def test_stop_does_not_wait_for_ever(launcher: Start, monkeypatch: pytest.Monkey
 # --- the file
 
 
-def test_a_record_that_is_written_is_never_read_in_half(folder: Path) -> None:
+def test_old_text_after_the_json_of_a_record_is_ignored(folder: Path) -> None:
     """Shorter than before: the old end is still there between the two calls."""
     with recorded(["serve"], ["a"], 12.0) as mine:
         file = folder / f"{os.getpid()}.launch"
@@ -257,7 +259,9 @@ def test_status_shows_every_rank(launcher: Start, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("flag", ["--status", "--stop"])
-def test_a_command_beside_them_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_beside_status_or_stop_is_refused(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["launch", flag, "--", "serve"]) == 2
     assert "take no command" in capsys.readouterr().err
 
@@ -266,14 +270,14 @@ def test_a_command_beside_them_is_refused(flag: str, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     "ignored", [["--env", "A=b"], ["--cwd", "/"], ["--ssh", "ssh"], ["--python", "python9"]]
 )
-def test_flags_beside_them_that_would_do_nothing_are_refused(
+def test_useless_flags_beside_status_or_stop_are_refused(
     flag: str, ignored: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["launch", flag, *ignored]) == 2
     assert f"do not take {ignored[0]}" in capsys.readouterr().err
 
 
-def test_what_is_going_on_when_a_rank_is_lost_is_rank_0s_word() -> None:
+def test_the_loss_of_another_rank_does_not_change_the_state() -> None:
     with recorded(["serve"], ["a", "b"], 12.0) as kept:
         kept.said(0, "x event=recovering life=1")
         kept.said(0, "x event=ready num_ranks=1 life=1")

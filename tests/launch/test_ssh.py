@@ -13,7 +13,7 @@ from serve.core.errors import UsageError
 PYTHON = "/opt/brigade/bin/python"
 
 
-def test_a_persons_flags_come_first_and_the_host_before_the_command() -> None:
+def test_the_users_flags_come_first_and_the_host_before_the_command() -> None:
     words = ssh_command(["ssh", "-F", "f"], "studio", [PYTHON, "-m", "launcher.agent", "t"])
     assert words[:3] == ["ssh", "-F", "f"]
     assert words[-2:] == ["studio", f"exec {PYTHON} -m launcher.agent t"]
@@ -59,7 +59,7 @@ def test_any_login_shell_runs_the_same_words(shell: str) -> None:
         ("", "it hung up", "try `ssh studio`"),
     ],
 )
-def test_what_ssh_says_becomes_a_reason_and_a_fix(said: str, reason: str, fix: str) -> None:
+def test_messages_of_ssh_become_a_reason_and_a_fix(said: str, reason: str, fix: str) -> None:
     what, what_to_do = meaning(said, ["ssh"], "studio", PYTHON)
     assert reason in what
     assert fix in what_to_do
@@ -74,7 +74,7 @@ def test_the_remedy_names_the_command_that_was_used(said: str) -> None:
     assert "`ssh -F 'my config' studio`" in what_to_do
 
 
-def test_paths_and_places_of_a_ring_do_not_go_to_other_hosts() -> None:
+def test_paths_and_ring_variables_are_not_sent_to_other_hosts() -> None:
     kept = {"HF_TOKEN": "t", "MLX_X": "1", "BRIGADE_API_KEY": "k", "LC_ALL": "C", "TZ": "UTC"}
     left = {
         **{"PATH": "/bin", "HOME": "/root", "HF_HOME": "/cache", "LD_PRELOAD": "x.so"},
@@ -84,12 +84,12 @@ def test_paths_and_places_of_a_ring_do_not_go_to_other_hosts() -> None:
     assert forwarded({**kept, **left}) == kept
 
 
-def test_variables_are_taken_apart_at_the_first_equals() -> None:
+def test_variables_are_split_at_the_first_equals_sign() -> None:
     assert check_variable("A_1=b=c", "--env") == ("A_1", "b=c")
     assert check_variable("A=", "--env") == ("A", "")
 
 
 @pytest.mark.parametrize("word", ["", "A", "=b", "a-b=1", "é=1", "A\0=1", "A=\0", "MLX_RANK=1"])
-def test_what_is_no_variable_is_refused(word: str) -> None:
+def test_a_word_that_is_not_a_variable_is_refused(word: str) -> None:
     with pytest.raises(UsageError, match="--env"):
         check_variable(word, "--env")
