@@ -41,9 +41,9 @@ class Pass:
     gradients: Arrays
     _slots: "list[_Slot]"
 
-    def give(self, dy: Sequence[mx.array]) -> None:
-        """Takes the evaluated gradients of the outputs. dx and gradients can be evaluated after
-        this."""
+    def set_output_gradients(self, dy: Sequence[mx.array]) -> None:
+        """Fills in the evaluated gradients of the outputs. Only then can dx and gradients be
+        evaluated."""
         for slot, array in zip(self._slots, dy, strict=True):
             slot.fill(array)
 
@@ -76,7 +76,7 @@ class TrainedStage:
         received: Sequence[mx.array],
         scale: float,
     ) -> Pass:
-        """Runs the stage forward, without gradients."""
+        """Runs a forward pass of the stage, without gradients."""
         outputs = self._outputs(batch, received, scale)
         return Pass(outputs, [], {}, [])
 
@@ -87,7 +87,7 @@ class TrainedStage:
         scale: float,
         needs_dx: bool,
     ) -> Pass:
-        """Runs the stage forward and builds its gradients, with dx if needs_dx."""
+        """Runs a forward pass of the stage and builds its gradients, with dx if needs_dx."""
         parameters = self.parameters()
         received = list(received)
         num_parameters = len(parameters)
@@ -101,7 +101,7 @@ class TrainedStage:
             for n, array in zip(differentiated, primals[num_parameters:], strict=True):
                 inputs[n] = array
             outputs = self._outputs(batch, inputs, scale)
-            # mx.vjp ignores what has no gradient, and expects no cotangent for it.
+            # mx.vjp ignores outputs without a gradient, and expects no cotangent for them.
             return [a if _is_floating(a) else mx.stop_gradient(a) for a in outputs]
 
         slots = self._placeholders(batch, received)
@@ -140,7 +140,7 @@ class TrainedStage:
 
     def _placeholders(self, batch: MicroBatch, received: Sequence[mx.array]) -> "list[_Slot]":
         """Makes placeholders for the gradients of the outputs. Their shapes come from a forward
-        that is never evaluated."""
+        pass that is never evaluated."""
         if self.stage.is_last:
             return []
         # With caches, a model may pass other arrays to its next stage than without.
@@ -194,8 +194,8 @@ class _Slot:
 
 
 def _checkpoint(layer: nn.Module) -> None:
-    """Keeps only the inputs and outputs of a layer's forward. If the stage has a seam there
-    already, that seam stays around it."""
+    """Makes a layer's forward pass store only inputs and outputs; the backward pass computes the
+    rest again. A seam that the layer already has encloses the new one."""
     outer = vars(layer).get("_brigade_seam")
 
     def seam(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -24,14 +24,14 @@ from serve.tune.layout import Layout, check_shares, layout_of
 from serve.tune.schedule import SCHEDULES
 
 OPTIMIZERS = ("adam", "adamw", "muon", "sgd", "adafactor")
-# They compute with whole matrices, of which the shards of a stage have parts.
+# Optimizers that compute with whole matrices, of which a shard holds only a part.
 _NEED_WHOLE = ("muon", "adafactor")
 LEARNING_RATE_SCHEDULES = ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
 _LORA = {"rank": 8, "dropout": 0.0, "scale": 20.0}
 
 
 def _from_file(help: str) -> Any:
-    """Returns a field that only the file has: it is no single value."""
+    """Returns a field that only the file can set, because it is not a single value."""
     return field(default=None, metadata={"help": help, "file_only": True})
 
 
@@ -64,7 +64,7 @@ class FineTuneConfig(ModelSource):
     )
     lora_rank: int | None = flag("rank of the adapter's matrices (default: 8)", None, min=1)
     lora_scale: float | None = flag(
-        "factor that the adapter's product is multiplied by (default: 20)",
+        "factor by which the adapter's output is multiplied (default: 20)",
         None,
         min=0,
         max=10**6,
@@ -82,7 +82,7 @@ class FineTuneConfig(ModelSource):
         heading="training",
     )
     micro_batches: int | None = flag(
-        "number of micro-batches that a batch is cut into (default: --batch-size; without stages "
+        "number of micro-batches into which a batch is cut (default: --batch-size; without stages "
         "1, or one for each replica)",
         None,
         min=1,
@@ -108,7 +108,8 @@ class FineTuneConfig(ModelSource):
     learning_rate: float = flag("learning rate of the optimizer", 1e-5, min=0, max=100)
     lr_schedule: dict[str, Any] | None = _from_file("name, arguments, warmup, warmup_init")
     max_grad_norm: float | None = flag(
-        "maximum norm of the gradient over all ranks; scaled down if larger (default: no limit)",
+        "maximum norm of the gradient over all ranks; a larger gradient is scaled down (default: "
+        "no limit)",
         None,
         min=0,
     )
@@ -157,15 +158,15 @@ class FineTuneConfig(ModelSource):
     )
     tensor_parallel_size: int = flag(TENSOR_PARALLEL_HELP, 1, min=1)
     data_parallel_size: int = flag(
-        "number of pipelines that share the micro-batches of each update; it divides the number of "
-        "ranks",
+        "number of pipelines that share the micro-batches of each update; it must divide the "
+        "number of ranks",
         1,
         min=1,
     )
     schedule: str = flag("pipeline schedule: " + ", ".join(SCHEDULES), "1f1b", among=SCHEDULES)
     split: str = flag("layers of each stage: auto, even, or numbers such as 20,12", "auto")
     stall_timeout: float = flag(
-        "seconds without a message from a rank until it counts as lost",
+        "seconds without a message after which a rank counts as lost",
         600.0,
         min=1,
     )
@@ -215,8 +216,8 @@ class FineTuneConfig(ModelSource):
             raise UsageError(f"--micro-batches {parts} does not divide --batch-size {size}.")
         if self.trains and self.tensor_parallel_size > 1 and self.optimizer in _NEED_WHOLE:
             raise UsageError(
-                f"--optimizer {self.optimizer} needs whole matrices, of which each shard of "
-                f"--tensor-parallel-size {self.tensor_parallel_size} has a part: use adam, adamw "
+                f"--optimizer {self.optimizer} needs whole matrices, but each shard of "
+                f"--tensor-parallel-size {self.tensor_parallel_size} holds a part: use adam, adamw "
                 "or sgd, or stages and --data-parallel-size instead of shards."
             )
         if self.max_grad_norm == 0:
@@ -302,7 +303,7 @@ class FineTuneConfig(ModelSource):
 
     def for_examples(self, count: int) -> "FineTuneConfig":
         """Returns the config with iters computed from its epochs over `count` examples. Raises
-        UsageError if these are less than one update."""
+        UsageError if they are too few for one update."""
         if self.epochs is None:
             return self
         batches = self.epochs * (count // self.batch_size)
@@ -342,7 +343,7 @@ class FineTuneConfig(ModelSource):
         check_shares(num_batches * count, layout.num_replicas)
         return count
 
-    def decides_numbers(self) -> dict[str, Any]:
+    def fixed_settings(self) -> dict[str, Any]:
         """Returns the settings that must not change when a run is resumed."""
         names = (
             "fine_tune_type num_layers lora batch_size grad_accumulation_steps optimizer "

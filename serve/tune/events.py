@@ -12,8 +12,8 @@ from serve.tune.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Training begins. schedule is that of each replica. layers has the range of each stage, in the
-    order of the model. size says how many examples there are, and in how many rows."""
+    """Training begins. schedule is that of each replica. layers are the ranges of the stages, in
+    the order of the model. size says how many examples there are, and in how many rows."""
 
     schedule: Schedule
     layout: Layout

@@ -18,8 +18,8 @@ from serve.tune.transport import Links, announce, exchange
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The inputs of one rank. splits has the examples of each file, by its name. With packing,
-    each row of `train` holds several examples, and unpacked are the examples themselves."""
+    """The inputs of one rank. splits are the examples of each file, by its name. With packing,
+    each row of `train` contains several examples, and unpacked are the examples themselves."""
 
     config: FineTuneConfig
     model: Path | PartialModel

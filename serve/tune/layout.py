@@ -1,4 +1,4 @@
-"""Which part of the work each rank of a run does: replicas of a pipeline, whose stages may have
+"""The division of a run's work among its ranks: replicas of a pipeline, whose stages may have
 several shards. Pure."""
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Layout:
         return rank % self.num_shards
 
     def place(self, rank: int) -> int:
-        """Returns the rank's place in its pipeline. Place 0 has the last layers."""
+        """Returns the rank's place in its pipeline. Place 0 holds the last layers."""
         return rank % self.replica_size // self.num_shards
 
     def pipeline(self, rank: int) -> list[int]:
@@ -52,7 +52,7 @@ class Layout:
         return list(range(rank % self.replica_size, self.num_ranks, self.replica_size))
 
     def peers(self, rank: int) -> set[int]:
-        """Returns the ranks that a rank exchanges messages with: its neighbours in each group."""
+        """Returns the ranks with which a rank exchanges messages: its neighbours in each group."""
         peers: set[int] = set()
         everybody = list(range(self.num_ranks))
         groups = (everybody, self.pipeline(rank), self.shards(rank), self.replicas(rank))

@@ -28,20 +28,20 @@ from serve.tune.transport import Links, exchange, sum_arrays
 
 _FORWARD_ROUND = 8  # micro-batches for each rank that a validation starts at once
 _UPDATE_PARTS = 16
-_SUMMED_AT_ONCE = 16  # arrays of the shards that travel whole in one message
+_SUMMED_AT_ONCE = 16  # arrays whose parts are joined by one sum over the shards
 Named = dict[tuple[str, str], mx.array]
 """Arrays of parameters, by the parameter's name and the array's."""
 _MASTER = "master"  # beside the names that optimizers give their arrays
 
 
-def _holders(notes: Sequence[TrainedNames]) -> dict[str, list[int]]:
+def _stages_of(notes: Sequence[TrainedNames]) -> dict[str, list[int]]:
     """Returns the stages that hold each trained parameter, by the parameter's name."""
-    holders: dict[str, list[int]] = {}
+    stages: dict[str, list[int]] = {}
     for note in notes:
         for stage, names in note.stages.items():
             for name in names:
-                holders.setdefault(name, []).append(stage)
-    return holders
+                stages.setdefault(name, []).append(stage)
+    return stages
 
 
 def _sum_over(links: Links, gradients: Arrays, names: Sequence[str]) -> None:
@@ -61,9 +61,9 @@ def _bytes_of(array: mx.array) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class UpdateMetrics:
-    """One update as all ranks know it. loss is the mean over the learned tokens. is_skipped
-    says that something was not finite, so no parameter has changed. busy_seconds and peak_bytes
-    have one number for each rank; records are this rank's own."""
+    """The metrics of one update, equal on all ranks except for records. loss is the mean over the
+    learned tokens. is_skipped says that something was not finite, so no parameter has changed.
+    busy_seconds and peak_bytes have one number for each rank."""
 
     loss: float
     gradient_norm: float
@@ -79,10 +79,10 @@ class UpdateMetrics:
 class Trainer:
     """Makes the same updates on all ranks, each of its own parameters.
 
-    shared are the parameters that several ranks of a pipeline have. Every parameter has one owner,
+    shared are the parameters that several ranks of a pipeline hold. Every parameter has one owner,
     which saves it: the first shard of a stage of the first replica. counted are the parameters, or
-    parts of them, whose numbers this rank counts, so that each is counted once. parts says how the
-    shards of a stage divide them; None without shards.
+    parts of them, that this rank counts, so that each number is counted once over all ranks. parts
+    says how the shards of a stage divide parameters; None without shards.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Trainer:
         self.pipeline = Pipeline(stages, groups, draw)
         own_names = {number: stage.names for number, stage in stages.items()}
         notes = exchange(groups.pipeline, TrainedNames(own_names))
-        holders = _holders(notes)
+        holders = _stages_of(notes)
         if not holders:
             raise UsageError(
                 "Nothing is trained: see num_layers, and keys of lora_parameters.",
@@ -136,7 +136,7 @@ class Trainer:
         return parameters
 
     def set_whole(self, parameters: Arrays) -> None:
-        """Takes this rank's parts of the trained parameters of the whole model."""
+        """Sets this rank's parameters from the trained parameters of the whole model."""
         own = {name: self._part_of(name, array) for name, array in parameters.items()}
         self._set_parameters(own)
 
@@ -187,7 +187,7 @@ class Trainer:
         return own
 
     def _whole(self, own: Named) -> Named:
-        """Puts the parts of all shards together. The other shards than the first get nothing."""
+        """Joins the parts of all shards, on the first shard. The other shards get nothing."""
         whole = dict(own)
         keys = [key for key in own if key[0] in self.parts.divided]
         for start in range(0, len(keys), _SUMMED_AT_ONCE):
@@ -199,7 +199,7 @@ class Trainer:
         return {} if self.groups.shard else whole
 
     def restore(self, adapter: Arrays, state: Arrays, step: int) -> None:
-        """Takes this rank's part of what all ranks saved after `step` updates."""
+        """Restores this rank's part of the state that all ranks saved after `step` updates."""
         self.set_whole(adapter)
         self.masters = master_weights(self.parameters())
         states = states_of(self.optimizer)
@@ -214,7 +214,7 @@ class Trainer:
             optimizer.state["step"] = mx.array(step, mx.uint64)
 
     def find_not_finite(self) -> str | None:
-        """Returns the name of one of this rank's trained arrays that has an infinity or a NaN."""
+        """Returns the name of a trained array on this rank that contains an infinity or a NaN."""
         arrays = self.parameters()
         for (name, part), array in self._state(arrays.keys()).items():
             arrays[f"{name}.{part}"] = array
@@ -269,7 +269,7 @@ class Trainer:
             mx.reset_peak_memory()
             self._apply(ran.gradients, norm)
             self._update_peak = mx.get_peak_memory()
-            self.loss_scale.note_finite()
+            self.loss_scale.count_finite()
         ran.gradients.clear()
         if mx.get_cache_memory() > self.config.clear_cache_bytes:
             mx.clear_cache()
@@ -306,7 +306,7 @@ class Trainer:
             partial = sorted(self.parts.partial & ran.gradients.keys())
             _sum_over(self.groups.shards, ran.gradients, partial)
             _sum_over(self.groups.replicas, ran.gradients, sorted(ran.gradients))
-            own_note = self._note(ran)
+            own_note = self._update_note(ran)
             notes = exchange(self.links, own_note)
             loss = sum(note.loss for note in notes)
             # fsum is exact, so the norm does not depend on how many ranks share the parameters.
@@ -319,7 +319,7 @@ class Trainer:
                 return ran, notes, loss, norm
             ran.gradients.clear()
 
-    def _note(self, ran: ScheduleRun) -> UpdateNote:
+    def _update_note(self, ran: ScheduleRun) -> UpdateNote:
         peaks = [record.peak for record in ran.records]
         return UpdateNote(
             loss=self._counted_loss(ran),
@@ -330,11 +330,11 @@ class Trainer:
         )
 
     def _counted_loss(self, ran: ScheduleRun) -> float:
-        """Returns this rank's share of the loss: all shards of the last stage compute the same."""
+        """Returns the loss on the first shard, and 0 on the others, which compute the same."""
         return 0.0 if self.groups.shard else ran.loss
 
     def loss_of(self, batches: Sequence[MicroBatch]) -> float:
-        """Returns the mean loss over the learned tokens. Runs the same pipeline forward only."""
+        """Returns the mean loss over the learned tokens. Runs only forward passes."""
         self._set_training(False)
         total = 0.0
         layout = self.groups.layout
@@ -372,8 +372,8 @@ class Trainer:
             stage.stage.model.train(mode)
 
     def _sum_shared(self, gradients: Arrays) -> None:
-        """Adds up the gradients of each parameter that several ranks have, such as an adapter of
-        a tied embedding. Every rank passes the sum on, also a rank without this parameter."""
+        """Adds up the gradients of each parameter that several ranks hold, such as an adapter of
+        a tied embedding. Every rank passes the sum on, even a rank without this parameter."""
         for name in sorted(self.shared):
             # An integer, because a float32 zero would turn a bfloat16 sum into float32.
             zero = mx.array(0)

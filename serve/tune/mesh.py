@@ -1,4 +1,4 @@
-"""The groups of ranks that a layout of stages, shards and replicas has, and the links among them.
+"""The groups of ranks in a layout of stages, shards and replicas, and the links among them.
 
 MLX's ring is left to the shards of a stage, for the sums inside their layers: it has links to two
 neighbours only, and a process can be in only one ring."""

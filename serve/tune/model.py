@@ -39,7 +39,7 @@ from serve.tune.results.run_folder import ADAPTERS, CONFIG
 class DropoutKeys:
     """The random keys of dropout masks. A mask depends only on these numbers and on the name of
     its module: it is the same on any number of ranks, when layers are computed again for the
-    backward, and after a resume."""
+    backward pass, and after a resume."""
 
     seed: int
     update: int = 0
@@ -61,8 +61,8 @@ class KeyedDropout(nn.Module):
         self._draw = draw
         self._part: ArrayDivision | None = None
 
-    def take(self, part: ArrayDivision) -> None:
-        """Makes it drop the same numbers of a part of the inputs as it would of all."""
+    def restrict_to(self, part: ArrayDivision) -> None:
+        """Drops numbers of this part of the inputs only, the same as without a division."""
         self._part = part
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -170,7 +170,7 @@ def divide(
     for name, module in model.named_modules():
         part = found.divided.get(f"{name}.lora_a")
         if part and isinstance(module.get("dropout"), KeyedDropout):
-            module["dropout"].take(ArrayDivision(part.division, -1))
+            module["dropout"].restrict_to(ArrayDivision(part.division, -1))
     return sharding
 
 
@@ -247,7 +247,7 @@ def split_layers(
     model = build_model(folder)
     cost = measure(model, checkpoint)
     num_frozen = num_layers - config.num_trained_layers(num_layers)
-    # A backward costs as much as the forward, and gradients of all weights as much again.
+    # A backward pass costs as much as a forward pass, and gradients of all weights as much again.
     trained = 3 if config.fine_tune_type == "full" else 2
     head = trained if num_frozen == 0 else 2
     layers = []

@@ -39,8 +39,8 @@ def _is_matrix_of_a_layer(name: str, array: mx.array) -> bool:
 
 
 def make_optimizer(config: FineTuneConfig) -> Any:
-    """Makes the optimizer of a run. With muon, a learning_rate for adamw combines the two. Raises
-    UsageError if the options do not fit."""
+    """Makes the optimizer of a run. If muon's options contain a learning_rate for adamw, the two
+    are combined. Raises UsageError if the options do not fit."""
     options = config.optimizer_config or {}
     try:
         own = dict(options.get(config.optimizer) or {})

@@ -16,9 +16,9 @@ from serve.tune.schedule import Op, Schedule, Shape
 
 @dataclass(slots=True)
 class ScheduleRun:
-    """The result of a schedule on one rank. loss is the sum over all micro-batches and known on
-    the rank of the last stage. The scale of the loss is divided out of the loss and of the
-    gradients, which are float32."""
+    """The result of a schedule on one rank. loss is the sum over all micro-batches, known only on
+    the rank of the last stage. The loss and the gradients, in float32, are already divided by the
+    scale of the loss."""
 
     loss_scale: float = 1.0
     loss: float = 0.0
@@ -36,8 +36,8 @@ class ScheduleRun:
 
 
 class Pipeline:
-    """This rank's stages, by their number in the pipeline. With several replicas, each runs every
-    D-th of the micro-batches of an update."""
+    """This rank's stages, by their number in the pipeline. With D replicas, each runs every D-th
+    of the micro-batches of an update."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Pipeline:
             self._passes[op.micro_batch, op.stage] = made
         else:
             made = stage.forward(batch, given, scale)
-        # This evaluates the forward alone. What the backward needs of it stays in the graph.
+        # This evaluates the forward pass only. The graph keeps the arrays for the backward pass.
         mx.eval(made.outputs)
         if not stage.stage.is_last:
             return made.outputs
@@ -112,7 +112,7 @@ class Pipeline:
 
     def _backward(self, op: Op, dy: list[mx.array]) -> list[mx.array] | None:
         made = self._passes[op.micro_batch, op.stage]
-        made.give(dy)
+        made.set_output_gradients(dy)
         # dx is sent before the parameters' gradients are computed. With grad_checkpoint both need
         # the layers computed again, and these arrays would be held from here to W.
         is_recomputed = self.stages[op.stage].grad_checkpoint

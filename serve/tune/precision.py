@@ -30,7 +30,8 @@ def master_weights(parameters: Mapping[str, mx.array]) -> Arrays:
 @dataclass(slots=True)
 class LossScale:
     """The factor of the loss in the backward pass, which keeps small float16 gradients from
-    becoming 0. It is lowered when gradients overflow, and raised after a long time without."""
+    becoming 0. It is lowered when gradients overflow, and raised after many updates without that.
+    """
 
     value: float = 1.0
     num_finite: int = 0
@@ -51,7 +52,7 @@ class LossScale:
         self.num_finite = 0
         return True
 
-    def note_finite(self) -> None:
+    def count_finite(self) -> None:
         """Counts an update whose gradients were finite."""
         self.num_finite += 1
         if self.num_finite >= _RAISE_AFTER:

@@ -26,8 +26,8 @@ from serve.tune.schedule import Schedule
 from serve.tune.session import (
     Session,
     TrainingProgress,
+    emit,
     held_out_batches,
-    keep,
     load,
     update_batches,
 )
@@ -38,7 +38,7 @@ _RETURN_SECONDS = 600.0  # how long a rank that was started again waits for the 
 _ADVICE = (
     "If no launcher starts the run again, start it yourself, with --resume if it has a checkpoint."
 )
-# How much of a loss rounding may change when an example is at another position of its row.
+# The share of a loss by which rounding may change it if an example is elsewhere in its row.
 _ROUNDING = 1e-4
 _HALF_ROUNDING = 1e-2
 
@@ -90,7 +90,7 @@ def run_rank(
         if has_checkpoint:
             progress = saving.resume(session)
         else:
-            progress = saving.begin(session)
+            progress = saving.start(session)
         # A run may have been ended after its last batch and before the steps below.
         is_early = progress.history.has_stalled(session.config.early_stop)
         if progress.done < session.config.iters and not is_early:
@@ -119,8 +119,8 @@ def check_packing(session: Session) -> None:
 
 
 def train(session: Session, progress: TrainingProgress) -> list[OpSpan]:
-    """Trains until the last batch, or until the validation loss no longer falls. Returns when
-    each op of the last update ran, on all ranks. Raises BrigadeError."""
+    """Trains until the last batch, or until the validation loss no longer falls. Returns the times
+    of all ops of the last update, on all ranks. Raises BrigadeError."""
     config = session.config
     num_micro_batches = config.grad_accumulation_steps * progress.num_parts
     schedule = session.trainer.update_schedule(num_micro_batches)
@@ -175,7 +175,7 @@ def _update(
     progress.has_learned = progress.has_learned or not update.is_skipped
     if window.has_failed:
         raise EngineError(
-            f"{window.failure} {saving.what_is_kept(session, progress)}", code="not_finite"
+            f"{window.failure} {saving.saved_weights(session, progress)}", code="not_finite"
         )
     progress.done += num_accumulated
     return update
@@ -192,7 +192,7 @@ def measure(session: Session, num_parts: int, schedule: Schedule) -> TrainingFor
     for _ in range(2):
         ran = trainer.pipeline.run(small, [largest] * pipeline_size, 1.0)
         ran.gradients.clear()
-        exchange(session.links, Reached("warm"))  # All have finished before one begins again.
+        exchange(session.links, Reached("warm"))  # Waits until all ranks have finished.
     probe: Probe = probe_of(
         ran.records,
         base=mx.get_active_memory(),
@@ -206,7 +206,7 @@ def measure(session: Session, num_parts: int, schedule: Schedule) -> TrainingFor
 
 
 def _validate(session: Session, progress: TrainingProgress, batches: list[MicroBatch]) -> None:
-    """Computes the validation loss, and keeps the weights if it is the lowest so far."""
+    """Computes the validation loss, and saves the weights if it is the lowest so far."""
     if not batches:
         return
     loss = _held_out_loss(session, progress.done, "valid", batches)
@@ -223,7 +223,7 @@ def _held_out_loss(
     began = time.perf_counter()
     loss = session.trainer.loss_of(batches)
     validated = Validated(iteration, name, loss, time.perf_counter() - began)
-    keep(session, validated)
+    emit(session, validated)
     return loss
 
 
@@ -231,7 +231,7 @@ def _report(session: Session, progress: TrainingProgress, window: Window) -> Non
     learning_rate = float(session.trainer.optimizer.learning_rate.item())
     accumulated = session.config.grad_accumulation_steps
     reported = window.report(progress.done, learning_rate, accumulated)
-    keep(session, reported)
+    emit(session, reported)
 
 
 def _tell_start(
@@ -284,7 +284,7 @@ def _tell_end(
         peak_bytes=window.peak_bytes,
         best=progress.history.best,
     )
-    keep(session, finished)
+    emit(session, finished)
     return [OpSpan(*span) for note in notes for span in note.spans]
 
 

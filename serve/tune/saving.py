@@ -25,7 +25,7 @@ from serve.tune.window import Window
 
 def has_checkpoint(config: FineTuneConfig, links: Links, *, is_return: bool) -> bool:
     """Whether a run that trains continues from a checkpoint, as rank 0 decides. is_return says that
-    the launcher has started its ranks again, so that what the folder holds is its own."""
+    the launcher has started its ranks again, so that a checkpoint in the folder is its own."""
     own: RunStart | None = None
     if links.rank == 0:
         is_saved = is_return and bool(run_folder.whole_checkpoints(config.adapter_path))
@@ -33,8 +33,8 @@ def has_checkpoint(config: FineTuneConfig, links: Links, *, is_return: bool) -> 
     return announce(links, own, RunStart).has_checkpoint
 
 
-def begin(session: Session) -> TrainingProgress:
-    """Makes the folder of a new run. Raises UsageError if another run is there."""
+def start(session: Session) -> TrainingProgress:
+    """Makes the folder of a new run. Raises UsageError if it contains another run."""
     config = session.config
     adapter: Arrays = {}
     if config.peft:
@@ -43,7 +43,7 @@ def begin(session: Session) -> TrainingProgress:
         if adapter:  # A trial, which fails now if PEFT's format cannot express this adapter.
             with TemporaryDirectory() as folder:
                 save_adapter(session, Path(folder), adapter)
-        checkpoint.begin(config.adapter_path, _adapter_config(session))
+        checkpoint.make_folder(config.adapter_path, _adapter_config(session))
     return new_progress(session)
 
 
@@ -58,7 +58,7 @@ def resume(session: Session) -> TrainingProgress:
     adapter: Arrays = {}
     optimizer: Arrays = {}
     if session.is_first:
-        last = _take_up(session)
+        last = _load_last(session)
         adapter = last.adapter
         optimizer = last.optimizer
         own = _resume_point(session, last)
@@ -116,7 +116,7 @@ def check_finite(session: Session, progress: TrainingProgress, moment: str) -> N
         if note.name is not None:
             raise EngineError(
                 f"Not all numbers of {note.name} on rank {rank} are finite {moment}, so nothing "
-                f"was written. {what_is_kept(session, progress)}",
+                f"was written. {saved_weights(session, progress)}",
                 code="not_finite",
             )
 
@@ -133,7 +133,7 @@ def check_replicas(session: Session, progress: TrainingProgress) -> None:
             raise EngineError(
                 f"Ranks {first} and {rank} should have the same weights after batch "
                 f"{progress.done}, but they differ: check their memory and their versions of MLX. "
-                f"Nothing was written. {what_is_kept(session, progress)}"
+                f"Nothing was written. {saved_weights(session, progress)}"
             )
 
 
@@ -147,10 +147,10 @@ def check_sound(
     validated = dict(progress.history.losses).get(progress.done, math.nan)
     is_loss_finite = math.isfinite(update.loss) or math.isfinite(validated)
     if update.is_skipped and not is_loss_finite:
-        raise EngineError(f"{window.failure} {what_is_kept(session, progress)}", code="not_finite")
+        raise EngineError(f"{window.failure} {saved_weights(session, progress)}", code="not_finite")
 
 
-def what_is_kept(session: Session, progress: TrainingProgress) -> str:
+def saved_weights(session: Session, progress: TrainingProgress) -> str:
     """Returns a sentence that says which weights are on disk."""
     saved = progress.saved
     if saved is None:
@@ -191,15 +191,15 @@ def _write(
         checkpoint.export_peft(config.adapter_path)
 
 
-def _take_up(session: Session) -> checkpoint.TrainingCheckpoint:
-    """Returns the last checkpoint, and makes the folder's other files follow from it."""
+def _load_last(session: Session) -> checkpoint.TrainingCheckpoint:
+    """Returns the last checkpoint, and changes the folder's other files to agree with it."""
     config = session.config
     folder = config.adapter_path
     settings = _settings(session, new_progress(session).num_parts)
     if not config.micro_batches:
-        del settings["micro_batches"]  # The former run decides, whatever its number of ranks.
+        del settings["micro_batches"]  # The former run's number applies, with any number of ranks.
     last = checkpoint.load_last(folder, settings)
-    checkpoint.forget_metrics_after(folder, last.iteration)
+    checkpoint.remove_metrics_after(folder, last.iteration)
     checkpoint.publish(folder)
     for place in (folder, folder / run_folder.BEST):
         if config.peft and (place / run_folder.ADAPTERS).exists():
@@ -222,7 +222,7 @@ def _settings(session: Session, num_parts: int) -> dict[str, Any]:
     """Returns the settings that must not change when a run is resumed."""
     inputs = session.inputs
     settings = {
-        **inputs.config.decides_numbers(),
+        **inputs.config.fixed_settings(),
         "model": inputs.checkpoint.digest,
         "data": inputs.train.digest,
         "micro_batches": num_parts,

@@ -1,10 +1,10 @@
-"""Pipeline schedules as data: what each rank does in which order, the proof that it can
+"""Pipeline schedules as data: the ops of each rank in their order, the proof that a schedule can
 be run, and how busy it keeps the ranks. Pure.
 
 A pipeline has S stages in the order of the layers, v on each rank: stage g is on position g mod P,
 and position 0 is the last rank, which holds the first layers. Each micro-batch has three ops in a
-stage: F runs it forward, B computes the gradient of its input, W those of its parameters. Stages
-below the first trained one only have F.
+stage: F is the forward pass, B computes the gradient of the input, W those of the parameters.
+Stages below the first trained one only have F.
 
 All schedules of training are 1F1B with two parameters for each position: how many F it runs before
 its first B, and how many B before its first W."""
@@ -85,8 +85,8 @@ class Schedule:
         micro-batch in one stage are held from F to W."""
         maxima = []
         for ops in self.ops:
-            held = _held(ops, self.shape.first_trained)
-            maxima.append(max(held, default=0))
+            counts = _num_in_flight(ops, self.shape.first_trained)
+            maxima.append(max(counts, default=0))
         return maxima
 
 
@@ -124,8 +124,8 @@ def _has_op(op: Op, shape: Shape) -> bool:
 
 
 def _num_ahead(kind: str, shape: Shape, position: int) -> int:
-    """Returns how many forward passes (F) a position runs before its first backward pass (B): all
-    that there are, if there are fewer."""
+    """Returns the number of forward passes (F) that a position runs before its first backward pass
+    (B). If the result is larger than the number of all F, it runs all of them first."""
     ranks = shape.num_ranks
     return {
         "naive": 0,
@@ -162,7 +162,7 @@ def _one_forward_one_backward(kind: str, shape: Shape, position: int) -> Iterato
 
 def _op(kind: str, k: int, shape: Shape, position: int) -> Op:
     """Returns the position's k-th op of this kind. P micro-batches go through a stage of the rank,
-    then the same ones through its next."""
+    then the same P through the rank's next stage."""
     ranks = shape.num_ranks
     num_rounds, in_round = divmod(k, ranks * shape.num_chunks)
     chunk, in_group = divmod(in_round, ranks)
@@ -172,9 +172,9 @@ def _op(kind: str, k: int, shape: Shape, position: int) -> Op:
 
 
 def _forward(shape: Shape, position: int) -> Iterator[Op]:
-    """Yields the schedule of a validation, which has only forwards. P micro-batches go through each
-    stage together, as in the interleaved schedule: a rank would otherwise wait for each one to go
-    around the ring."""
+    """Yields the schedule of a validation: only forward passes. P micro-batches go through each
+    stage together, as in the interleaved schedule. Otherwise a rank would wait while each of them
+    goes around the ring."""
     for first in range(0, shape.num_micro_batches, shape.num_ranks):
         end = min(first + shape.num_ranks, shape.num_micro_batches)
         for stage in shape.stages_at(position):
@@ -194,7 +194,7 @@ def max_in_flight(kind: str, shape: Shape, position: int) -> int:
 
 
 def check(schedule: Schedule) -> None:
-    """Raises PlanError unless each op is there once and after those that it needs, no rank waits
+    """Raises PlanError unless each op occurs once and after the ops that it needs, no rank waits
     forever, and none holds more activations than the schedule promises."""
     shape = schedule.shape
     for position, ops in enumerate(schedule.ops):
@@ -239,14 +239,14 @@ def needs(op: Op, shape: Shape) -> list[Op]:
     return [op._replace(kind="F"), *after]
 
 
-def _held(ops: Sequence[Op], first_trained: int) -> Iterator[int]:
-    held = 0
+def _num_in_flight(ops: Sequence[Op], first_trained: int) -> Iterator[int]:
+    count = 0
     for op in ops:
         if op.kind == "F" and op.stage >= first_trained:
-            held += 1
+            count += 1
         if op.kind == "W":
-            held -= 1
-        yield held
+            count -= 1
+        yield count
 
 
 # --- how busy it keeps the ranks

@@ -1,4 +1,4 @@
-"""One rank of a run: the state that stays the same while it trains, and its progress."""
+"""One rank of a run: the state that training does not change, and its progress."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -108,7 +108,7 @@ def _agree_on_sharding(digests: Sequence[str], groups: Groups) -> None:
         raise difference
 
 
-def keep(session: Session, event: Reported | Validated | Finished) -> None:
+def emit(session: Session, event: Reported | Validated | Finished) -> None:
     """Shows an event. A run that trains also adds it to its metrics."""
     if session.is_first and session.config.trains:
         checkpoint.add_metrics(session.config.adapter_path, asdict(event))

@@ -63,7 +63,7 @@ class Inbox(Generic[Message]):
             self._changed.notify_all()
 
     def fail(self, error: ClusterError) -> None:
-        """Makes each later `take` of a message that has not arrived raise this error."""
+        """Makes each later `get` of a message that has not arrived raise this error."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -73,16 +73,16 @@ class Inbox(Generic[Message]):
         """Whether a neighbour or a link was lost."""
         return isinstance(self._error, RingLostError)
 
-    def part(self, peer: int) -> None:
-        """Notes that a neighbour has finished. Other neighbours may still send messages."""
+    def peer_finished(self, peer: int) -> None:
+        """Records that a neighbour has finished. Other neighbours may still send messages."""
         with self._changed:
             self._num_peers -= 1
             if self._num_peers <= 0:
                 self.fail(ClusterError(f"Rank {peer} has ended.", code="lost_rank"))
 
-    def take(self, tag: str) -> Message:
-        """Waits for a message. Raises RingLostError if a neighbour is lost, and ClusterError if it
-        has ended by itself or something else is wrong."""
+    def get(self, tag: str) -> Message:
+        """Waits for a message and removes it. Raises RingLostError if a neighbour is lost, and
+        ClusterError if a neighbour has ended by itself or something else is wrong."""
         with self._changed:
             arrived = self._messages[tag]
             while not arrived:
@@ -135,7 +135,7 @@ def reduce(
 
 
 def broadcast(links: Links, mine: Payload) -> Payload:
-    """Returns rank 0's payload on every rank. It travels to the left, so rank 1 is the last."""
+    """Returns rank 0's payload on every rank. It travels to the left, and reaches rank 1 last."""
     if links.rank:
         mine = links.receive("broadcast")
     if links.rank != 1 and links.num_ranks > 1:
@@ -228,12 +228,12 @@ class LocalLinks:
         self._inboxes[to].put(tag, (notes, list(arrays)))
 
     def receive(self, tag: str) -> Payload:
-        return self._inboxes[self.rank].take(tag)
+        return self._inboxes[self.rank].get(tag)
 
     def close(self) -> None:
         """Ends this rank. Neighbours that wait for more of its messages get an error."""
         for peer in _neighbours(self.rank, self.num_ranks):
-            self._inboxes[peer].part(self.rank)
+            self._inboxes[peer].peer_finished(self.rank)
 
 
 def local_links(num_ranks: int) -> list[LocalLinks]:
@@ -259,7 +259,7 @@ Encoded = tuple[Notes, list[tuple[TensorSpec, memoryview]]]
 
 
 class TcpLinks:
-    """The links of a rank that is a process of its own, to other ranks.
+    """The links of a rank that is a separate process, to other ranks.
 
     `receive` raises RingLostError when one of them is lost, or silent for stall_seconds. has_sums
     says that shards of a stage add up results over MLX's ring: such a sum cannot be interrupted
@@ -290,8 +290,8 @@ class TcpLinks:
             self._start(self._receive_all, peer)
 
     def send(self, to: int, tag: str, notes: Notes, arrays: Sequence[mx.array]) -> None:
-        # The thread of the link must evaluate nothing: MLX makes it wait while other streams have
-        # much to do, and this rank may be in a sum with the one that waits for this message.
+        # The thread of the link must evaluate nothing: MLX makes it wait while other streams are
+        # busy, and this rank may be in a sum with the one that waits for this message.
         views = [_bytes_of(array) for array in arrays]
         message = notes, list(zip(tensor_specs(arrays), views, strict=True))
         if to == self.rank:
@@ -300,7 +300,7 @@ class TcpLinks:
             self._outboxes[to].put((tag, message))
 
     def receive(self, tag: str) -> Payload:
-        notes, tensors = self._inbox.take(tag)
+        notes, tensors = self._inbox.get(tag)
         return notes, [_array_of(spec, data) for spec, data in tensors]
 
     def close(self) -> None:
@@ -327,7 +327,7 @@ class TcpLinks:
                 self._lose(error)
             except OSError as error:
                 self._lose(RingLostError(f"The link to rank {peer} broke: {error}."))
-            except Exception as error:  # Whatever it is, somebody waits for this thread.
+            except Exception as error:  # Others wait for messages of this thread.
                 self._inbox.fail(ClusterError(f"The link to rank {peer} broke: {error}."))
 
         thread = Thread(target=top, name=f"{run.__name__} {peer}", daemon=True)
@@ -349,7 +349,7 @@ class TcpLinks:
             for _, data in tensors:
                 for start in range(0, len(data), _PART_BYTES):
                     connection.sendall(data[start : start + _PART_BYTES])
-            del waiting, tensors  # Before the next one is waited for.
+            del waiting, tensors  # Frees them before the wait for the next message.
         connection.sendall(frame(Parting()))
 
     def _next(self, peer: int) -> tuple[str, Encoded] | None:
@@ -372,7 +372,7 @@ class TcpLinks:
             for message in frames.feed(header[:num_read]):
                 match message:
                     case Parting():
-                        self._inbox.part(peer)
+                        self._inbox.peer_finished(peer)
                         return
                     case TaggedTensors(tag, notes, specs):
                         tensors = [(spec, self._read(peer, _num_bytes(spec))) for spec in specs]
@@ -392,7 +392,7 @@ class TcpLinks:
         silent."""
         connection = self._connections[peer]
         silent_seconds = 0.0
-        # Only seconds in which this process ran count: after it was stopped, it blames nobody.
+        # Only seconds in which this process ran count: while it was stopped, nobody was silent.
         while not select.select([connection], [], [], _TICK_SECONDS)[0]:
             silent_seconds += _TICK_SECONDS
             if silent_seconds >= self._stall_seconds:

@@ -139,7 +139,7 @@ def test_a_wrong_file_is_refused(file: Callable[[str], str], text: str, said: st
         (["--max-grad-norm", "0"], "--max-grad-norm 0 would make"),
         (
             ["--optimizer", "muon", "--tensor-parallel-size", "2"],
-            "--optimizer muon needs whole matrices, of which each shard of --tensor-parallel-s",
+            "--optimizer muon needs whole matrices, but each shard of --tensor-parallel-size 2",
         ),
         (["--optimizer", "adafactor", "--tensor-parallel-size", "2"], "use adam, adamw or sgd"),
         (["--max-grad-norm", "-1"], "out of range"),
@@ -174,7 +174,7 @@ def test_wrong_flags_are_refused(flags: list[str], said: str) -> None:
         (1, ["--model", "/no/such/model"], "is not a folder"),
     ],
 )
-def test_what_can_be_known_before_is_said_before(
+def test_mistakes_are_reported_before_the_start(
     tmp_path: Path, num_ranks: int, flags: list[str], said: str
 ) -> None:
     with pytest.raises(BrigadeError) as error:
@@ -201,7 +201,7 @@ def test_flags_of_the_adapter_override_the_file(file: Callable[[str], str]) -> N
         "scale": 10.0,
         "dropout": 0.1,
     }
-    assert config.decides_numbers()["lora"]["rank"] == 4
+    assert config.fixed_settings()["lora"]["rank"] == 4
     assert adapter_config(config, 8)["lora_parameters"]["rank"] == 4
 
 
@@ -224,7 +224,7 @@ def test_wrong_flags_of_the_adapter_are_refused(words: list[str], said: str) -> 
     assert said in str(error.value)
 
 
-def test_other_names_are_no_flags_of_ours() -> None:
+def test_flags_of_other_trainers_are_not_flags_of_ours() -> None:
     ours = {"--" + field.name.replace("_", "-") for field in fields(FineTuneConfig)}
     assert not ours & _OTHER_NAMES.keys()
     named = {name.split()[0] for name in _OTHER_NAMES.values() if name.startswith("--")}
@@ -246,8 +246,8 @@ def test_check_names_a_taken_folder_without_mlx(tmp_path: Path) -> None:
     (tmp_path / "out" / "checkpoints" / "0000004").mkdir(parents=True)
     words = ["--model", str(TINY_CHAT), "--data", str(tmp_path), "--adapter-path"]
     for folder, more, said in (
-        ("out", [], "already holds a run: give another folder, or --resume to continue it. []"),
-        ("new", ["--resume"], "has no checkpoint: start without it. []"),
+        ("out", [], "already contains a run: give another folder, or --resume to continue it. []"),
+        ("new", ["--resume"], "contains no checkpoint: leave out --resume. []"),
     ):
         command = [sys.executable, "-c", NO_MLX, *words, str(tmp_path / folder), *more]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -264,7 +264,7 @@ def test_a_rank_that_returns_to_its_run_finds_its_folder_taken(tmp_path: Path) -
     assert check(words, 2, is_return=True).adapter_path == tmp_path / "out"
 
 
-def test_epochs_come_before_iters() -> None:
+def test_epochs_replace_iters() -> None:
     config = _parse([*BASE, "--iters", "7", "--epochs", "3", "--batch-size", "4"])
     assert config.for_examples(22).iters == 15
     assert config.for_examples(22).epochs == 3
@@ -273,7 +273,7 @@ def test_epochs_come_before_iters() -> None:
     assert _parse([*BASE, "--iters", "7"]).for_examples(22).iters == 7
 
 
-def test_a_server_that_is_not_there_is_reported_before_anything_starts(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_reported_before_anything_starts(tmp_path: Path) -> None:
     words = ["--model", str(TINY_CHAT), "--data", str(tmp_path)]
     words += ["--load-into", "http://127.0.0.1:9"]
     with fails(UsageError, "usage", match="--load-into"):
@@ -282,7 +282,7 @@ def test_a_server_that_is_not_there_is_reported_before_anything_starts(tmp_path:
 
 
 @pytest.mark.parametrize(("asked", "found"), [("-1", 8), ("0", 8), ("3", 3), ("8", 8)])
-def test_no_layers_are_all_layers_as_in_mlx_lm(asked: str, found: int) -> None:
+def test_zero_layers_mean_all_layers_as_in_mlx_lm(asked: str, found: int) -> None:
     assert _parse([*BASE, "--num-layers", asked]).num_trained_layers(8) == found
     model = build("llama")
     linear_to_lora_layers(model, int(asked), LORA)

@@ -27,7 +27,7 @@ def test_seconds_are_means_of_each_stage_and_kind() -> None:
     assert seconds.means() == [(0, "F", 2.0), (0, "B", 2.0), (0, "W", 0.5)]
 
 
-def test_memory_grows_with_what_is_held() -> None:
+def test_memory_grows_with_micro_batches_in_flight() -> None:
     probe = probed()
     # base, gradients, n - 1 held, and a forward with its own; or n held, and a backward.
     assert peak_bytes(probe, 1) == 100 + 2 + max(15, 10 + 4)
@@ -35,7 +35,7 @@ def test_memory_grows_with_what_is_held() -> None:
     assert peak_bytes(probe, 0) == 100 + 2 + 15, "a stage that only goes forward"
 
 
-def test_an_update_can_need_most() -> None:
+def test_the_update_can_be_the_peak() -> None:
     """An update holds the gradients, the new weights, and clipped gradients if it clips."""
     assert peak_bytes(probed(gradients=50, updated=50), 1) == 100 + 50 + 50
     clipped = probe_of(RECORDS, 100, 50, 50, clips=True)

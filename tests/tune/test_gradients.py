@@ -87,7 +87,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("num_ranks", "schedule", "kind", "checkpointing"), CELLS)
-def test_they_are_those_of_the_unsplit_model(
+def test_gradients_are_those_of_the_unsplit_model(
     num_ranks: int, schedule: str, kind: str, checkpointing: bool
 ) -> None:
     assert error_in(num_ranks, schedule, kind, checkpointing) < TOLERANCE
@@ -149,7 +149,7 @@ FAULTS = {
         ),
     ],
 )
-def test_what_is_wrong_would_be_seen(
+def test_wrong_gradients_are_detected(
     fault: str, schedule: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected_of(kind)  # Before anything is broken.
@@ -166,12 +166,14 @@ def test_what_is_wrong_would_be_seen(
     ("fine_tune_type", "name"),
     [("lora", "deepseek_v3"), ("full", "deepseek_v3"), ("lora", "qwen3"), ("full", "qwen3")],
 )
-def test_of_other_models_too(fine_tune_type: str, name: str, checkpointing: bool) -> None:
+def test_gradients_of_other_models_are_those_of_the_unsplit_model(
+    fine_tune_type: str, name: str, checkpointing: bool
+) -> None:
     config = config_of(fine_tune_type=fine_tune_type, grad_checkpoint=checkpointing)
     assert error_of(split(config, 2, name), unsplit(config, name)) < TOLERANCE
 
 
-def test_numbers_of_four_bits_cannot_be_trained() -> None:
+def test_weights_of_four_bits_cannot_be_trained() -> None:
     with fails(UsageError, "unsupported_layer", match=r"model\..*weight"):
         tuned(config_of(fine_tune_type="full"), "llama", make=quantized)
 
@@ -230,7 +232,7 @@ def test_one_end_of_a_tied_embedding_has_another_gradient(num_ranks: int) -> Non
 
 
 @pytest.mark.long
-def test_a_tied_embedding_stays_the_same_on_both_ends() -> None:
+def test_a_tied_embedding_remains_equal_on_both_ends() -> None:
     config = config_of(fine_tune_type="full", optimizer="adamw", learning_rate=1e-2)
 
     def rank(links: LocalLinks) -> mx.array:
@@ -268,7 +270,7 @@ def test_sums_over_ranks_keep_the_type_of_the_weights(num_ranks: int) -> None:
     assert run_ranks(num_ranks, rank) == [{mx.bfloat16}] * num_ranks
 
 
-def test_without_all_layers_nothing_around_them_is_trained() -> None:
+def test_arrays_outside_of_layers_are_trained_only_with_all_layers() -> None:
     for num_layers, trained in ((2, {2, 3}), (4, {0, 1, 2, 3}), (-1, {0, 1, 2, 3})):
         model = tuned(config_of(fine_tune_type="full", num_layers=num_layers))
         names = dict(tree_flatten(model.trainable_parameters()))

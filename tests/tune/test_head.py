@@ -71,7 +71,7 @@ class Refuses(nn.RMSNorm):
 
 @pytest.mark.parametrize("start", [0, 2])
 @pytest.mark.parametrize("norm", [Looks, Refuses])
-def test_a_model_that_looks_along_the_rows_gets_the_whole_head(norm: Any, start: int) -> None:
+def test_a_head_that_mixes_positions_is_computed_whole(norm: Any, start: int) -> None:
     model = build("llama")
     model.model.norm.__class__ = norm
     assert not Head(Stage(model, start, 4)).is_exact

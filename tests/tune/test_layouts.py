@@ -52,7 +52,7 @@ def trained(num_ranks: int, num_updates: int = NUM_UPDATES, **changes: Any) -> l
     ("num_ranks", "num_replicas"),
     [(2, 2), (4, 2), (4, 4), (8, 2)],
 )
-def test_replicas_make_the_updates_of_one(num_ranks: int, num_replicas: int) -> None:
+def test_replicas_make_the_same_updates_as_one_pipeline(num_ranks: int, num_replicas: int) -> None:
     (alone,) = trained(1)
     ranks = trained(num_ranks, data_parallel_size=num_replicas)
     size = num_ranks // num_replicas
@@ -65,7 +65,7 @@ def test_replicas_make_the_updates_of_one(num_ranks: int, num_replicas: int) -> 
     assert alone.losses[-1] < alone.losses[0] / 1.01, "it has learned nothing"
 
 
-def test_replicas_take_all_schedules() -> None:
+def test_replicas_work_with_all_schedules() -> None:
     (alone,) = trained(1, 2)
     for schedule in ("interleaved", "zero-bubble"):
         found, *_ = trained(4, 2, schedule=schedule, data_parallel_size=2)

@@ -113,7 +113,7 @@ def losses_of_mlx_lm(config: FineTuneConfig, num_updates: int, folder: Any) -> l
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "muon", "adafactor"])
-def test_losses_equal_mlx_lms_trainer(optimizer: str, tmp_path: Any) -> None:
+def test_losses_equal_those_of_mlx_lms_trainer(optimizer: str, tmp_path: Any) -> None:
     config = config_of(optimizer=optimizer, learning_rate=3e-3)
     expected = losses_of_mlx_lm(config, 8, tmp_path)
     assert expected[-1] != pytest.approx(expected[0], rel=1e-3)

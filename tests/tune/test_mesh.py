@@ -51,7 +51,9 @@ def links_with_sums(
         assert not receiving.is_alive()
 
 
-def test_a_rank_that_stays_after_a_loss_ends(exits: Exits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_hangs_after_a_loss_is_ended(
+    exits: Exits, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transport, "_STUCK_SECONDS", 0.2)
     with links_with_sums() as (_, other):
         other.close()
@@ -59,7 +61,7 @@ def test_a_rank_that_stays_after_a_loss_ends(exits: Exits, monkeypatch: pytest.M
     assert exits.codes[0] == LostRankError.exit_code
 
 
-def test_a_rank_with_a_silent_one_ends(exits: Exits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_with_a_silent_neighbour_ends(exits: Exits, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "_STUCK_SECONDS", 0.2)
     with links_with_sums(stall_seconds=0.2):
         assert exits.happened.wait(60)

@@ -75,7 +75,7 @@ def test_a_key_that_names_no_module_is_refused(key: str) -> None:
     make_trainable(right, DropoutKeys(0), build("llama"))
 
 
-def test_dora_of_experts_is_refused_in_words() -> None:
+def test_dora_of_experts_is_refused_with_an_explanation() -> None:
     with fails(UsageError, "usage", match="--fine-tune-type dora"):
         make_trainable(config_of(fine_tune_type="dora"), DropoutKeys(0), build("deepseek_v3"))
 
@@ -100,7 +100,7 @@ def test_dropout_follows_from_seed_update_micro_batch_and_name() -> None:
 # --- splits
 
 
-def test_splits_as_given_and_by_cost() -> None:
+def test_layers_are_split_as_given_or_by_cost() -> None:
     config = replace(config_of(), model=TINY_CHAT)
     even = replace(config, split="even")
     assert split_layers(even, TINY_CHAT, 2) == [(0, 4), (4, 8)]
@@ -110,7 +110,7 @@ def test_splits_as_given_and_by_cost() -> None:
         split_layers(config, TINY_CHAT, 9)
 
 
-def test_layers_without_a_backward_cost_half() -> None:
+def test_layers_without_a_backward_pass_cost_half() -> None:
     config = replace(config_of(), model=TINY_CHAT)
     (_, all_trained), _ = split_layers(replace(config, num_layers=-1), TINY_CHAT, 2)
     (_, two_trained), _ = split_layers(replace(config, num_layers=2), TINY_CHAT, 2)

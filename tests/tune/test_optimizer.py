@@ -51,7 +51,7 @@ def test_each_parameter_gets_what_its_optimizer_alone_would_give_it() -> None:
     assert both.learning_rate.item() == pytest.approx(muon.learning_rate.item())
 
 
-def test_without_a_rate_for_adamw_muon_has_all_as_in_mlx_lm() -> None:
+def test_without_a_rate_for_adamw_muon_updates_all_parameters_as_in_mlx_lm() -> None:
     config = {**BOTH, "adamw": {"betas": [0.9, 0.98]}}
     one = make_optimizer(config_of(optimizer="muon", optimizer_config=config))
     assert type(one) is optimizers.Muon
@@ -88,7 +88,7 @@ def test_the_state_of_each_parameter_can_be_kept_and_put_back(names: list[str]) 
         {"lr_schedule": {"name": "cosine_decay", "arguments": [0.0, 10]}},
     ],
 )
-def test_what_does_not_fit_is_refused(changes: dict[str, Any]) -> None:
+def test_unsuitable_options_are_refused(changes: dict[str, Any]) -> None:
     fields = {"optimizer": "muon", "optimizer_config": BOTH, "lr_schedule": SCHEDULE, **changes}
     with fails(UsageError, "wrong_setting", match="muon"):
         make_optimizer(config_of(**fields))

@@ -77,7 +77,7 @@ def test_the_loop_reaches_the_bound_of_its_schedule(
     assert max(tries) >= 0.9, tries
 
 
-def test_a_loop_that_runs_one_after_the_other_would_be_seen() -> None:
+def test_a_loop_without_overlap_misses_the_bound() -> None:
     measured, _ = measured_and_bound(4, 8, "naive")
     _, bound = measured_and_bound(4, 8, "1f1b")
     assert measured < 0.5 * bound

@@ -290,12 +290,12 @@ def test_loss_scale_rises_after_a_long_time_and_stays_within_its_bounds() -> Non
     assert scale.lower()
     lowered = scale.value
     for _ in range(499):
-        scale.note_finite()
+        scale.count_finite()
     assert scale.value == lowered
-    scale.note_finite()
+    scale.count_finite()
     assert lowered < scale.value <= start
     for _ in range(100_000):
-        scale.note_finite()
+        scale.count_finite()
     assert scale.value == MAX_SCALE
     while scale.lower():
         assert math.log2(scale.value).is_integer()
@@ -306,7 +306,7 @@ def test_loss_scale_is_for_float16_alone() -> None:
     scale = LossScale.of_model(is_float16=False)
     assert not scale.lower()
     for _ in range(2000):
-        scale.note_finite()
+        scale.count_finite()
     assert scale.value == 1
 
 

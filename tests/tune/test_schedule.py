@@ -45,7 +45,7 @@ def rebuilt(schedule: Schedule, position: int, ops: list[Op]) -> Schedule:
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_a_broken_schedule_is_seen(kind: str) -> None:
+def test_a_broken_schedule_is_detected(kind: str) -> None:
     schedule = make_schedule(kind, Shape(3, 6, 2 if kind == "interleaved" else 1))
     for position, ops in enumerate(schedule.ops):
         for index in range(len(ops)):
@@ -59,7 +59,7 @@ def test_a_broken_schedule_is_seen(kind: str) -> None:
             check(rebuilt(schedule, position, backwards))
 
 
-def test_ranks_that_wait_for_each_other_are_seen() -> None:
+def test_ranks_that_wait_for_each_other_are_detected() -> None:
     schedule = make_schedule("naive", Shape(2, 2))
     first = [Op(k, i, 0) for i in (0, 1) for k in "FBW"]
     second = [Op(k, i, 1) for i in (1, 0) for k in "FBW"]
@@ -67,13 +67,13 @@ def test_ranks_that_wait_for_each_other_are_seen() -> None:
         check(rebuilt(rebuilt(schedule, 0, first), 1, second))
 
 
-def test_too_many_activations_are_seen() -> None:
+def test_too_many_activations_are_detected() -> None:
     gpipe = make_schedule("gpipe", Shape(2, 8))
     with fails(PlanError, "too_many_held"):
         check(dataclasses.replace(gpipe, kind="1f1b"))
 
 
-def test_memory_of_the_schedules() -> None:
+def test_schedules_hold_the_expected_numbers_of_activations() -> None:
     """1F1B holds a micro-batch for each stage that follows, GPipe all of them."""
     shape = Shape(4, 8)
     assert make_schedule("naive", shape).in_flight == [1, 1, 1, 1]
@@ -84,7 +84,7 @@ def test_memory_of_the_schedules() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (8, 16), (3, 7)])
-def test_utilisation_is_the_textbooks(ranks: int, count: int) -> None:
+def test_utilisation_is_that_of_the_textbook(ranks: int, count: int) -> None:
     """The bubble of GPipe and 1F1B is (P - 1) / (M + P - 1), of v stages a rank a v-th of
     that beside the work; the naive one keeps one rank busy."""
     lora = [OpCost(1, 2, 0)] * ranks
@@ -118,21 +118,21 @@ def test_validation_overlaps_with_several_stages_a_rank_too(
     assert makespan == count * chunks + ranks - 1
 
 
-def test_hops_and_frozen_stages_cost_what_they_cost() -> None:
+def test_hops_and_frozen_stages_change_the_makespan_as_computed() -> None:
     schedule = make_schedule("naive", Shape(2, 1))
     assert simulate(schedule, [OpCost(1, 2, 3)] * 2, hop=0.5).makespan == pytest.approx(10)
     frozen = make_schedule("naive", Shape(2, 3, first_trained=1))
     assert simulate(frozen, [OpCost()] * 2).makespan == pytest.approx(10)
 
 
-def test_what_cannot_be_scheduled_is_refused() -> None:
+def test_impossible_schedules_are_refused() -> None:
     with fails(UsageError, "uneven_batches"):
         make_schedule("interleaved", Shape(4, 6, 2))
     with fails(UsageError, "needs_flag"):
         make_schedule("1f1b", Shape(4, 8, 2))
 
 
-def test_who_has_which_stage() -> None:
+def test_stages_are_on_the_expected_ranks() -> None:
     shape = Shape(3, 3, 2)
     assert [shape.rank(stage) for stage in range(6)] == [2, 1, 0, 2, 1, 0]
     assert shape.stages(0) == [2, 5]

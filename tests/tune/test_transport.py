@@ -26,9 +26,7 @@ PROGRAMS = "tests.tune.ring_programs"
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_large_messages_pass_each_other_and_wait_for_their_turn(
-    tmp_path: Path, num_ranks: int
-) -> None:
+def test_large_messages_in_both_directions_arrive_by_tag(tmp_path: Path, num_ranks: int) -> None:
     assert run_ring(tmp_path, "both_ways", num_ranks, PROGRAMS) == ["fine"] * num_ranks
 
 
@@ -61,13 +59,13 @@ def test_a_neighbour_that_ends_is_an_error_not_a_hang(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "num_ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))]
 )
-def test_gradients_over_the_ring(tmp_path: Path, num_ranks: int) -> None:
+def test_gradients_over_the_ring_are_exact(tmp_path: Path, num_ranks: int) -> None:
     first, *others = run_ring(tmp_path, "gradients", num_ranks, PROGRAMS)
     assert set(map(float, others)) == {0}, "only rank 0 compares"
     assert 0 < float(first) < 1e-5
 
 
-def test_a_neighbour_that_has_done_its_part_leaves_time_for_the_other() -> None:
+def test_a_finished_neighbour_does_not_end_the_other_ranks() -> None:
     """The last word goes round: rank 0 is gone before rank 1 has it from rank 2."""
     _, first, second = links = local_links(3)
     links[0].close()
@@ -79,7 +77,7 @@ def test_a_neighbour_that_has_done_its_part_leaves_time_for_the_other() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_what_all_ranks_do_together(num_ranks: int) -> None:
+def test_exchange_and_gather_reach_all_ranks(num_ranks: int) -> None:
     def rank(links: LocalLinks) -> tuple[list[int], dict[str, mx.array]]:
         notes = exchange(links, NumTrained(links.rank))
         return [note.count for note in notes], gather(
@@ -107,15 +105,15 @@ def test_announce_gives_every_rank_the_note_of_rank_0() -> None:
     assert run_ranks(3, rank) == [PinnedCommit("abc")] * 3
 
 
-def test_messages_of_one_tag_keep_their_order_and_outlive_an_error() -> None:
+def test_messages_of_one_tag_keep_their_order_and_survive_an_error() -> None:
     inbox: Inbox[Payload] = Inbox()
     first, second = (Reached("first"),), (Reached("second"),)
     inbox.put("a", (first, []))
     inbox.put("a", (second, []))
     inbox.fail(ClusterError("Gone."))
-    assert [inbox.take("a")[0] for _ in range(2)] == [first, second]
+    assert [inbox.get("a")[0] for _ in range(2)] == [first, second]
     with fails(ClusterError, "cluster"):
-        inbox.take("a")
+        inbox.get("a")
 
 
 def test_a_rank_that_fails_ends_the_others() -> None:

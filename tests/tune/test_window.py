@@ -28,7 +28,7 @@ def update(
     )
 
 
-def test_speed_is_that_of_updates_and_not_of_what_is_between_them() -> None:
+def test_speed_counts_only_the_time_of_updates() -> None:
     window = Window(2)
     for _ in range(2):
         window.add(update(), 4.0)

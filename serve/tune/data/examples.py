@@ -25,7 +25,7 @@ from serve.hub.model_config import config_for_tokenizer
 from serve.tune.config import FineTuneConfig
 from serve.tune.data.lines import read_lines
 
-# What templates raise for a line that is not what they expect.
+# Errors that templates raise for a line of another form than they expect.
 _FAILURES = (
     jinja2.TemplateError,
     AttributeError,
@@ -38,7 +38,7 @@ _FAILURES = (
 
 Tokens = tuple[int, ...]
 Range = tuple[int, int]
-"""A range of positions: the first one, and the one behind the last one."""
+"""A range of positions: the first one, and the one after the last one."""
 Render = Callable[[int, bool], Tokens]
 """Renders the first messages of a chat, with or without the prompt for the assistant's turn."""
 
@@ -179,7 +179,7 @@ def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
             num_dropped += 1
     if not examples:
         raise UsageError(
-            f"{path}: no example has anything to learn within --max-seq-length "
+            f"{path}: no example contains tokens to learn within --max-seq-length "
             f"{config.max_seq_length}: the shortest has {shortest} tokens.",
             code="no_examples",
         )
@@ -261,7 +261,7 @@ def _opening(turn: Tokens, prompted: Tokens) -> Tokens:
     """Returns the tokens before the assistant's words in a chat that the assistant begins.
 
     A template may refuse to render an empty chat. But the prompt for a second turn also precedes
-    the first, so `prompted`, the turn with such a prompt behind it, shows what to look for."""
+    the first turn, and `prompted` ends with it: this is the turn with such a prompt after it."""
     prompt = prompted[len(turn) :]
     for start in range(len(turn)):
         end = start + len(prompt)
@@ -277,7 +277,7 @@ def batch_at(split: Split, number: int, batch_size: int, seed: int) -> list[int]
     """Returns the examples of a batch, shortest first. Batches are counted from 0 over all epochs.
 
     Each batch has examples of similar length, and an epoch has its batches in random order.
-    Examples that do not fill a batch are left out; these are others in each epoch.
+    Examples that do not fill a batch are left out; they differ between epochs.
     """
     count = len(split.examples)
     if count < batch_size:

@@ -99,8 +99,8 @@ def _check(keys: tuple[str, ...], item: Object, config: FineTuneConfig) -> None:
 
 
 def _check_messages(key: str, messages: Any) -> None:
-    """Raises UsageError for a message without text. Templates ignore what is missing, so nobody
-    would notice that it is not learned."""
+    """Raises UsageError for a message without text. Templates ignore missing text, so nobody would
+    notice that it is not learned."""
     if not isinstance(messages, list) or not messages:
         raise UsageError(f"{key!r} is not a list of messages.", code="wrong_example")
     for number, message in enumerate(messages, start=1):

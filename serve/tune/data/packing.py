@@ -1,6 +1,6 @@
 """Packs several examples into one row, in which none attends to another.
 
-A model asks its caches for the attention mask. So the caches here hold nothing, and give it a mask
+A model asks its caches for the attention mask. So the caches here store nothing, and return a mask
 that ends where an example begins. Positions continue along the row, which changes nothing if
 only their differences count, as with RoPE. A trial shows whether this is true for a model."""
 
@@ -67,7 +67,7 @@ def join(examples: Sequence[Example]) -> Example:
 
 
 class Packed:
-    """A stand-in for a model's cache that holds nothing and gives the mask of a packed row.
+    """A stand-in for a model's cache that stores nothing and returns the mask of a packed row.
     segments (B, L) are the numbers of the examples."""
 
     offset = 0
@@ -99,7 +99,7 @@ def caches(stage: Stage, segments: mx.array) -> list[Packed]:
 
 
 def check_stage(stage: Stage, name: str) -> None:
-    """Raises PlanError if the model has a recurrent state, or takes no mask from its caches."""
+    """Raises PlanError if the model has a recurrent state, or does not use its caches' mask."""
     kinds = {type(cache) for cache in stage.make_cache()}
     others = [kind.__name__ for kind in kinds.difference(_PLAIN_CACHES)]
     if others:
@@ -161,8 +161,8 @@ def check_exact(
 
 
 def _half_a_row(split: Split, length: int) -> Example:
-    """Returns the longest example of at most half a row, all of it learned. It can have as many
-    tokens before it as it has itself, where both effects are largest."""
+    """Returns the longest example of at most half a row, all of it learned. A second such example
+    fits before it in the row, where both effects are largest."""
     by_length = sorted(split.examples, key=lambda example: len(example.tokens))
     chosen = by_length[0]
     for example in by_length:

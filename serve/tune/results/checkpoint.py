@@ -35,8 +35,8 @@ class TrainingCheckpoint:
     """Everything that a run needs to continue.
 
     `iteration` counts batches, `step` the updates of the optimizer. `settings` must not change in
-    a resumed run. `losses` are those of LossHistory, `loss_scale` has the value and the count of
-    LossScale, and `optimizer` includes the master weights.
+    a resumed run. `losses` are those of LossHistory, `loss_scale` is LossScale's value and
+    num_finite, and `optimizer` includes the master weights.
     """
 
     iteration: int
@@ -48,9 +48,9 @@ class TrainingCheckpoint:
     loss_scale: tuple[float, int] = (1.0, 0)
 
 
-def begin(folder: Path, config: dict[str, Any]) -> None:
-    """Makes the folder of a new run. Raises UsageError if it already has another run, an adapter
-    or a README.md. A run that ended before its first checkpoint does not count."""
+def make_folder(folder: Path, config: dict[str, Any]) -> None:
+    """Makes the folder of a new run. Raises UsageError if it contains another run, an adapter or a
+    README.md. A run that ended before its first checkpoint does not count."""
     check_free(folder)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def save(folder: Path, checkpoint: TrainingCheckpoint) -> Path:
 
     with writing(folder):
         # There are never more than two checkpoints on the disk: this one, and the one before.
-        _keep_last(folder, 1)
+        _remove_all_but_last(folder, 1)
         _replace(folder_of(folder, checkpoint.iteration), write)
     return publish(folder)
 
@@ -91,12 +91,12 @@ def publish(folder: Path) -> Path:
             path = folder / name
             if not path.exists() or not filecmp.cmp(adapters, path, shallow=False):
                 _replace(path, lambda new: shutil.copyfile(adapters, new))
-        _keep_last(folder, 2)
+        _remove_all_but_last(folder, 2)
     return folder / ADAPTERS
 
 
-def _keep_last(folder: Path, count: int) -> None:
-    """Removes all checkpoints but the last `count`, and those that are half written."""
+def _remove_all_but_last(folder: Path, count: int) -> None:
+    """Removes all checkpoints but the last `count`, and incomplete ones."""
     if not (folder / CHECKPOINTS).exists():
         return
     kept = whole_checkpoints(folder)[-count:]
@@ -112,7 +112,8 @@ def save_adapter(
     *,
     peft: bool,
 ) -> None:
-    """Writes a folder that mlx_lm loads, and with `peft` one inside it. Raises UsageError."""
+    """Writes a folder that mlx_lm loads, and with `peft` one in PEFT's format inside it. Raises
+    UsageError."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _write_config(folder, config)
@@ -178,8 +179,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole_lines.splitlines()]
 
 
-def forget_metrics_after(folder: Path, iteration: int) -> None:
-    """Removes metrics from after the last checkpoint, which a resumed run reports again."""
+def remove_metrics_after(folder: Path, iteration: int) -> None:
+    """Removes the metrics after the last checkpoint, which a resumed run reports again."""
     path = folder / METRICS
     if path.exists():
         kept = [each for each in read_metrics(folder) if each["iteration"] <= iteration]

@@ -11,7 +11,7 @@ class LossHistory:
     losses: list[tuple[int, float]] = field(default_factory=list)
 
     def add(self, iteration: int, loss: float) -> bool:
-        """Adds a loss. Returns whether it is the lowest so far and training has led to it."""
+        """Adds a loss. Returns whether it is lower than all before; the first one never is."""
         self.losses.append((iteration, loss))
         is_first = len(self.losses) == 1
         return not is_first and self.best == self.losses[-1]

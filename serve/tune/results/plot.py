@@ -18,7 +18,7 @@ _MIN_SHARE = 0.01  # of the width: narrower ops have no room for the number of t
 
 def draw_curves(path: Path, metrics: Sequence[dict[str, Any]]) -> None:
     """Draws the losses of training and validation, the gradient norm and the learning rate, over
-    batches. A constant learning rate is written above the loss and gets no axes of its own."""
+    batches. A constant learning rate is written above the loss instead of drawn."""
     from matplotlib.figure import Figure
 
     reports = [each for each in metrics if "gradient_norm" in each]

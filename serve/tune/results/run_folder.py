@@ -27,20 +27,20 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 
 def check_free(folder: Path) -> None:
-    """Raises UsageError if the folder has a checkpoint, an adapter or a README.md."""
+    """Raises UsageError if the folder contains a checkpoint, an adapter or a README.md."""
     if whole_checkpoints(folder):
         raise UsageError(
-            f"--adapter-path {folder} already holds a run: give another folder, or "
+            f"--adapter-path {folder} already contains a run: give another folder, or "
             "--resume to continue it."
         )
     for name in (ADAPTERS, PEFT_FILE, CARD):
         if (folder / name).exists():
             raise UsageError(
-                f"--adapter-path {folder} holds {name} but no run: give another folder."
+                f"--adapter-path {folder} contains {name} but no run: give another folder."
             )
 
 
 def check_resumable(folder: Path) -> None:
     """Raises UsageError if there is no checkpoint to continue from."""
     if not whole_checkpoints(folder):
-        raise UsageError(f"--resume: {folder} has no checkpoint: start without it.")
+        raise UsageError(f"--resume: {folder} contains no checkpoint: leave out --resume.")

@@ -138,16 +138,16 @@ class Forgetful:
         return tokens
 
 
-def test_of_a_template_that_hides_turns_the_last_is_learned(tokenizer: Any, write: Write) -> None:
+def test_with_a_template_that_hides_turns_the_last_one_is_learned(
+    tokenizer: Any, write: Write
+) -> None:
     config = config_of(mask_prompt=True)
     (example,) = read_split(write(CHAT), Forgetful(tokenizer), config).examples
     (only,) = learned(tokenizer, example)
     assert "It is 6." in only
 
 
-def test_a_chat_in_which_nobody_answers_is_left_out_and_counted(
-    tokenizer: Any, write: Write
-) -> None:
+def test_a_chat_without_an_answer_is_left_out_and_counted(tokenizer: Any, write: Write) -> None:
     """mlx_lm.lora would learn what the user says."""
     config, alone = config_of(mask_prompt=True), {"messages": CHAT["messages"][:1]}
     unanswered = {"messages": CHAT["messages"][:3]}
@@ -212,14 +212,16 @@ def test_a_prompt_longer_than_the_window_is_no_example(tokenizer: Any, write: Wr
         (json.dumps(chat_of([{"type": "text", "value": "?"}])), "wrong_example"),
     ],
 )
-def test_a_bad_line_is_named(tokenizer: Any, write: Write, line: str, code: str) -> None:
+def test_a_bad_line_is_reported_with_its_number(
+    tokenizer: Any, write: Write, line: str, code: str
+) -> None:
     path = write(CHAT, "", line, CHAT)
     with fails(UsageError, code, match=r"train\.jsonl:3: "):
         read_split(path, tokenizer, config_of(mask_prompt=True))
 
 
 @pytest.mark.parametrize("mask_prompt", [False, True])
-def test_a_completion_that_is_no_text_is_named(
+def test_a_completion_that_is_not_text_is_reported_with_its_line(
     tokenizer: Any, write: Write, mask_prompt: bool
 ) -> None:
     """A template would leave it out, and nothing would be learned, or None."""
@@ -231,7 +233,9 @@ def test_a_completion_that_is_no_text_is_named(
 
 
 @pytest.mark.parametrize("wrong", [["a b", "c d"], ["a"], 5, None, {}])
-def test_a_text_that_is_none_is_named(tokenizer: Any, write: Write, wrong: Any) -> None:
+def test_a_text_that_is_not_text_is_reported_with_its_line(
+    tokenizer: Any, write: Write, wrong: Any
+) -> None:
     """A tokenizer takes a list for several texts, and arrays of their tokens are a traceback."""
     for before in ([], [TEXT]):
         path = write(*before, {"text": wrong})
@@ -254,7 +258,7 @@ class Refuses:
 @pytest.mark.parametrize(
     ("error", "said"), [(TypeError("one\ntwo"), "one"), (IndexError(), "IndexError")]
 )
-def test_a_line_that_the_template_refuses_is_named(
+def test_a_line_that_the_template_refuses_is_reported(
     write: Write, error: Exception, said: str
 ) -> None:
     with fails(UsageError, "template_refusal", match=f"jsonl:1: .*{said}"):
@@ -286,7 +290,7 @@ def test_texts_in_parts_and_calls_without_text_are_examples(tokenizer: Any, writ
     assert "get_time" in learned[1]
 
 
-def test_a_mark_of_utf_8_is_no_part_of_the_first_line(tokenizer: Any, write: Write) -> None:
+def test_a_byte_order_mark_is_not_part_of_the_first_line(tokenizer: Any, write: Write) -> None:
     path = write(CHAT)
     path.write_bytes("\ufeff".encode() + path.read_bytes())
     assert len(read_split(path, tokenizer, config_of()).examples) == 1
@@ -327,7 +331,7 @@ def split_of(lengths: list[int]) -> Split:
     return Split(examples, 0, 0, "")
 
 
-def test_an_epoch_has_each_example_once_but_for_a_rest() -> None:
+def test_an_epoch_contains_each_example_once_except_for_a_rest() -> None:
     split = split_of([3 + n * 7 % 11 for n in range(23)])
     left_out = set()
     for epoch in range(6):
@@ -337,7 +341,7 @@ def test_an_epoch_has_each_example_once_but_for_a_rest() -> None:
     assert len(left_out) > 6, "it is not always the same rest"
 
 
-def test_a_batch_follows_from_seed_and_number_alone() -> None:
+def test_a_batch_depends_only_on_seed_and_number() -> None:
     split = split_of([3 + n * 7 % 11 for n in range(40)])
     batches = [batch_at(split, n, 4, seed=1) for n in range(30)]
     assert [batch_at(split, n, 4, seed=1) for n in reversed(range(30))] == batches[::-1]
@@ -349,7 +353,7 @@ def test_a_batch_follows_from_seed_and_number_alone() -> None:
         assert lengths[-1] - lengths[0] <= 2
 
 
-def test_an_epoch_is_put_in_order_once() -> None:
+def test_an_epoch_is_ordered_once() -> None:
     split = split_of(list(range(1, 42)))
     examples._epoch.cache_clear()
     for number in range(30):
@@ -383,7 +387,7 @@ def test_labels_are_the_tokens_that_follow() -> None:
     assert Example((10, 11), ((0, 2),)).num_labels == 1, "nothing predicts the first"
 
 
-def test_what_is_validated_is_the_same_each_time() -> None:
+def test_validations_use_the_same_examples() -> None:
     split = split_of(list(range(2, 32)))
     chosen = some_examples(split, 12, seed=3)
     assert chosen == some_examples(split, 12, seed=3) == sorted(chosen)

@@ -134,12 +134,12 @@ def test_loss_and_gradients_are_those_of_examples_alone(name: str, num_ranks: in
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "olmo3"])
-def test_with_sliding_windows_too(name: str) -> None:
+def test_packing_works_with_sliding_windows(name: str) -> None:
     assert assert_packing_is_exact(name, architectures.build, 2) < 5 * TOLERANCE
 
 
 @pytest.mark.long
-def test_and_when_layers_are_computed_again_or_all_weights_are_trained() -> None:
+def test_packing_works_with_recomputation_and_with_all_weights() -> None:
     changes: dict[str, Any]
     for changes in ({"grad_checkpoint": True}, {"fine_tune_type": "full"}):
         assert assert_packing_is_exact("llama", build, 2, **changes) < TOLERANCE
@@ -159,7 +159,7 @@ def no_window(self: packing.Packed, n: int, **_: Any) -> mx.array:
     ("fault", "name", "make"),
     [(no_mask, "llama", build), (no_window, "gemma3_text", architectures.build)],
 )
-def test_a_wrong_mask_would_be_seen(
+def test_a_wrong_mask_changes_the_loss(
     fault: Any, name: str, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing.Packed, "make_mask", fault)
@@ -168,7 +168,7 @@ def test_a_wrong_mask_would_be_seen(
 
 
 @pytest.mark.long
-def test_learning_the_first_token_of_an_example_would_be_seen(
+def test_learning_the_first_token_of_an_example_changes_the_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def all_of(examples: Any) -> Example:
@@ -205,7 +205,7 @@ def test_models_that_packing_would_change_are_refused(name: str) -> None:
         tried(name)
 
 
-def test_a_model_that_takes_no_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_ignores_its_caches_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tried("llama")
     monkeypatch.setattr(packing.Packed, "make_mask", no_mask)
     with fails(PlanError, "not_packable", match="llama"):

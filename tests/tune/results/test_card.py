@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_card_says_command_data_and_losses(folder: Path) -> None:
+def test_a_card_contains_command_data_and_losses(folder: Path) -> None:
     written = card.write(config_of(adapter_path=folder), FACTS, spans())
     assert [path.name for path in written.paths] == ["README.md", "curves.svg", "schedule.svg"]
     text = (folder / "README.md").read_text()
@@ -78,7 +78,7 @@ def test_charts_show_every_curve_and_every_op(folder: Path) -> None:
     assert (folder / "schedule.svg").read_text().count("<!-- 4 -->") >= len("FBW") * 2
 
 
-def test_a_run_that_had_nothing_left_to_train_keeps_the_chart_of_its_schedule(folder: Path) -> None:
+def test_a_run_with_nothing_left_to_train_keeps_its_schedule_chart(folder: Path) -> None:
     (folder / "schedule.svg").write_text("of the updates that were made")
     written = card.write(config_of(adapter_path=folder), FACTS, [])
     assert [path.name for path in written.paths] == ["README.md", "curves.svg"]
@@ -92,7 +92,7 @@ def test_a_run_without_validation_has_its_chart_too(tmp_path: Path) -> None:
     assert "<!-- validation -->" not in (tmp_path / "curves.svg").read_text()
 
 
-def test_a_constant_learning_rate_has_no_axes_of_its_own(folder: Path) -> None:
+def test_a_constant_learning_rate_has_no_axes(folder: Path) -> None:
     card.write(config_of(adapter_path=folder), FACTS, [])
     source = (folder / "curves.svg").read_text()
     assert "<!-- learning rate -->" not in source
@@ -116,7 +116,7 @@ def test_pictures_and_results_do_not_import_each_other() -> None:
     assert "serve.tune.results.card" not in source
 
 
-def test_without_matplotlib_there_is_a_card_and_a_word(
+def test_without_matplotlib_there_is_a_card_and_a_hint(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(card.importlib.util, "find_spec", lambda _: None)
@@ -127,7 +127,7 @@ def test_without_matplotlib_there_is_a_card_and_a_word(
     assert not (folder / "curves.svg").exists()
 
 
-def test_a_line_that_was_cut_is_passed_over_wherever_it_was(tmp_path: Path) -> None:
+def test_a_truncated_line_is_skipped_at_any_byte(tmp_path: Path) -> None:
     """Also where what is there ends as a whole line does."""
     checkpoint.add_metrics(tmp_path, METRICS[0])
     length = (tmp_path / run_folder.METRICS).stat().st_size
@@ -138,6 +138,6 @@ def test_a_line_that_was_cut_is_passed_over_wherever_it_was(tmp_path: Path) -> N
         assert checkpoint.read_metrics(tmp_path) == METRICS[:1]
 
 
-def test_spans_are_when_ops_ran() -> None:
+def test_spans_are_the_times_of_ops() -> None:
     records = [OpRecord(Op("B", 3, 1), 0.5, 0.75, 0, 0, 0)]
     assert forecast.spans(records) == [("B", 3, 1, 0.5, 0.75)]

@@ -12,7 +12,7 @@ def added(*losses: float) -> tuple[LossHistory, list[bool]]:
     return history, [history.add(4 * n, loss) for n, loss in enumerate(losses)]
 
 
-def test_only_what_training_has_made_better_is_best() -> None:
+def test_only_a_loss_lower_than_all_before_is_best() -> None:
     history, is_best = added(3.0, 2.0, 2.5, 2.0, 1.5)
     assert is_best == [False, True, False, False, True]
     assert history.best == (16, 1.5)
@@ -29,7 +29,7 @@ def test_a_loss_that_is_no_number_is_never_best() -> None:
     ("losses", "patience"),
     [((3.0, 2.0, 2.0, 2.1), 2), ((3.0, 3.1, 3.0), 2), ((1.0, NAN), 1), ((3.0, 2.0, 2.5), 1)],
 )
-def test_it_stalls_after_so_many_validations_and_not_before(
+def test_history_stalls_after_the_given_number_of_validations(
     losses: tuple[float, ...], patience: int
 ) -> None:
     assert added(*losses)[0].has_stalled(patience)

@@ -73,7 +73,7 @@ def test_the_index_is_that_of_transformers(trained: tuple[Path, str]) -> None:
     assert index["metadata"]["total_size"] == size
 
 
-def test_mlx_lm_loads_what_was_trained(trained: tuple[Path, str]) -> None:
+def test_mlx_lm_loads_the_trained_model(trained: tuple[Path, str]) -> None:
     """All of it, with the embedding and the norm, in the folder and as an adapter."""
     out, _ = trained
     names = arrays_of(out)
@@ -94,7 +94,7 @@ def server(trained: tuple[Path, str]) -> Iterator[Server]:
         yield server
 
 
-def test_a_folder_that_was_still_owed_is_made_by_resume(
+def test_a_missing_folder_is_written_by_resume(
     folder: Path, tmp_path: Path, trained: tuple[Path, str]
 ) -> None:
     out = tmp_path / "out"
@@ -107,7 +107,7 @@ def test_a_folder_that_was_still_owed_is_made_by_resume(
     assert same(tensors_of(out / "model"), tensors_of(trained[0] / "model"))
 
 
-def test_this_server_says_the_same(trained: tuple[Path, str], server: Server) -> None:
+def test_this_server_gives_the_same_answer(trained: tuple[Path, str], server: Server) -> None:
     body = {"model": "model", "prompt": TOKENS, "max_tokens": 0, "echo": True, "logprobs": 0}
     reply = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert reply.status_code == 200, reply.text
@@ -123,7 +123,7 @@ def test_this_server_says_the_same(trained: tuple[Path, str], server: Server) ->
     assert np.abs(np.subtract(found, scores(TINY_CHAT))).max() > 0.1, "it is the base"
 
 
-def test_on_any_ranks_it_is_the_same_run(
+def test_the_run_is_the_same_on_any_ranks(
     folder: Path, tmp_path: Path, trained: tuple[Path, str]
 ) -> None:
     ran(folder, tmp_path / "one", **FULL, iters=4, steps_per_eval=2)
@@ -152,7 +152,7 @@ def test_a_resumed_run_is_the_same_with_two_optimizers(folder: Path, tmp_path: P
     assert max(abs(one[n] - two[n]) for n in one) < 1e-3
 
 
-def test_layers_that_were_not_trained_are_the_bases(folder: Path, tmp_path: Path) -> None:
+def test_untrained_layers_equal_the_base_model(folder: Path, tmp_path: Path) -> None:
     events = ran(folder, tmp_path / "out", **{**FULL, "num_layers": 2, "iters": 4})
     assert isinstance(events[-1], Written)
     assert events[-1].paths == [tmp_path / "out" / "model"]
@@ -170,7 +170,7 @@ def hub(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         yield hub
 
 
-def test_of_a_model_of_the_hub_the_rest_is_fetched(hub: FakeHub, tmp_path: Path) -> None:
+def test_the_rest_of_a_hub_model_is_fetched(hub: FakeHub, tmp_path: Path) -> None:
     """And what was trained is not."""
     before = tensors_of(TINY_CHAT)
     changed = {n: a + 1 for n, a in before.items() if n.startswith("model.layers.")}
@@ -184,7 +184,7 @@ def test_of_a_model_of_the_hub_the_rest_is_fetched(hub: FakeHub, tmp_path: Path)
     assert num_bytes <= served < num_bytes + 100_000  # and the header
 
 
-def test_what_cannot_be_written_leaves_the_folder_before(
+def test_a_model_that_does_not_load_leaves_the_folder_unchanged(
     trained: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"

@@ -68,7 +68,7 @@ def test_an_early_stop_leaves_best_and_last(
         assert loss_of(place, folder / "valid.jsonl") == pytest.approx(losses[iteration], rel=1e-4)
 
 
-def test_what_is_tested_is_what_a_server_should_load(
+def test_the_tested_weights_are_those_to_serve(
     folder: Path, stopped: tuple[Path, list[Event]]
 ) -> None:
     out, events = stopped
@@ -121,7 +121,7 @@ def test_epochs_count_whole_batches_of_the_examples(folder: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_packed_rows_train_alike_on_any_ranks(folder: Path, tmp_path: Path) -> None:
+def test_packed_rows_train_in_the_same_way_on_any_ranks(folder: Path, tmp_path: Path) -> None:
     more = {"packing": True, "max_seq_length": 128, "batch_size": 2, "epochs": 1}
     events = ran(folder, tmp_path / "one", **more)
     (started,) = (event for event in events if isinstance(event, Started))
@@ -150,7 +150,7 @@ def test_an_adapter_is_written_for_peft_too(folder: Path, tmp_path: Path) -> Non
     assert "brigade launch -n 2 -- fine-tune" in (out / "README.md").read_text()
 
 
-def test_an_adapter_that_peft_cannot_hold_is_refused_before_training(
+def test_an_adapter_that_peft_cannot_express_is_refused_before_training(
     folder: Path, tmp_path: Path
 ) -> None:
     """No alpha divided by 7, or by its root, is exactly this scale."""
@@ -160,7 +160,7 @@ def test_an_adapter_that_peft_cannot_hold_is_refused_before_training(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_done_is_said_before(folder: Path, tmp_path: Path) -> None:
+def test_impossible_runs_are_refused_before_the_start(folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     shutil.copy(folder / "train.jsonl", data)
@@ -172,12 +172,10 @@ def test_what_cannot_be_done_is_said_before(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["adapters.safetensors", "adapter_model.safetensors", "README.md"])
-def test_what_somebody_else_has_there_is_not_written_over(
-    folder: Path, tmp_path: Path, name: str
-) -> None:
+def test_files_of_others_are_not_overwritten(folder: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"of somebody else")
     # Nothing of --resume, which would say to start without it.
-    said = rf"holds {name} but no run: give another folder\.$"
+    said = rf"contains {name} but no run: give another folder\.$"
     with pytest.raises(UsageError, match=said):
         ran(folder, tmp_path)
     assert not (tmp_path / run_folder.CONFIG).exists()

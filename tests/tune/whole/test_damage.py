@@ -90,7 +90,7 @@ def test_weights_that_are_not_finite_replace_nothing(
         assert not place.exists() or finite(arrays_of(place))
 
 
-def test_one_ranks_broken_weights_stop_all_ranks(
+def test_broken_weights_of_one_rank_stop_all_ranks(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -150,7 +150,7 @@ def test_a_run_that_ends_broken_keeps_its_last_checkpoint(
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["0000004"]
 
 
-def test_a_checkpoint_stays_until_the_one_after_it_has_proved_good(
+def test_a_checkpoint_is_kept_until_the_next_one_has_proved_good(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Path
 ) -> None:
     """Its weights may be finite and still give no finite loss: then there is the one before."""
@@ -173,7 +173,7 @@ def test_a_checkpoint_stays_until_the_one_after_it_has_proved_good(
     assert losses_of(out) == losses_of(undisturbed)
 
 
-def test_a_broken_adapter_to_begin_with_is_named_before_training(
+def test_a_broken_initial_adapter_is_reported_before_training(
     folder: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
     weights = {name: array * math.nan for name, array in arrays_of(undisturbed).items()}
@@ -211,7 +211,7 @@ def test_going_back_to_a_checkpoint_publishes_its_adapter(
     assert same(arrays_of(out), first)
 
 
-def test_a_half_precision_adapter_to_begin_with_is_trained_in_float32(
+def test_an_initial_adapter_in_half_precision_is_trained_in_float32(
     folder: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
     weights = {n: a.astype(mx.bfloat16) for n, a in arrays_of(undisturbed).items()}

@@ -49,7 +49,7 @@ def log_probabilities(logits: Scores) -> list[float]:
 
 
 @pytest.mark.slow
-def test_in_peft(adapter: Path, tmp_path: Path) -> None:
+def test_the_adapter_works_in_peft(adapter: Path, tmp_path: Path) -> None:
     """In an environment of its own: torch is much to install for one test."""
     if not PEFT_PYTHON.exists():
         pytest.fail("There is no .venv-peft: run scripts/check, which makes it.")
@@ -71,7 +71,7 @@ def server(adapter: Path) -> Iterator[Server]:
         yield server
 
 
-def test_in_this_server(adapter: Path, server: Server) -> None:
+def test_the_adapter_works_in_this_server(adapter: Path, server: Server) -> None:
     def scores(model: str) -> list[float]:
         body = {"model": model, "prompt": TOKENS, "max_tokens": 0, "echo": True, "logprobs": 0}
         reply = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=60)

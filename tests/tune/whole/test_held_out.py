@@ -48,7 +48,9 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_it_trains_without_special_handling(chats: Path, tmp_path: Path, packing: bool) -> None:
+def test_another_architecture_trains_without_special_handling(
+    chats: Path, tmp_path: Path, packing: bool
+) -> None:
     more = {"packing": True, "max_seq_length": 512, "batch_size": 2} if packing else {}
     events = ran(chats, tmp_path / "out", epochs=3, learning_rate=5e-4, steps_per_eval=13, **more)
     (started,) = (event for event in events if isinstance(event, Started))

@@ -143,7 +143,7 @@ def test_ranks_that_are_killed_at_random_change_nothing(
 
 
 @pytest.mark.slow
-def test_a_shard_that_stays_in_a_sum_with_a_lost_rank_is_ended(
+def test_a_shard_that_hangs_in_a_sum_with_a_lost_rank_is_ended(
     train: Train, whole: Whole, hold: Callable[[str], Path], tmp_path: Path
 ) -> None:
     words = [*WORDS, "--tensor-parallel-size", "2"]

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 
 
 @pytest.mark.slow
-def test_replicas_make_the_run_of_one(folder: Path, tmp_path: Path) -> None:
+def test_replicas_make_the_same_run_as_one_pipeline(folder: Path, tmp_path: Path) -> None:
     ran(folder, tmp_path / "one", micro_batches=2, peft=True)
     more = "--data-parallel-size", "2", "--peft"
     said = finish(launch(2, flags(folder, tmp_path / "two", *more)))
@@ -103,7 +103,7 @@ def test_all_start_again_after_a_rank_was_stopped(
         run.communicate(timeout=60)
 
 
-def test_what_does_not_divide_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_counts_that_do_not_divide_are_refused(folder: Path, tmp_path: Path) -> None:
     def check(num_ranks: int, *more: str) -> None:
         fine_tune.check(flags(folder, tmp_path / "out", *more), num_ranks)
 

@@ -63,7 +63,7 @@ def test_tensorboard_gets_every_figure_by_mlx_lms_name(tmp_path: Path) -> None:
     }
 
 
-def test_a_resumed_run_takes_back_what_comes_again(tmp_path: Path) -> None:
+def test_a_resumed_run_removes_metrics_that_it_reports_again(tmp_path: Path) -> None:
     """Of a run that was killed after batch 10, with a checkpoint of batch 4."""
     config = config_of(adapter_path=tmp_path, report_to="tensorboard")
     for started, losses in (
@@ -88,7 +88,7 @@ def test_nothing_is_written_unless_asked_or_before_training(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
-def test_a_library_that_is_not_there_is_said_before(
+def test_a_missing_library_is_reported_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train.jsonl").write_text('{"text": "a"}')
@@ -130,7 +130,9 @@ def wandb_records(path: Path) -> Iterator[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_weights_and_biases_gets_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_biases_gets_every_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a network it keeps them in a file."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -52,7 +52,7 @@ def two_ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return out, finish(launch(2, flags(folder, out, "--micro-batches", "2")))
 
 
-def test_a_run_tells_what_it_does(alone: tuple[Path, list[Event]]) -> None:
+def test_a_run_reports_its_events(alone: tuple[Path, list[Event]]) -> None:
     out, events = alone
     kinds = [type(event) for event in events]
     assert kinds[:2] == [Started, Validated]
@@ -136,7 +136,9 @@ def test_an_update_takes_the_memory_that_was_forecast(
     assert finished.peak_bytes == pytest.approx(finished.forecast.peak_bytes, rel=0.15)
 
 
-def test_under_mlx_launch(folder: Path, tmp_path: Path, two_ranks: tuple[Path, str]) -> None:
+def test_a_run_works_under_mlx_launch(
+    folder: Path, tmp_path: Path, two_ranks: tuple[Path, str]
+) -> None:
     port = str(free_ports(3)[1])
     words = flags(folder, tmp_path / "out", "--micro-batches", "2")
     ranks = ["-n", "2", "--starting-port", port, "--"]
@@ -145,7 +147,7 @@ def test_under_mlx_launch(folder: Path, tmp_path: Path, two_ranks: tuple[Path, s
 
 
 @pytest.mark.parametrize("kind", ["dora", "full"])
-def test_other_kinds_load_in_mlx_lm_too(folder: Path, tmp_path: Path, kind: str) -> None:
+def test_other_kinds_of_adapters_load_in_mlx_lm(folder: Path, tmp_path: Path, kind: str) -> None:
     out = tmp_path / "out"
     run(config_of(folder, out, iters=4, fine_tune_type=kind), Cluster(), lambda _: None)
     model, _ = mlx_lm.load(str(TINY_CHAT), adapter_path=str(out))
@@ -171,7 +173,7 @@ def test_a_resumed_run_is_the_same(
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), pytest.param((2, 1), marks=pytest.mark.slow)])
-def test_a_run_goes_on_bit_for_bit_on_other_ranks(
+def test_a_run_continues_bit_for_bit_on_other_ranks(
     folder: Path, tmp_path: Path, ranks: tuple[int, int]
 ) -> None:
     """With dropout, whose masks differ from micro-batch to micro-batch, and clipping."""
@@ -195,7 +197,7 @@ def test_a_run_goes_on_bit_for_bit_on_other_ranks(
     assert min(norms) > 0.5, "nothing was clipped"
 
 
-def test_what_was_owed_after_the_last_batch_is_done_by_resume(
+def test_resume_completes_the_work_after_the_last_batch(
     folder: Path, tmp_path: Path, alone: tuple[Path, list[Event]]
 ) -> None:
     """A kill right behind the last checkpoint leaves nothing but that."""
@@ -248,7 +250,7 @@ def uninterrupted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", range(20))
-def test_a_killed_run_goes_on_bit_for_bit(
+def test_a_killed_run_continues_bit_for_bit(
     folder: Path, tmp_path: Path, uninterrupted: tuple[Path, float], moment: int
 ) -> None:
     """At a moment that nobody has chosen, from the first batch on; most are in the middle of
@@ -277,7 +279,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_without_the_optimizers_state_would_be_seen(
+def test_a_resumed_run_without_the_optimizers_state_differs(
     folder: Path, tmp_path: Path, alone: tuple[Path, list[Event]]
 ) -> None:
     """The negative control of the tests above."""
@@ -294,7 +296,7 @@ def test_a_resumed_run_without_the_optimizers_state_would_be_seen(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_run_that_is_told_to_end_is_not_done(
+def test_a_run_that_is_ended_by_a_signal_has_not_succeeded(
     folder: Path, tmp_path: Path, num_ranks: int
 ) -> None:
     words = flags(folder, tmp_path / "out", "--iters", "4000", "--steps-per-eval", "100000")
@@ -361,7 +363,7 @@ def test_a_signal_ends_the_run_when_its_exception_is_lost_or_late(
     assert process.returncode == 128 + number
 
 
-def test_a_run_goes_on_when_nobody_reads_what_it_says(folder: Path, tmp_path: Path) -> None:
+def test_a_run_continues_without_a_reader_of_its_output(folder: Path, tmp_path: Path) -> None:
     """As in `brigade fine-tune ... | head -2`."""
     out, pipe = tmp_path / "out", subprocess.PIPE
     words = [sys.executable, "-m", "serve.cli.fine_tune", *flags(folder, out, "--iters", "4")]
@@ -375,7 +377,7 @@ def test_a_run_goes_on_when_nobody_reads_what_it_says(folder: Path, tmp_path: Pa
     assert (out / "checkpoints" / "0000004").is_dir()
 
 
-def test_a_run_goes_on_where_what_it_says_finds_no_room(
+def test_a_run_continues_if_its_output_does_not_fit_on_the_disk(
     folder: Path, tmp_path: Path, full_disk: BinaryIO
 ) -> None:
     out = tmp_path / "out"
@@ -433,7 +435,7 @@ def test_a_full_disk_leaves_what_was_there_before(folder: Path, tmp_path: Path, 
     assert max(losses_of(out)) == 8
 
 
-def test_a_bad_line_is_named_once_before_any_training(folder: Path, tmp_path: Path) -> None:
+def test_a_bad_line_is_reported_once_before_training(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "data")
     lines = (folder / "train.jsonl").read_text().splitlines()
     (tmp_path / "data" / "train.jsonl").write_text("\n".join([*lines[:7], "{", *lines[7:]]))
@@ -442,7 +444,7 @@ def test_a_bad_line_is_named_once_before_any_training(folder: Path, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_loss_that_is_no_number_ends_all_ranks(
+def test_a_loss_that_is_not_a_number_ends_all_ranks(
     folder: Path, tmp_path: Path, alone: tuple[Path, list[Event]]
 ) -> None:
     weights = {name: array * 1e30 for name, array in arrays_of(alone[0]).items()}
@@ -532,7 +534,7 @@ def test_an_adapter_is_tested_as_it_was_made(folder: Path, tmp_path: Path) -> No
         run(config, Cluster(), events.append)
 
 
-def test_an_error_of_our_own_is_logged_and_ends_the_rank(
+def test_an_internal_error_is_logged_and_ends_the_rank(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:

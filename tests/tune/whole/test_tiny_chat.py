@@ -102,7 +102,7 @@ def plain_losses(start: Path, folder: Path, adam_rate: float = 3e-3) -> list[flo
 
 
 @pytest.mark.slow
-def test_the_pipelines_losses_are_those_of_the_obvious_loop(work: Path, models: list[Path]) -> None:
+def test_losses_of_the_pipeline_equal_those_of_a_plain_loop(work: Path, models: list[Path]) -> None:
     """The negative control: another learning rate of the embedding and the norms."""
     found = list(losses_of(models[0].parent).values())
     assert len(found) == NUM_UPDATES
@@ -122,9 +122,7 @@ def test_one_run_follows_the_other(models: list[Path]) -> None:
     assert str(models[0].parents[2]) not in card, "it names the machine it was made on"
 
 
-def test_what_comes_out_is_such_a_folder_as_the_embedded_model(
-    work: Path, models: list[Path]
-) -> None:
+def test_the_result_is_a_folder_like_the_embedded_model(work: Path, models: list[Path]) -> None:
     out = work.parent / "out"
     ours, embedded = (mx.load(str(f / "model.safetensors")) for f in (out, TINY_CHAT))
     last = mx.load(str(models[1] / "model.safetensors"))
@@ -141,7 +139,7 @@ def test_what_comes_out_is_such_a_folder_as_the_embedded_model(
         assert (out / name).read_text() == (TINY_CHAT / name).read_text()
 
 
-def test_the_card_says_how_good_it_is(work: Path) -> None:
+def test_the_card_contains_the_models_accuracy(work: Path) -> None:
     text = (work.parent / "out" / "training.md").read_text()
     assert text.startswith((work / "runs" / "dialogues" / "README.md").read_text())
     assert re.search(r"^\| \*\*all\*\* \| [0-9]+ of [0-9]+ \| [0-9.]+% \|$", text, re.MULTILINE)

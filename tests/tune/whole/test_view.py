@@ -80,7 +80,7 @@ def test_format_seconds(seconds: float, shown: str) -> None:
     assert training.format_seconds(seconds) == shown
 
 
-def test_on_one_rank_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_has_no_waiting_time(monkeypatch: pytest.MonkeyPatch) -> None:
     text = io.StringIO()
     console = Console(file=text, width=120, highlight=False)
     monkeypatch.setattr(training, "_OUT", console)
