@@ -28,8 +28,8 @@ def write(
     answer: AdapterRead,
     division: str,
 ) -> None:
-    """Copies one version of an adapter, with the answer about it, for this division. On a full disk
-    there is no copy, and the next engine reads the adapter's own files."""
+    """Writes a copy of one version of an adapter, with the answer about it, for this division. If
+    the disk is full, there is no copy, and the next engine reads the original files."""
     arrays: dict[str, mx.array] = {}
     for name, own in matrices.items():
         for part in _PARTS:
@@ -55,26 +55,26 @@ def write(
 def read(
     folder: Path,
     version: int,
-    held: Collection[int],
+    loaded: Collection[int],
     division: str,
 ) -> tuple[ModuleMatrices, AdapterRead] | None:
-    """Reads a copy: its lazy matrices, and the answer; None without one for this division. Copies
-    of versions that are not held are removed."""
-    held_names = {str(each) for each in held}
+    """Reads a copy: its lazy matrices and the answer, or None if there is none for this division.
+    Removes the copies of versions that are not loaded."""
+    loaded_names = {str(each) for each in loaded}
     for copy in folder.glob("*.safetensors"):
-        if copy.stem not in held_names:
+        if copy.stem not in loaded_names:
             copy.unlink()
     file = _file(folder, version)
     if not file.exists():
         return None
     try:
-        loaded: Any = mx.load(str(file), return_metadata=True)
+        contents: Any = mx.load(str(file), return_metadata=True)
     except RuntimeError as error:
         _logger.warning(
             "event=adapter_copy_broken version=%d reason=%s", version, json.dumps(str(error))
         )
         return None
-    arrays, metadata = loaded
+    arrays, metadata = contents
     if metadata["division"] != division:
         return None
     modules: defaultdict[str, dict[str, mx.array]] = defaultdict(dict)

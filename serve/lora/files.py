@@ -62,7 +62,7 @@ _PEFT_READ = {
     "exclude_modules",
     "layers_to_transform",
 }
-# Fields about the origin or the training of an adapter, which change no answer.
+# Fields about the origin or the training of an adapter, which do not affect answers.
 _PEFT_HARMLESS = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -78,7 +78,7 @@ _PEFT_HARMLESS = {
     "megatron_core",
     "merge_weights",
     "peft_version",
-    "qalora_group_size",  # Used with use_qalora alone, which is refused.
+    "qalora_group_size",  # Used only with use_qalora, which is refused.
     "revision",
     "runtime_config",
     "task_type",
@@ -96,7 +96,7 @@ Expects = Callable[[str, int | None, str, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class TargetModule:
-    """The matrices of one module: parts names "a", "b" and, with DoRA, the magnitudes "m"."""
+    """An adapted module: parts are the names of tensors "a", "b" and, with DoRA, "m"."""
 
     rank: int
     scale: float
@@ -106,8 +106,8 @@ class TargetModule:
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
     """The checked config and tensors of an adapter on disk. a is (rank, in) and b (out, rank) in
-    PEFT's format, (in, rank) and (rank, out) in mlx-lm's. digest covers config and samples, which
-    tell adapters apart: training changes all numbers. stamp changes with the file."""
+    PEFT's format, (in, rank) and (rank, out) in mlx-lm's. digest covers config and samples of the
+    weights, which is enough because training changes all of them. stamp changes with the file."""
 
     folder: Path
     file: Path
@@ -139,8 +139,8 @@ def read_adapter(
     *,
     is_whole: bool = True,
 ) -> AdapterFiles:
-    """Reads the adapter in the folder at path, below root if one is given. A file that is not whole
-    has one rank's tensors. Raises AdapterError."""
+    """Reads the adapter in the folder at path, below root if one is given. is_whole is False for a
+    file of which only one rank's tensors are fetched. Raises AdapterError."""
     given = Path(root or ".") / path
     folder = _resolve(given, path, root)
     stamp = None
@@ -234,7 +234,7 @@ def _open(path: Path, given: str, root: str | None) -> BinaryIO:
             parent = folder
             folder = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY, dir_fd=parent)
             os.close(parent)
-        # Without O_NONBLOCK, a pipe put there since would block this call.
+        # Without O_NONBLOCK, a pipe put there meanwhile would block this call.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         return os.fdopen(os.open(resolved.name, flags, dir_fd=folder), "rb")
     finally:
@@ -398,7 +398,7 @@ def _peft(config: dict[str, Any]) -> _Settings:
 
 
 def _check_known(config: dict[str, Any], known: set[str], place: str) -> None:
-    """Raises AdapterError for a field that is not known and not empty."""
+    """Raises AdapterError for an unknown field, unless it is empty."""
     for name in sorted(config.keys() - known):
         if config[name] not in _EMPTY:
             raise AdapterError(
@@ -409,7 +409,7 @@ def _check_known(config: dict[str, Any], known: set[str], place: str) -> None:
 
 
 def _is_named(name: str, wanted: Any) -> bool:
-    """Whether target_modules names a module, as in PEFT: ends of names, or one expression."""
+    """Whether target_modules matches a module: by the ends of names, or as a regular expression."""
     if isinstance(wanted, str):
         return wanted != "all-linear" and _matches(wanted, name)
     if not _is_all(wanted, str):
@@ -438,8 +438,8 @@ def _matches(pattern: str, name: str) -> bool:
         return regex.fullmatch(pattern, name, timeout=_MATCH_SECONDS) is not None
     except (regex.error, OverflowError, RecursionError, TimeoutError) as error:
         raise AdapterError(
-            f"{pattern[:100]!r} in {CONFIG_FILE} is not a regular expression that could be "
-            "matched.",
+            f"{pattern[:100]!r} in {CONFIG_FILE} is not a regular expression, or takes too long "
+            "to match.",
             code="wrong_setting",
         ) from error
 

@@ -23,7 +23,8 @@ _PEFT_PARTS_OF_EMBEDDINGS = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 
 
 def convert(source: Path, target: Path) -> str:
-    """Writes the adapter in source to a new folder, and returns its format. Raises AdapterError."""
+    """Converts the adapter in source into a new folder. Returns the new format. Raises
+    AdapterError."""
     if target.exists():
         raise AdapterError(
             f"{target} exists already: give the name of a new folder.", 409, code="file_exists"
@@ -53,7 +54,7 @@ def convert(source: Path, target: Path) -> str:
 
 
 def _converted(files: AdapterFiles, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Returns the tensors under the names of the other format, and transposed."""
+    """Returns the tensors, transposed and renamed for the other format."""
     converted = {}
     for module, target in files.targets.items():
         for part, name in target.parts.items():
@@ -84,7 +85,7 @@ def _new_name(files: AdapterFiles, module: str, part: str) -> str:
 
 def _mlx_config(files: AdapterFiles) -> dict[str, Any]:
     """Returns mlx-lm's config, whose keys are full names. Raises AdapterError if modules differ in
-    rank or scale, of which it has one."""
+    rank or scale, because that config contains one of each."""
     (first_name, first), *others = files.targets.items()
     for name, target in others:
         is_same = target.rank == first.rank and target.scale == first.scale
@@ -130,8 +131,8 @@ def _peft_config(files: AdapterFiles) -> dict[str, Any]:
 
 
 def _alpha(rank: int, scale: float) -> tuple[float, bool]:
-    """Returns the lora_alpha of exactly this scale, and whether the adapter is rank-stabilised:
-    PEFT then divides it by the root of the rank, and otherwise by the rank."""
+    """Returns the lora_alpha that means exactly this scale, and whether the adapter is
+    rank-stabilised: then PEFT divides lora_alpha by the root of the rank, else by the rank."""
     alpha = _dividend(rank, scale)
     if alpha is not None:
         return alpha, False
@@ -145,7 +146,7 @@ def _alpha(rank: int, scale: float) -> tuple[float, bool]:
 
 
 def _dividend(divisor: float, quotient: float) -> float | None:
-    """Returns the number, an integer if possible, with exactly this quotient as a float."""
+    """Returns a number, if possible an integer, that divided by divisor is exactly quotient."""
     product = divisor * quotient
     above = math.nextafter(product, math.inf)
     below = math.nextafter(product, -math.inf)

@@ -1,7 +1,7 @@
-"""Modules of a model that adapters add to, with another adapter for each row of a batch.
+"""Modules of a model that adapters add to. Each row of a batch can have a different adapter.
 
-Each adapter has a slot. A module holds the matrices of all slots, and each row of a forward is
-multiplied with those of its own slot. Slot 0 means no adapter, and stays zero.
+Each adapter has a slot. A module holds the matrices of all slots, and each row of a batch is
+multiplied by those of its slot. Slot 0 means no adapter: its matrices are always zero.
 """
 
 import functools
@@ -23,8 +23,8 @@ EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """The matrices of one adapter for one module, in float32: a (in, rank) and b (rank, out), which
-    contains the scale; (experts, in, rank) and (experts, rank, out) for experts. gain (1, out)
+    """The matrices of one adapter for one module, in float32: a (in, rank), and b (rank, out)
+    multiplied by the scale; (experts, in, rank) and (experts, rank, out) for experts. gain (1, out)
     exists with DoRA: the factor by which its magnitudes change each output, minus one."""
 
     a: mx.array
@@ -38,9 +38,9 @@ ModuleMatrices = dict[str, Matrices]
 
 @dataclass(slots=True)
 class Rows:
-    """The slots of the rows of the current forward, and the set `used` of them. If all rows have
-    the same slot, alone has it and index is None; otherwise index is (B,). Inside a module of
-    experts, routed (B, ..., M) has the experts of each token."""
+    """The slots of the rows of the current batch: used is their set. If all rows have the same
+    slot, that is alone, and index is None; otherwise index (B,) lists the slot of each row. Inside
+    a module of experts, routed (B, ..., M) lists the experts of each token."""
 
     used: Set[int] = frozenset()
     alone: int | None = 0
@@ -60,7 +60,7 @@ class Rows:
         return x.reshape(num_rows, -1, x.shape[-1])
 
     def for_experts(self, is_sorted: bool) -> mx.array:
-        """Returns the slot of each pair of token and expert, in mlx-lm's SwitchGLU's order."""
+        """Returns the slot of each pair of token and expert, in the order of mlx-lm's SwitchGLU."""
         assert self.index is not None
         assert self.routed is not None
         pairs_per_row = self.routed.size // self.index.size
@@ -84,9 +84,9 @@ class Rows:
 
 
 class Adapted:
-    """A module, to whose output the adapters of the rows are added; without them it runs plain. Its
-    tables are a (slots, in, rank), b (slots, rank, out) and with DoRA gain (slots, 1, out); (slots,
-    experts, in, rank) and (slots, experts, rank, out) for experts."""
+    """A module to whose output the adapters of the rows are added. Its tables are a (slots, in,
+    rank), b (slots, rank, out) and, with DoRA, gain (slots, 1, out); for experts, a (slots,
+    experts, in, rank) and b (slots, experts, rank, out)."""
 
     def __init__(self, name: str, module: nn.Module, rows: Rows) -> None:
         self._name = name
@@ -103,7 +103,7 @@ class Adapted:
             as_linear = functools.partial(self._as_linear, module.as_linear)
             object.__setattr__(module, "as_linear", as_linear)
         elif isinstance(module, EXPERTS):
-            trace.open_seam(module, self._ask_experts)
+            trace.open_seam(module, self._apply_experts)
         elif isinstance(module, SUMMING):
             trace.open_seam(module, self._project_and_sum)
         else:
@@ -181,7 +181,7 @@ class Adapted:
         delta = wide_delta.astype(y.dtype)
         output: mx.array = base + delta
         if self._gain is not None:
-            # The gain is zero for a row without DoRA. Its output must not change, even if infinite.
+            # A row without DoRA has zero gain. Its output must not change, even if it is infinite.
             gain = self._rows.pick(self._gain)
             without_bias = base - self._bias + delta
             more = (gain * without_bias).astype(y.dtype)
@@ -190,7 +190,7 @@ class Adapted:
         return output.reshape(y.shape)
 
     def _project_and_sum(self, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
-        """Adds the adapter's change before the sum over shards, so that it needs no other."""
+        """Adds the adapter's change before the sum over shards, so that one sum is enough."""
         if not self._is_used():
             plain: mx.array = call(*args, **kwargs)
             return plain
@@ -237,7 +237,7 @@ class Adapted:
         delta = delta.reshape(y.shape)
         return y + delta.astype(y.dtype)
 
-    def _ask_experts(self, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
+    def _apply_experts(self, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
         y: mx.array = call(*args, **kwargs)
         if not self._is_used():
             return y
@@ -295,9 +295,9 @@ def dequantized(module: Any) -> mx.array:
     )
 
 
-def note_routing(rows: Rows, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
-    """Notes the experts of each token, which are the second argument of the module that calls them.
-    It is the seam of this module."""
+def record_routing(rows: Rows, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
+    """Records the experts of each token. It is the seam of the module that calls the experts, whose
+    second argument they are."""
     rows.routed = args[1]
     output: mx.array = call(*args, **kwargs)
     return output

@@ -21,8 +21,9 @@ _ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *DIVIDED, *EMBEDDINGS, *EXPERTS)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A module of the stage. layer is its layer's number and inside its name there; None and ""
-    outside of layers. router chooses its experts. division is this shard's part, None for all."""
+    """A module of the stage. layer is the number of its layer and inside its name in that layer;
+    None and "" outside of layers. router chooses its experts. division is this shard's part of the
+    module, None if that is the whole."""
 
     module: nn.Module
     layer: int | None
@@ -175,8 +176,8 @@ def read_matrices(
     targets: Mapping[str, TargetModule],
     own_places: Mapping[str, Place],
 ) -> ModuleMatrices:
-    """Reads these targets' matrices, and nothing else; of a divided module, this shard's part. They
-    are evaluated, because lazy arrays belong to a thread. Raises AdapterError."""
+    """Reads the matrices of these targets only; for a divided module, this shard's part of them.
+    Evaluates them, because a lazy array belongs to one thread. Raises AdapterError."""
     matrices: ModuleMatrices = {}
     try:
         tensors = mx.load(str(files.file))

@@ -1,9 +1,9 @@
-"""Trained modules of layers that are divided among shards: with adapters of LoRA or DoRA, or
-trained themselves.
+"""Trained modules of layers that are divided among shards: with LoRA or DoRA adapters, or with
+trained weights.
 
-A shard has the same part of an adapter as when it serves (`serve.lora.reading`): columns of B where
-the outputs of a module are divided, rows of A where its inputs are. The other matrix is whole on
-every shard, and each shard computes only a part of its gradient."""
+A shard holds the same part of an adapter as when it serves (`serve.lora.reading`): columns of B
+where the outputs of a module are divided, rows of A where its inputs are. The other matrix is whole
+on every shard, and each shard computes only a part of its gradient."""
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from serve.model.sharding import (
 
 @dataclass(frozen=True, slots=True)
 class ArrayDivision:
-    """The part of a trained array that this shard has. axis is the axis that is divided."""
+    """The division of one axis of a trained array, of which this shard holds a part."""
 
     division: Division
     axis: int
@@ -75,7 +75,7 @@ class TrainedParts:
 
 class ShardedLoRALinear(nn.Module):
     """This shard's part of a linear module of MLX's with a LoRA adapter, whose product is added
-    before the sum over the shards, so that it needs no sum of its own."""
+    before the sum over the shards, so that one sum is enough."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class ShardedDoRALinear(ShardedLoRALinear):
         return y
 
     def set_magnitudes(self) -> None:
-        """Sets m to its initial value, on all shards at once where that takes a sum."""
+        """Sets m to its initial value. If the inputs are divided, all shards call this at once."""
         weight = dequantized(self.linear)
         self.m = self._norms(weight.astype(mx.float32))
 
@@ -165,8 +165,8 @@ class ShardedDoRALinear(ShardedLoRALinear):
 
 
 def set_magnitudes(model: nn.Module) -> None:
-    """Sets the initial magnitudes that take a sum over the shards, as all of them have to do at the
-    same time. `shard_trained` leaves them zero."""
+    """Sets the initial magnitudes that need a sum over the shards; `shard_trained` leaves them
+    zero. All shards have to call this at the same time."""
     for module in model.modules():
         if not isinstance(module, ShardedDoRALinear):
             continue
@@ -180,9 +180,9 @@ def shard_trained(
     *,
     is_initial: bool = True,
 ) -> tuple[Sharding, TrainedParts]:
-    """Divides a lazy model that was made trainable. is_initial: its adapter is not from a file.
+    """Divides a lazy model that was made trainable. is_initial is False for an adapter from a file.
     Raises PlanError if the shards could not compute its gradients."""
-    adapted = _take_adapters(model)
+    adapted = _detach_adapters(model)
     shapes = {name: array.shape for name, array in _trained_arrays(model).items()}
     trained = shapes.keys()
     sharding = shard_to_train(model, group, trained)
@@ -202,7 +202,7 @@ def shard_trained(
                 _divide_in_block(name, lora, division, is_initial=is_initial)
             else:
                 adapted[name] = _divided(modules[name], lora, division, is_initial=is_initial)
-            _note(name, lora, division, parts)
+            _add_parts(name, lora, division, parts)
         elif sharding.is_in_block(name):
             own_names = _trained_arrays(lora)
             parts.partial.update(f"{name}.{key}" for key in own_names)
@@ -210,8 +210,8 @@ def shard_trained(
     return sharding, parts
 
 
-def _take_adapters(model: nn.Module) -> dict[str, Any]:
-    """Puts plain modules in the place of those with adapters, and returns these by name."""
+def _detach_adapters(model: nn.Module) -> dict[str, Any]:
+    """Replaces modules with adapters by the plain modules, and returns the former by name."""
     adapted: dict[str, Any] = {}
     for name, module in model.named_modules():
         if isinstance(module, (LoRALinear, LoRASwitchLinear, DoRALinear)):
@@ -221,7 +221,7 @@ def _take_adapters(model: nn.Module) -> dict[str, Any]:
 
 
 def _train_in_new_modules(model: nn.Module, trained: Set[str]) -> None:
-    """Makes exactly these arrays trainable in MLX's modules, which are new after a division."""
+    """Makes exactly these arrays trainable in the modules of MLX's that the division has made."""
     for name, module in model.named_modules():
         if not isinstance(module, DIVIDED):
             continue
@@ -261,7 +261,7 @@ def _divide_in_block(name: str, lora: Any, division: Division, *, is_initial: bo
         return
     lora.lora_b = division.own_part(lora.lora_b, axis_of_b)
     if is_dora and is_initial:
-        lora.set_linear(lora.linear)  # It computes the magnitudes from this shard's part.
+        lora.set_linear(lora.linear)  # This computes the magnitudes from this shard's part.
     elif is_dora:
         lora.m = division.own_part(lora.m, 0)
 
@@ -287,7 +287,7 @@ def _parts_in_blocks(model: nn.Module, sharding: Sharding, num_shards: int) -> T
         elif sharding.is_in_block(name):
             parts.partial.add(path)
             if division is not None and key == "bias":
-                # Each shard adds a part of it, of which the optimizer would know nothing.
+                # Each shard adds a part of the bias, which the optimizer does not allow for.
                 raise PlanError(_cannot_train(path), code="unsupported_layer")
     return parts
 
@@ -320,8 +320,8 @@ def _trained_arrays(model: nn.Module) -> dict[str, mx.array]:
 
 
 def _check_gradients(model: nn.Module, sharding: Sharding) -> None:
-    """Raises PlanError unless the gradients are added up wherever matrices of the layers are
-    divided: either by MLX's own modules, which then divide all of them, or by blocks."""
+    """Raises PlanError unless gradients are added up in the same way in all matrices of the layers:
+    in all of them by MLX's own modules or, if there are blocks, in none of them."""
     for name, module in matrices_of_layers(model).items():
         is_of_mlx = isinstance(module, DIVIDED)
         if is_of_mlx == bool(sharding.blocks):
@@ -346,7 +346,7 @@ def _check_division(name: str, division: Division, num_shards: int) -> None:
 
 
 def _check_share(name: str, division: Division, num_shards: int) -> None:
-    """Raises PlanError if several shards have the same part, such as a head that they need."""
+    """Raises PlanError if several shards hold the same part, such as a head that they all need."""
     if not division.is_partition:
         raise PlanError(
             f"--tensor-parallel-size {num_shards}: {name} is divided among the shards in a way in "
@@ -356,8 +356,8 @@ def _check_share(name: str, division: Division, num_shards: int) -> None:
         )
 
 
-def _note(name: str, adapter: nn.Module, division: Division, parts: TrainedParts) -> None:
-    """Notes which arrays of a module's adapter are divided."""
+def _add_parts(name: str, adapter: nn.Module, division: Division, parts: TrainedParts) -> None:
+    """Adds the arrays of a module's adapter to parts."""
     axis_of_a, axis_of_b = _axes(adapter)
     if division.axis == -1:
         parts.divided[f"{name}.lora_a"] = ArrayDivision(division, axis_of_a)

@@ -27,7 +27,7 @@ from serve.lora.layers import (
     Adapted,
     ModuleMatrices,
     Rows,
-    note_routing,
+    record_routing,
 )
 from serve.lora.reading import (
     check_fit,
@@ -46,9 +46,9 @@ _MAX_RANK = 512  # All slots are as large as the largest rank.
 
 
 class Adapters:
-    """The adapters of a stage, by version, a number of rank 0's. `read` may run in another thread
-    than the rest. cache_dir stores parts of hub adapters; copies is a folder that outlives this
-    process. divisions has the modules that are divided among shards."""
+    """The adapters of a stage, by version, a number that rank 0 assigns. `read` may run in another
+    thread than the rest. cache_dir stores parts of hub adapters; copies is a folder that outlives
+    this process. divisions are the modules that are divided among shards."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Adapters:
         self._num_layers = len(stage.layers)
         self._read: dict[int, ModuleMatrices] = {}
         self._uncopied: tuple[int, ModuleMatrices, AdapterRead] | None = None
-        self._answers: dict[int, AdapterRead] = {}  # to rank 0, about the versions held here
+        self._answers: dict[int, AdapterRead] = {}  # to rank 0, about the versions loaded here
         self._slots: dict[int, int] = {}
         self._num_slots = 0
         self._adapted: dict[str, Adapted] = {}
@@ -87,7 +87,7 @@ class Adapters:
         commit: str | None = None,
     ) -> tuple[AdapterFiles, ModuleMatrices]:
         """Checks the whole adapter and reads its matrices for this stage. With a commit, path is
-        `org/name` on the hub. Raises AdapterError, and then nothing has changed."""
+        `org/name` on the hub. If it raises AdapterError, nothing has changed."""
         partial = self._open(path, commit) if commit else None
         folder = str(partial.folder) if partial else path
         files = read_adapter(folder, root, is_whole=partial is None)
@@ -111,7 +111,7 @@ class Adapters:
         return files, matrices
 
     def _check_targets(self, files: AdapterFiles) -> None:
-        """Raises AdapterError for another number of layers, or a named module without tensors."""
+        """Raises AdapterError if the number of layers differs, or a named module has no tensors."""
         num_layers = files.num_layers
         other = (
             f"This adapter was made for another model: it has {num_layers} layers, this model has "
@@ -138,8 +138,8 @@ class Adapters:
             raise AdapterError(str(error), code=error.code) from error
 
     def answer(self, asked: LoadAdapter) -> AdapterRead | AdapterRefused:
-        """Reads an adapter, and returns the answer to rank 0. A version that is held here, or has a
-        copy of an earlier engine's, is not read again."""
+        """Reads an adapter, and returns the answer to rank 0. The files are not read again if the
+        version is loaded here, or an earlier engine has left a copy."""
         version = asked.version
         if version in self._answers:
             return self._answers[version]
@@ -177,11 +177,11 @@ class Adapters:
     def _copy_of(
         self,
         version: int,
-        held: Collection[int],
+        loaded: Collection[int],
     ) -> tuple[ModuleMatrices, AdapterRead] | None:
         """Returns an earlier engine's copy of a version; None if it had other layers or parts."""
         assert self._copies
-        copy = copies.read(self._copies, version, held, self._division)
+        copy = copies.read(self._copies, version, loaded, self._division)
         if not copy:
             return None
         _, answer = copy
@@ -191,7 +191,7 @@ class Adapters:
         return copy
 
     def copy(self) -> None:
-        """Keeps a copy of the adapter that was read last, after rank 0 has its answer."""
+        """Writes a copy of the adapter that was read last. Rank 0 has its answer by then."""
         if self._copies and self._uncopied:
             copies.write(self._copies, *self._uncopied, self._division)
         self._uncopied = None
@@ -200,7 +200,7 @@ class Adapters:
 
     def install(self, rows: Iterable[Row]) -> list[mx.array]:
         """Installs the versions of the rows of a step. Returns the arrays to evaluate before the
-        forward pass, if any has changed: lazy ones keep tables from being written in place."""
+        forward pass, if any has changed: tables with lazy users cannot be written in place."""
         needed = {row.adapter_version for row in rows}
         for version in sorted(needed.difference(self._slots, {0})):
             self._install(version)
@@ -208,10 +208,10 @@ class Adapters:
         self._has_changed = False
         return arrays
 
-    def keep_only(self, versions: Collection[int]) -> list[mx.array]:
-        """Frees all other versions. Returns the arrays to evaluate, as install does."""
-        held = self._answers.keys() | self._read.keys() | self._slots.keys()
-        for version in sorted(held - set(versions)):
+    def free_all_but(self, versions: Collection[int]) -> list[mx.array]:
+        """Frees all versions but these. Returns the arrays to evaluate, as install does."""
+        loaded = self._answers.keys() | self._read.keys() | self._slots.keys()
+        for version in sorted(loaded - set(versions)):
             self.unload(version)
         return self._arrays()
 
@@ -219,7 +219,7 @@ class Adapters:
         modules = self._read.pop(version, None)
         if modules is None:
             raise EngineError(
-                f"A step names adapter version {version}, which is not here.", code="out_of_step"
+                f"A step names adapter version {version}, which is not loaded.", code="out_of_step"
             )
         taken = set(self._slots.values())
         self._has_changed = True
@@ -234,7 +234,7 @@ class Adapters:
                 place = self._places[name]
                 self._adapted[name] = Adapted(name, place.module, self._rows)
                 if place.router:
-                    trace.open_seam(place.router, functools.partial(note_routing, self._rows))
+                    trace.open_seam(place.router, functools.partial(record_routing, self._rows))
             self._adapted[name].write(slot, matrices, self._num_slots)
 
     def unload(self, version: int) -> None:
@@ -256,7 +256,7 @@ class Adapters:
             self._move(moved, self._num_slots // 2)
 
     def select(self, step: Step, rows: Sequence[int | None]) -> None:
-        """Selects the adapters of the next forward, of these rows; None is a padding row."""
+        """Selects the adapters for the next forward pass of these rows; None is a padding row."""
         if not self._slots:
             return  # Then every module is the plain one, whatever was selected before.
         slots: list[int] = []
@@ -278,8 +278,8 @@ class Adapters:
         self._rows.used = own - {0}
 
     def _move(self, moved: Mapping[int, int], num_slots: int) -> None:
-        """Moves the contents of slots (old number: new number) in tables that have num_slots slots
-        from here on. Free slots become zero."""
+        """Moves the contents of slots (old number: new number), and resizes the tables to num_slots
+        slots. Free slots become zero."""
         self._num_slots = max(_MIN_SLOTS, num_slots)
         sources = [0] * self._num_slots
         for old, new in moved.items():

@@ -11,12 +11,12 @@ _GROUP_SIZE = 32
 
 
 def quantized(caches: list[Any], bits: int | None) -> list[Any]:
-    """Returns new caches that store keys and values in this many bits; None returns the given
-    caches. Raises PlanError unless all layers have caches of plain keys and values."""
+    """Returns new caches that store keys and values in this many bits; without bits, the given
+    caches. Raises PlanError unless the caches of all layers store plain keys and values."""
     if bits is None:
         return caches
     if not all(type(cache) is KVCache for cache in caches):
         raise PlanError(
-            "--kv-bits works only with models whose layers all keep plain keys and values."
+            "--kv-bits works only with models whose layers all store plain keys and values."
         )
     return [QuantizedKVCache(_GROUP_SIZE, bits) for _ in caches]

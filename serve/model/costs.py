@@ -1,4 +1,4 @@
-"""What a model's layers cost in bytes, without reading a weight.
+"""Measures the bytes that a model's layers cost, without reading a weight.
 
 mlx-lm builds the model on lazy arrays. A run that evaluates nothing shows which caches each layer
 holds, and which layers need the weights outside of layers. serve.core.plan uses the numbers.
@@ -46,7 +46,7 @@ def measure(
 ) -> ModelCost:
     """Measures a model on the lazy arrays of checkpoint; it cannot be used afterwards. With
     divisions, the costs are one shard's. Raises PlanError, also if kv_bits are not supported."""
-    stand_in_for_weights(model)  # Graphs then show who uses a weight, not how it is made.
+    stand_in_for_weights(model)  # Graphs then show where a weight is used, not how it is made.
     layers = list(model.layers)
     outside = _outside_bytes(model, layers)
     of_layers, of_others = _fetch_bytes(checkpoint, len(layers), outside, divisions or {})
@@ -142,7 +142,7 @@ def _outside_bytes(model: nn.Module, layers: Layers) -> dict[str, int]:
 
 
 class _Run:
-    """The result of one forward: each layer's outputs and the caches that it was given."""
+    """The result of one forward pass: the outputs of each layer, and the caches passed to it."""
 
     def __init__(self) -> None:
         self.outputs: dict[int, list[mx.array]] = {}
@@ -167,7 +167,7 @@ def _run(model: nn.Module, layers: Layers, caches: list[Any]) -> _Run:
         output = _forward(model, list(caches))
     run.result = trace.arrays_in(output)
     if len(run.values) != len(layers):
-        raise PlanError("This model cannot be split: its forward does not call each layer.")
+        raise PlanError("This model cannot be split: its code does not call every layer.")
     return run
 
 
@@ -197,7 +197,7 @@ def _needs_outside(
     first = trace.depends_on(run.outputs[0], arrays)
 
     def give(i: int, _call: trace.Call, _args: Any, _kwargs: Any) -> Any:
-        """Gives a layer's output in the run, as a constant."""
+        """Returns a layer's output in the run, as a constant."""
         value = run.values[i]
         blanks: trace.Arrays = {}
         for place, array in trace.places_in(value).items():
@@ -211,8 +211,8 @@ def _needs_outside(
 
 
 def growing_values(model: nn.Module, layers: Layers) -> set[Crossing]:
-    """Finds the values that layers give to others and that grow with the context, such as keys and
-    values that later layers share: in the second of two equal steps they are larger."""
+    """Finds the values that layers pass to others and that grow with the context, such as keys and
+    values that later layers share. In the second of two equal steps, these values are larger."""
     caches = make_prompt_cache(model)
     first = _shapes_given(model, layers, caches)
     second = _shapes_given(model, layers, caches)

@@ -1,8 +1,8 @@
 """Divides the head among the shards of the last stage: each computes the logits of its part of the
-vocabulary, and all of them are gathered.
+vocabulary, and all these parts are gathered.
 
 Every shard holds the whole head, because rank 0 needs it for steps that are not shared, and the
-embedding may be the same array. A shard's part is a view of it, which takes no memory.
+embedding may be the same array. A shard's part is a view of the head, which takes no memory.
 """
 
 import functools
@@ -18,8 +18,8 @@ import mlx.nn as nn
 from serve.model.stage import Stage
 from serve.model.trial import Layers, modules_outside
 
-# The methods with which models compute logits. Modules of other types may not treat each row of
-# their weights by itself.
+# The methods with which models compute logits. In modules of other types, an output may depend on
+# several rows of the weights.
 _METHODS: dict[type, str] = {
     nn.Linear: "__call__",
     nn.QuantizedLinear: "__call__",
@@ -31,7 +31,7 @@ _NUM_MEASUREMENTS = 8
 Compute = Callable[[mx.array], mx.array]
 """Computes logits (..., vocabulary) from hidden states (..., D)."""
 Gather = Callable[[mx.array], mx.array]
-"""Returns the arrays (n, ...) of all shards, one behind the other."""
+"""Returns the concatenation of the arrays (n, ...) of all shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class HeadCall:
 
 class SharedHead:
     """The head of a last stage. Inside of `shared` a shard computes its part of the logits,
-    otherwise all. All shards evaluate what `take` returns, in the order of their sums. Rank 0
-    shares steps of at most max_tokens tokens, for which that pays."""
+    otherwise all. All shards evaluate the result of `pop_logits`, in the order of their sums. Rank
+    0 shares only steps of at most max_tokens tokens: for more, gathering takes longer."""
 
     def __init__(
         self,
@@ -90,14 +90,14 @@ class SharedHead:
         finally:
             self._is_shared = False
 
-    def take(self) -> mx.array:
-        """Returns the gathered logits of the last shared call, once and not evaluated."""
+    def pop_logits(self) -> mx.array:
+        """Returns and removes the gathered logits of the last shared call, not evaluated."""
         gathered, self._gathered = self._gathered, None
-        assert gathered is not None, "take() follows a shared call"
+        assert gathered is not None, "pop_logits() follows a shared call"
         return gathered
 
     def saved_seconds(self) -> float:
-        """Measures how much sooner a shard has its part of a token's logits than all."""
+        """Measures the time that a shard saves if it computes only its part of a token's logits."""
         compute_all = getattr(self._whole, self._method)
         compute_own = getattr(self._part, self._method)
         seconds_of_all = _seconds(compute_all, self._example)
@@ -113,7 +113,7 @@ class SharedHead:
         rows = own.reshape(-1, num_own)
         num_missing = self._part_size - num_own
         if num_missing:
-            # The last shard has a smaller part, but arrays that are gathered have one size.
+            # The last shard's part is smaller, but all gathered arrays must have the same size.
             rows = mx.pad(rows, [(0, 0), (0, num_missing)])
         gathered = self._gather(rows)
         self._gathered = gathered
@@ -129,8 +129,8 @@ def share_head(
     num_shards: int,
     gather: Gather,
 ) -> SharedHead | None:
-    """Makes the head of a loaded last stage one that shards can share. Returns None, and changes
-    nothing, if its rows are not known to be independent or are too few."""
+    """Prepares the head of a loaded last stage to be shared. Returns None, and changes nothing, if
+    its rows are too few, or are not known to be independent."""
     example = find_head(stage.model, stage.layers, stage.logits)
     if example is None:
         return None
@@ -198,15 +198,15 @@ def _rows_of(module: nn.Module, start: int, end: int) -> nn.Module:
 
 def _intercept(module: nn.Module, function: Callable[[Compute, mx.array], mx.array]) -> None:
     """Makes this one module compute logits through a function, which gets the original method and
-    the hidden states. Seams of adapters are opened around it."""
+    the hidden states. The seams of adapters enclose the function."""
     module.__class__ = _intercepted(type(module))
     object.__setattr__(module, "_brigade_head", function)
 
 
 @functools.cache
 def _intercepted(original: type[nn.Module]) -> type[nn.Module]:
-    """Makes the subclass that calls the function, with the name of the original: some code reads
-    it."""
+    """Makes the subclass that calls the function. It has the name of the original, which some code
+    reads."""
     method = _METHODS[original]
 
     def call(self: Any, hidden: mx.array) -> mx.array:
@@ -218,7 +218,7 @@ def _intercepted(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _seconds(compute: Compute, hidden: mx.array) -> float:
-    """Measures the time of computing logits. Other programs can only make it longer."""
+    """Returns the shortest measured time of computing logits: other programs only add to it."""
     times: list[float] = []
     for _ in range(_NUM_MEASUREMENTS):
         started = time.perf_counter()

@@ -16,7 +16,7 @@ _MIN_DIVIDED_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The plans and forecasts of possible layouts such as "2 x 1"; refused says why not others."""
+    """The plans and forecasts of possible layouts such as "2 x 1", and why others are refused."""
 
     plans: dict[str, Plan]
     one_client: dict[str, Forecast]
@@ -35,7 +35,7 @@ class Comparison:
 
     @property
     def choice(self) -> str:
-        """One sentence that says which layout is the fastest, and what that was forecast from."""
+        """One sentence that says which layout is the fastest, and from which figures."""
         fastest = self.fastest
         speeds: list[str] = []
         for layout, each in self.many_clients.items():
@@ -57,7 +57,7 @@ class Comparison:
 
 
 def compare(folder: Path, request: PlanRequest, speeds: Speeds) -> Comparison:
-    """Plans and forecasts every layout of the request's ranks. Raises PlanError without one."""
+    """Plans and forecasts every layout of the request's ranks. Raises PlanError if none works."""
     found = Comparison({}, {}, {}, {}, speeds)
     for num_shards in range(1, request.num_ranks + 1):
         num_stages, rest = divmod(request.num_ranks, num_shards)
@@ -84,8 +84,8 @@ def plan_with_fewer_shards(
     request: PlanRequest,
     shard_counts: Sequence[int],
 ) -> tuple[Plan, str]:
-    """Plans with the first possible number of shards; one smaller than the request's must divide
-    most of the weights. Returns the plan and, with shards, a sentence that says why. Raises
+    """Plans with the first possible number of shards. If it is smaller than the request's, it must
+    divide most of the weights. Returns the plan and, with shards, a sentence that says why. Raises
     PlanError with all reasons."""
     wanted = request.num_shards
     num_ranks = request.num_ranks

@@ -1,8 +1,8 @@
-"""Multi-token-prediction heads: the layer behind the last one of some checkpoints, which predicts
-the token after the next. mlx-lm leaves its weights out.
+"""Multi-token-prediction heads: an additional layer in some checkpoints, which predicts the token
+after the next. mlx-lm does not load its weights.
 
-A head is built as a model of its own family with one layer, so that mlx-lm's code converts its
-weights and runs it.
+A head is built as a model of its family with one layer, so that mlx-lm's code converts its weights
+and runs it.
 """
 
 import functools
@@ -31,11 +31,11 @@ _MAX_NAMED = 3  # missing tensors in an error
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The names of the tensors of a family's head, and how the head joins its inputs. All tensors
+    """The names of the tensors of a family's head, and how the head joins its inputs. The names
     begin with prefix, in which {layer} is the number of the model's layers. The projection maps the
-    two normalised inputs, joined, to a hidden state. The head takes the model's hidden state before
-    or after its last norm. With the settings in config a model of one layer has a layer like the
-    head's."""
+    two normalised and concatenated inputs to a hidden state. The head uses the model's hidden state
+    before or after the last norm. config are the settings with which the only layer of a model is
+    like the head's."""
 
     prefix: str
     embedding_norm: str
@@ -82,7 +82,7 @@ class PredictionHead:
         self._output: mx.array | None = None  # of the layer
         whole.pop(_HEAD, None)
         trace.open_seam(whole.model.embed_tokens, self._join)
-        trace.open_seam(whole.model.norm, self._note_output)
+        trace.open_seam(whole.model.norm, self._record_output)
 
     def weights(self) -> trace.Arrays:
         return dict(named_arrays(self._whole))
@@ -98,9 +98,8 @@ class PredictionHead:
         caches: list[Any],
     ) -> tuple[mx.array, mx.array]:
         """Runs the head lazily on tokens (B, L) and on the hidden state (B, L, D) of the position
-        before each of them. Returns two arrays (B, L, D): the input of the model's head, whose
-        logits are those of the token behind each token, and the hidden state with which the next
-        call can go on."""
+        before each of them. Returns two arrays (B, L, D): the input of the model's head, for the
+        logits of the token after each of these, and the hidden state for the next call."""
         self._inputs = hidden
         normed = self._whole.model(tokens, caches)
         output = self._output
@@ -109,7 +108,7 @@ class PredictionHead:
         return normed, output if self.before_norm else normed
 
     def _join(self, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
-        """Gives the layer its input in the place of the embedding."""
+        """Returns the input of the layer, in place of the embedding."""
         layer = self._whole.layers[0]
         inputs = [
             layer[self._family.embedding_norm](call(*args, **kwargs)),
@@ -120,7 +119,7 @@ class PredictionHead:
         joined: mx.array = layer[self._family.projection](mx.concatenate(inputs, axis=-1))
         return joined
 
-    def _note_output(self, call: trace.Call, args: Any, kwargs: Any) -> Any:
+    def _record_output(self, call: trace.Call, args: Any, kwargs: Any) -> Any:
         (self._output,) = args
         return call(*args, **kwargs)
 
@@ -131,29 +130,29 @@ class HeadInputs:
     def __init__(self, stage: Stage, before_norm: bool) -> None:
         model = stage.model
         self._before_norm = before_norm
-        self._noted: list[mx.array] = []
-        # The methods as they are without adapters: these belong to the rows of a step of the model,
-        # and the prediction head runs on others.
+        self._recorded: list[mx.array] = []
+        # The methods without adapters: these are selected for the rows of a step of the model, and
+        # the prediction head runs on other rows.
         self.logits: Callable[[mx.array], mx.array]
         if _HEAD in model:
             head = model[_HEAD]
             self.logits = functools.partial(type(head).__call__, head)
         else:
             self.logits = model.model.embed_tokens.as_linear
-        trace.open_seam(model.model.norm, self._note)
+        trace.open_seam(model.model.norm, self._record)
         self.vocabulary_size = stage.logits().shape[-1]
-        (states,) = self.take(1)
+        (states,) = self.pop_states(1)
         self.example = mx.zeros((1, states.shape[-1]), states.dtype)
 
-    def take(self, num_calls: int) -> list[mx.array]:
-        """Returns the hidden states (B, L, D) of the stage's last calls, not evaluated. Their graph
-        would keep the caches from being written in place, so those of all calls are forgotten."""
-        noted, self._noted = self._noted, []
-        return noted[len(noted) - num_calls :]
+    def pop_states(self, num_calls: int) -> list[mx.array]:
+        """Returns the hidden states (B, L, D) of the stage's last calls, not evaluated. Removes
+        those of all calls: while they exist, MLX cannot write the caches in place."""
+        recorded, self._recorded = self._recorded, []
+        return recorded[len(recorded) - num_calls :]
 
-    def _note(self, call: trace.Call, args: Any, kwargs: Any) -> Any:
+    def _record(self, call: trace.Call, args: Any, kwargs: Any) -> Any:
         output = call(*args, **kwargs)
-        self._noted.append(args[0] if self._before_norm else output)
+        self._recorded.append(args[0] if self._before_norm else output)
         return output
 
 
@@ -260,8 +259,9 @@ def _own_quantization(
 
 
 def _renamed(name: str, prefix: str, family: Family) -> str | None:
-    """Returns the name of a tensor in the model with one layer; None if it has no such tensor. The
-    head has its own copies of the embedding and the model's head in some checkpoints."""
+    """Returns the name of a tensor in the model with one layer, None for other tensors. These
+    include the copies of embedding and model's head that the prediction heads of some checkpoints
+    contain."""
     if name.startswith(("model.embed_tokens.", "lm_head.")):
         return name
     rest = name.removeprefix(prefix)

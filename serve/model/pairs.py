@@ -1,11 +1,11 @@
 """Finds out how the layers of any model can be divided among shards.
 
-A pair is a row-parallel matrix, of whose inputs each shard has a part, and what this part is
-computed from: the outputs of column-parallel matrices, and arrays. Gradients show on which outputs
-it depends: a head's, an expert's, or single ones. What stands between the matrices is not
-interpreted. Runs with random numbers prove that a shard computes its part of what the whole model
-computes; a pair for which they do not stays whole. All ranks use the same random numbers, and so
-find the same pairs if their processors round alike.
+A pair is a row-parallel matrix, of whose inputs each shard has a part, together with the outputs of
+column-parallel matrices and the arrays from which this part is computed. Gradients show on which
+outputs the part depends: those of a head, of an expert, or single ones. The code between the
+matrices is not interpreted. Runs with random numbers prove that each shard computes its part of the
+whole model's results; a pair without this proof is not divided. All ranks use the same random
+numbers, and so find the same pairs if their processors round in the same way.
 """
 
 import itertools
@@ -92,7 +92,8 @@ class _PairSearch:
         return Pairs(roles, self._summed(roles))
 
     def _proved(self, kinds: list[Roles]) -> list[Roles]:
-        """Finds the pairs with which the whole model computes the same: layers may share values."""
+        """Returns the pairs that the whole model allows: it may fail where a layer alone did not,
+        because layers can share values."""
         if self.probe.is_equal(_union(kinds), self.num_shards):
             return kinds
         alone = [roles for roles in kinds if self.probe.is_equal(roles, self.num_shards)]
@@ -314,7 +315,7 @@ class _Layer:
         return found
 
     def _is_worth_a_sum(self, matrix: str, column_parallel: Iterable[str]) -> bool:
-        """Whether the weights are many beside the numbers that a sum sends: not for low rank."""
+        """Whether dividing these weights is worth a sum: low-rank matrices have too few weights."""
         num_weights = 0
         for name in (matrix, *column_parallel):
             call = self.probe.calls[name][0]
@@ -361,11 +362,11 @@ class _Layer:
 
 
 def _is_additive(probe: ModelProbe, i: int, module_name: str, matrices: Sequence[str]) -> bool:
-    """Whether a module's outputs, for parts of these matrices' outputs, add up to the whole."""
+    """Whether the module's output for a sum of outputs of these matrices is a sum as well."""
     module = probe.modules[module_name]
     outputs: list[Any] = []
 
-    def keep(_: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
+    def record(_: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
         output = call(*args, **kwargs)
         outputs.append(output)
         return output
@@ -381,7 +382,7 @@ def _is_additive(probe: ModelProbe, i: int, module_name: str, matrices: Sequence
         both[name] = first[name] + second[name]
     layer_call = probe.layer_calls[i][0]
     prefix = probe.prefix(i)
-    with trace.seams([module], keep):
+    with trace.seams([module], record):
         for given in (first, second, both):
             caches = make_prompt_cache(probe.model)
             with probe.matrices_return(given, prefix):
@@ -409,8 +410,8 @@ def _is_not_of_heads(option: _Options) -> bool:
 
 
 def _num_aligned_units(size: int, max_units: int, num_shards: int) -> int:
-    """Returns how many equal units to cut an axis into: of a power of two, which multiply faster,
-    and enough for parts of nearly the same size."""
+    """Returns the number of equal units into which to cut an axis. A size that is a power of two
+    multiplies faster, and there must be enough units for parts of nearly the same size."""
     num_units = max_units
     while size // num_units < _ALIGNED and num_units % 2 == 0:
         if num_units // 2 < _MIN_ALIGNED_UNITS * num_shards:

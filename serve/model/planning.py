@@ -133,7 +133,8 @@ def _layer_bytes(model: nn.Module) -> int:
 
 
 def _mean_layer_bytes(model: nn.Module, sharding: Sharding, num_shards: int) -> float:
-    """Returns the mean bytes of all layers that a shard has. The model is one shard's part."""
+    """Returns the bytes of all layers on a shard, as the mean of the shards. The model is the part
+    of one shard."""
     num_bytes = 0.0
     for array in _layer_arrays(model):
         made = sharding.made.get(id(array))
@@ -269,8 +270,8 @@ def balance(
     demands: Sequence[Demand],
     memory: Sequence[int] | None,
 ) -> list[LayerRange]:
-    """Returns the best split for the first demand that fits, without impossible cuts and, if there
-    is one, without cuts that send the context's keys and values each step."""
+    """Returns the best split for the first demand that fits. It has no impossible cuts and, if that
+    can be avoided, no cuts that send the context's keys and values in each step."""
     layers = list(model.layers)
     trial = Trial(model, layers, cached=True)
     growing = growing_values(model, layers)
@@ -278,7 +279,7 @@ def balance(
     def search(accept: _Accept, demand: Demand) -> list[LayerRange]:
         forbidden: frozenset[int] = frozenset()
         while True:
-            # Only cuts that are wanted get a trial: there may be a hundred.
+            # Only cuts of the best split are tried, because there may be a hundred others.
             ranges = balanced_split(cost, num_ranks, demand, memory, forbidden)
             bad = []
             for start, _ in ranges:

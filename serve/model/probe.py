@@ -34,11 +34,11 @@ Value = TypeVar("Value")
 
 
 class MismatchError(Exception):
-    """A run of a shard computes something else than the run of the whole model."""
+    """The run of a shard computes a different result than the run of the whole model."""
 
 
 FAILURES = (*trial.FAILURES, MismatchError)
-"""Errors of a run as a shard that does not compute what the whole model does."""
+"""Errors which show that a shard does not compute the same as the whole model."""
 
 
 Numbers = dict[tuple[str, str], tuple[int, ...]]
@@ -48,9 +48,9 @@ attribute."""
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """What a shard does differently, by the names of modules: column_parallel matrices have some
-    outputs, row_parallel ones some inputs, whose outputs are added up; arrays are divided along an
-    axis, and numbers are attributes with new values."""
+    """The differences of a shard from the whole model, by the names of modules: column_parallel
+    matrices have only some outputs; row_parallel ones have only some inputs, and their outputs are
+    added up; arrays are divided along an axis, and numbers are attributes with new values."""
 
     column_parallel: dict[str, Slices] = field(default_factory=dict)
     row_parallel: dict[str, Slices] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class MatrixCall:
 
 
 class ModelProbe:
-    """A run of a whole lazy model. In a with block weights are blank, and smaller arrays random."""
+    """A run of a whole lazy model, in a with block. Weights are blank, smaller arrays random."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -151,7 +151,7 @@ class ModelProbe:
             self.calls[name].append(matrix_call)
             return _copies(outputs)
 
-        def note(i: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
+        def record_layer(i: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
             saved = _copies(self._without_caches((args, kwargs)))
             output = call(*args, **kwargs)
             saved_output = _copies(output)
@@ -163,7 +163,7 @@ class ModelProbe:
             return output
 
         self._caches = make_prompt_cache(self.model)
-        with self._seams(draw), trace.seams(self.layers, note):
+        with self._seams(draw), trace.seams(self.layers, record_layer):
             self._run_model(self._caches)
 
     def is_equal(self, roles: Roles, num_shards: int, layer: int | None = None) -> bool:
@@ -230,7 +230,7 @@ class ModelProbe:
         prefix: str,
     ) -> Iterator[list[MatrixCall]]:
         """Makes the matrices below a module return these outputs inside a with block, and lists
-        their calls. Those that are not named return what was recorded."""
+        their calls. Matrices without an entry return their recorded outputs."""
         calls: list[MatrixCall] = []
         numbers: dict[str, int] = defaultdict(int)
 
@@ -254,27 +254,27 @@ class ModelProbe:
             expected = recorded.inputs
             if name in roles.row_parallel:
                 slices = roles.row_parallel[name]
-                expected = slices.take(expected, shard)
+                expected = slices.part_of(expected, shard)
             inputs = args[0]
             checks.compare(inputs, expected)
             outputs = recorded.outputs
             if name in roles.column_parallel:
                 slices = roles.column_parallel[name]
-                outputs = slices.take(outputs, shard)
+                outputs = slices.part_of(outputs, shard)
             return _copies(outputs)
 
         with self._changed(roles, shard), self._seams(replay, prefix):
             yield checks
 
     def _changed(self, roles: Roles, shard: int) -> AbstractContextManager[None]:
-        """Gives modules the numbers and arrays of a shard inside a with block."""
+        """Puts the numbers and arrays of a shard into modules inside a with block."""
         changes: list[tuple[dict[str, Any], str, Any]] = []
         for (name, attribute), values in roles.numbers.items():
             changes.append((vars(self.modules[name]), attribute, values[shard]))
         for path, (axis, slices) in roles.arrays.items():
             name, _, key = path.rpartition(".")
             module = self.modules[name]
-            changes.append((module, key, slices.take(module[key], shard, axis)))
+            changes.append((module, key, slices.part_of(module[key], shard, axis)))
         return _replaced(changes)
 
     def arrays_are(self, arrays: Mapping[str, mx.array]) -> AbstractContextManager[None]:
@@ -314,8 +314,8 @@ class ModelProbe:
         return value
 
     def _fill_small_arrays(self) -> None:
-        """Fills arrays outside of matrices, such as norms. Integers become zero: as indices, others
-        would make MLX read outside of arrays, which can end the process."""
+        """Fills arrays outside of matrices, such as norms. Integers become zero: other integers, if
+        used as indices, would make MLX read outside of arrays, which can end the process."""
         matrices = {id(module) for module in self.matrices.values()}
         for module in self.model.modules():
             if id(module) in matrices:
@@ -369,7 +369,7 @@ class _Checks:
         self._differences: list[mx.array] = []
 
     def compare(self, value: Any, expected: Any) -> None:
-        """Raises MismatchError if these do not even have the same shapes."""
+        """Adds a comparison. Raises MismatchError if the shapes differ."""
         own = trace.places_in(value)
         wanted = trace.places_in(expected)
         if own.keys() != wanted.keys():

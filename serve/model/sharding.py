@@ -1,6 +1,6 @@
-"""Divides the layers of a model among shards: with mlx-lm's own `shard` where that is even, else as
-`serve.model.pairs` finds. Every shard keeps everything outside of the layers whole, and whatever
-cannot be divided."""
+"""Divides the layers of a model among shards: with mlx-lm's own `shard` if the parts are equal, and
+otherwise by `serve.model.pairs`. Arrays outside of the layers, and those that cannot be divided,
+are whole on every shard."""
 
 import copy
 import functools
@@ -19,13 +19,13 @@ from serve.core.errors import PlanError
 from serve.model import trace
 from serve.model.pairs import Pairs, find_pairs
 from serve.model.probe import LINEAR
-from serve.model.slices import Ranges, Segments, Slices, own_ranges, scaled, size_of, taken
+from serve.model.slices import Ranges, Segments, Slices, own_ranges, scaled, select, size_of
 from serve.model.trial import FAILURES, modules_outside
 
 SUMMING = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)
-"""Modules that have only some of the inputs, and add up the outputs of all shards."""
+"""Modules that get only some of the inputs, and add up the outputs of all shards."""
 DIVIDED = (nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear, *SUMMING)
-"""All modules of MLX of which each shard has a part."""
+"""All modules of MLX that are divided among shards."""
 _PART_CLASSES: dict[tuple[bool, bool], Any] = {
     (True, False): nn.AllToShardedLinear,
     (True, True): nn.QuantizedAllToShardedLinear,
@@ -44,7 +44,7 @@ _Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """Stands in for MLX's group of the shards, so that one process can plan what a shard holds."""
+    """A stand-in for MLX's group of the shards, so that one process can plan for one shard."""
 
     num_shards: int
     shard: int = 0
@@ -58,9 +58,9 @@ class StandIn:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """This shard's part of a module's weight (..., outputs, inputs): ranges of axis -2 or -1, of
-    num_whole numbers. Quantized inputs are counted as packed. is_partition: no part has a copy on
-    another shard, and together they are the whole."""
+    """This shard's part of a module's weight (..., outputs, inputs): ranges of axis -2 or -1, which
+    has num_whole numbers in the whole weight. Quantized inputs are counted as packed. is_partition
+    says that the parts of all shards do not overlap, and together are the whole."""
 
     axis: int
     num_whole: int
@@ -68,13 +68,14 @@ class Division:
     is_partition: bool = True
 
     def own_part(self, array: mx.array, axis: int) -> mx.array:
-        """Returns the shard's part of another array, one axis of which is divided alike. It is
-        contiguous, as after an update: MLX may round a view in another way, and a view would keep
-        the whole array in memory."""
-        return mx.contiguous(taken(array, axis, self.ranges_of(array.shape[axis])))
+        """Returns the shard's part of another array, one axis of which is divided in the same way.
+        It is contiguous, as after an update: MLX may round differently with a view, and a view
+        would keep the whole array in memory."""
+        return mx.contiguous(select(array, axis, self.ranges_of(array.shape[axis])))
 
     def ranges_of(self, size: int) -> Ranges:
-        """Returns the shard's ranges of an axis of this size, divided alike. Raises ValueError."""
+        """Returns the shard's ranges of an axis of this size, divided in the same way. Raises
+        ValueError."""
         return scaled(self.ranges, size, self.num_whole)
 
     @property
@@ -82,8 +83,8 @@ class Division:
         return size_of(self.ranges) / self.num_whole
 
     def before_repetition(self, num_whole: int) -> "Division":
-        """Returns the part of a weight of num_whole rows that this one repeats: mlx-lm repeats
-        heads of keys and values, all copies of one after the other."""
+        """Returns the shard's part of the original weight, of num_whole rows, if mlx-lm has
+        repeated its heads of keys and values. All copies of a head follow each other."""
         ((start, end),) = self.ranges
         size_of_head = end - start
         num_copies = self.num_whole // num_whole
@@ -115,11 +116,11 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How modules were divided, and all arrays that were made, by their id. Clear made before the
-    model is evaluated: whole weights would stay in memory. digest covers what is divided and
-    summed. Shards differ in it if one has found other pairs, because its processor rounds
-    differently. blocks are the modules of which each shard computes a summand: they add up their
-    outputs, and the gradients of their inputs."""
+    """The divisions of modules, and all arrays that were made, by their id. Clear made before the
+    model is evaluated, because it keeps whole weights in memory. digest covers all that is divided
+    or summed. It differs between shards if one has found other pairs, because its processor rounds
+    differently. blocks are the modules of which each shard computes a summand: their outputs, and
+    the gradients of their inputs, are added up."""
 
     divisions: Divisions
     made: dict[int, Made]
@@ -144,12 +145,12 @@ def shard(model: nn.Module, group: Any) -> Sharding:
 
 
 def shard_to_train(model: nn.Module, group: Any, trained: Set[str]) -> Sharding:
-    """Divides a model so that its shards can compute gradients. trained has the names of the
-    trained arrays. MLX's own modules add up the gradients of their inputs. A matrix beside them
-    that stays whole, such as a router's, would get and pass on only a part of its gradient; of a
-    trained array, such as a norm's, that is not known. With either of them every pair becomes a
-    part of a block, in which all gradients are parts. Raises PlanError if the outputs of a pair do
-    not belong to a block."""
+    """Divides a model so that its shards can compute gradients. trained are the names of the
+    trained arrays. MLX's own modules add up the gradients of their inputs. But a whole matrix
+    beside them, such as a router's, would get and pass on only a part of its gradient, and a
+    trained array beside them, such as a norm's, might do so too. If there is any of these, every
+    pair becomes part of a block, in which all gradients are partial. Raises PlanError if the
+    outputs of a pair do not belong to a block."""
     before = [_State(module) for module in model.modules()]
     sharding = shard(model, group)
     matrices = matrices_of_layers(model).values()
@@ -172,13 +173,13 @@ def _is_beside(array: str, divisions: Divisions) -> bool:
 
 
 def owner_of(name: str) -> str:
-    """Returns the name of the module that has an array or another module."""
+    """Returns the name of the module that contains an array or another module."""
     owner, _, _ = name.rpartition(".")
     return owner
 
 
 def matrices_of_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the modules of the layers that have a matrix as their weight, by name."""
+    """Returns the modules of the layers whose weight is a matrix, by name."""
     in_layers = {id(module) for layer in model.layers for module in layer.modules()}
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -199,8 +200,8 @@ class _State:
         self._attributes = dict(vars(module))
         # Lists of modules are changed in place, too.
         self._lists: list[tuple[list[Any], list[Any]]] = []
-        # Operators such as /= change an array in place, but not a second object for it. The arrays
-        # themselves are kept: what reads the files knows them.
+        # Operators such as /= change an array in place, but not a second object for it. The first
+        # objects are restored, because the code that reads the files knows arrays by their ids.
         self._arrays: list[tuple[mx.array, mx.array]] = []
         for child in module.values():
             if isinstance(child, list):
@@ -221,7 +222,7 @@ class _State:
 
 
 def _shard_as_mlx_lm(model: Any, group: Any) -> Sharding:
-    """Divides a model with its own `shard`. Raises PlanError if that is not even."""
+    """Divides a model with its own `shard`. Raises PlanError if the parts are not equal."""
     numbers = [(module, _numbers(module)) for module in model.modules()]
     shapes = _weight_shapes(model)
     modules = modules_outside(model, list(model.layers))
@@ -282,7 +283,7 @@ def _divide_matrices(model: nn.Module, pairs: Pairs, divider: "_Divider", group:
             continue
         module.update(own)
         if "bias" in module:
-            # All shards add it, before their outputs are added up.
+            # Every shard adds its share of the bias, and then the outputs are added up.
             bias = module["bias"]
             module["bias"] = bias / group.size()
 
@@ -454,7 +455,7 @@ class _Divider:
         """Returns this shard's part of a weight, as a lazy array."""
         size = weight.shape[axis]
         ranges = own_ranges(size, segments, group.rank(), group.size())
-        made = mx.contiguous(taken(weight, axis, ranges))
+        made = mx.contiguous(select(weight, axis, ranges))
         from_end = axis % weight.ndim - weight.ndim
         is_partition = not isinstance(segments, Slices) or segments.is_partition
         division = Division(from_end, size, ranges, is_partition)

@@ -1,4 +1,4 @@
-"""The parts of an axis that a stage's shards have: equal ones, or ones that differ by a unit."""
+"""The parts of an axis on the shards of a stage. They are equal, or differ by one unit."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ def size_of(ranges: Ranges) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """The ranges of an axis of size num_whole that each shard has."""
+    """The ranges of each shard on an axis of size num_whole."""
 
     num_whole: int
     ranges: tuple[Ranges, ...]
@@ -38,9 +38,9 @@ class Slices:
             last_end = end
         return last_end == self.num_whole
 
-    def take(self, array: mx.array, shard: int, axis: int = -1) -> mx.array:
+    def part_of(self, array: mx.array, shard: int, axis: int = -1) -> mx.array:
         """Returns the shard's part of an array, whose axis has the size num_whole."""
-        return taken(array, axis, self.ranges[shard])
+        return select(array, axis, self.ranges[shard])
 
     def possible_numbers(self, whole: int) -> list[tuple[int, ...]]:
         """Returns the values that an attribute may have on shards, the likeliest first."""
@@ -52,7 +52,7 @@ class Slices:
             return [in_proportion] if in_proportion else []
         found: list[tuple[int, ...]] = []
         for divisor in range(num_shards, 1, -1):
-            # Several shards may have copies of the same head.
+            # Several shards may hold copies of the same head.
             is_possible = num_shards % divisor == 0
             part, rest = divmod(whole, divisor)
             if is_possible and not rest:
@@ -60,7 +60,7 @@ class Slices:
         return found
 
     def _in_proportion(self, whole: int) -> tuple[int, ...] | None:
-        """Divides a number as this axis is divided; None if the parts are no whole numbers."""
+        """Divides a number in proportion to this axis; None if the parts are not whole numbers."""
         parts: list[int] = []
         for size in self.sizes:
             part, rest = divmod(whole * size, self.num_whole)
@@ -71,13 +71,13 @@ class Slices:
 
 
 Segments = int | Sequence[int | float] | Slices
-"""How an axis is divided, as MLX's `shard_linear` takes it: a number of equal segments, or the
-positions at which the axis is cut, as indices or as fractions of its size, and every shard gets an
-equal part of each segment. Or the parts of all shards, which MLX does not know."""
+"""The division of an axis, as an argument of MLX's `shard_linear`: a number of equal segments, or
+the positions at which the axis is cut, as indices or as fractions of its size. Every shard gets an
+equal part of each segment. Slices, which MLX does not know, are the parts of all shards."""
 
 
 def cut_units(size: int, num_units: int, num_shards: int) -> Slices:
-    """Cuts an axis between equal units. The first shards may have one more than the others."""
+    """Cuts an axis between equal units. The first shards may get one unit more than the others."""
     size_of_unit = size // num_units
     num_each, num_larger = divmod(num_units, num_shards)
     ranges: list[Ranges] = []
@@ -110,7 +110,7 @@ def own_ranges(size: int, segments: Segments, shard: int, num_shards: int) -> Ra
 
 
 def scaled(ranges: Ranges, size: int, num_whole: int) -> Ranges:
-    """Returns the same ranges of an axis of another size. Raises ValueError if it has none."""
+    """Scales ranges of an axis from num_whole to size. Raises ValueError for a fractional bound."""
     found: list[tuple[int, int]] = []
     for start, end in ranges:
         first, rest_of_first = divmod(start * size, num_whole)
@@ -121,8 +121,8 @@ def scaled(ranges: Ranges, size: int, num_whole: int) -> Ranges:
     return tuple(found)
 
 
-def taken(array: mx.array, axis: int, ranges: Ranges) -> mx.array:
-    """Returns these ranges of an axis of an array, joined, lazily."""
+def select(array: mx.array, axis: int, ranges: Ranges) -> mx.array:
+    """Returns the lazy concatenation of these ranges of an axis of an array."""
     before = [slice(None)] * (axis % array.ndim)
     parts = [array[(*before, slice(start, end))] for start, end in ranges]
     return mx.concatenate(parts, axis=axis)

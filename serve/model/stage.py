@@ -1,8 +1,8 @@
 """A stage: consecutive layers of any mlx-lm model, cut out without changing the model's code.
 
-The whole model is built with lazy weights. Layers before the stage return what was received
-instead of running, and the first layer after it ends the forward. A trial run on lazy arrays
-shows which weights the stage needs. It neither communicates nor evaluates.
+The whole model is built with lazy weights. Layers before the stage return the received arrays
+instead of running, and the first layer after the stage ends the forward pass. A trial run on lazy
+arrays shows which weights the stage needs. A stage neither communicates nor evaluates.
 """
 
 import functools
@@ -23,7 +23,8 @@ _NOTHING = (0,)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The arrays that a stage receives, as copies of given in the trial, and those it sends."""
+    """The arrays that a stage receives, in place of those in given, and those that it sends. given
+    are the values of the layers in the trial, on tokens."""
 
     tokens: mx.array
     given: dict[int, Any]
@@ -40,12 +41,12 @@ class Cut:
 
 
 class _LeftStage(Exception):
-    """Ends a forward at the first layer behind the stage."""
+    """Ends a forward pass at the first layer after the stage."""
 
 
 class Stage:
-    """Layers [start, end) of a model. The model object becomes this stage for good. Raises
-    PlanError if the model cannot be cut there. Names of weights keep their original index."""
+    """Layers [start, end) of a model. The model object is changed into this stage for good. Raises
+    PlanError if the model cannot be cut there. Weights keep their names in the whole model."""
 
     def __init__(self, model: nn.Module, start: int, end: int) -> None:
         self.model = model
@@ -72,7 +73,7 @@ class Stage:
             self._open_seams()
             self._caching = _Caching(with_caches, start, end)
             used = _weights_in_use(self)
-        _keep_own_weights(self, used)
+        _remove_other_weights(self, used)
 
     @property
     def is_last(self) -> bool:
@@ -82,43 +83,43 @@ class Stage:
         """Returns all arrays that the stage owns, by their original names."""
         return dict(named_arrays(self.model))
 
-    def put(self, held: trace.Arrays) -> set[int]:
-        """Replaces weights by held ones of the same name, shape and type. Returns their ids."""
+    def reuse(self, loaded: trace.Arrays) -> set[int]:
+        """Replaces weights by loaded ones of the same name, shape and type. Returns their ids."""
         own = self.weights()
         # By identity, so that tied weights stay tied.
         found: dict[int, mx.array] = {}
         for name, array in own.items():
-            other = held.get(name)
+            other = loaded.get(name)
             if other is None or other.shape != array.shape or other.dtype != array.dtype:
                 continue
             found[id(array)] = other
-        put: trace.Arrays = {}
+        reused: trace.Arrays = {}
         for name, array in own.items():
             other = found.get(id(array))
             if other is not None:
-                put[name] = other
-        trial.set_arrays(self.model, put)
-        held_ids = {id(array) for array in put.values()}
+                reused[name] = other
+        trial.set_arrays(self.model, reused)
+        reused_ids = {id(array) for array in reused.values()}
         own_ids = {id(array) for array in self.weights().values()}
-        return held_ids & own_ids
+        return reused_ids & own_ids
 
     def make_cache(self) -> list[Any]:
         """Returns new mlx-lm caches for the stage's own layers, and for counting positions."""
         return self._caching.own_part(make_prompt_cache(self.model))
 
     def logits(self) -> mx.array:
-        """Logits of the last stage, not to be evaluated, for their shape and type."""
+        """Returns lazy logits of the last stage, for their shape and type. Do not evaluate them."""
         cut = self.cuts[False]
         (logits,) = self._run(cut.tokens, None, cut.example())
         return logits
 
-    def keep_hidden(self) -> None:
-        """Makes calls of the last stage keep their hidden states for take_hidden."""
+    def record_hidden(self) -> None:
+        """Makes calls of the last stage record their hidden states for pop_hidden."""
         if self._backbone is not None:
-            trace.open_seam(self._backbone, self._note_hidden)
+            trace.open_seam(self._backbone, self._record_hidden)
 
-    def take_hidden(self) -> mx.array | None:
-        """Returns the hidden states (B, L, D) of the last call, after the norm, once and not
+    def pop_hidden(self) -> mx.array | None:
+        """Returns and removes the hidden states (B, L, D) of the last call, after the norm, not
         evaluated; None if the model computes logits where it calls its layers."""
         hidden, self._hidden = self._hidden, None
         return hidden
@@ -196,7 +197,7 @@ class Stage:
         self._given[i] = trace.snapshot((output, written))
         return output
 
-    def _note_hidden(self, call: trace.Call, args: Any, kwargs: Any) -> Any:
+    def _record_hidden(self, call: trace.Call, args: Any, kwargs: Any) -> Any:
         output = call(*args, **kwargs)
         self._hidden = output if isinstance(output, mx.array) else None
         return output
@@ -206,19 +207,19 @@ class Stage:
 
 
 def shows_hidden_states(model: nn.Module) -> bool:
-    """Whether a last stage of this model can give its hidden states after the norm."""
+    """Whether a last stage of this model can return its hidden states after the norm."""
     layers = list(model.layers)
     backbone = _backbone(model, layers)
     if backbone is None:
         return False
     is_called = False
 
-    def note(_: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
+    def observe(_: int, call: trace.Call, args: Any, kwargs: Any) -> Any:
         nonlocal is_called
         is_called = True
         return call(*args, **kwargs)
 
-    with trial.without_weights(model), trace.seams([backbone], note):
+    with trial.without_weights(model), trace.seams([backbone], observe):
         Trial(model, layers, cached=False)
     return is_called
 
@@ -239,8 +240,8 @@ def _backbone(model: nn.Module, layers: Layers) -> nn.Module | None:
 
 
 class _Caching:
-    """Decides which caches (numbered j) a stage keeps: of its layers, those that only the forward
-    reads, and for each other kind a ghost, which counts positions and holds nothing."""
+    """Decides which caches (numbered j) a stage keeps: those of its layers, those that no layer
+    uses, and one ghost for each other kind, which counts positions and stores nothing."""
 
     def __init__(self, whole: Trial, start: int, end: int) -> None:
         kinds = [_kind(cache) for cache in whole.caches]
@@ -253,7 +254,7 @@ class _Caching:
                 own.add(j)
             elif not users:
                 own.add(j)
-        # Each kind's first cache of an own layer, else its first cache, stands for the others.
+        # For each kind, the first cache of an own layer, else the first cache, stands for others.
         representative: dict[tuple[Any, ...], int] = {}
         for j in (*used_here, *range(len(kinds))):
             representative.setdefault(kinds[j], j)
@@ -308,11 +309,11 @@ def _advance(cache: Any, num_rows: int, num_tokens: int) -> None:
 # --- weights
 
 
-def _keep_own_weights(stage: Stage, used: set[str]) -> None:
-    """Takes arrays that the stage does not need out of the module tree. Its layers, and modules
-    outside that outputs depend on, stay whole; other layers keep such arrays."""
+def _remove_other_weights(stage: Stage, used: set[str]) -> None:
+    """Removes arrays that the stage does not need from the module tree. Its layers, and modules
+    outside of layers that its outputs depend on, stay whole; other layers keep used arrays."""
     owners = _owners(stage)
-    keep = used & owners.keys()  # A forward may have made arrays that are gone by now.
+    keep = used & owners.keys()  # A forward pass may have made arrays that are gone by now.
     kept_outside = [name for name in keep if owners[name] is None]
     modules = {_module_of(name) for name in kept_outside}
     own_layers = range(stage.start, stage.end)
@@ -339,8 +340,8 @@ def _owners(stage: Stage) -> dict[str, int | None]:
 
 
 def _weights_in_use(stage: Stage) -> set[str]:
-    """Returns the names of the arrays that the outputs depend on. If the forward evaluates, which
-    hides its graph, all arrays outside of layers count as used too."""
+    """Returns the names of the arrays that the outputs depend on. If the model's code evaluates,
+    which hides its graph, all arrays outside of layers count as used too."""
     arrays = dict(named_arrays(stage.model))
     owners = _owners(stage)
     outside = {name for name, layer in owners.items() if layer is None}
@@ -362,8 +363,9 @@ def _module_of(name: str) -> str:
 
 
 def _prune(tree: Any, keep: set[str], path: str = "") -> bool:
-    """Blanks the arrays that are not kept, and takes branches without a kept array out of the
-    module tree. Their contents can still be read as attributes. Returns whether any is kept."""
+    """Blanks the arrays that are not in keep, and removes branches without an array of keep from
+    the module tree. The contents of these branches can still be read as attributes. Returns whether
+    the tree contains an array of keep."""
     is_any_kept = False
     dropped: list[tuple[Any, Any]] = []
     for key, value in trial.entries(tree):

@@ -1,8 +1,8 @@
-"""Tools to find out what a forward does, by running it on lazy arrays without evaluating them.
+"""Tools to analyse a forward pass, by running it on lazy arrays without evaluating them.
 
-Seams intercept the calls of single modules. A layer gives values to other layers: its result, and
-the objects among its arguments that it writes to. `Graph` finds the arrays that others are
-computed from.
+Seams intercept the calls of single modules. A layer passes values to other layers: its result, and
+the objects among its arguments that it writes to. `Graph` finds the arrays from which others are
+computed.
 """
 
 import copy
@@ -33,7 +33,7 @@ _EXPORT_LIMIT = 1000  # mx.export_to_dot takes at most 1,024 names in one call
 
 
 def open_seam(module: nn.Module, seam: Seam) -> None:
-    """Makes each call of this one module go through seam."""
+    """Routes each call of this one module through seam."""
     if not hasattr(type(module), "_brigade_original"):
         module.__class__ = _seamed(type(module))
     object.__setattr__(module, "_brigade_seam", seam)
@@ -48,7 +48,7 @@ def close_seam(module: nn.Module) -> None:
 
 @contextmanager
 def seams(modules: Sequence[nn.Module], seam: Callable[..., Any]) -> Iterator[None]:
-    """Opens a seam at each module inside a with block. It also gets the module's index, first."""
+    """Opens a seam at each module inside a with block. Its first argument is the module's index."""
     try:
         for i, module in enumerate(modules):
             open_seam(module, functools.partial(seam, i))
@@ -60,7 +60,7 @@ def seams(modules: Sequence[nn.Module], seam: Callable[..., Any]) -> Iterator[No
 
 @functools.cache
 def _seamed(original: type[nn.Module]) -> type[nn.Module]:
-    """Makes the subclass that calls the seam, with the name of the original: some code reads it."""
+    """Makes the subclass that calls the seam. Its name is the original's, which some code reads."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         inner = functools.partial(original.__call__, self)
@@ -97,8 +97,8 @@ _num_uncompiled = 0  # the number of open `with uncompiled()` blocks
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Disables mx.compile inside a with block. A compiled function gives the graphs of all its
-    calls the same nodes, and then everything would seem to depend on everything."""
+    """Disables mx.compile inside a with block. The graphs of all calls of a compiled function share
+    the same nodes, so everything would seem to depend on everything."""
     global _num_uncompiled
     _num_uncompiled += 1
     mx.disable_compile()
@@ -187,7 +187,7 @@ class Graph(Generic[Key]):
         for key, array in sources.items():
             by_array[id(array)].append(key)
         if len(outputs) + len(by_array) > _EXPORT_LIMIT:
-            raise PlanError(f"This model gives more than {_EXPORT_LIMIT} arrays at once.")
+            raise PlanError(f"This model passes on more than {_EXPORT_LIMIT} arrays at once.")
         # Several keys may name the same array, which is one node of the graph.
         self._keys: dict[str, list[Key]] = {}
         named: Arrays = {}
@@ -197,14 +197,14 @@ class Graph(Generic[Key]):
         self._outputs: list[str] = []
         for number, array in enumerate(outputs):
             self._outputs.append(f"out{number}")
-            # stop_gradient gives each output a node of its own, even if it is a source.
+            # stop_gradient gives each output a separate node, even if it is a source.
             named[f"out{number}"] = mx.stop_gradient(array)
         self._parents: dict[str, list[str]] = defaultdict(list)
         for parent, child in edges(named):
             self._parents[child].append(parent)
 
     def used(self, known: Collection[Key], *, and_theirs: bool = False) -> set[Key]:
-        """Returns the sources that the outputs use directly; with and_theirs, theirs too."""
+        """Returns the sources that the outputs use directly; and_theirs adds indirect ones."""
         known_by_name: dict[str, set[Key]] = {}
         for name, keys in self._keys.items():
             known_by_name[name] = {key for key in keys if key in known}
@@ -236,7 +236,7 @@ def edges(named: Mapping[str, mx.array]) -> Iterator[tuple[str, str]]:
 
 
 def depends_on(outputs: Sequence[mx.array], sources: Mapping[Key, mx.array]) -> set[Key]:
-    """Returns the keys of the sources that the outputs are computed from."""
+    """Returns the keys of the sources from which the outputs are computed."""
     size = _EXPORT_LIMIT // 2
     entries = list(sources.items())
     found: set[Key] = set()

@@ -1,6 +1,6 @@
-"""Trial runs of a whole model on lazy arrays: where it can be cut, and what crosses each cut.
+"""Trial runs of a whole model on lazy arrays: where it can be cut, and which arrays cross each cut.
 
-No weight is read, even if a forward evaluates.
+No weight is read, even if the model's code evaluates.
 """
 
 import functools
@@ -18,7 +18,7 @@ from serve.model import trace
 
 Layers = list[nn.Module]
 Crossing = tuple[int, str]
-"""(i, place): the array at this place in the values that layer i gives to others."""
+"""(i, place): the array at this place in the values that layer i passes to others."""
 
 FAILURES = (
     ArithmeticError,
@@ -33,12 +33,12 @@ FAILURES = (
 """Errors that a model's code raises when it is run in a way that it was not made for."""
 
 _NUM_TOKENS = 4
-# Some layers give more once they have seen a whole block of tokens.
+# Some layers pass on more arrays once they have seen a whole block of tokens.
 _NUM_TOKENS_OF_MANY_BLOCKS = 256
 
 
 class Trial:
-    """A run of the whole model, with caches or without: the values that each layer gives to others
+    """A run of the whole model, with caches or without: the values that each layer passes to others
     (output, and written arguments), and the users of each cache. Raises PlanError."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Trial:
         return None
 
     def crossing(self, cut: int) -> tuple[Crossing, ...]:
-        """Returns the arrays that cross a cut. Raises PlanError if there can be none."""
+        """Returns the arrays that cross a cut. Raises PlanError for an impossible cut."""
         if cut in (0, len(self.layers)):
             return ()
         for users in self.users.values():
@@ -76,7 +76,7 @@ class Trial:
         if used:
             keys = tuple(key for key in known if key in used)
         else:
-            # A forward that evaluates hides its graph. Then the last layer's values are assumed.
+            # Code that evaluates hides its graph. Then the last layer's values are assumed.
             last_layer = cut - 1
             keys = tuple((i, place) for i, place in known if i == last_layer)
         self._check_rest(cut, keys)
@@ -101,12 +101,12 @@ class Trial:
                 output = self.model(self.tokens, cache=caches)
         except FAILURES as error:
             raise PlanError(
-                f"This model cannot be split: mlx-lm's own forward fails ({error}).",
+                f"This model cannot be split: a forward pass in mlx-lm fails ({error}).",
                 code="unsplittable",
             ) from error
         if list(self.given) != list(range(len(self.layers))):
             raise PlanError(
-                "This model cannot be split: its forward does not call each layer.",
+                "This model cannot be split: its code does not call every layer.",
                 code="unsplittable",
             )
         self._outputs = trace.arrays_in(output)
@@ -123,8 +123,8 @@ class Trial:
                 self.users[j].add(i)
         targets = writable(args, kwargs, self.caches)
         value = (call(*args, **kwargs), targets)
-        # A layer may return an array of an earlier layer unchanged. It gets a graph node of its
-        # own here, which shows which of the two the later layers use.
+        # A layer may return an array of an earlier layer unchanged. Here the array gets another
+        # graph node, which shows which of the two layers' values later layers use.
         nodes: trace.Arrays = {}
         for place, array in trace.places_in(value).items():
             nodes[place] = mx.stop_gradient(array)
@@ -134,7 +134,7 @@ class Trial:
         return output
 
     def _check_rest(self, cut: int, keys: tuple[Crossing, ...]) -> None:
-        """Raises PlanError if the layers from `cut` on need more than what crosses it."""
+        """Raises PlanError if the layers from `cut` on need more than the arrays that cross it."""
         blanks: dict[Crossing, mx.array] = {}
         for i, place in keys:
             array = trace.places_in(self.given[i])[place]
@@ -207,7 +207,7 @@ def writable(
 
 
 def refill(i: int, value: Any, arrays: dict[Crossing, Any]) -> Any:
-    """Returns a copy of the values that layer i gave in the trial, with other arrays in them."""
+    """Returns a copy of the values that layer i passed on in the trial, with other arrays."""
     own: dict[str, Any] = {}
     for (layer, place), array in arrays.items():
         if layer == i:
@@ -219,7 +219,7 @@ def refill(i: int, value: Any, arrays: dict[Crossing, Any]) -> Any:
 
 
 def blank(array: mx.array) -> mx.array:
-    """Returns an array of this shape and dtype without memory: NaN, so nothing may use it."""
+    """Returns an array of this shape and dtype that takes no memory. All its values are NaN."""
     nan = mx.array(float("nan")).astype(array.dtype)
     return mx.broadcast_to(nan, array.shape)
 

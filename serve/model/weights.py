@@ -36,7 +36,7 @@ Parts = dict[int, TensorPart]
 Progress = Callable[[str, int, int], None]
 """Called with the state ("fetching" or "loading"), the bytes done, and the bytes in all."""
 Prepare = Callable[[nn.Module], Sharding | None]
-"""Changes a whole lazy model. If it divides the model among shards, it returns how."""
+"""Changes a whole lazy model. Returns a Sharding if it divides the model among shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
-    """A stage with its weights, its divided modules, and bytes. sharding_digest is Sharding's, or
-    "". bytes_read is what was really read (None where that is not counted), bytes_fetched came from
-    the hub, and bytes_kept of bytes_owned were in memory before."""
+    """A stage with its weights, its divided modules, and bytes. sharding_digest is that of
+    Sharding, "" without shards. bytes_read were really read (None if the system does not count
+    that), bytes_fetched came from the hub, and bytes_kept of bytes_owned were in memory before."""
 
     stage: Stage
     divisions: Divisions
@@ -80,16 +80,16 @@ def load_stage(
     end: int,
     progress: Progress,
     prepare: Prepare = lambda _: None,
-    held: Arrays | None = None,
+    loaded: Arrays | None = None,
 ) -> LoadedStage:
     """Builds layers [start, end) and reads their weights. prepare may change the lazy model before.
-    held has an earlier stage's evaluated weights by name, without shards: those needed are not read
-    again, and held is emptied to free the others. Raises ModelError or PlanError."""
+    loaded are the evaluated weights of an earlier stage without shards, by name: those needed are
+    not read again, and the dict is emptied to free the others. Raises ModelError or PlanError."""
 
     def cut(whole: nn.Module) -> _Cut:
         sharding = prepare(whole)
         stage = Stage(whole, start, end)
-        return _Cut(stage, sharding, stage.put(held or {}))
+        return _Cut(stage, sharding, stage.reuse(loaded or {}))
 
     before = _bytes_read()
     raw: Arrays = {}
@@ -107,8 +107,8 @@ def load_stage(
     raw.clear()
     if own.sharding:
         own.sharding.made.clear()
-    if held:
-        held.clear()
+    if loaded:
+        loaded.clear()
         mx.clear_cache()
     _read(missing, parts, folder, progress)
     after = _bytes_read()
@@ -133,7 +133,8 @@ def load_variant(
     make: Callable[[nn.Module], Made],
     weights: Callable[[Made], Iterable[mx.array]],
 ) -> Made:
-    """Builds a model on the same files, applies make, and reads what is left. Raises ModelError."""
+    """Builds a model on the same files, applies make, and reads the weights that make has left.
+    Raises ModelError."""
     made, _ = _build(model, progress, make, weights, {}, variant)
     folder = model if isinstance(model, Path) else model.folder
     _read(list(weights(made)), {}, folder, progress)
@@ -201,7 +202,7 @@ def _read_part(array: mx.array, part: TensorPart) -> None:
 
 
 def load_changed(model: Path | PartialModel, changed: Mapping[str, mx.array]) -> nn.Module:
-    """Builds the whole lazy model, with these weights in the place of its own."""
+    """Builds the whole lazy model, with these weights in place of its own."""
 
     def change(whole: nn.Module) -> nn.Module:
         parameters = tree_unflatten(list(changed.items()))
@@ -288,10 +289,10 @@ def _build(
     own_parts: Callable[[Made, Arrays, Mapping[str, TensorRange]], Parts] = lambda *_: {},
 ) -> tuple[Made, int]:
     """Builds the lazy model and applies make to it. raw is filled with the arrays of the files. In
-    a partial folder it fetches what the weights are made of; of weights in own_parts, only the part
-    of one tensor, if it is in few pieces. Returns the result of make, not evaluated, and the bytes
-    fetched. A model whose code evaluates early has read bytes that were not there yet: then these
-    are fetched too, and the model is built again."""
+    a partial folder it fetches the tensors from which the weights are computed; for weights in
+    own_parts only the part of one tensor, if it is in few pieces. Returns the result of make, not
+    evaluated, and the bytes fetched. If the model's code evaluates early, it has read bytes that
+    were not there yet: then these are fetched too, and the model is built again."""
     if isinstance(model, Path):
         return make(build_model(model, raw, variant)), 0
     wanted: set[str] = set()
@@ -338,7 +339,7 @@ def _computed_from(weights: Sequence[mx.array], raw: Mapping[str, mx.array]) -> 
 
 
 def _evaluated(raw: Mapping[str, mx.array]) -> set[str]:
-    """Returns the arrays that are not lazy any more: no Load is before them."""
+    """Returns the names of arrays that are no longer lazy: their graph contains no Load."""
     found: set[str] = set()
     for batch in _batches(raw.items()):
         nodes: Arrays = {}

@@ -186,7 +186,7 @@ def _what_is_loaded(order: Order, loaded: LoadedStage, loop: StepLoop, model: Mo
         logits = loaded.stage.logits()
         logits_bytes_per_token = logits.nbytes // logits[..., 0].size
         bytes_to_score = scoring_bytes(logits.shape)
-        hidden = loaded.stage.take_hidden()
+        hidden = loaded.stage.pop_hidden()
         hidden_size = hidden.shape[-1] if hidden is not None else 0
     return Loaded(
         bytes_owned=loaded.bytes_owned,

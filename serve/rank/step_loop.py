@@ -63,7 +63,7 @@ class StepLoop:
         self.adapters = Adapters(stage, cache_dir, copies, divisions)
         self.chooser = Chooser(folder)
         if stage.is_last:
-            stage.keep_hidden()
+            stage.record_hidden()
         self.spans: deque[Span] = deque(maxlen=_NUM_SPANS)
         self._begin(transport)
 
@@ -91,7 +91,7 @@ class StepLoop:
         self.chooser.clear()
         if self.draft_model:
             self.draft_model.clear()
-        mx.eval(self.adapters.keep_only(order.adapters))
+        mx.eval(self.adapters.free_all_but(order.adapters))
         if self.prefix_store:
             self.prefix_store.forget_loaded()
 
@@ -144,7 +144,7 @@ class StepLoop:
             own_received = received[n * size : (n + 1) * size]
             with self._head():
                 own_outputs = self.stage(part.tokens(step), part.caches, own_received)
-            own_hidden = self.stage.take_hidden()
+            own_hidden = self.stage.pop_hidden()
             self._sum_up(own_outputs, own_hidden)
             outputs += own_outputs
             hidden.append(own_hidden)
@@ -200,7 +200,7 @@ class StepLoop:
         if self.transport.num_shards == 1:
             return
         if self.shared_head and self._shares_head:
-            outputs = [self.shared_head.take()]
+            outputs = [self.shared_head.pop_logits()]
         elif self.stage.is_last:
             assert hidden is not None, "make_plan refuses models without hidden states"
             outputs = [hidden]

@@ -126,7 +126,7 @@ _QUICK = {
     ],
     indirect=["repo"],
 )
-def test_the_same_weights_as_from_a_whole_folder(
+def test_weights_equal_those_of_a_whole_folder(
     hub: FakeHub, home: Path, repo: Path, num_ranks: int
 ) -> None:
     headers = header_sizes(repo)
@@ -150,13 +150,13 @@ def test_the_same_weights_as_from_a_whole_folder(
     [_CHECKPOINTS[name] for name in ("llama-tied", "mixtral-experts", "gpt2-transposed")],
     indirect=True,
 )
-def test_weights_that_are_held_are_not_fetched(hub: FakeHub, home: Path, repo: Path) -> None:
+def test_loaded_weights_are_not_fetched_again(hub: FakeHub, home: Path, repo: Path) -> None:
     """As after a replan, on a host whose cache is empty."""
     headers = header_sizes(repo)
     held = from_hub(home / "first", (0, 4)).stage.weights()
     hub.served.clear()
     model = open_partial(REPO, COMMIT, home / "second")
-    mine = load_stage(model, 2, 6, lambda *_: None, held=held)
+    mine = load_stage(model, 2, 6, lambda *_: None, loaded=held)
     assert_equal(mine, load_stage(repo, 2, 6, lambda *_: None))
     assert held == {}
     assert mine.bytes_fetched == hub.data_bytes(headers)
@@ -204,7 +204,7 @@ def test_load_stage_reads_the_bytes_of_one_shard(
     assert remote.bytes_fetched == hub.data_bytes(headers) < 0.8 * all_layers.bytes_owned
 
 
-def test_nothing_is_fetched_again(hub: FakeHub, home: Path, repo: Path) -> None:
+def test_no_byte_is_fetched_twice(hub: FakeHub, home: Path, repo: Path) -> None:
     first = from_hub(home / "cache", (0, 3))
     hub.served.clear()
     again = from_hub(home / "cache", (0, 3))
@@ -230,7 +230,7 @@ def test_rank_0_fetches_a_prediction_head_beside_its_layers(
     assert num_bytes <= hub.data_bytes(headers) < 1.01 * num_bytes
 
 
-def test_code_that_evaluates_while_it_is_built_gets_what_it_reads(
+def test_a_model_that_evaluates_while_it_is_built_gets_its_bytes(
     hub: FakeHub, home: Path, repo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would compute from zeros, and nobody would see it."""
@@ -249,7 +249,7 @@ def test_code_that_evaluates_while_it_is_built_gets_what_it_reads(
     assert mine.bytes_fetched <= 1.02 * mine.bytes_owned
 
 
-def test_code_from_the_model_never_comes_along(hub: FakeHub, home: Path, repo: Path) -> None:
+def test_code_of_the_repository_is_never_fetched(hub: FakeHub, home: Path, repo: Path) -> None:
     config = {**_LLAMA, "auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}
     (repo / "config.json").write_text(json.dumps(config))
     (repo / "modeling_evil.py").write_text("raise SystemExit('it has run')")
@@ -258,7 +258,9 @@ def test_code_from_the_model_never_comes_along(hub: FakeHub, home: Path, repo: P
     assert not any("evil" in asked for asked in hub.requests)
 
 
-def test_a_model_that_wants_its_own_code_is_refused(hub: FakeHub, home: Path, repo: Path) -> None:
+def test_a_model_that_requires_its_own_code_is_refused(
+    hub: FakeHub, home: Path, repo: Path
+) -> None:
     (repo / "config.json").write_text(json.dumps({**_LLAMA, "model_file": "evil.py"}))
     (repo / "evil.py").write_text("raise SystemExit('it has run')")
     with fails(ModelError, "model", match=r"evil\.py"):

@@ -50,7 +50,7 @@ def there(parents: list[Path]) -> list[list[str]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fate", ["written over", "gone"])
-def test_a_new_engine_has_the_same_whatever_became_of_the_files(
+def test_a_new_engine_has_the_same_adapters_even_if_the_files_changed(
     tmp_path: Path, parents: list[Path], kind: str, fate: str
 ) -> None:
     folder = adapters.save_adapter(tmp_path / "a", LLAMA(), **KINDS[kind])
@@ -78,9 +78,7 @@ def test_without_a_copy_the_files_are_read(tmp_path: Path, parents: list[Path]) 
     assert there(parents) == [["1"]] * 3
 
 
-def test_a_number_of_another_rank_0_is_not_that_version(
-    tmp_path: Path, parents: list[Path]
-) -> None:
+def test_a_version_of_another_rank_0_is_not_reused(tmp_path: Path, parents: list[Path]) -> None:
     """A rank may outlive rank 0. The next rank 0 begins with version 1 again."""
     folders = [adapters.save_adapter(tmp_path / name, LLAMA(), i) for i, name in enumerate("ab")]
     old = ask(Pipeline(LLAMA, CUTS), parents, 1, folders[0])
@@ -89,7 +87,7 @@ def test_a_number_of_another_rank_0_is_not_that_version(
     assert ask(Pipeline(LLAMA, CUTS), parents, 1, folders[0], held=(1,)) == new
 
 
-def test_copies_of_what_nobody_needs_go_with_the_next_one(
+def test_copies_of_unloaded_versions_are_removed_at_the_next_read(
     tmp_path: Path, parents: list[Path]
 ) -> None:
     folder = adapters.save_adapter(tmp_path / "a", LLAMA())
@@ -101,13 +99,13 @@ def test_copies_of_what_nobody_needs_go_with_the_next_one(
     assert there(parents) == [["14", "2"]] * 3
 
 
-def test_what_is_refused_leaves_no_copy(tmp_path: Path, parents: list[Path]) -> None:
+def test_a_refused_adapter_leaves_no_copy(tmp_path: Path, parents: list[Path]) -> None:
     answers = ask(Pipeline(LLAMA, CUTS), parents, 1, tmp_path / "nowhere")
     assert [answer.status for answer in answers] == [404] * 3
     assert there(parents) == [[]] * 3
 
 
-def test_without_room_for_a_copy_the_adapter_works_all_the_same(
+def test_without_disk_space_for_a_copy_the_adapter_works(
     tmp_path: Path, parents: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = adapters.save_adapter(tmp_path / "a", LLAMA())
@@ -151,7 +149,7 @@ def test_an_engine_with_other_layers_reads_the_files(tmp_path: Path, parents: li
             assert mx.array_equal(one, other)
 
 
-def test_a_copy_that_was_cut_off_is_none(tmp_path: Path, parents: list[Path]) -> None:
+def test_a_truncated_copy_is_ignored(tmp_path: Path, parents: list[Path]) -> None:
     """An engine may be killed while it writes."""
     folder = adapters.save_adapter(tmp_path / "a", LLAMA())
     answers = ask(Pipeline(LLAMA, CUTS), parents, 1, folder)

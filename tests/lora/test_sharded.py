@@ -19,7 +19,7 @@ NUM_SHARDS = 2
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_part_of_shards_add_up_to_the_whole(axis: int) -> None:
+def test_parts_of_shards_add_up_to_the_whole(axis: int) -> None:
     """A weight of 24 numbers in two segments, of each of which every shard has a half. The trained
     array has half as many numbers."""
     divisions = [Division(-2, 24, ((0, 4), (8, 16))), Division(-2, 24, ((4, 8), (16, 24)))]

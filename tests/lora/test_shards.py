@@ -105,7 +105,7 @@ def test_shards_use_no_copies_of_other_shards_or_of_whole_layers(tmp_path: Path)
     for own in (0, 1, 2, 0, 2, 1):
         (table,) = made[own].adapters
         expected = table.read(1, str(folder), None)[1]
-        table.keep_only([])
+        table.free_all_but([])
         table._copies = tmp_path / "copies"
         table._copies.mkdir(exist_ok=True)
         assert isinstance(table.answer(asked), AdapterRead)
@@ -113,7 +113,7 @@ def test_shards_use_no_copies_of_other_shards_or_of_whole_layers(tmp_path: Path)
         for name, matrices in table._read[1].items():
             assert mx.array_equal(matrices.a, expected[name].a), (own, name)
             assert mx.array_equal(matrices.b, expected[name].b), (own, name)
-        table.keep_only([])
+        table.free_all_but([])
 
 
 def test_shards_refuse_magnitudes_of_divided_inputs(tmp_path: Path) -> None:

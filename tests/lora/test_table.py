@@ -159,7 +159,7 @@ def test_each_row_has_its_own_adapter(tmp_path: Path, case: str, cuts: list[int]
                     assert mx.array_equal(got[row], plain[row]), "a row without one was changed"
 
 
-def test_no_adapter_no_operation(tmp_path: Path) -> None:
+def test_without_adapters_no_operation_is_added(tmp_path: Path) -> None:
     pipeline = Pipeline(LLAMA, [])
     (stage,) = pipeline.stages
 
@@ -175,7 +175,7 @@ def test_no_adapter_no_operation(tmp_path: Path) -> None:
     assert graph().count("->") == before.count("->")
 
 
-def test_slots_come_and_go(tmp_path: Path) -> None:
+def test_slots_are_reused(tmp_path: Path) -> None:
     """More versions than slots, ranks that grow, slots that are used again: the rest stays."""
     pipeline, whole = Pipeline(LLAMA, [2]), {}
     num_versions, empty = 11, [own.num_bytes for own in pipeline.adapters]
@@ -202,7 +202,7 @@ def test_slots_come_and_go(tmp_path: Path) -> None:
     assert [own.num_bytes for own in pipeline.adapters] == empty
 
 
-def test_table_keeps_only_some_versions_and_does_not_read_them_again(tmp_path: Path) -> None:
+def test_table_frees_all_but_some_versions_and_does_not_read_these_again(tmp_path: Path) -> None:
     """As an engine does that outlives a fault. Version 3 has not been used by a step so far."""
     own = Adapters(Stage(LLAMA(), 0, 4))
     answers = {}
@@ -212,7 +212,7 @@ def test_table_keeps_only_some_versions_and_does_not_read_them_again(tmp_path: P
         answers[version] = own.answer(asked)
         if version < 3:
             mx.eval(own.install([Row(0, 0, 1, version)]))
-    mx.eval(own.keep_only([2, 3]))
+    mx.eval(own.free_all_but([2, 3]))
     shutil.rmtree(tmp_path)
     for version in (2, 3):
         asked = LoadAdapter(version, str(tmp_path / str(version)), None, None, [])
@@ -224,7 +224,7 @@ def test_table_keeps_only_some_versions_and_does_not_read_them_again(tmp_path: P
         own.install([Row(0, 0, 1, 1)])
 
 
-def test_a_step_with_a_version_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_a_step_with_an_unloaded_version_is_an_error(tmp_path: Path) -> None:
     pipeline = Pipeline(LLAMA, [])
     with fails(EngineError, "out_of_step", match="version 7"):
         pipeline.apply([7])
@@ -234,7 +234,7 @@ def test_a_step_with_a_version_that_is_not_there_is_an_error(tmp_path: Path) -> 
         pipeline.apply([1])
 
 
-def test_a_mistake_in_reading_is_that_adapters_alone() -> None:
+def test_an_error_while_reading_an_adapter_does_not_end_the_engine() -> None:
     """Not the engine's, which others use."""
 
     class Broken:
@@ -255,7 +255,7 @@ def test_a_mistake_in_reading_is_that_adapters_alone() -> None:
 
 
 @pytest.mark.parametrize("is_peft", [False, True])
-def test_what_rank_0_gets_to_know(tmp_path: Path, is_peft: bool) -> None:
+def test_the_answer_to_rank_0_describes_the_adapter(tmp_path: Path, is_peft: bool) -> None:
     pipeline = Pipeline(LLAMA, [1])
     folder = adapters.save_adapter(tmp_path / "a", LLAMA())
     if is_peft:
@@ -305,7 +305,7 @@ def test_what_rank_0_gets_to_know(tmp_path: Path, is_peft: bool) -> None:
         {"target_modules": "(.|.)*[^a-z._0-9]"},
     ],
 )
-def test_odd_words_of_a_config_are_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_odd_values_in_a_config_are_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
     """The last one would be matched for hours, and everybody would wait."""
     source = adapters.save_adapter(tmp_path / "a", LLAMA())
     adapters.as_peft(source, tmp_path / "b")
@@ -316,7 +316,7 @@ def test_odd_words_of_a_config_are_refused(tmp_path: Path, fields: dict[str, Any
 
 
 @pytest.mark.parametrize("name", ["adapters.safetensors", "adapter_config.json"])
-def test_a_pipe_is_no_file(tmp_path: Path, name: str) -> None:
+def test_a_pipe_is_refused(tmp_path: Path, name: str) -> None:
     folder = adapters.save_adapter(tmp_path / "a", LLAMA())
     (folder / name).unlink()
     os.mkfifo(folder / name)
@@ -353,7 +353,7 @@ def test_a_scale_that_makes_numbers_infinite_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_peft_says_the_same(tmp_path: Path, dora: bool) -> None:
+def test_peft_computes_the_same(tmp_path: Path, dora: bool) -> None:
     source = adapters.save_adapter(tmp_path / "mlx", LLAMA(), dora=dora)
     pipeline = Pipeline(LLAMA, [2])
     pipeline.read(1, source)
@@ -663,7 +663,7 @@ def test_links_that_appear_after_the_check_are_not_followed(
         files_module.read_adapter("inside", str(tmp_path / "root"))
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     pipeline = Pipeline(LLAMA, [])
     good = adapters.save_adapter(tmp_path / "good", LLAMA())
     content, config = (good / "adapters.safetensors").read_bytes(), good / "adapter_config.json"

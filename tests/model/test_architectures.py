@@ -59,8 +59,8 @@ def _mark(name: str) -> Any:
 
 
 ALL = [pytest.param(name, marks=_mark(name)) for name in architectures.architectures()]
-# Without a cut: its layers run in a loop, or mlx-lm's own forward fails.
-REFUSED = {"iquestloopcoder": "does not call each layer", "olmo": "mlx-lm's own forward fails"}
+# Without a cut: the layers run in a loop, or a forward pass in mlx-lm fails.
+REFUSED = {"iquestloopcoder": "does not call every layer", "olmo": "a forward pass in mlx-lm fails"}
 # The layers behind the last of these use keys and values of layers before it.
 SOME_CUTS = {"afm7": [1, 2], "gemma3n": [1, 2]}
 MAX_DIFFERENCE = 1e-4
@@ -99,7 +99,7 @@ def _splits(name: str, model: nn.Module) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_where_it_can_be_cut(name: str, model: nn.Module) -> None:
+def test_possible_cuts_are_those_expected(name: str, model: nn.Module) -> None:
     crossing, refusal = possible_cuts(model)
     if name in REFUSED:
         assert not crossing
@@ -111,14 +111,14 @@ def test_where_it_can_be_cut(name: str, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_prefill_and_decode(name: str, model: nn.Module) -> None:
+def test_prefill_and_decode_equal_the_whole_model(name: str, model: nn.Module) -> None:
     for cuts in _splits(name, model):
         for expected, got in even(model, comparison.split(model, cuts)):
             assert mx.array_equal(got, expected), cuts
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_ragged_batches(name: str, model: nn.Module) -> None:
+def test_ragged_batches_equal_single_rows(name: str, model: nn.Module) -> None:
     """Against the whole model in the same batches, and against each row by itself."""
     stages = {tuple(cuts): comparison.split(model, cuts) for cuts in _splits(name, model)}
     batchable = can_batch(model)
@@ -133,7 +133,9 @@ def test_ragged_batches(name: str, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_ragged_batches_in_which_rows_overflow(name: str, model: nn.Module) -> None:
+def test_ragged_batches_with_overflowing_rows_equal_single_rows(
+    name: str, model: nn.Module
+) -> None:
     """No other row sees anything of it, whatever caches, masks and experts there are."""
     if name in REFUSED:
         pytest.skip("refused")
@@ -153,7 +155,7 @@ def test_ragged_batches_in_which_rows_overflow(name: str, model: nn.Module) -> N
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_four_bits(name: str, model: nn.Module) -> None:
+def test_quantized_weights_of_four_bits_give_equal_logits(name: str, model: nn.Module) -> None:
     architectures.quantized(model)
     assert any(array.dtype == mx.uint32 for _, array in tree_flatten(model.parameters()))
     cuts = _cuts(name, model)[1]
@@ -162,7 +164,7 @@ def test_four_bits(name: str, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_gradients(name: str, model: nn.Module) -> None:
+def test_gradients_equal_those_of_the_whole_model(name: str, model: nn.Module) -> None:
     cuts = _cuts(name, model)[1]
     if name in WITHOUT_GRADIENT:
         pytest.skip("mlx-lm's own forward has no gradient")
@@ -191,7 +193,7 @@ def _differs(model: nn.Module, stages: list[Stage]) -> bool:
 
 
 @pytest.mark.parametrize("name", ["ministral3", "gemma4_text", "bailing_moe_linear"])
-def test_without_ghosts_that_advance_it_differs(
+def test_without_advancing_ghosts_the_logits_differ(
     name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuts = _cuts(name, model)[2]
@@ -201,7 +203,7 @@ def test_without_ghosts_that_advance_it_differs(
 
 
 @pytest.mark.parametrize("name", ["llama", "rwkv7", "gemma2"])
-def test_with_empty_caches_it_differs(
+def test_with_empty_caches_the_logits_differ(
     name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = comparison.split(model, _cuts(name, model)[0])
@@ -241,7 +243,7 @@ def test_rows_that_cannot_be_batched_would_be_wrong_in_a_batch(name: str, model:
         ("muse_spark", 2, 2),
     ],
 )
-def test_what_crosses_a_cut_travels_in_one_message(
+def test_all_arrays_that_cross_a_cut_travel_in_one_message(
     name: str, cut: int, num_arrays: int, model: nn.Module
 ) -> None:
     first, second = comparison.split(model, [cut])
@@ -257,7 +259,9 @@ def test_what_crosses_a_cut_travels_in_one_message(
 
 
 @pytest.mark.parametrize("name", ["deepseek_v41"])
-def test_what_is_not_there_yet_crosses_as_nothing(name: str, model: nn.Module) -> None:
+def test_an_array_that_does_not_exist_yet_crosses_as_an_empty_one(
+    name: str, model: nn.Module
+) -> None:
     """Compressed keys exist only behind the first whole block of four tokens."""
     first, second = comparison.split(model, [2])
     caches, whole_cache = [first.make_cache(), second.make_cache()], make_prompt_cache(model)
@@ -290,7 +294,7 @@ def test_a_model_without_cuts_is_refused_in_any_case(name: str, model: nn.Module
 
 
 @pytest.mark.slow
-def test_all_but_a_few_split_at_any_cut() -> None:
+def test_all_architectures_but_a_few_split_at_any_cut() -> None:
     names = architectures.architectures()
     whole = [n for n in names if n not in REFUSED and n not in SOME_CUTS and _splits_anywhere(n)]
     assert len(names) - len(whole) <= 4, set(names) - set(whole)

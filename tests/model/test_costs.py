@@ -124,7 +124,7 @@ def test_more_memory_goes_to_where_it_makes_more_room(tmp_path: Path) -> None:
     assert plan.stages[0].layers == (3, 4)
 
 
-def test_what_is_fetched_is_every_tensor_once_but_for_tied_ones(tmp_path: Path) -> None:
+def test_every_tensor_is_fetched_once_except_tied_ones(tmp_path: Path) -> None:
     folder = save(tmp_path, "llama")
     plan = make_plan(folder, PlanRequest(num_ranks=3))
     whole = sum(tensor.num_bytes for tensor in read_checkpoint(folder).tensors.values())
@@ -148,7 +148,7 @@ def test_planned_caches_are_those_of_a_sequence(tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.parametrize(("kv_bits", "num_bytes"), [(None, 4), (8, 1 + 8 / 32), (4, 0.5 + 8 / 32)])
-def test_quantised_caches_take_as_much_less(
+def test_quantised_caches_take_proportionally_less_memory(
     tmp_path: Path, kv_bits: int | None, num_bytes: float
 ) -> None:
     """A scale and a bias of four bytes for 32 values."""
@@ -165,7 +165,7 @@ def test_caches_that_cannot_be_quantised_are_refused(tmp_path: Path, name: str) 
         make_plan(save(tmp_path, name), PlanRequest(num_ranks=2, kv_bits=8))
 
 
-def test_caches_that_forget_are_not_quantised() -> None:
+def test_rotating_caches_are_not_quantised() -> None:
     with fails(PlanError, "plan", match="--kv-bits"):
         quantized(make_prompt_cache(architectures.build("gemma3_text")), 8)
 
@@ -186,7 +186,7 @@ def test_experts_cost_time_by_their_use(tmp_path: Path) -> None:
     assert alone.stages[0].step_share < crowd.stages[0].step_share
 
 
-def test_the_command_in_json_and_as_a_table(
+def test_the_command_prints_json_or_a_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = save(tmp_path, "qwen3")
@@ -242,7 +242,7 @@ def test_a_table_of_the_largest_amounts_fits_a_terminal(
         (["-n", "2", "--explain", "--link", "1"], UsageError, "malformed"),
     ],
 )
-def test_what_cannot_be_planned(
+def test_impossible_plans_are_refused(
     tmp_path: Path, more: list[str], error: type[Exception], code: str
 ) -> None:
     folder = save(tmp_path, "llama")
@@ -298,7 +298,7 @@ def test_cuts_that_would_send_the_whole_context_are_avoided(tmp_path: Path) -> N
     assert [stage.layers for stage in plan.stages] == [(1, 4), (0, 1)]
 
 
-def test_costly_cuts_are_better_than_none(tmp_path: Path) -> None:
+def test_costly_cuts_are_used_if_there_are_no_others(tmp_path: Path) -> None:
     plan = make_plan(save_architecture(tmp_path, "gemma4_text"), PlanRequest(num_ranks=2))
     assert len(plan.stages) == 2
 
@@ -316,7 +316,7 @@ def test_an_impossible_cut_is_refused_with_the_nearest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "num_parameters"), [("llama-70b", 70.6e9), ("deepseek-v3", 671e9)]
 )
-def test_the_plan_of_a_large_model_needs_headers_alone(
+def test_the_plan_of_a_large_model_needs_only_headers(
     tmp_path: Path, name: str, num_parameters: float
 ) -> None:
     plan = make_plan(shapes.write(tmp_path, name), PlanRequest(num_ranks=8))

@@ -213,7 +213,7 @@ def test_shards_whose_experts_are_looked_up_in_a_table_give_the_logits_of_the_wh
     assert any("down_proj" in name for name in divisions)
 
 
-def test_shard_goes_on_with_the_arrays_of_the_files_where_mlx_lm_fails() -> None:
+def test_shard_uses_the_arrays_of_the_files_if_mlx_lm_fails() -> None:
     """mlx-lm divides this bias in place before it fails. The weights have to stay the objects that
     were loaded, because a shard reads only its parts of these."""
     model = architectures.build("gpt_oss", **SIX_HEADS)
@@ -261,7 +261,7 @@ def test_shards_of_four_bits() -> None:
     assert any("switch_mlp.down_proj" in name for name in divisions)
 
 
-def test_shard_keeps_whole_what_it_cannot_prove() -> None:
+def test_shard_keeps_modules_whole_without_a_proof() -> None:
     """A norm goes over all heads together, so a shard of them would compute something else."""
     divisions = compare_shards(lambda: architectures.build("olmo2"))
     inside = {name.removeprefix("model.layers.1.") for name in divisions}

@@ -23,7 +23,7 @@ def test_cut_units_gives_the_first_shards_one_unit_more(
     assert slices.sizes == sizes
     assert slices.is_partition
     array = mx.arange(size)
-    parts = [slices.take(array, shard) for shard in range(num_shards)]
+    parts = [slices.part_of(array, shard) for shard in range(num_shards)]
     assert mx.concatenate(parts).tolist() == array.tolist()
 
 
@@ -50,7 +50,7 @@ def test_scaled_refuses_an_axis_that_cannot_be_cut_there() -> None:
         scaled(((1, 3),), 8, 6)
 
 
-def test_slices_of_unequal_parts_are_in_their_proportions() -> None:
+def test_slices_of_unequal_parts_keep_the_proportions() -> None:
     parts = cut_units(6, 3, 2)  # Four numbers and two.
     fitting = [mx.array([[1.0, 0, 1, 0, 0, 0]]), mx.array([[0, 0, 0, 0, 1.0, 0]])]
     found = slices_of(fitting, -1, parts)
@@ -63,7 +63,7 @@ def test_slices_of_unequal_parts_are_in_their_proportions() -> None:
     assert slices_of([mx.zeros(3), mx.zeros(3)], -1, parts) is None
 
 
-def test_slices_divide_numbers_in_their_proportions() -> None:
+def test_slices_divide_numbers_in_proportion() -> None:
     assert cut_units(48, 3, 2).possible_numbers(9) == [(6, 3)]
     assert cut_units(48, 3, 2).possible_numbers(8) == []
     assert cut_units(48, 3, 2).possible_numbers(0) == []

@@ -35,7 +35,7 @@ def test_prefill_and_decode_are_exactly_equal(name: str, cuts: list[int]) -> Non
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_without_caches_too(name: str) -> None:
+def test_prefill_without_caches_is_exactly_equal(name: str) -> None:
     tokens = mx.array([[3, 1, 4, 1, 5]])
     passed: list[mx.array] = []
     for stage in split(name, [0, 1, 4]):
@@ -74,13 +74,13 @@ def test_only_own_weights_are_read(tmp_path: Path) -> None:
         assert loaded.bytes_owned <= loaded.bytes_read < loaded.bytes_owned + 4 * header
 
 
-def test_what_is_passed_on_between_stages_is_the_hidden_state_alone() -> None:
+def test_only_the_hidden_state_is_passed_between_stages() -> None:
     first, *_ = split("qwen3", [0, 2, 4])
     (hidden,) = first(mx.array([[1, 2, 3]]), first.make_cache(), [])
     assert hidden.shape == (1, 3, 32)
 
 
-def test_a_forward_that_skips_layers_is_refused() -> None:
+def test_a_model_that_skips_layers_is_refused() -> None:
     broken = build("llama")
 
     class Skipping(type(broken.model)):
@@ -95,7 +95,7 @@ def test_a_forward_that_skips_layers_is_refused() -> None:
         Stage(broken, 0, 2)
 
 
-def test_a_forward_that_loops_is_refused() -> None:
+def test_a_model_that_runs_layers_twice_is_refused() -> None:
     looping = build("llama")
 
     class Looping(type(looping.model)):

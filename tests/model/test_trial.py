@@ -29,7 +29,7 @@ def _evaluating(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_a_forward_that_evaluates_reads_no_weights(tmp_path: Path) -> None:
+def test_a_model_that_evaluates_reads_no_weights(tmp_path: Path) -> None:
     folder = save(tmp_path / "m", "llama")
     model = _evaluating(build("llama"))
     model.load_weights(str(folder / "model.safetensors"))
@@ -39,7 +39,7 @@ def test_a_forward_that_evaluates_reads_no_weights(tmp_path: Path) -> None:
     Stage(model, 1, 3)
 
 
-def test_a_forward_that_evaluates_is_split_all_the_same() -> None:
+def test_a_model_that_evaluates_is_split_nevertheless() -> None:
     tokens, passed = mx.array([[1, 2, 3]]), []
     for start, end in ((0, 1), (1, 4)):
         stage = Stage(_evaluating(build("llama")), start, end)
@@ -47,7 +47,7 @@ def test_a_forward_that_evaluates_is_split_all_the_same() -> None:
     assert mx.array_equal(passed[0], build("llama")(tokens))
 
 
-def test_a_model_is_as_before() -> None:
+def test_without_weights_restores_the_model() -> None:
     model = build("llama")
     before = {name: id(array) for name, array in tree_flatten(model.parameters())}
     model.norm_kept = None
@@ -58,7 +58,7 @@ def test_a_model_is_as_before() -> None:
     assert {name: id(array) for name, array in tree_flatten(model.parameters())} == before
 
 
-def test_a_model_whose_own_forward_fails_is_refused() -> None:
+def test_a_model_whose_forward_pass_fails_is_refused() -> None:
     model = build("llama")
     model.model.embed_tokens = nn.Linear(2, 2)
     with fails(PlanError, "unsplittable"):
@@ -66,7 +66,7 @@ def test_a_model_whose_own_forward_fails_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "deepseek_v3"])
-def test_rows_of_these_can_share_a_forward(name: str) -> None:
+def test_rows_of_these_architectures_can_share_a_forward_pass(name: str) -> None:
     assert can_batch(build(name))
 
 

@@ -104,17 +104,17 @@ def test_embeddings_of_other_architectures(name: str) -> None:
         assert numbers_of(local.embeddings[i]) == pytest.approx(expected, abs=1e-4)
 
 
-def test_take_hidden_gives_the_hidden_states_once() -> None:
+def test_pop_hidden_gives_the_hidden_states_once() -> None:
     stage = Stage(LLAMA(), 0, 4)
     tokens = mx.array([[1, 2, 3]])
     stage(tokens, None, [])
-    assert stage.take_hidden() is None
-    stage.keep_hidden()
+    assert stage.pop_hidden() is None
+    stage.record_hidden()
     stage(tokens, None, [])
-    hidden = stage.take_hidden()
+    hidden = stage.pop_hidden()
     assert hidden is not None
     assert mx.allclose(hidden, LLAMA().model(tokens))
-    assert stage.take_hidden() is None
+    assert stage.pop_hidden() is None
 
 
 # --- one prompt in steps

@@ -85,7 +85,7 @@ class HeadDrafter(Drafter):
 
     def keep(self, step: Step, parts: list[Part], chooser: Chooser) -> list[mx.array]:
         """Keeps a step's hidden states that may be read later, and returns them to evaluate."""
-        hidden = self._inputs.take(len(parts))
+        hidden = self._inputs.pop_states(len(parts))
         if len(step.rows) > MAX_DRAFT_ROWS:
             # No guesses are requested for steps with more rows than that.
             for row in step.rows:
