@@ -77,9 +77,7 @@ def test_an_adapter_root_that_is_no_folder(tmp_path: Path, root: str) -> None:
         ),
     ],
 )
-def test_what_the_model_or_this_host_tells_is_said_with_the_flag(
-    words: list[str], message: str
-) -> None:
+def test_errors_from_the_model_or_host_name_the_flag(words: list[str], message: str) -> None:
     model = Path(__file__).parents[1] / "examples" / "tiny-chat"
     with pytest.raises(UsageError, match=message):
         check(["--model", str(model), *words], 2)

@@ -54,7 +54,7 @@ def url_of(server: Any) -> str:
     return f"http://127.0.0.1:{server.server_port}"
 
 
-def test_the_call_and_the_curl_line_say_the_same(
+def test_the_call_and_the_curl_line_are_equal(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BRIGADE_ADMIN_KEY", "secret")
@@ -71,7 +71,7 @@ def test_the_call_and_the_curl_line_say_the_same(
     assert words[-1] == "Authorization: Bearer $BRIGADE_ADMIN_KEY"
 
 
-def test_load_into_sends_an_api_key_where_there_is_no_admin_key(
+def test_load_into_sends_an_api_key_without_an_admin_key(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server without an admin key asks for an API key."""
@@ -95,7 +95,7 @@ def test_a_refusal_is_reported_in_the_servers_words(server: Any, tmp_path: Path)
     assert server.asked[-1][:2] == ("GET", "/v1/lora_adapters")
 
 
-def test_check_server_asks_whether_name_and_folder_would_be_taken(
+def test_check_server_asks_whether_name_and_folder_are_accepted(
     server: Any, tmp_path: Path
 ) -> None:
     """With a path that nobody has written, so nothing is loaded."""
@@ -130,7 +130,7 @@ def test_a_refusal_at_the_end_says_where_the_adapter_is(server: Any, tmp_path: P
     assert curl_line(url_of(server), tmp_path, "a") in str(error.value)
 
 
-def test_no_server_is_reported_before_anything_is_trained() -> None:
+def test_a_missing_server_is_reported_before_training() -> None:
     with fails(UsageError, "usage", match="--load-into http://127.0.0.1:9 "):
         check_server("http://127.0.0.1:9", Path("out"), "a")
 
@@ -139,5 +139,5 @@ def test_no_server_is_reported_before_anything_is_trained() -> None:
     ("folder", "name"),
     [("out/a1", "a1"), ("out/my adapter", "my-adapter"), ("out/.hidden", "hidden"), ("/", "a")],
 )
-def test_a_folder_gives_a_name_that_servers_take(folder: str, name: str) -> None:
+def test_a_folder_gives_a_name_that_servers_accept(folder: str, name: str) -> None:
     assert adapter_name(Path(folder)) == name

@@ -45,7 +45,7 @@ def test_each_rank_has_a_line_with_bytes_and_the_time_left(
     assert "rank 0 loading" in second
 
 
-def test_a_rank_that_is_done_has_none(
+def test_a_rank_that_is_done_has_no_line(
     capsys: pytest.CaptureFixture[str], clock: list[float]
 ) -> None:
     view = start.TerminalView(URL, "tiny")
@@ -113,7 +113,7 @@ def test_a_warm_up_has_a_bar_on_a_terminal_that_is_gone_before_ready(
     assert out == "\x1b[1;32mReady on http://127.0.0.1:8080, model tiny\x1b[0m\n"
 
 
-def test_the_last_line_of_a_start_says_where_to_ask_for_what(
+def test_the_last_line_of_a_start_names_address_and_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     view = start.TerminalView(URL, "org/tiny [chat]")
@@ -140,7 +140,7 @@ def ready_on(stdout: BinaryIO) -> None:
     assert (done.returncode, done.stderr) == (5, b"")
 
 
-def test_a_table_that_nobody_reads_ends_nothing() -> None:
+def test_a_table_without_a_reader_ends_no_start() -> None:
     """As in `brigade serve | true`."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -148,7 +148,7 @@ def test_a_table_that_nobody_reads_ends_nothing() -> None:
         ready_on(broken)
 
 
-def test_a_table_that_finds_no_room_ends_nothing(full_disk: BinaryIO) -> None:
+def test_a_table_on_a_full_disk_ends_no_start(full_disk: BinaryIO) -> None:
     """As where the disk of the log is full."""
     ready_on(full_disk)
 

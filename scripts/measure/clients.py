@@ -35,14 +35,14 @@ class Asked:
 
     async def chat(self, messages: list[dict[str, str]], max_tokens: int) -> RequestRecord:
         """Raises NotMeasuredError unless the answer has max_tokens tokens."""
-        record = await self._server.ask(messages, max_tokens)
+        record = await self._server.chat(messages, max_tokens)
         if record.error or record.tokens != max_tokens or not record.times:
             raise servers.NotMeasuredError(f"wanted {max_tokens} tokens, got {record}")
         return record
 
     def prompts(self, name: str, num_tokens: int, count: int) -> list[str]:
         prompts = Prompts(self._seed, words_for(num_tokens, self._probes))
-        return prompts.take(f"{name}/{num_tokens}", count)
+        return prompts.for_run(f"{name}/{num_tokens}", count)
 
     async def at_once(self, name: str, num_clients: int, max_tokens: int) -> list[RequestRecord]:
         """The answers of num_clients clients to a short prompt each."""
@@ -65,7 +65,7 @@ async def asked_of(url: str, model: str, seed: int) -> AsyncIterator[Asked]:
         probes = []
         for count in PROBE_WORDS:
             words = random_words(Random(count), count)
-            record = await server.ask([{"role": "user", "content": words}], 1)
+            record = await server.chat([{"role": "user", "content": words}], 1)
             probes.append(record.prompt_tokens)
         yield Asked(url, server, probes, seed)
 

@@ -91,7 +91,7 @@ async def _kill_seconds(url: str, settings: Settings, number: int) -> float:
 
 async def _asked(server: ChatClient, settings: Settings, number: int) -> RequestRecord:
     words = random_words(Random(f"{settings.seed}/{number}"), NUM_WORDS)
-    record = await server.ask([{"role": "user", "content": words}], NUM_TOKENS)
+    record = await server.chat([{"role": "user", "content": words}], NUM_TOKENS)
     if record.error or not record.times:
         raise NotMeasuredError(f"no answer: {record}")
     return record

@@ -33,8 +33,8 @@ class _Answer:
     done: bool = False
     has_begun: bool = False  # whether any byte of it has arrived
 
-    def take(self, data: str) -> str | None:
-        """Takes one event of the stream. Returns the reason if the event is an error."""
+    def add_event(self, data: str) -> str | None:
+        """Adds one event of the stream. Returns the reason if the event is an error."""
         arrived = perf_counter()
         if data == "[DONE]":
             self.done = True
@@ -53,13 +53,13 @@ class _Answer:
 
 
 class ChatClient:
-    """A server that offers a model. `ask` never raises for what the server or the network does."""
+    """A client of one model on a server. Failures of server and network are put into the record."""
 
     def __init__(self, http: AsyncClient, model: str) -> None:
         self._http = http
         self.model = model
 
-    async def ask(
+    async def chat(
         self,
         messages: list[dict[str, str]],
         max_tokens: int,
@@ -117,7 +117,7 @@ class ChatClient:
                 if not line.startswith("data:"):
                     continue
                 data = line.removeprefix("data:").strip()
-                failure = answer.take(data)
+                failure = answer.add_event(data)
                 if failure:
                     return failure
         return None

@@ -16,10 +16,10 @@ from serve.bench.prompts import PROBE_WORDS, Prompts, random_words, read_questio
 from serve.bench.records import RequestRecord
 from serve.core.errors import ClusterError
 
-Ask = Callable[[str], Awaitable[RequestRecord]]
-Seen = Callable[[RequestRecord], None]
+Send = Callable[[str], Awaitable[RequestRecord]]
+OnRecord = Callable[[RequestRecord], None]
 
-# The time between two clients' first requests: short listening queues overflow.
+# The time between two clients' first requests, because a short listening queue can overflow.
 RAMP_SECONDS = 0.02
 _WARM_UP_TOKENS = 8
 _NUM_OPEN_WARM_UPS = 2
@@ -28,33 +28,33 @@ _NUM_REQUESTS_PER_CLIENT = 4
 
 
 async def closed_loop(
-    ask: Ask,
+    send: Send,
     prompts: Sequence[str],
     num_clients: int,
-    seen: Seen,
+    on_record: OnRecord,
 ) -> None:
-    """Runs num_clients clients at the same time until no prompt is left. seen gets each record."""
+    """Runs num_clients clients at once until no prompt is left. on_record gets each record."""
     waiting = iter(prompts)
 
     async def client(number: int) -> None:
         await asyncio.sleep(number * RAMP_SECONDS)
         for prompt in waiting:
-            seen(await ask(prompt))
+            on_record(await send(prompt))
 
     await asyncio.gather(*map(client, range(num_clients)))
 
 
 async def open_loop(
-    ask: Ask,
+    send: Send,
     prompts: Sequence[str],
     times: Sequence[float],
-    seen: Seen,
+    on_record: OnRecord,
 ) -> None:
     """Sends each prompt at its time (seconds from the start), whatever is still unanswered."""
 
     async def arrival(prompt: str, time: float) -> None:
         await asyncio.sleep(time)
-        seen(await ask(prompt))
+        on_record(await send(prompt))
 
     await asyncio.gather(*map(arrival, prompts, times))
 
@@ -77,55 +77,56 @@ def num_requests(config: BenchConfig, level: Level) -> int:
 class LoadGenerator:
     """One server under load: the prompts for it, and runs at several levels of load."""
 
-    def __init__(self, config: BenchConfig, server: ChatClient, prompts: Prompts) -> None:
+    def __init__(self, config: BenchConfig, client: ChatClient, prompts: Prompts) -> None:
         self._config = config
-        self._server = server
+        self._client = client
         self._prompts = prompts
 
     @classmethod
-    async def calibrated(cls, config: BenchConfig, server: ChatClient) -> "LoadGenerator":
+    async def calibrated(cls, config: BenchConfig, client: ChatClient) -> "LoadGenerator":
         """Measures the tokens in a word, for prompts of the wanted length. Raises ClusterError."""
         if config.prompts:
             questions = read_questions(config.prompts)
-            return cls(config, server, Prompts(config.seed, 0, questions))
+            return cls(config, client, Prompts(config.seed, 0, questions))
         probes: list[int | None] = []
         for num_words in PROBE_WORDS:
             text = random_words(Random(num_words), num_words)
             message = {"role": "user", "content": text}
-            record = await server.ask([message], max_tokens=1)
+            record = await client.chat([message], max_tokens=1)
             if record.error:
                 raise ClusterError(f"the first request failed: {record.error}")
             probes.append(record.prompt_tokens)
         num_words = words_for(config.prompt_tokens, probes)
-        return cls(config, server, Prompts(config.seed, num_words))
+        return cls(config, client, Prompts(config.seed, num_words))
 
-    async def run(self, level: Level, round_: int, seen: Seen) -> None:
-        """Runs a warm-up and one measured run. seen gets its records, and failures of both."""
+    async def run(self, level: Level, round_: int, on_record: OnRecord) -> None:
+        """Runs a warm-up and one measured run. on_record gets the measured run's records, and the
+        warm-up's failures."""
         name = f"{level}/{round_}"
-        await self._warm_up(name, level, seen)
-        ask = self._ask(self._config.max_tokens)
-        prompts = self._prompts.take(name, num_requests(self._config, level))
+        await self._warm_up(name, level, on_record)
+        send = self._sender(self._config.max_tokens)
+        prompts = self._prompts.for_run(name, num_requests(self._config, level))
         if level.is_open:
             seed = self._config.seed + round_
             times = poisson_arrivals(level.value, len(prompts), seed)
-            await open_loop(ask, prompts, times, seen)
+            await open_loop(send, prompts, times, on_record)
         else:
-            await closed_loop(ask, prompts, int(level.value), seen)
+            await closed_loop(send, prompts, int(level.value), on_record)
 
-    async def _warm_up(self, name: str, level: Level, seen: Seen) -> None:
+    async def _warm_up(self, name: str, level: Level, on_record: OnRecord) -> None:
         num_clients = _NUM_OPEN_WARM_UPS if level.is_open else int(level.value)
-        prompts = self._prompts.take(f"{name}/warm-up", num_clients)
+        prompts = self._prompts.for_run(f"{name}/warm-up", num_clients)
 
-        def see_failure(record: RequestRecord) -> None:
+        def on_warm_up_record(record: RequestRecord) -> None:
             if record.error:
-                seen(replace(record, error=f"warm-up: {record.error}"))
+                on_record(replace(record, error=f"warm-up: {record.error}"))
 
-        ask = self._ask(_WARM_UP_TOKENS)
-        await closed_loop(ask, prompts, num_clients, see_failure)
+        send = self._sender(_WARM_UP_TOKENS)
+        await closed_loop(send, prompts, num_clients, on_warm_up_record)
 
-    def _ask(self, max_tokens: int) -> Ask:
-        async def ask(prompt: str) -> RequestRecord:
+    def _sender(self, max_tokens: int) -> Send:
+        async def send(prompt: str) -> RequestRecord:
             messages = [{"role": "user", "content": prompt}]
-            return await self._server.ask(messages, max_tokens, self._config.temperature)
+            return await self._client.chat(messages, max_tokens, self._config.temperature)
 
-        return ask
+        return send

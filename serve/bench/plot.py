@@ -12,7 +12,7 @@ _SUFFIXES = (".png", ".svg")
 
 
 def check_plot(path: Path) -> None:
-    """Raises UsageError if this file cannot be drawn, so that it happens before measuring."""
+    """Raises UsageError if this file cannot be drawn. It is called before measuring."""
     if path.suffix not in _SUFFIXES:
         raise UsageError(f"--plot {path}: the name must end in {' or '.join(_SUFFIXES)}.")
     if importlib.util.find_spec("matplotlib") is None:
@@ -24,7 +24,7 @@ def draw(
     load: str,
     curves: Mapping[str, Points],
 ) -> None:
-    """Draws the speed and latencies of each server against its load, which is the label of the x
+    """Draws the speed and latencies of each server against its load. load is the label of the x
     axis."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

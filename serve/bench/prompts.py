@@ -8,7 +8,7 @@ from typing import Any
 
 from serve.core.errors import UsageError
 
-# Common tokenizers have each of these words as one token, so prompts can have an exact length.
+# Each of these words is one token in common tokenizers, so prompts can have an exact length.
 _WORDS = ("a", "and", "day", "he", "in", "is", "it", "many", "on", "the", "time", "up", "us")
 PROBE_WORDS = (16, 48)
 """The lengths of the two prompts by which a server's tokens per word are measured."""
@@ -22,8 +22,8 @@ def random_words(random: Random, num_words: int) -> str:
 def words_for(prompt_tokens: int, probes: Sequence[int | None]) -> int:
     """Returns the number of words in a prompt of prompt_tokens tokens, chat template included.
 
-    probes has the tokens that the server counted in prompts of PROBE_WORDS words. If it did not
-    count them, each word is taken to be one token.
+    probes are the numbers of tokens that the server counted in prompts of PROBE_WORDS words. If it
+    did not count them, each word is taken to be one token.
     """
     short_words, long_words = PROBE_WORDS
     short_tokens, long_tokens = probes
@@ -67,15 +67,15 @@ def _question(turn: dict[str, Any]) -> str | None:
 
 
 class Prompts:
-    """The prompts for one server: random words or, where there are any, questions of a file."""
+    """The prompts for one server: random words or, if there are any, questions from a file."""
 
     def __init__(self, seed: int, num_words: int, questions: Sequence[str] = ()) -> None:
         self._seed = seed
         self._num_words = num_words
         self._questions = questions
 
-    def take(self, name: str, count: int) -> list[str]:
-        """Prompts for the run of this name. The same seed and name give the same prompts."""
+    def for_run(self, name: str, count: int) -> list[str]:
+        """Returns prompts for a run. The same seed and name give the same prompts."""
         random = Random(f"{self._seed}/{name}")
         if self._questions:
             shuffled = random.sample(self._questions, len(self._questions))

@@ -11,8 +11,8 @@ from statistics import median, quantiles
 class RequestRecord:
     """One request and its answer. Times are seconds of a monotonic clock.
 
-    times has the arrival of each chunk with text. tokens and prompt_tokens are from the server's
-    `usage`, because a chunk may hold several tokens. error says why there was no whole answer.
+    times are the arrivals of chunks with text. tokens and prompt_tokens are from the server's
+    `usage`, because a chunk may contain several tokens. error says why no whole answer came.
     """
 
     start: float

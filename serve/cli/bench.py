@@ -55,27 +55,27 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def measure(config: BenchConfig, runs: Runs) -> None:
-    """Fills runs, and shows them meanwhile. Raises BrigadeError if a server is not there."""
+    """Fills runs, and shows them meanwhile. Raises BrigadeError if a server does not answer."""
     async with AsyncExitStack() as stack:
-        targets: dict[str, LoadGenerator] = {}
+        generators: dict[str, LoadGenerator] = {}
         for url in config.url:
             link = connected(url, config.model, os.environ.get("OPENAI_API_KEY"), config.timeout)
             server = await stack.enter_async_context(link)
-            letter = "AB"[len(targets)]
-            targets[f"{letter}: {url}"] = await LoadGenerator.calibrated(config, server)
+            letter = "AB"[len(generators)]
+            generators[f"{letter}: {url}"] = await LoadGenerator.calibrated(config, server)
         console = Console()
         if console.is_terminal:
-            # The table is drawn rarely, because that sorts all records so far, in the process that
-            # takes the times.
+            # The table is drawn rarely, because drawing it sorts all records so far, in the
+            # process that takes the times.
             with Live(
                 get_renderable=lambda: table(runs),
                 console=console,
                 refresh_per_second=0.5,
             ):
-                await run_levels(config, targets, runs, ProgressReporter(lambda _: None))
+                await run_levels(config, generators, runs, ProgressReporter(lambda _: None))
             return
         try:
-            await run_levels(config, targets, runs, ProgressReporter(tell))
+            await run_levels(config, generators, runs, ProgressReporter(tell))
         finally:
             with console.capture() as shown:
                 console.print(table(runs))
@@ -83,14 +83,14 @@ async def measure(config: BenchConfig, runs: Runs) -> None:
 
 
 class ProgressReporter:
-    """Tells when a run begins, and at times how many of its requests have ended."""
+    """Reports when a run begins, and from time to time how many of its requests have ended."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
         self._what = ""
         self._told_at = 0.0
 
-    def begin(self, what: str) -> None:
+    def begin_run(self, what: str) -> None:
         self._what = what
         self._say(what)
 
@@ -105,29 +105,29 @@ class ProgressReporter:
 
 async def run_levels(
     config: BenchConfig,
-    targets: Mapping[str, LoadGenerator],
+    generators: Mapping[str, LoadGenerator],
     runs: Runs,
     progress: ProgressReporter,
 ) -> None:
     """Sends the load of each level to each server in turn."""
     for level in config.levels:
         for round_ in range(config.rounds):
-            for name, target in targets.items():
-                progress.begin(f"{level}, round {round_ + 1} of {config.rounds}, {name}")
+            for name, generator in generators.items():
+                progress.begin_run(f"{level}, round {round_ + 1} of {config.rounds}, {name}")
                 records: list[RequestRecord] = []
                 runs.setdefault((level, name), []).append(records)
-                seen = _seen(records, progress, num_requests(config, level))
-                await target.run(level, round_, seen)
+                on_record = _recorder(records, progress, num_requests(config, level))
+                await generator.run(level, round_, on_record)
 
 
-def _seen(
+def _recorder(
     records: list[RequestRecord], progress: ProgressReporter, num_requests: int
 ) -> Callable[[RequestRecord], None]:
-    def note(record: RequestRecord) -> None:
+    def on_record(record: RequestRecord) -> None:
         records.append(record)
         progress.ended(len(records), num_requests)
 
-    return note
+    return on_record
 
 
 def tell(text: str) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from serve.cli.flags import parse
 from serve.cli.load_into import adapter_name, check_server, curl_line, load_into
-from serve.cli.main import FIRST_WORD_SECONDS, follow_launcher, who_has_what
+from serve.cli.main import FIRST_WORD_SECONDS, disagreement_table, follow_launcher
 from serve.cli.old_flags import current
 from serve.cli.report_to import Reports, services
 from serve.cli.training import TrainingView
@@ -31,7 +31,7 @@ from serve.tune.events import Event
 from serve.tune.results.run_folder import ADAPTERS, check_free, check_resumable
 from serve.tune.schedule import Shape, make_schedule
 
-# Flags of other trainers, and what they are called here.
+# Flags of other trainers, and their names here.
 _OTHER_NAMES = {
     "--alpha": "--lora-scale (alpha divided by the rank)",
     "--batch": "--batch-size",
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             folder = run(config, cluster, show, _command(argv, cluster.num_ranks))
         except BrigadeError:
-            # Most errors are the same on all ranks: then rank 0 reports it first.
+            # Most errors are the same on all ranks, so rank 0 gets the time to report first.
             time.sleep(FIRST_WORD_SECONDS if cluster.rank else 0)
             raise
         finally:
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _hand_over(config, folder)
     except BrigadeError as error:
         if isinstance(error, DisagreementError):
-            Console(stderr=True, highlight=False).print(who_has_what(error))
+            Console(stderr=True, highlight=False).print(disagreement_table(error))
         print(f"brigade fine-tune: {error}", file=sys.stderr, flush=True)
         return _end(error.exit_code)
     except KeyboardInterrupt:
@@ -134,8 +134,8 @@ def check(
     *,
     is_return: bool = False,
 ) -> FineTuneConfig:
-    """Reads the command line and finds mistakes that can be found before anything starts. When a
-    rank returns to its run, the run's folder is no longer free, and a server may be away."""
+    """Reads the command line and finds mistakes before anything starts. A rank that returns to its
+    run skips some checks: the run's folder exists by then, and a server may be away."""
     config = _parse(argv)
     layout = config.layout(num_ranks)
     if not config.hub_id:
@@ -180,7 +180,7 @@ def _parse(argv: Sequence[str]) -> FineTuneConfig:
 
 
 def _hand_over(config: FineTuneConfig, adapter: Path) -> None:
-    """Raises ClusterError if the server does not take the adapter."""
+    """Loads the result into a server or says how. Raises ClusterError if the server refuses it."""
     if config.fine_tune_type == "full":
         words = ["brigade", "serve", "--model", str(config.whole_path)]
         print(f"To start a server with it:\n{shlex.join(words)}")
@@ -189,11 +189,11 @@ def _hand_over(config: FineTuneConfig, adapter: Path) -> None:
     last = config.adapter_path / ADAPTERS
     if adapter != config.adapter_path:
         print(
-            f"Use {adapter}: it has the weights with the lowest validation loss. {last} has those "
-            "of the last batch."
+            f"Use {adapter}: it contains the weights with the lowest validation loss. {last} "
+            "contains those of the last batch."
         )
     else:
-        print(f"Use {adapter}: {last.name} has the weights of the last batch.")
+        print(f"Use {adapter}: {last.name} contains the weights of the last batch.")
     if config.load_into:
         print(load_into(config.load_into, adapter, name))
     else:

@@ -20,7 +20,7 @@ _WRONG_NUMBER = re.compile(
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a wrong flag as every other error: one line, and how to fix it."""
+    """Reports a wrong flag like every other error: in one line that says how to fix it."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{plain(message)}: see `{self.prog} --help`.")
@@ -67,7 +67,7 @@ def parse(
     """Parses a command line into a config, whose fields are made with serve.core.config.flag.
     Raises UsageError.
 
-    given has values from elsewhere, such as a file. Flags take precedence over them.
+    given are values from elsewhere, such as a file. Flags take precedence over them.
     """
     given = given or {}
     parser = Parser(
@@ -87,7 +87,7 @@ def parse(
         if "hidden" in field.metadata:
             _add_flag(parser, field, field.metadata["reads"], False)
     for name, value in given.items():
-        # argparse checks a default only if it is text. A flag refuses the same values of a file.
+        # argparse checks a default only if it is text. So it refuses the same values as of a flag.
         is_number = type(value) in (int, float)
         parser.set_defaults(**{name: str(value) if is_number else value})
     required = [action for action in parser._actions if action.required]
@@ -101,8 +101,8 @@ def parse(
 
 
 def by_heading(config: Any) -> dict[str, list["dataclasses.Field[Any]"]]:
-    """Returns the fields of a config that the help shows, by heading. The heading of a field is
-    also for the fields after it; one that comes again continues."""
+    """Returns the fields of a config that the help shows, by heading. A field without a heading
+    belongs to that of the field before it. Fields of one heading may be apart."""
     groups: dict[str, list[dataclasses.Field[Any]]] = {}
     heading = ""
     for field in dataclasses.fields(config):

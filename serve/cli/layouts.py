@@ -41,7 +41,7 @@ def layout_notes(compared: Comparison) -> Iterator[str]:
     quickest = best(list(compared.one_client.values()))
     fastest = compared.fastest
     yield (
-        f"Forecast from bytes, with memory that is read at {speed}/s: one client gets its "
+        f"Forecast from bytes, for memory that is read at {speed}/s: one client gets its "
         f"tokens soonest with {quickest.layout} (--tensor-parallel-size {quickest.num_shards}), "
         f"{fastest.num_clients} clients with {fastest.layout} "
         f"(--tensor-parallel-size {fastest.num_shards})."

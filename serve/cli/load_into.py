@@ -37,7 +37,7 @@ def check_server(url: str, folder: Path, name: str) -> None:
 
 
 def load_into(url: str, folder: Path, name: str) -> str:
-    """Has a server load the adapter, and returns its answer. Raises ClusterError."""
+    """Makes a server load the adapter, and returns its answer. Raises ClusterError."""
     try:
         return _call(url, _PATH, _body(folder, name), ClusterError)
     except ClusterError as error:
@@ -51,7 +51,7 @@ def adapter_name(folder: Path) -> str:
 
 
 def _key() -> str | None:
-    """Returns the variable that holds the key to send."""
+    """Returns the name of the environment variable that contains the key to send."""
     return next((name for name in _KEYS if name in os.environ), None)
 
 

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asyncio.run(run())
     except BrigadeError as error:
         if isinstance(error, DisagreementError):
-            Console(stderr=True, highlight=False).print(who_has_what(error))
+            Console(stderr=True, highlight=False).print(disagreement_table(error))
         print(f"brigade serve: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
@@ -74,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]:
-    """Reads the command line and finds mistakes that can be found before anything starts. For a
-    model on the hub, the returned config has the commit of its revision."""
+    """Reads the command line and finds mistakes before anything starts. For a model on the hub, the
+    returned config contains the commit of its revision."""
     config = parse(ServeConfig, argv, "brigade serve", __doc__)
     if config.adapter_root and not is_folder(config.adapter_root):
         raise UsageError(
@@ -119,7 +119,7 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
 
 def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutine[Any, Any, None]]:
     """Checks the command line on this rank before it joins the others. Most mistakes are the same
-    on all ranks: then rank 0 reports it, and the launcher ends the others before they repeat it."""
+    on all ranks: rank 0 reports them, and the launcher ends the others before they do the same."""
     try:
         asked = parse(ServeConfig, argv, "brigade serve", __doc__)
         draft = draft_folder(asked.draft_model)
@@ -145,7 +145,7 @@ def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutin
 
 
 def _with_pinned_draft(config: ServeConfig) -> ServeConfig:
-    """Fetches the small files of a draft model on the hub, and notes its commit."""
+    """Fetches the small files of a draft model on the hub, and puts its commit into the config."""
     from serve.hub.partial import pin
 
     on_hub = draft_on_hub(config.draft_model)
@@ -156,8 +156,8 @@ def _with_pinned_draft(config: ServeConfig) -> ServeConfig:
 
 
 def _facts(asked: ServeConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
-    """Collects the facts that ranks compare. For a model on the hub these are not digests, because
-    only rank 0 has the files so far; it sends the commit to the others instead."""
+    """Collects the facts that ranks compare. For a model on the hub there is no digest, because
+    only rank 0 has its files so far; the others then get the commit from rank 0."""
     if asked.hub_id or checkpoint is None:
         return {**versions(), "model": f"{asked.hub_id}@{asked.revision or 'main'}"}
     return {**versions(), **files(checkpoint.folder, checkpoint.digest)}
@@ -169,12 +169,12 @@ async def _run_front(
     read_model: Callable[[], tuple[ServeConfig, Checkpoint]],
     facts: dict[str, str],
 ) -> None:
-    """Runs rank 0. HTTP answers from the start, also while read_model fetches headers."""
+    """Runs rank 0. Its HTTP server answers at once, even while read_model fetches headers."""
     task = asyncio.current_task()
     loop = asyncio.get_running_loop()
     assert task is not None
-    # These handlers stay until the HTTP server installs its own. They come before the imports,
-    # which an error raised by a signal could break.
+    # The HTTP server later replaces these handlers by its own. They come before the imports, which
+    # an error raised by a signal could break.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
     # Imported here, because ranks above 0 need neither HTTP nor tokenizers.
@@ -257,7 +257,7 @@ def _check_draft(config: ServeConfig, tokenizer: "Tokenizer") -> None:
 
 
 async def _in_thread(work: Callable[[], Result]) -> Result:
-    """Returns the result of work, in a thread that may hang when this process ends."""
+    """Runs work in a daemon thread: a hung download must not keep the process from ending."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
 
@@ -277,7 +277,7 @@ async def _in_thread(work: Callable[[], Result]) -> Result:
     return await done
 
 
-def who_has_what(error: DisagreementError) -> Table:
+def disagreement_table(error: DisagreementError) -> Table:
     table = Table("what differs", *(f"rank {rank}" for rank in next(iter(error.rows.values()))))
     for name, row in error.rows.items():
         table.add_row(name, *row.values())
@@ -285,7 +285,7 @@ def who_has_what(error: DisagreementError) -> Table:
 
 
 def _stop_before_the_start(*_: object) -> NoReturn:
-    """Ends the process at once. What a handler raises could be lost in a callback."""
+    """Ends the process at once, because an error that a handler raises could be lost."""
     os._exit(0)
 
 

@@ -20,7 +20,7 @@ _RENAMED = {
     "--tensor-parallel": "--tensor-parallel-size",
     "--tool-parser": "--tool-call-parser",
 }
-# These would get the hint of a similar name that means something else.
+# Without an entry here, the error would suggest a similar name that means something else.
 _REMOVED = {
     "--body-timeout": "its value is fixed",
     "--draft-revision": "write --draft-model org/name@REVISION",
@@ -34,8 +34,8 @@ _REMOVED = {
 
 
 def current(program: str, words: Sequence[str], config: Any) -> list[str]:
-    """Returns the words of a program with the names that the flags of its config have, and says
-    each renamed one on stderr. Raises UsageError for a flag that was removed."""
+    """Replaces old names of flags in a command line by their current names, and reports each on
+    stderr. Raises UsageError for a flag that was removed."""
     known = {"--" + field.name.replace("_", "-") for field in fields(config)}
     renewed: list[str] = []
     for word in words:

@@ -110,14 +110,14 @@ class PlanConfig(ModelSource):
         return self.explain or self.tensor_parallel_size == "auto"
 
     @property
-    def takes_fastest(self) -> bool:
+    def plans_fastest(self) -> bool:
         """Whether to plan the fastest layout, because no other one is asked for."""
         return self.compares and self.tensor_parallel_size in (None, "auto")
 
     @property
     def is_promise(self) -> bool:
-        """Whether every sequence's whole context must fit. Otherwise some room is enough, and
-        requests would queue when it is full, as in `serve`."""
+        """Whether all sequences must fit with their whole context. Otherwise less room is enough,
+        and requests queue while it is full, as in `serve`."""
         return self.context is not None or self.concurrency is not None
 
 
@@ -146,14 +146,14 @@ def run(argv: Sequence[str]) -> int:
         kv_bits=config.kv_bits,
         draft=_draft_source(config, folder),
     )
-    if not config.takes_fastest:
+    if not config.plans_fastest:
         request = replace(request, num_shards=int(config.tensor_parallel_size or 1))
     link = parse_link(config.link) if config.link else None
     comparison: Comparison | None = None
     if link:
         speed = config.memory_speed * 1e9 if config.memory_speed else memory_speed()
         comparison = compare(folder, request, Speeds(speed, link))
-    if comparison and config.takes_fastest:
+    if comparison and config.plans_fastest:
         plan = comparison.plan
     else:
         plan = make_plan(folder, request)
@@ -203,8 +203,8 @@ def _notes(
 ) -> Iterator[str]:
     if promise:
         yield (
-            f"The memory for keys and values is for {promise.concurrency} x "
-            f"{promise.context:,} tokens, plus half as much to spare."
+            f"The memory holds keys and values of {promise.concurrency} x "
+            f"{promise.context:,} tokens, and of half as many to spare."
         )
     if kv_tokens is None:
         per_token = with_slack(max(stage.cache_bytes_per_token for stage in stages))

@@ -23,7 +23,7 @@ _LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 def services(config: FineTuneConfig) -> list[str]:
-    """Returns the services of --report-to. Raises UsageError if one is not there."""
+    """Returns the services of --report-to. Raises UsageError if one is unknown or not installed."""
     names = (name.strip().lower() for name in (config.report_to or "").split(","))
     found = list(dict.fromkeys(name for name in names if name))
     for name in found:
@@ -39,7 +39,7 @@ def services(config: FineTuneConfig) -> list[str]:
 
 
 class Reports:
-    """The services that a run reports to. A run that is refused opens none of them."""
+    """The services that a run reports to. They are opened only when the run starts."""
 
     def __init__(self, config: FineTuneConfig) -> None:
         self._config = config

@@ -29,9 +29,9 @@ _WARM_UP = "warming up: one step of each kind"
 
 
 class TerminalView:
-    """Prints the plan and the end of the start on stdout, and the progress of each rank that
-    fetches or loads, and that of the warm-up, on stderr: a live bar on a terminal, otherwise an
-    occasional line."""
+    """Prints the plan and, when the server is ready, its address on stdout. On stderr it shows the
+    progress of fetching, loading and the warm-up: live bars on a terminal, otherwise an occasional
+    line."""
 
     def __init__(self, url: str, model: str) -> None:
         self._url = url
@@ -64,7 +64,7 @@ class TerminalView:
         Output(highlight=False, soft_wrap=True).print(line)
 
     def sampling(self, defaults: Mapping[str, float | int]) -> None:
-        """Takes the model's own sampling parameters, which are printed when the server is ready."""
+        """Stores the model's own sampling parameters, to print them when the server is ready."""
         self._sampling = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
 
     def ready(self) -> None:
@@ -89,7 +89,7 @@ class TerminalView:
         self._show(self._bars)
 
     def warming_up(self, done: int, total: int) -> None:
-        """Takes how much of the warm-up is done. total is 0 when it is over."""
+        """Shows that done of total warm-up steps are done. total is 0 at the end."""
         if not total:
             for task in self._warm_up.task_ids:
                 self._warm_up.remove_task(task)

@@ -115,7 +115,7 @@ def _show_start(event: Started) -> None:
     if event.num_cut or event.num_dropped:
         _print(
             f"{event.num_cut} examples are cut at --max-seq-length, {event.num_dropped} "
-            "are left out: they are too long or have nothing to learn"
+            "are left out: they are too long or contain no tokens to learn"
         )
     if event.iteration:
         _print(f"Continues after {event.iteration} batches.")
@@ -157,7 +157,7 @@ def _schedule_table(event: Started) -> Table:
 
 
 def _layers_of_rank(event: Started, rank: int) -> str:
-    """Names the layers of a rank, which has several ranges of them in an interleaved schedule."""
+    """Names the layers of a rank: several ranges in an interleaved schedule."""
     place = event.layout.place(rank)
     words = []
     for stage in event.schedule.shape.stages(place):

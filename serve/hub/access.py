@@ -1,7 +1,7 @@
 """Errors of the Hugging Face Hub: which of them may be temporary, and how to explain them.
 
-huggingface_hub chooses the HTTP client (httpx or httpx2). Either way, its errors are the bases of
-HfHubHTTPError.
+huggingface_hub chooses the HTTP client (httpx or httpx2), and HfHubHTTPError derives from the
+errors of this client.
 """
 
 import json
@@ -36,7 +36,7 @@ class HubError(ModelError):
 
 
 class Retry(Exception):
-    """A failure that this package has detected, and after which another try may succeed."""
+    """A failure that this package has detected. Another try may succeed."""
 
     def __init__(self, reason: str, wait_seconds: float | None = None) -> None:
         super().__init__(reason)
@@ -51,7 +51,7 @@ FAILURES: tuple[type[Exception], ...] = (
 )
 """All errors that a call of huggingface_hub or of its HTTP client raises, and Retry."""
 
-# The errors that one word explains, the special ones before their bases.
+# The errors whose type is explanation enough; subclasses come before their bases.
 _REASONS = (
     (GatedRepoError, "licence", "{repo} is gated: accept its licence at {page} and set HF_TOKEN."),
     (RevisionNotFoundError, "not_on_hub", "{repo} has no such revision: see {page}."),
@@ -68,7 +68,7 @@ _REASONS = (
     (
         EntryNotFoundError,
         "missing_file",
-        "{repo} lacks a file that it should have: see {page}/tree/main.",
+        "{repo} lacks a required file: see {page}/tree/main.",
     ),
     (
         HFValidationError,
@@ -88,7 +88,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Patience:
-    """The tries that one transfer has left, which progress renews, and the waits between them."""
+    """Limits the tries of one transfer since its last progress, and waits between them."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Patience:
         self._num_tries = 0
 
     def wait(self, error: Exception) -> None:
-        """Sleeps before another try. Raises ModelError if there must be none."""
+        """Sleeps before another try. Raises ModelError if that is useless, or no try is left."""
         self._num_tries += 1
         if not _may_pass(error) or self._num_tries >= self._max_tries:
             raise explain(error, self._repo) from error
@@ -159,8 +159,8 @@ def explain(error: Exception, repo: str) -> ModelError:
         )
     if status == 403:
         return ModelError(
-            f"{constants.ENDPOINT} refuses {repo} to this token: accept the licence at {page} "
-            "and set an HF_TOKEN that may read it.",
+            f"{constants.ENDPOINT} refuses {repo} to this token: accept the licence at {page}, "
+            "and set HF_TOKEN to a token that may read the repository.",
             code="licence",
         )
     reason = (

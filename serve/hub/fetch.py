@@ -57,8 +57,8 @@ class Shard:
             return list(self._journal.present())
 
     def open(self) -> None:
-        """Opens the files, before any claim or write. They are closed when the last thread drops
-        this object, because closing the file of claims releases all claims."""
+        """Opens the files, before any claim or write. They are closed only when the last thread
+        drops this object, because closing the file of claims releases all claims."""
         if self._data < 0:
             self._data = os.open(self.path, os.O_WRONLY)
             weakref.finalize(self, os.close, self._data)
@@ -67,7 +67,7 @@ class Shard:
 
     @contextmanager
     def claim(self, wanted: Range) -> Iterator[bool]:
-        """Yields whether this process now has the range; False if another has some of it."""
+        """Yields whether the range is claimed; False if another process has claimed a part."""
         start, end = wanted
         try:
             fcntl.lockf(self._locks, fcntl.LOCK_EX | fcntl.LOCK_NB, end - start, start)
@@ -90,7 +90,7 @@ class Shard:
         commit_bytes: int,
         advance: Callable[[int], None],
     ) -> None:
-        """Writes the pieces to the range, also those before a failure. advance gets their sizes."""
+        """Writes the pieces to the range; a failure loses none before it. advance gets sizes."""
         position = wanted[0]
         committed = position
         try:

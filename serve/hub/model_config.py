@@ -1,7 +1,7 @@
-"""A model's config as far as loading its tokenizer needs one, and its own sampling parameters.
+"""The config with which a model's tokenizer is loaded, and the model's own sampling parameters.
 
-transformers' own config classes check what only their models need, and refuse configs of models
-that mlx-lm reads. Which class of tokenizer goes with a model depends on very few fields.
+transformers' config classes check fields that only its own models need, and so refuse configs that
+mlx-lm reads. The class of a model's tokenizer depends on very few fields.
 """
 
 from dataclasses import asdict, dataclass, fields
@@ -17,8 +17,8 @@ _FIELDS = ("model_type", "model_name", "tokenizer_class")
 
 
 def config_for_tokenizer(folder: Path) -> Any:
-    """Returns a config for AutoTokenizer.from_pretrained, of the class that transformers has for
-    the model, with defaults for all fields that no tokenizer depends on. Raises ModelError."""
+    """Returns a config for AutoTokenizer.from_pretrained: of transformers' class for this model,
+    with defaults for all fields that do not concern the tokenizer. Raises ModelError."""
     file = folder / "config.json"
     fields = read_json(file) if file.exists() else {}
     config = _with_defaults(fields.get("model_type"))
@@ -41,7 +41,7 @@ def _with_defaults(model_type: object) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """The parameters of a request that leaves them out. A top_k of 0 is off; without
+    """The sampling parameters of requests that do not name their own. A top_k of 0 is off; without
     max_new_tokens an answer may fill the context."""
 
     temperature: float = 1.0
@@ -66,9 +66,9 @@ _MAX_NEW_TOKENS = Parameter(int, Range(1, MAX_INT))
 
 
 def sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Returns the parameters that generation_config.json names. `"do_sample": false` is
-    temperature 0, as in transformers. All others have no effect, as in vLLM. Raises ModelError for
-    a value that no request could have."""
+    """Reads the parameters from generation_config.json. `"do_sample": false` means temperature 0,
+    as in transformers. Other fields of the file have no effect, as in vLLM. Raises ModelError for
+    a value that a request could not have."""
     file = folder / "generation_config.json"
     config = read_json(file) if file.exists() else {}
     names = [field.name for field in fields(SamplingDefaults)]

@@ -37,7 +37,7 @@ _NUM_HEADER_CONNECTIONS = 8
 
 
 class PartialModel:
-    """A folder that can be filled tensor by tensor. tensors has the tensors of all weight files."""
+    """A folder that can be filled tensor by tensor. tensors lists those of all weight files."""
 
     def __init__(
         self,
@@ -135,11 +135,11 @@ def open_partial(
 
 
 def _make(folder: Path, snapshot: Snapshot, kind: RepoKind) -> list[RemoteFile]:
-    """Makes the small files and the sparse weight files; returns the remote weight files, which
-    notice if the rest of a file is not of the same version as its header."""
+    """Makes the small files and the sparse weight files. Returns the remote weight files; reading
+    from them fails if a file has changed since its header was read."""
     if kind.config not in snapshot.files:
         raise ModelError(
-            f"{snapshot.repo} has no {kind.config}: is this {kind.what}?", code="missing_file"
+            f"{snapshot.repo} has no {kind.config}: is this {kind.label}?", code="missing_file"
         )
     index = folder / INDEX if kind is MODEL and INDEX in snapshot.files else None
     # The index first: a model that cannot be used is refused before more is fetched.

@@ -1,5 +1,5 @@
-"""Reads the part of a tensor that a shard has: some ranges of one axis. The rest of the tensor is
-not read, except for small gaps."""
+"""Reads a shard's part of a tensor: some ranges of one axis. Of the rest of the tensor, only small
+gaps between the ranges are read."""
 
 import math
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from serve.core.checkpoint import TensorRange
 from serve.core.errors import ModelError
 from serve.hub.ranges import Range
 
-_MAX_GAP_BYTES = 4096  # Reading this much more takes less time than another call of the system.
+_MAX_GAP_BYTES = 4096  # Reading this much more takes less time than another system call.
 _MAX_BLOCK_BYTES = 1 << 20
 _MIN_PIECE_BYTES = 1 << 20
 

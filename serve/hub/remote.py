@@ -1,7 +1,7 @@
 """Reads a file of the hub by byte ranges.
 
-The hub is asked once for the file's address, and again when that has expired. It may be a signed
-address on another host, which must not get the token. The range, length and etag of every answer
+The hub is asked once for the file's address, and again when the address has expired. The address
+may be on another host, which must not get the token. The range, length and etag of every answer
 are checked, so that two versions never mix. A part of a file cannot be checked against its sha256.
 """
 
@@ -88,8 +88,8 @@ class RemoteFile:
         status = response.status_code
         if status == 200:
             raise ModelError(
-                f"{constants.ENDPOINT} gives only whole files: run `hf download {self.repo}` on "
-                "each host, whose files are then used."
+                f"{constants.ENDPOINT} serves only whole files: run `hf download {self.repo}` on "
+                "each host. Brigade then uses the downloaded files."
             )
         if status == 416:
             raise self._changed(f"there is nothing at byte {start}")
@@ -115,7 +115,7 @@ class RemoteFile:
             raise self._changed(self._other_size(size))
 
     def _check_etag(self, place: _Place, etag: str | None) -> None:
-        """Raises ModelError if a host's etag changes. A storage host has etags of its own."""
+        """Raises ModelError if a host's etag changes. A storage host's etags are not the hub's."""
         if etag is None:
             return
         key = place.url.partition("?")[0]
@@ -136,10 +136,10 @@ class RemoteFile:
     def _locate(self) -> _Place:
         with self._lock:
             if self._place is None:
-                self._place = self._ask_hub()
+                self._place = self._resolve()
             return self._place
 
-    def _ask_hub(self) -> _Place:
+    def _resolve(self) -> _Place:
         url = hf_hub_url(self.repo, self.file.name, revision=self.commit)
         metadata = get_hf_file_metadata(url)
         if metadata.commit_hash not in (None, self.commit):

@@ -31,7 +31,7 @@ STATE_FOLDER = ".brigade"
 LIBRARY = "mlx-brigade"
 _SMALL = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken", ".jsonl"})
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# The one file in a folder of a model's that is needed: how sentence-transformers pools.
+# The only file that is needed from a subfolder: it says how sentence-transformers pools.
 _POOLING = re.compile(r"[0-9]+_Pooling/config\.json", re.ASCII)
 
 _logger = logging.getLogger(__name__)
@@ -40,9 +40,9 @@ _logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class RepoKind:
     """The kind of a repository: a model or an adapter. config names the file that every repository
-    of this kind has, weights is a pattern for the names of the weight files."""
+    of this kind contains, weights is a pattern for the names of the weight files."""
 
-    what: str
+    label: str
     config: str
     weights: str
 
@@ -52,8 +52,8 @@ ADAPTER = RepoKind("an adapter", "adapter_config.json", r"(adapters|adapter_mode
 
 
 class RepoFile(msgspec.Struct, frozen=True):
-    """One file of a commit. etag is the sha256 of a large file and the git hash of a small one.
-    It cannot be checked from a part of the file, but it shows that a file has changed."""
+    """One file of a commit. etag is the sha256 of a large file and the git hash of a small one. It
+    cannot verify a part of the file, but another etag shows that the file has changed."""
 
     name: str
     size: int
@@ -62,7 +62,7 @@ class RepoFile(msgspec.Struct, frozen=True):
 
 class Snapshot(msgspec.Struct, frozen=True):
     """The files of one commit. complete is False if they come only from the hub's own cache: then
-    the commit may have more files."""
+    the commit may contain more files."""
 
     repo: str
     commit: str
@@ -102,13 +102,13 @@ class Snapshot(msgspec.Struct, frozen=True):
         if not names:
             refuse_pickles(self.repo, self.files)
             raise ModelError(
-                f"{self.repo} has no safetensors of {kind.what}{self._where}.", code="missing_file"
+                f"{self.repo} has no safetensors of {kind.label}{self._where}.", code="missing_file"
             )
         return names
 
     @property
     def _where(self) -> str:
-        """Completes the error about a missing file: the hub may have it."""
+        """Returns where a file is missing, for errors: the hub itself may contain it."""
         if self.complete:
             return ""
         if constants.HF_HUB_OFFLINE:
@@ -140,7 +140,7 @@ def resolve(
     failure: ModelError | None = None
     if not constants.HF_HUB_OFFLINE:
         try:
-            snapshot = patiently(repo, lambda: _ask_online(repo, revision), max_tries=4)
+            snapshot = patiently(repo, lambda: _list_unless_offline(repo, revision), max_tries=4)
         except ModelError as error:
             if is_refusal(error.__cause__):
                 raise
@@ -153,24 +153,25 @@ def resolve(
         raise failure
     if known is None:
         raise ModelError(
-            f"{repo} is not in the cache and HF_HUB_OFFLINE is set: unset it to fetch {kind.what}.",
+            f"{repo} is not in the cache and HF_HUB_OFFLINE is set: unset it to fetch "
+            f"{kind.label}.",
             code="hub_offline",
         )
     _logger.warning("event=hub_not_asked repo=%s commit=%s", repo, known.commit)
     return known
 
 
-def _ask_online(repo: str, revision: str | None) -> Snapshot:
-    """Asks like _ask. Raises HubError if the host is offline."""
+def _list_unless_offline(repo: str, revision: str | None) -> Snapshot:
+    """Calls _list_files, and raises HubError if the host is offline."""
     try:
-        return _ask(repo, revision)
+        return _list_files(repo, revision)
     except FAILURES as error:
         if is_unresolved(error):
             raise explain(error, repo) from error
         raise
 
 
-def _ask(repo: str, revision: str | None) -> Snapshot:
+def _list_files(repo: str, revision: str | None) -> Snapshot:
     """Returns the files of a commit, as the hub lists them. Raises ModelError, and FAILURES."""
     api = HfApi(library_name=LIBRARY, library_version=__version__)
     timeout = constants.HF_HUB_ETAG_TIMEOUT
@@ -197,7 +198,7 @@ def _ask(repo: str, revision: str | None) -> Snapshot:
 
 
 def _is_needed(name: str) -> bool:
-    """Whether a file may be one that is used. Names become paths, so none may leave the folder."""
+    """Whether a file may be needed. Names become paths, so none may lead out of the folder."""
     is_plain = "/" not in name and "\\" not in name and not name.startswith(".")
     return is_plain or _POOLING.fullmatch(name) is not None
 

@@ -1,7 +1,7 @@
-"""Kimi's tokenizer as a tokenizer.json: its repositories have a tiktoken file and a program.
+"""Makes a tokenizer.json for Kimi, whose repositories contain a tiktoken file and a program.
 
-The program is not run. What it adds to the file is known: how text is split, and names for the
-ids that nothing else names.
+The program is not run. It is known to add two things to the file: how text is split, and names
+for the ids without a name.
 """
 
 import base64
@@ -109,7 +109,7 @@ def _byte_level(*, use_regex: bool) -> dict[str, Any]:
 
 
 def _read_ranks(file: Path) -> dict[bytes, int]:
-    """Reads lines that have a token in base64 and its rank, which is its id."""
+    """Reads lines with a token in base64 and its rank, which is its id."""
     ranks: dict[bytes, int] = {}
     try:
         for line in file.read_bytes().splitlines():
@@ -126,7 +126,7 @@ def _read_ranks(file: Path) -> dict[bytes, int]:
 
 
 def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Yields all pairs of tokens that make a token, in the order in which tiktoken merges."""
+    """Yields all pairs of tokens that merge into a token, in the order in which tiktoken merges."""
     for token in sorted(ranks, key=ranks.__getitem__):
         pairs: list[tuple[bytes, bytes]] = []
         for size in range(1, len(token)):

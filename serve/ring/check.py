@@ -19,9 +19,9 @@ _JOIN_SECONDS = 30.0
 
 
 def go_round(cluster: Cluster, streams: Streams) -> str | None:
-    """Runs this rank's part of the check, and leaves the ring. Returns the last rank's report, None
-    on the others. Each rank adds its number plus one, and rank 0 sends the sum to the last rank, so
-    that every hop is used. Raises ClusterError."""
+    """Runs this rank's part of the check, and leaves the ring. Returns a report on the last rank,
+    None on the others. Each rank adds its number plus one, and rank 0 sends the sum to the last
+    rank, so that every hop is used. Raises ClusterError."""
     nonce = zlib.crc32(cluster.secret.encode()) >> 1
     addresses = first_addresses(cluster.addresses)
     grid = Grid(cluster.rank, cluster.num_ranks, addresses, nonce, _JOIN_SECONDS)
@@ -69,15 +69,15 @@ def main() -> int:
         cluster = read_cluster(os.environ)
         report = go_round(cluster, streams)
         if reason := objection():
-            stays = f"engines cannot outlive a fault: {reason}"
+            outcome = f"engines cannot outlive a fault: {reason}"
         else:
             go_round(cluster, streams)
-            stays = "ring can be re-formed: engines survive a fault"
+            outcome = "ring can be re-formed: engines survive a fault"
     except BrigadeError as error:
         sys.stdout.write(f"{error}\n")
         return error.exit_code
     if report is not None:
-        sys.stdout.write(f"{report}; {stays}\n")
+        sys.stdout.write(f"{report}; {outcome}\n")
     return 0
 
 

@@ -31,7 +31,7 @@ from serve.ring.transport import (
 )
 
 _NUM_GATHERED = 1 << 17  # numbers of four bytes, about as many as the logits of a token
-# All processes wait for one that the system delays, so most measurements may be slow.
+# If the system delays one process, all others wait for it, so most measurements may be slow.
 _NUM_MEASUREMENTS = 24
 _MIN_GATHER_SECONDS = 1e-6
 
@@ -71,7 +71,7 @@ class GridTransport(Transport):
             raise
 
     def gather(self, own: mx.array) -> mx.array:
-        """Returns the arrays (n, ...) of all shards of this stage, one behind the other, lazily."""
+        """Returns the lazy concatenation of the arrays (n, ...) of all shards of this stage."""
         gathered: mx.array = mx.distributed.all_gather(own, group=self.group)
         return gathered
 
@@ -174,4 +174,4 @@ class _Sender:
             try:
                 self._connection.send(hop, announced)
             except ClusterError as error:
-                self._error = self._error or error  # It goes on, so that no send() blocks.
+                self._error = self._error or error  # The thread goes on: no send() may block.

@@ -28,9 +28,9 @@ class RingLostError(ClusterError):
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The place of this rank in a grid. Each row is a stage, and each column has the same shard of
-    all stages. A ring without shards is a single row. addresses has one address of each rank, row
-    after row. nonce distinguishes this start of the grid from others."""
+    """The place of this rank in a grid. Each row is a stage, and each column holds the same shard
+    of all stages. A ring without shards is a single row. addresses lists one address of each rank,
+    row by row. nonce distinguishes this start of the grid from others."""
 
     rank: int
     num_shards: int
@@ -69,8 +69,8 @@ class Grid:
 
 
 class PeerConnection:
-    """One end of a connection between two engines. It carries messages, and tensors' bytes that a
-    message announces. tcp_socket is for those who send messages of another kind."""
+    """One end of a connection between two engines. It carries messages, and the bytes of tensors
+    that a message announces. tcp_socket is for code that sends other kinds of messages."""
 
     def __init__(self, tcp_socket: socket.socket) -> None:
         tcp_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -98,8 +98,8 @@ class PeerConnection:
                 return message
 
     def receive_some(self) -> AroundRing | None:
-        """Reads what has arrived of the next message, which it returns once it is complete. Raises
-        ClusterError when the neighbour is gone, or sends something else."""
+        """Reads the part of the next message that has arrived. Returns the message once it is
+        complete. Raises ClusterError if the neighbour is gone or sends something else."""
         try:
             data = self.tcp_socket.recv(min(self._reader.num_missing, _READ_BYTES))
         except OSError as error:
@@ -148,7 +148,7 @@ def first_addresses(addresses: Iterable[Sequence[str]]) -> tuple[Address, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """The connections to the left and from the right, in a rank's row and, if any, its column."""
+    """The connections to the left and from the right, in the row and (if any) the column."""
 
     row_left: PeerConnection
     row_right: PeerConnection
@@ -163,9 +163,9 @@ class Neighbours:
 
 def meet(grid: Grid) -> Neighbours:
     """Connects this rank to its neighbours, at the ports of the hostfile. When it returns, all
-    ranks of the row are ready, and none listens on its port any more, so that MLX can use it. MLX
-    itself would wait for a late rank with the interpreter's lock, look for it only after 1, 3, 7
-    and 15 seconds, and leave a descriptor open each time. Raises ClusterError."""
+    ranks of the row are ready, and none listens on its port any more, so that MLX can use it. If
+    MLX itself waited for a late rank, it would hold the interpreter's lock, try again only after 1,
+    3, 7 and 15 seconds, and leak a descriptor each time. Raises ClusterError."""
     deadline = time.monotonic() + grid.timeout_seconds
     row_left, row_right = grid.left_in(grid.row), grid.right_in(grid.row)
     column_left, column_right = grid.left_in(grid.column), grid.right_in(grid.column)
@@ -188,7 +188,7 @@ def meet(grid: Grid) -> Neighbours:
 
 
 def meet_all(grid: Grid, peers: Set[int]) -> dict[int, PeerConnection]:
-    """Connects this rank to these other ranks, otherwise as `meet`. Raises ClusterError."""
+    """Connects this rank to these other ranks, in the same way as `meet`. Raises ClusterError."""
     deadline = time.monotonic() + grid.timeout_seconds
     below = {peer for peer in peers if peer < grid.rank}
     with ExitStack() as on_failure:
@@ -246,19 +246,19 @@ class Reception:
         self._listening.close()
 
     def answer(self, expected: Set[int], deadline: float) -> tuple[int, PeerConnection]:
-        """Returns the first caller that is one of the expected ranks and knows the nonce, and
-        closes the connections of all others that greet. Raises ClusterError at the deadline."""
+        """Returns the first of the expected ranks that greets with the nonce. Closes the
+        connections of callers that greet otherwise. Raises ClusterError at the deadline."""
         while True:
             for connection in self._readable(expected, deadline):
                 try:
                     greeting = connection.receive_some()
                 except ClusterError:  # A port scanner, not a neighbour.
-                    self._forget(connection)
+                    self._stop_watching(connection)
                     connection.close()
                     continue
                 if greeting is None:
                     continue
-                self._forget(connection)
+                self._stop_watching(connection)
                 if (
                     isinstance(greeting, Greeting)
                     and greeting.nonce == self._grid.nonce
@@ -292,12 +292,12 @@ class Reception:
         connection.set_timeout(0)
         if len(self._silent) >= _MAX_SILENT:
             oldest = next(iter(self._silent.values()))
-            self._forget(oldest)
+            self._stop_watching(oldest)
             oldest.close()
         self._silent[tcp_socket] = connection
         self._selector.register(tcp_socket, selectors.EVENT_READ)
 
-    def _forget(self, connection: PeerConnection) -> None:
+    def _stop_watching(self, connection: PeerConnection) -> None:
         self._selector.unregister(connection.tcp_socket)
         del self._silent[connection.tcp_socket]
 

@@ -21,9 +21,9 @@ _MAX_SHARE_OF_DESCRIPTORS = 0.5
 _CLEAR_BACKENDS = "_ZN3mlx4core11distributed14clear_backendsEv"
 
 
-def forget_groups() -> None:
-    """Makes MLX forget the groups that it has formed. A group closes its connections when nothing
-    refers to it any more. Raises OSError or AttributeError if this MLX has no such function."""
+def clear_groups() -> None:
+    """Makes MLX drop its references to the groups that it has formed. A group closes its
+    connections with its last reference. Raises OSError or AttributeError if MLX cannot do that."""
     _clear_backends()()
 
 

@@ -1,5 +1,5 @@
-"""Counts the sums that the shards of a stage compute together, and measures the time of some. What
-they gather, such as the logits, counts as a sum too."""
+"""Counts the sums that the shards of a stage compute together, and measures the time of some.
+Gathering an array, such as the logits, counts as a sum too."""
 
 import functools
 import time
@@ -18,9 +18,9 @@ Evaluate = Callable[[Sequence[mx.array]], None]
 
 
 class Sums:
-    """Counts and measures the sums of one shard while it computes steps, once it is installed. Sums
-    are parts of lazy graphs, so all shards evaluate each by itself in the measured steps. counts is
-    None for a stage of one shard, latest_seconds if the latest step was not measured."""
+    """Counts and measures the sums of one shard while it computes steps. Sums are parts of lazy
+    graphs, so in a measured step all shards evaluate each sum separately. counts is None for a
+    stage of one shard, latest_seconds is None if the latest step was not measured."""
 
     def __init__(self) -> None:
         self.counts: SumCounts | None = None
@@ -29,7 +29,7 @@ class Sums:
         self._is_measuring = False
 
     def install(self, num_shards: int, evaluate: Evaluate) -> None:
-        """Makes every later sum of this process go through this object."""
+        """Routes every later sum of this process through this object."""
         self.counts = SumCounts()
         self._evaluate = evaluate
         # For a sum, each shard sends T - 1 parts of partial sums, then T - 1 parts of the result.
@@ -38,8 +38,8 @@ class Sums:
         self._intercept("all_gather", num_others)
 
     def _intercept(self, name: str, num_sent: float) -> None:
-        """Makes calls of a function of MLX go through this object. num_sent is how many times a
-        shard sends as many bytes as its own array has."""
+        """Routes the calls of a function of MLX through this object. In each call a shard sends
+        num_sent times the bytes of its array."""
         original = getattr(mx.distributed, name)
         vars(mx.distributed)[name] = functools.partial(self._counted, original, num_sent)
 

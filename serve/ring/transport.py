@@ -23,7 +23,7 @@ from serve.core.errors import ClusterError
 from serve.core.messages import Hop, TensorSpec
 from serve.core.types import FIRST_WARM_UP_STEP, Step
 from serve.ring.peers import Grid, Neighbours, RingLostError
-from serve.ring.regroup import closing_failed_connections, forget_groups
+from serve.ring.regroup import clear_groups, closing_failed_connections
 from serve.ring.sums import Sums
 
 Received = tuple[Step, list[mx.array]]
@@ -31,11 +31,11 @@ Received = tuple[Step, list[mx.array]]
 
 
 class Transport(ABC):
-    """The connection of one rank to its neighbours. It has the shard with number shard, of the
-    num_shards shards of its stage: one, except in GridTransport. waits_on is the hop (from rank, to
-    rank) whose tensor has been announced, or has still to be taken; None while nothing is on the
-    way. num_hops counts received messages with tensors, hop_seconds is the time from their headers
-    to their tensors."""
+    """The connection of one rank to its neighbours. The rank is number shard of the num_shards
+    shards of its stage; num_shards is 1 except in GridTransport. waits_on is the hop (from rank, to
+    rank) whose tensor this rank waits to receive or to hand over; None while it waits for none.
+    num_hops counts received messages with tensors, hop_seconds is the time from their headers to
+    their tensors."""
 
     def __init__(self) -> None:
         self.shard = 0
@@ -118,19 +118,19 @@ def local_ring(num_ranks: int) -> list[LocalTransport]:
 
 
 class Streams:
-    """The streams on which a process sends and receives. Each has a thread that lasts as long as
-    the process, so all rings of a process use the same ones, in the thread that made them."""
+    """The streams on which a process sends and receives. MLX ends a stream's thread only with the
+    process, so all rings of a process use the same streams, in the thread that made them."""
 
     def __init__(self) -> None:
-        # On one common stream, no message could come in while a sent one waits to be taken.
+        # On one common stream, no message could arrive while a sent one waits to be taken.
         self.sends = mx.new_stream(mx.cpu)
         self.receives = mx.new_stream(mx.cpu)
 
 
 class RingTransport(Transport):
     """A transport between processes, for stages of one rank each. It raises RingLostError at the
-    first sign that a neighbour is gone, and ClusterError if what comes is wrong. streams are those
-    of an earlier ring of this process, if there was one."""
+    first sign that a neighbour is gone, and ClusterError for a wrong message. streams are those of
+    an earlier ring of this process, if there was one."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class RingTransport(Transport):
                 mx.synchronize(stream)
         self._sending = None
         self._group = None
-        forget_groups()
+        clear_groups()
 
 
 @contextmanager
@@ -228,7 +228,7 @@ def form_group(grid: Grid, stream: mx.Stream) -> mx.distributed.Group:
         with closing_failed_connections():
             group = mx.distributed.init(strict=True, backend="ring")
         if group.rank() != grid.shard or group.size() != grid.num_shards:
-            raise ClusterError("MLX formed a ring of another size than the hostfile has.")
+            raise ClusterError("MLX formed a ring of another size than the hostfile names.")
         mine = mx.array([grid.nonce], dtype=mx.int32)
         nonces = mx.distributed.all_gather(mine, group=group, stream=stream).tolist()
     except RuntimeError as error:
@@ -267,7 +267,7 @@ def unpack(
     specs: Sequence[TensorSpec],
     packed: mx.array,
 ) -> list[mx.array]:
-    """Evaluates a packed message and returns its arrays. Raises ClusterError for another step's."""
+    """Evaluates a packed message and returns its arrays. Raises ClusterError for a wrong number."""
     arrays: list[mx.array] = []
     start = 0
     for spec in specs:

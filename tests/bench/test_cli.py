@@ -14,7 +14,7 @@ from launcher.cli import main
 from serve.bench.config import Level
 from serve.bench.plot import draw
 from serve.bench.records import RequestRecord, summarise
-from serve.cli.bench import Progress, Runs, table
+from serve.cli.bench import ProgressReporter, Runs, table
 from tests.bench.sse_server import streaming
 from tests.cluster.servers import running
 
@@ -51,7 +51,7 @@ def test_one_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_two_servers_get_the_same_in_turn() -> None:
+def test_two_servers_get_the_same_load_in_turn() -> None:
     """A after B, or other prompts for B, would compare something else than the servers."""
     with streaming() as (a, seen_a), streaming() as (b, seen_b):
         assert bench("--url", a, "--url", b, *QUICK) == 0
@@ -100,7 +100,7 @@ def test_errors_are_shown_with_their_reason(capsys: pytest.CaptureFixture[str]) 
     assert "gave no complete answer" in err.splitlines()[-1]
 
 
-def test_a_long_run_tells_how_far_it_is(
+def test_a_long_run_reports_its_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("serve.cli.bench._PROGRESS_SECONDS", 0.0)
@@ -112,11 +112,11 @@ def test_a_long_run_tells_how_far_it_is(
     assert capsys.readouterr().err.splitlines() == [begin, *ended]
 
 
-def test_a_run_does_not_tell_of_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_not_reported_after_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
     now, told = [100.0], list[str]()
     monkeypatch.setattr("serve.cli.bench.time.monotonic", lambda: now[0])
-    progress = Progress(told.append)
-    progress.begin("8 clients")
+    progress = ProgressReporter(told.append)
+    progress.begin_run("8 clients")
     for num_ended in range(1, 25):
         now[0] += 1.0
         progress.ended(num_ended, 32)
@@ -124,7 +124,7 @@ def test_a_run_does_not_tell_of_each_request(monkeypatch: pytest.MonkeyPatch) ->
     assert told == ["8 clients", *ended]
 
 
-def test_a_plot_tells_servers_apart_and_has_whole_clients(tmp_path: Path) -> None:
+def test_a_plot_distinguishes_servers_and_has_whole_numbers_of_clients(tmp_path: Path) -> None:
     record = RequestRecord(0.0, 2.0, (1.0, 1.5, 2.0), 3, 66)
     points = [(clients, summarise([[record]])) for clients in (1.0, 2.0)]
     path = tmp_path / "both.svg"
@@ -171,7 +171,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench("--url", "http://127.0.0.1:9") == 5
     err = capsys.readouterr().err
     assert "does not answer" in err

@@ -30,7 +30,7 @@ Question = Callable[[ChatClient], Awaitable[RequestRecord]]
 def ask(url: str, max_tokens: int = 5) -> RequestRecord:
     async def run() -> RequestRecord:
         async with connected(url, None, None, 10.0) as server:
-            return await server.ask(CHAT, max_tokens)
+            return await server.chat(CHAT, max_tokens)
 
     return asyncio.run(run())
 
@@ -72,12 +72,12 @@ def test_times_are_the_servers(clock: Clock) -> None:
         ("cut", "the stream ended without [DONE]"),
     ],
 )
-def test_what_fails_is_a_record_with_the_reason(fault: str, reason: str) -> None:
+def test_a_failed_request_is_recorded_with_its_reason(fault: str, reason: str) -> None:
     with streaming(fault=fault) as (url, _):
         assert ask(url).error == reason
 
 
-def test_nobody_there_is_one_line() -> None:
+def test_an_unreachable_server_is_reported_in_one_line() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -85,7 +85,7 @@ def test_nobody_there_is_one_line() -> None:
             ask(url)
 
 
-def test_something_else_there_is_one_line() -> None:
+def test_a_server_without_models_is_reported_in_one_line() -> None:
     with streaming() as (url, _), fails(UsageError, "model_not_found"):
         ask(f"{url}/other")
 
@@ -118,7 +118,7 @@ class Resetting:
         import httpx2
 
         async with httpx2.AsyncClient(base_url=f"{self.url}/v1") as http:
-            return await ChatClient(http, "m").ask(CHAT, 1)
+            return await ChatClient(http, "m").chat(CHAT, 1)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def run_level(url: str, level: Level, **flags: object) -> list[RequestRecord]:
     return asyncio.run(run())
 
 
-def test_a_closed_loop_keeps_so_many_running() -> None:
+def test_a_closed_loop_keeps_the_given_number_of_requests_running() -> None:
     with streaming() as (url, state):
         records = run_level(url, Level(3, False), requests=9, max_tokens=12)
     assert len(records) == 9
@@ -174,7 +174,7 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
     assert state.most_running == 20
 
 
-def test_failures_of_the_warm_up_are_seen() -> None:
+def test_failures_of_the_warm_up_are_recorded() -> None:
     with streaming(fault="busy") as (url, _):
         records = run_level(url, Level(1, False), requests=1)
     assert [record.error for record in records] == [
@@ -193,7 +193,7 @@ def test_arrivals_are_poissons_and_seeded() -> None:
     assert times == poisson_arrivals(5.0, 4000, seed=1) != poisson_arrivals(5.0, 4000, seed=2)
 
 
-def test_loops_start_as_they_should() -> None:
+def test_loops_start_at_the_right_times() -> None:
     """Without a server: clients start one after the other, arrivals at their times."""
 
     async def run() -> tuple[list[float], list[float]]:

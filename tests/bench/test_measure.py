@@ -41,7 +41,7 @@ def test_a_gap_counts_where_any_part_of_it_is_in_the_window() -> None:
     assert gaps_in([EARLY], (8.0, 9.0)) == []
 
 
-def test_busy_shares_count_what_is_in_the_window() -> None:
+def test_busy_shares_count_only_spans_in_the_window() -> None:
     events = [
         {"ph": "M", "pid": 0, "name": "process_name"},
         {"ph": "X", "pid": 0, "ts": 0.0, "dur": 1.5e6},
@@ -100,14 +100,14 @@ def test_a_row_of_training_has_a_figure_for_each_column() -> None:
     assert row["busy ÷ bound"] == "0.889"
 
 
-def test_schedule_and_size_of_micro_batches_are_told_apart() -> None:
+def test_rows_of_training_differ_in_one_setting_alone() -> None:
     """A row differs from the one before in one of them alone."""
     rows = list(training.RUNS.values())
     apart = [sum(a != b for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(rows)]
     assert apart == [1] * (len(rows) - 1)
 
 
-def test_rounds_turn_back_and_a_server_that_does_not_start_costs_its_own_turn_only() -> None:
+def test_rounds_alternate_their_order_and_a_server_that_does_not_start_misses_one_turn() -> None:
     ran: list[str] = []
 
     def run(name: str, round_: int) -> None:
@@ -129,7 +129,7 @@ def test_samples_become_medians_and_their_quotients() -> None:
     assert table[1] == [["one", "2"], ["two", "4"], ["one ÷ two", "0.500"]]
 
 
-def test_samples_say_what_was_not_measured_in_any_round() -> None:
+def test_samples_name_figures_that_no_round_measured() -> None:
     samples = Samples("one", "two")
     samples.add("one", 1.0)
     with pytest.raises(servers.NotMeasuredError, match="^two: not measured"):
@@ -143,7 +143,7 @@ def test_levels_are_numbers_above_zero() -> None:
             levels_of(text)
 
 
-def test_a_comparison_leaves_out_rounds_that_only_one_checkout_has() -> None:
+def test_a_comparison_leaves_out_rounds_of_only_one_checkout() -> None:
     before = {0: {"hop": 1.0}, 1: {"hop": 5.0}, 2: {"hop": 2.0}}
     after = {0: {"hop": 2.0}, 2: {"hop": 1.0}}
     columns, rows = compare.table_of({compare.BEFORE: before, compare.AFTER: after})
@@ -153,7 +153,7 @@ def test_a_comparison_leaves_out_rounds_that_only_one_checkout_has() -> None:
         compare.table_of({compare.BEFORE: before, compare.AFTER: {}})
 
 
-def test_the_seconds_of_a_token_leave_out_what_came_with_the_first_event() -> None:
+def test_the_seconds_of_a_token_leave_out_tokens_of_the_first_event() -> None:
     """Eight tokens in five steps, of which the first took no time that was seen."""
     answer = Answer("", times=[1.0, 2.0, 3.0, 5.0], num_tokens=8, num_accepted=3)
     assert answer.token_seconds == pytest.approx(4.0 / 4 * 5 / 8)

@@ -20,16 +20,18 @@ def test_a_prompt_gets_the_wanted_length(wanted: int, per_word: int, template: i
 
 
 @pytest.mark.parametrize("probes", [[None, None], [30, 30], [30, 20]])
-def test_a_server_that_does_not_count_gets_a_word_for_a_token(probes: list[int | None]) -> None:
+def test_a_server_that_does_not_count_gets_one_word_for_each_token(
+    probes: list[int | None],
+) -> None:
     assert words_for(66, probes) == 66
 
 
 def test_prompts_are_the_same_for_a_seed_and_name_and_different_otherwise() -> None:
     """Equal prompts would measure the prefix cache; different ones on A and B, the dice."""
     one = Prompts(7, 30)
-    assert one.take("8 clients/0", 5) == Prompts(7, 30).take("8 clients/0", 5)
-    every = [*one.take("8 clients/0", 50), *one.take("8 clients/1", 50)]
-    every += Prompts(8, 30).take("8 clients/0", 50)
+    assert one.for_run("8 clients/0", 5) == Prompts(7, 30).for_run("8 clients/0", 5)
+    every = [*one.for_run("8 clients/0", 50), *one.for_run("8 clients/1", 50)]
+    every += Prompts(8, 30).for_run("8 clients/0", 50)
     assert len(set(every)) == 150
     assert {len(prompt.split()) for prompt in every} == {30}
 
@@ -47,7 +49,7 @@ def test_questions_are_what_humans_begin_with(tmp_path: Path) -> None:
     path = sharegpt(tmp_path / "s.json", ("human", "One?"), ("gpt", "Hm."), ("user", "Two?"))
     questions = read_questions(path)
     assert questions == ["One?", "Two?"]
-    taken = Prompts(0, 0, questions).take("a", 5)
+    taken = Prompts(0, 0, questions).for_run("a", 5)
     assert len(taken) == 5
     assert set(taken) == {"One?", "Two?"}
 
@@ -55,13 +57,13 @@ def test_questions_are_what_humans_begin_with(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{}", "[]", '{"a": 1}', '["a"]', "[1]", '[{"conversations": [{"from": "gpt"}]}]']
 )
-def test_another_file_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
+def test_a_file_of_another_format_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
     path = tmp_path / "s.json"
     path.write_text(text)
     with pytest.raises(UsageError, match="--prompts"):
         read_questions(path)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with fails(UsageError, "unreadable"):
         read_questions(tmp_path / "none.json")

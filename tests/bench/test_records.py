@@ -14,7 +14,7 @@ WHOLE = RequestRecord(start=0.0, end=2.0, times=(0.5, 1.0, 2.0), tokens=3, promp
 FAILED = RequestRecord(start=0.0, end=9.0, times=(1.0,), error="HTTP 429: full")
 
 
-def test_a_summary_of_two_answers() -> None:
+def test_a_summary_covers_two_answers() -> None:
     later = RequestRecord(start=1.0, end=4.0, times=(2.0, 4.0), tokens=2, prompt_tokens=12)
     summary = summarise([[WHOLE, later]])
     assert summary.tokens == summary.chunks == 5

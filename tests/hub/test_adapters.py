@@ -76,7 +76,7 @@ def test_each_rank_reads_only_its_own_layers(
     assert not hub.served, "it was there already"
 
 
-def test_what_the_hub_refuses_or_does_not_have(hub: FakeHub, home: Path, repo: Path) -> None:
+def test_refused_and_missing_adapters_are_errors(hub: FakeHub, home: Path, repo: Path) -> None:
     (own,) = on_hub([home / "a"], []).adapters
 
     def refused(code: str) -> None:
@@ -138,7 +138,7 @@ async def test_all_ranks_get_the_same_commit(hub: FakeHub, home: Path, tmp_path:
 
 
 @pytest.mark.anyio
-async def test_a_folder_comes_first_and_without_the_flag_nothing_is_asked(
+async def test_a_folder_takes_precedence_and_without_the_flag_the_hub_is_not_called(
     hub: FakeHub, home: Path, tmp_path: Path
 ) -> None:
     (tmp_path / REPO).mkdir(parents=True)
@@ -163,7 +163,7 @@ async def test_a_folder_comes_first_and_without_the_flag_nothing_is_asked(
         (REPO, {"busy_api": 99}, 503, "no_hub"),
     ],
 )
-async def test_a_hub_that_says_no_has_its_status(
+async def test_a_refusal_of_the_hub_keeps_its_http_status(
     hub: FakeHub, home: Path, path: str, fault: dict[str, Any], status: int, code: str
 ) -> None:
     vars(hub.faults).update(fault)
@@ -219,7 +219,7 @@ def test_a_cluster_loads_an_adapter_of_the_hub(
 
 
 @pytest.mark.long
-def test_a_hub_adapter_that_is_not_there_ends_the_start(hub: FakeHub, home: Path) -> None:
+def test_a_missing_hub_adapter_ends_the_start(hub: FakeHub, home: Path) -> None:
     flags = serve_flags(free_ports(1)[0], TINY_CHAT, "--lora-modules", f"x={REPO}")
     with started(alone(flags)) as server:
         assert server.process.wait(60) == 2

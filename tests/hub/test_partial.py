@@ -121,7 +121,7 @@ def test_the_default_cache_is_under_hf_home(home: Path) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("num_shards", [1, 3])
-def test_fetched_by_owned(
+def test_a_rank_fetches_hardly_more_than_it_owns(
     hub: FakeHub, home: Path, repo: Path, num_ranks: int, num_shards: int
 ) -> None:
     for path in repo.iterdir():
@@ -195,7 +195,7 @@ def spoil_listing(hub: FakeHub) -> None:
     "spoil",
     [spoil_cut, spoil_busy, spoil_503, spoil_expired, spoil_api, spoil_place, spoil_listing],
 )
-def test_what_passes_is_waited_for(
+def test_temporary_failures_are_retried(
     hub: FakeHub, home: Path, repo: Path, spoil: Callable[[FakeHub], None]
 ) -> None:
     names = checkpoints.owned_by(1, 2)
@@ -207,7 +207,9 @@ def test_what_passes_is_waited_for(
     assert fetched / owned_bytes(names) <= 1.01
 
 
-def test_a_cut_connection_goes_on_at_the_byte(hub: FakeHub, home: Path, repo: Path) -> None:
+def test_a_broken_connection_continues_at_the_same_byte(
+    hub: FakeHub, home: Path, repo: Path
+) -> None:
     model, names = opened(home / "cache"), checkpoints.owned_by(0, 2)
     hub.faults.cut, hub.faults.cut_bytes = 40, 30_000
     hub.served.clear()
@@ -282,7 +284,7 @@ def test_a_server_without_ranges_is_refused_and_complete_files_are_used(
     else:
         model = opened(home / "cache")
         hub.faults.no_ranges_after = hub.num_answers
-    with pytest.raises(ModelError, match=f"gives only whole files: run `hf download {REPO}`"):
+    with pytest.raises(ModelError, match=f"serves only whole files: run `hf download {REPO}`"):
         (opened(home / "cache") if from_the_start else model).fetch(names, nobody)
     for path in repo.glob("*.safetensors"):
         hf_hub_download(REPO, path.name, revision=COMMIT)
@@ -313,7 +315,7 @@ def test_the_token_goes_to_the_hub_and_nowhere_else(
     assert hub.leaked_tokens == []
 
 
-def test_a_name_that_nobody_has(hub: FakeHub, home: Path) -> None:
+def test_an_unknown_name_is_refused(hub: FakeHub, home: Path) -> None:
     with fails(ModelError, "not_on_hub"):
         resolve("org/nothing", None, home)
     with fails(ModelError, "not_on_hub") as caught:
@@ -321,7 +323,7 @@ def test_a_name_that_nobody_has(hub: FakeHub, home: Path) -> None:
     assert caught.value.exit_code == ModelError.exit_code
 
 
-def test_a_server_that_is_not_there(
+def test_an_unreachable_hub_is_reported(
     home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -340,7 +342,9 @@ def test_a_repository_of_pickles_is_refused_by_name(hub: FakeHub, home: Path, re
         opened(home / "cache")
 
 
-def test_an_index_that_names_a_missing_file(hub: FakeHub, home: Path, repo: Path) -> None:
+def test_an_index_that_names_a_missing_file_is_refused(
+    hub: FakeHub, home: Path, repo: Path
+) -> None:
     next(repo.glob("model-00002*")).unlink()
     with fails(ModelError, "missing_file", match="model-00002-of-00003.safetensors"):
         opened(home / "cache")
@@ -348,7 +352,9 @@ def test_an_index_that_names_a_missing_file(hub: FakeHub, home: Path, repo: Path
 
 
 @pytest.mark.parametrize("name", ["../../evil.safetensors", "/etc/model.safetensors"])
-def test_an_index_that_leads_elsewhere(hub: FakeHub, home: Path, repo: Path, name: str) -> None:
+def test_an_index_with_paths_out_of_the_folder_is_refused(
+    hub: FakeHub, home: Path, repo: Path, name: str
+) -> None:
     index = {"weight_map": {"a": name}}
     (repo / "model.safetensors.index.json").write_text(json.dumps(index))
     with fails(ModelError, "missing_file"):
@@ -387,7 +393,7 @@ def test_a_corrupt_header_names_the_file(
 # --- what is here already
 
 
-def test_a_file_that_the_hubs_cache_has_is_used(hub: FakeHub, home: Path, repo: Path) -> None:
+def test_a_file_in_the_hubs_cache_is_used(hub: FakeHub, home: Path, repo: Path) -> None:
     whole = "model-00002-of-00003.safetensors"
     hf_hub_download(REPO, whole, revision=COMMIT)
     hub.served.clear()
@@ -398,7 +404,7 @@ def test_a_file_that_the_hubs_cache_has_is_used(hub: FakeHub, home: Path, repo: 
     assert_right(model, model.tensors)
 
 
-def test_offline_with_all_that_is_needed(
+def test_offline_a_complete_cache_is_enough(
     hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, cache = checkpoints.owned_by(0, 2), home / "cache"
@@ -415,7 +421,7 @@ def test_offline_with_all_that_is_needed(
     assert hub.requests.total() == before
 
 
-def test_offline_with_what_the_hubs_cache_has(
+def test_offline_the_hubs_cache_is_enough(
     hub: FakeHub, home: Path, repo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for path in [*repo.glob("*.json"), *repo.glob("*.jinja"), *repo.glob("*.safetensors")]:
@@ -427,7 +433,7 @@ def test_offline_with_what_the_hubs_cache_has(
     assert_right(model, model.tensors)
 
 
-def test_offline_with_a_config_alone(
+def test_offline_a_config_alone_is_not_enough(
     hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hf_hub_download(REPO, "config.json")
@@ -441,7 +447,10 @@ def test_offline_with_a_config_alone(
     ("error", "words"),
     [
         (LocalEntryNotFoundError("outgoing traffic has been disabled"), "partly in the cache"),
-        (EntryNotFoundError("404 Client Error.\n\nEntry Not Found for url"), "lacks a file"),
+        (
+            EntryNotFoundError("404 Client Error.\n\nEntry Not Found for url"),
+            "lacks a required file",
+        ),
         (HFValidationError("Repo id must be in the form"), "OWNER/NAME"),
         (OfflineModeIsEnabled("Cannot reach the hub: offline mode is enabled"), "HF_HUB_OFFLINE"),
     ],
@@ -453,20 +462,20 @@ def test_errors_of_the_hubs_library_are_explained_in_one_line(error: Any, words:
     assert "\n" not in text
 
 
-def test_offline_with_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_an_empty_cache_is_an_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with fails(ModelError, "hub_offline"):
         resolve(REPO, None, home / "cache")
 
 
-def test_a_hub_that_is_down_is_as_good_as_offline(hub: FakeHub, home: Path) -> None:
+def test_a_hub_that_is_down_is_treated_like_offline(hub: FakeHub, home: Path) -> None:
     resolve(REPO, None, home / "cache")
     opened(home / "cache")
     hub.faults.busy_api = 100
     assert resolve(REPO, None, home / "cache").commit == COMMIT
 
 
-def test_a_host_that_is_offline_is_told_so_at_once(
+def test_an_offline_host_gets_the_error_at_once(
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It tried four times, with a line of the log for each wait."""
@@ -485,7 +494,7 @@ def test_a_host_that_is_offline_is_told_so_at_once(
     assert "event=hub_retry" not in caplog.text
 
 
-def test_a_host_that_is_offline_uses_what_it_knows(
+def test_an_offline_host_uses_its_cache(
     hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resolve(REPO, None, home / "cache")
@@ -564,18 +573,20 @@ def kill_and_go_on(hub: FakeHub, home: Path, repo: Path, shares: Iterable[float]
     assert num_killed
 
 
-def test_killed_and_started_again(hub: FakeHub, home: Path, repo: Path) -> None:
+def test_a_killed_fetch_continues_after_a_restart(hub: FakeHub, home: Path, repo: Path) -> None:
     kill_and_go_on(hub, home, repo, (0.2, 0.35))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_killed_at_random_points(hub: FakeHub, home: Path, repo: Path, seed: int) -> None:
+def test_a_fetch_killed_at_random_points_continues(
+    hub: FakeHub, home: Path, repo: Path, seed: int
+) -> None:
     digest = hashlib.sha256(b"%d" % seed).digest()
     kill_and_go_on(hub, home, repo, [byte / 600 for byte in digest[:6]])
 
 
-def test_a_kill_loses_no_more_than_was_under_way(hub: FakeHub, home: Path, repo: Path) -> None:
+def test_a_kill_loses_only_bytes_in_transit(hub: FakeHub, home: Path, repo: Path) -> None:
     names = checkpoints.owned_by(1, 2)
     opened(home / "cache")
     hub.served.clear()
@@ -588,7 +599,9 @@ def test_a_kill_loses_no_more_than_was_under_way(hub: FakeHub, home: Path, repo:
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
-def test_two_processes_at_once(hub: FakeHub, home: Path, repo: Path, num_shards: int) -> None:
+def test_two_processes_fetch_together(
+    hub: FakeHub, home: Path, repo: Path, num_shards: int
+) -> None:
     for path in repo.iterdir():
         path.unlink()
     checkpoints.write(repo, num_shards)

@@ -40,7 +40,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("long", 1, ((0, 256),)),
     ],
 )
-def test_part_reads_the_own_elements(
+def test_part_reads_its_elements(
     file: Path, name: str, axis: int, ranges: tuple[tuple[int, int], ...]
 ) -> None:
     loaded = mx.load(str(file))

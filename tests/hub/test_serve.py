@@ -87,7 +87,7 @@ def test_the_layers_of_a_rank_that_is_lost_are_fetched_by_the_others(
 
 
 @pytest.mark.long
-def test_a_hub_that_is_away_for_a_while_ends_no_cluster(tiny_hub: FakeHub) -> None:
+def test_a_temporary_failure_of_the_hub_ends_no_cluster(tiny_hub: FakeHub) -> None:
     """It was taken for a broken model, with which nobody starts again."""
     port = free_ports(1)[0]
     with started(command(port, 2), port) as server:
@@ -99,7 +99,7 @@ def test_a_hub_that_is_away_for_a_while_ends_no_cluster(tiny_hub: FakeHub) -> No
         assert answer(server, REPO)
 
 
-def test_a_plan_reads_headers_alone(tiny_hub: FakeHub) -> None:
+def test_a_plan_reads_only_headers(tiny_hub: FakeHub) -> None:
     words = [str(BIN / "brigade"), "plan", "--model", REPO, "-n", "2", "--json"]
     run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
@@ -107,7 +107,7 @@ def test_a_plan_reads_headers_alone(tiny_hub: FakeHub) -> None:
     assert tiny_hub.data_bytes(header_sizes(tiny_hub.folder)) == 0
 
 
-def test_a_model_that_may_not_be_read_ends_all_ranks(tiny_hub: FakeHub) -> None:
+def test_a_model_without_permission_ends_all_ranks(tiny_hub: FakeHub) -> None:
     tiny_hub.faults.gated = 403
     with started(command(free_ports(1)[0], 2)) as server:
         assert server.process.wait(30) == 3

@@ -64,12 +64,12 @@ def test_messages_arrive_whole_and_in_order(tmp_path: Path, num_ranks: int) -> N
     assert run_ring(tmp_path, "around", num_ranks) == ["fine"] * num_ranks
 
 
-def test_a_message_comes_while_the_one_before_waits_to_be_taken(tmp_path: Path) -> None:
+def test_a_message_arrives_while_a_sent_one_waits(tmp_path: Path) -> None:
     came_first, _, _ = run_ring(tmp_path, "one_ahead", 3)
     assert came_first == "True"
 
 
-def test_two_launches_on_the_same_ports_notice(tmp_path: Path) -> None:
+def test_two_launches_on_the_same_ports_are_detected(tmp_path: Path) -> None:
     for output in run_ring(tmp_path, "other_nonce", 2):
         assert "two launches met on the same ports" in output
 
@@ -188,7 +188,7 @@ def test_the_system_finds_out_whether_a_neighbour_is_there() -> None:
     neighbours.close()
 
 
-def test_a_ring_that_cannot_be_formed_is_one_line(
+def test_a_ring_that_cannot_be_formed_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "hosts.json").write_text('[["nowhere"], ["127.0.0.1:1"]]')
