@@ -32,7 +32,7 @@ from serve.core.errors import BrigadeError, UsageError
 
 _catch_ctrl_c()
 
-# The errors with which writing to standard output fails.
+# The errors of a failed write to standard output.
 UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 LAUNCH_USAGE = """brigade launch (-n N | --hostfile F) [options] [--] serve …

@@ -224,7 +224,7 @@ class Demo:
         if self._supervisor.interrupted:
             return code
         if isinstance(self._failure, NotReadyError):
-            raise self._failure  # Its ranks may have had to be killed.
+            raise self._failure  # It is the cause, even if ranks had to be killed afterwards.
         if self._failure is not None and code in (0, ASKED_TO_END):
             raise self._failure
         # Otherwise the rank's own exit code says more than the demo's, which follows from it.

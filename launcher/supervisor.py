@@ -127,7 +127,7 @@ def event_line(text: str, level: str = "INFO") -> str:
 
 
 class Observer:
-    """Called from a rank's thread when the rank starts, writes a line or ends. Ignores all."""
+    """Called from a rank's thread when the rank starts, writes a line or ends. Does nothing."""
 
     def started(self, rank: int, pid: int) -> None: ...
 
@@ -552,7 +552,7 @@ class Supervisor:
         return text + " "
 
     def _highlighted(self, rank: int, line: str) -> str:
-        """Makes the line stand out that people wait for."""
+        """Highlights the line that people wait for."""
         if self._colour and self._serves and rank == 0 and line.startswith(_READY):
             return f"\x1b[{_READY_COLOUR}m{line}\x1b[0m"
         return line

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.figures import (
+    class_names,
     cycles,
     hidden_cycles,
     imports,
@@ -125,3 +126,13 @@ def test_an_untyped_message_is_seen(path: str, source: str) -> None:
 )
 def test_json_of_clients_and_files_is_no_message(path: str, source: str) -> None:
     assert not untyped_messages({path: source, "serve/core/wire.py": ""})
+
+
+# Classes whose names occur twice in the product. The list may only shrink.
+DOUBLED = {"Checkpoint", "Engine", "Forget", "Gone", "Link", "Probe"}
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    doubled = {name for name, count in class_names(product()).items() if count > 1}
+    assert not doubled - DOUBLED, "rename one of the classes"
+    assert len(DOUBLED) <= 8

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 
-class Output(Console):
+class StandardOutput(Console):
     """Standard output that ignores failed writes, once nobody reads it or its disk is full."""
 
     def print(self, *objects: Any, **options: Any) -> None:

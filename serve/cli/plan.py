@@ -12,7 +12,7 @@ from rich.table import Table
 
 from serve.cli.flags import parse
 from serve.cli.old_flags import current
-from serve.cli.output import Output
+from serve.cli.output import StandardOutput
 from serve.core.amounts import format_bytes
 from serve.core.checkpoint import read_checkpoint
 from serve.core.config import (
@@ -249,7 +249,7 @@ def plan_table(stages: Sequence[StagePlan], has_promise: bool = False) -> Table:
 
 def print_table(table: Table, title: str = "") -> None:
     """Prints a table without the spaces that pad the ends of its lines."""
-    output = Output(highlight=False)
+    output = StandardOutput(highlight=False)
     if title:
         output.print(title)
     with output.capture() as captured:

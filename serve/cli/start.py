@@ -16,7 +16,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from serve.cli.output import Output
+from serve.cli.output import StandardOutput
 from serve.cli.plan import plan_table, print_table
 from serve.core.amounts import format_bytes
 from serve.core.plan import StagePlan
@@ -61,7 +61,7 @@ class TerminalView:
         if fetched:
             more = f", {format_bytes(fetched)} of them fetched"
         line = f"Loaded {owned}{more}. There is room for keys and values of {room:,} tokens."
-        Output(highlight=False, soft_wrap=True).print(line)
+        StandardOutput(highlight=False, soft_wrap=True).print(line)
 
     def sampling(self, defaults: Mapping[str, float | int]) -> None:
         """Stores the model's own sampling parameters, to print them when the server is ready."""
@@ -69,11 +69,11 @@ class TerminalView:
 
     def ready(self) -> None:
         if self._sampling:
-            Output(highlight=False, soft_wrap=True).print(
+            StandardOutput(highlight=False, soft_wrap=True).print(
                 f"Sampling by default: {self._sampling} (generation_config.json)",
                 markup=False,
             )
-        Output(highlight=False, soft_wrap=True).print(
+        StandardOutput(highlight=False, soft_wrap=True).print(
             f"Ready on {self._url}, model {self._model}",
             markup=False,
             style=READY_STYLE,

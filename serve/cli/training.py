@@ -6,7 +6,7 @@ from datetime import datetime
 
 from rich.table import Table
 
-from serve.cli.output import Output
+from serve.cli.output import StandardOutput
 from serve.core.amounts import format_bytes
 from serve.tune.events import (
     Event,
@@ -19,7 +19,7 @@ from serve.tune.events import (
     Written,
 )
 
-_OUT = Output(highlight=False)
+_OUT = StandardOutput(highlight=False)
 
 
 class TrainingView:

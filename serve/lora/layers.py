@@ -248,7 +248,7 @@ class Adapted:
             a = self._a[self._rows.alone]
             b = self._b[self._rows.alone]
         else:
-            # There is one matrix for each slot and expert. The pairs are not in order.
+            # There is one matrix for each pair of slot and expert. The pairs are not sorted.
             num_experts = self._a.shape[1]
             slots = self._rows.for_experts(is_sorted)
             experts = slots * num_experts + experts

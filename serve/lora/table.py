@@ -199,8 +199,8 @@ class Adapters:
     # --- in the step loop
 
     def install(self, rows: Iterable[Row]) -> list[mx.array]:
-        """Installs the versions of the rows of a step. Returns the arrays to evaluate before the
-        forward pass, if any has changed: tables with lazy users cannot be written in place."""
+        """Installs the versions of the rows of a step. Returns the arrays, if any has changed: if
+        they are evaluated before the forward pass, MLX can write the tables in place."""
         needed = {row.adapter_version for row in rows}
         for version in sorted(needed.difference(self._slots, {0})):
             self._install(version)

@@ -362,7 +362,7 @@ class _Layer:
 
 
 def _is_additive(probe: ModelProbe, i: int, module_name: str, matrices: Sequence[str]) -> bool:
-    """Whether the module's output for a sum of outputs of these matrices is a sum as well."""
+    """Whether the output of a module is additive in the outputs of these matrices."""
     module = probe.modules[module_name]
     outputs: list[Any] = []
 

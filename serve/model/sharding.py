@@ -261,7 +261,7 @@ def _shard_pairs(model: nn.Module, pairs: Pairs, group: Any) -> Sharding:
 
 def _divide_matrices(model: nn.Module, pairs: Pairs, divider: "_Divider", group: Any) -> None:
     """Reduces the matrices of pairs to the parts of this shard. Those inside of a module whose
-    outputs are summed stay modules of their own class; the others become MLX's modules."""
+    outputs are summed keep their class; the others become modules of MLX."""
     modules: dict[str, Any] = dict(model.named_modules())
     roles = pairs.roles
     for name, slices in roles.column_parallel.items():

@@ -1,7 +1,7 @@
 """Lets a process form another group of MLX after it has left one.
 
 `mx.distributed.init` returns the group that it formed first until MLX's `clear_backends` is called.
-Python sees that function only at exit, so it is called here by its name in MLX's library.
+Python can call that function only at exit, so it is called here by its name in MLX's library.
 """
 
 import ctypes

@@ -111,7 +111,7 @@ class TrainedStage:
         try:
             outputs, found = mx.vjp(run, primals, cotangents)
         finally:
-            self.update(parameters)  # The tracing has left its own arrays there.
+            self.update(parameters)  # Tracing has replaced them.
         dx = found[num_parameters:]
         gradients = zip(parameters, found[:num_parameters], strict=True)
         return Pass(outputs, dx, dict(gradients), slots)

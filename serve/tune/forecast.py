@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from serve.core.messages import Probe
 from serve.tune.layout import Layout
-from serve.tune.schedule import Op, OpCost, Schedule, simulate
+from serve.tune.schedule import OpCost, PipelineOp, Schedule, simulate
 
 
 class OpRecord(NamedTuple):
     """The measurements of an op: its start and end without waiting, in seconds since the run
     began, and the bytes of memory before it, after it, and at its peak."""
 
-    op: Op
+    op: PipelineOp
     start: float
     end: float
     before: int

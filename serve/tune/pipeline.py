@@ -11,7 +11,7 @@ from serve.tune.data.examples import MicroBatch
 from serve.tune.forecast import OpRecord
 from serve.tune.mesh import Groups
 from serve.tune.model import DropoutKeys
-from serve.tune.schedule import Op, Schedule, Shape
+from serve.tune.schedule import PipelineOp, Schedule, Shape
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class Pipeline:
 
     def _forward(
         self,
-        op: Op,
+        op: PipelineOp,
         shape: Shape,
         batch: MicroBatch,
         given: list[mx.array],
@@ -110,7 +110,7 @@ class Pipeline:
         ran.loss += scaled_loss / ran.loss_scale
         return None
 
-    def _backward(self, op: Op, dy: list[mx.array]) -> list[mx.array] | None:
+    def _backward(self, op: PipelineOp, dy: list[mx.array]) -> list[mx.array] | None:
         made = self._passes[op.micro_batch, op.stage]
         made.set_output_gradients(dy)
         # dx is sent before the parameters' gradients are computed. With grad_checkpoint both need
@@ -120,7 +120,7 @@ class Pipeline:
         mx.eval(made.dx, gradients)
         return made.dx or None
 
-    def _add_gradients(self, op: Op, ran: ScheduleRun) -> None:
+    def _add_gradients(self, op: PipelineOp, ran: ScheduleRun) -> None:
         made = self._passes.pop((op.micro_batch, op.stage))
         for name, gradient in made.gradients.items():
             # In bfloat16, a sum over many micro-batches would lose the small gradients.
@@ -137,7 +137,7 @@ class Pipeline:
         # After each micro-batch, so that its activations are freed.
         mx.eval(ran.gradients)
 
-    def _receive(self, op: Op, shape: Shape) -> list[mx.array]:
+    def _receive(self, op: PipelineOp, shape: Shape) -> list[mx.array]:
         first_of_kind = {
             "F": 0,
             "B": shape.num_stages - 1,
@@ -148,7 +148,7 @@ class Pipeline:
         message = self.links.receive(_tag(op))
         return message[1]
 
-    def _send(self, op: Op, shape: Shape, arrays: list[mx.array]) -> None:
+    def _send(self, op: PipelineOp, shape: Shape, arrays: list[mx.array]) -> None:
         if op.kind == "F":
             receiver = op._replace(stage=op.stage + 1)
         else:
@@ -161,5 +161,5 @@ def number(array: mx.array) -> float:
     return float(array.item())  # type: ignore[arg-type]
 
 
-def _tag(op: Op) -> str:
+def _tag(op: PipelineOp) -> str:
     return f"{op.kind} {op.micro_batch} {op.stage}"

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from serve.core.errors import PlanError, UsageError
 
 
-class Op(NamedTuple):
+class PipelineOp(NamedTuple):
     kind: str
     micro_batch: int
     stage: int
@@ -73,9 +73,9 @@ class Schedule:
 
     kind: str
     shape: Shape
-    ops: tuple[tuple[Op, ...], ...]
+    ops: tuple[tuple[PipelineOp, ...], ...]
 
-    def of_rank(self, rank: int) -> tuple[Op, ...]:
+    def of_rank(self, rank: int) -> tuple[PipelineOp, ...]:
         position = self.shape.num_ranks - 1 - rank
         return self.ops[position]
 
@@ -119,7 +119,7 @@ def make_schedule(kind: str, shape: Shape) -> Schedule:
     return Schedule(kind, shape, tuple(ops))
 
 
-def _has_op(op: Op, shape: Shape) -> bool:
+def _has_op(op: PipelineOp, shape: Shape) -> bool:
     return op.kind == "F" or op.stage >= shape.first_trained
 
 
@@ -145,7 +145,7 @@ def _num_delayed(kind: str, position: int) -> int:
     return position if kind == "zero-bubble" else 0
 
 
-def _one_forward_one_backward(kind: str, shape: Shape, position: int) -> Iterator[Op]:
+def _one_forward_one_backward(kind: str, shape: Shape, position: int) -> Iterator[PipelineOp]:
     total = shape.num_micro_batches * shape.num_chunks
     num_ahead = min(_num_ahead(kind, shape, position), total)
     num_delayed = _num_delayed(kind, position)
@@ -160,7 +160,7 @@ def _one_forward_one_backward(kind: str, shape: Shape, position: int) -> Iterato
             yield _op("W", weights, shape, position)
 
 
-def _op(kind: str, k: int, shape: Shape, position: int) -> Op:
+def _op(kind: str, k: int, shape: Shape, position: int) -> PipelineOp:
     """Returns the position's k-th op of this kind. P micro-batches go through a stage of the rank,
     then the same P through the rank's next stage."""
     ranks = shape.num_ranks
@@ -168,10 +168,10 @@ def _op(kind: str, k: int, shape: Shape, position: int) -> Op:
     chunk, in_group = divmod(in_round, ranks)
     if kind != "F":
         chunk = shape.num_chunks - 1 - chunk
-    return Op(kind, num_rounds * ranks + in_group, chunk * ranks + position)
+    return PipelineOp(kind, num_rounds * ranks + in_group, chunk * ranks + position)
 
 
-def _forward(shape: Shape, position: int) -> Iterator[Op]:
+def _forward(shape: Shape, position: int) -> Iterator[PipelineOp]:
     """Yields the schedule of a validation: only forward passes. P micro-batches go through each
     stage together, as in the interleaved schedule. Otherwise a rank would wait while each of them
     goes around the ring."""
@@ -179,7 +179,7 @@ def _forward(shape: Shape, position: int) -> Iterator[Op]:
         end = min(first + shape.num_ranks, shape.num_micro_batches)
         for stage in shape.stages_at(position):
             for i in range(first, end):
-                yield Op("F", i, stage)
+                yield PipelineOp("F", i, stage)
 
 
 def max_in_flight(kind: str, shape: Shape, position: int) -> int:
@@ -216,15 +216,15 @@ def check(schedule: Schedule) -> None:
     simulate(schedule, equal_costs)
 
 
-def _all_ops(schedule: Schedule, position: int) -> Iterator[Op]:
+def _all_ops(schedule: Schedule, position: int) -> Iterator[PipelineOp]:
     shape = schedule.shape
     for stage in shape.stages_at(position):
         for i in range(shape.num_micro_batches):
-            ops = (Op(kind, i, stage) for kind in "FBW")
+            ops = (PipelineOp(kind, i, stage) for kind in "FBW")
             yield from (op for op in ops if _has_op(op, shape))
 
 
-def needs(op: Op, shape: Shape) -> list[Op]:
+def needs(op: PipelineOp, shape: Shape) -> list[PipelineOp]:
     """Returns the ops that have to be done before this one, on any rank."""
     if op.kind == "F":
         if op.stage:
@@ -239,7 +239,7 @@ def needs(op: Op, shape: Shape) -> list[Op]:
     return [op._replace(kind="F"), *after]
 
 
-def _num_in_flight(ops: Sequence[Op], first_trained: int) -> Iterator[int]:
+def _num_in_flight(ops: Sequence[PipelineOp], first_trained: int) -> Iterator[int]:
     count = 0
     for op in ops:
         if op.kind == "F" and op.stage >= first_trained:
@@ -256,7 +256,7 @@ def _num_in_flight(ops: Sequence[Op], first_trained: int) -> Iterator[int]:
 class Simulation:
     """The times at which each position runs its ops, as (op, start, end)."""
 
-    spans: list[list[tuple[Op, float, float]]]
+    spans: list[list[tuple[PipelineOp, float, float]]]
 
     @property
     def makespan(self) -> float:
@@ -277,11 +277,11 @@ def simulate(schedule: Schedule, costs: Sequence[OpCost], hop: float = 0.0) -> S
     """Returns when each op would run, from the costs of each stage; hop is the time from one rank
     to the next. Raises PlanError if the ranks wait for each other forever."""
     shape = schedule.shape
-    ends: dict[Op, float] = {}
+    ends: dict[PipelineOp, float] = {}
     timeline = Simulation([[] for _ in schedule.ops])
     left = [list(reversed(ops)) for ops in schedule.ops]
 
-    def arrival(need: Op, op: Op) -> float:
+    def arrival(need: PipelineOp, op: PipelineOp) -> float:
         """Returns the time at which the result of one op reaches another."""
         if need.stage == op.stage:
             return ends[need]

@@ -163,8 +163,8 @@ def announce(links: Links, note: AnyKind | None, kind: type[AnyKind]) -> AnyKind
 
 
 def _expected(kind: type[AnyKind], note: AnyNote) -> AnyKind:
-    """Returns the note if it is of this kind. Raises ClusterError if it is of another, as from a
-    rank that does something else."""
+    """Returns the note if it is of this kind. Otherwise raises ClusterError: the rank that has sent
+    it does something else."""
     if isinstance(note, kind):
         return note
     found = type(note).__name__
@@ -192,7 +192,7 @@ def share(links: Links, named: Mapping[str, mx.array]) -> dict[str, mx.array]:
 
 
 def gather(links: Links, named: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Returns the named arrays of all ranks on rank 0, and those of some ranks elsewhere."""
+    """Returns the named arrays of all ranks on rank 0. Other ranks get only some of them."""
 
     def add(own: Payload, above: Payload) -> Payload:
         return _payload(_named(above) | _named(own))

@@ -8,7 +8,7 @@ import pytest
 
 from serve.model.stage import Stage
 from serve.tune.backward import Pass, TrainedStage
-from serve.tune.schedule import Op, Shape
+from serve.tune.schedule import PipelineOp, Shape
 from serve.tune.transport import LocalLinks
 from tests.tune.ranks import batches_of, config_of, run_ranks, trainer, tuned
 
@@ -53,7 +53,7 @@ def test_dx_is_sent_before_gradients_are_computed() -> None:
         own, batches = trainer(config_of(), links), batches_of([(9, 5), (3,), (4, 4)])
         send = own.pipeline._send
 
-        def noting(op: Op, shape: Shape, arrays: list[mx.array]) -> None:
+        def noting(op: PipelineOp, shape: Shape, arrays: list[mx.array]) -> None:
             if op.kind == "B":
                 made = own.pipeline._passes[op.micro_batch, op.stage]
                 left.append(num_ops(made.gradients.values()))

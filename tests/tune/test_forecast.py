@@ -5,13 +5,13 @@ import pytest
 from serve.core.messages import Probe
 from serve.tune.forecast import OpRecord, OpSeconds, forecast, peak_bytes, probe_of, utilisation
 from serve.tune.layout import Layout
-from serve.tune.schedule import Op, Shape, make_schedule
+from serve.tune.schedule import PipelineOp, Shape, make_schedule
 
 # One micro-batch: it holds 10 bytes from F to W, and ops need 5, 4 and 3 more for a while.
 RECORDS = [
-    OpRecord(Op("F", 0, 0), 0.0, 1.0, 100, 110, 115),
-    OpRecord(Op("B", 0, 0), 2.0, 4.0, 110, 110, 114),
-    OpRecord(Op("W", 0, 0), 4.0, 4.5, 110, 102, 113),
+    OpRecord(PipelineOp("F", 0, 0), 0.0, 1.0, 100, 110, 115),
+    OpRecord(PipelineOp("B", 0, 0), 2.0, 4.0, 110, 110, 114),
+    OpRecord(PipelineOp("W", 0, 0), 4.0, 4.5, 110, 102, 113),
 ]
 
 
@@ -23,7 +23,7 @@ def probed(**changes: int) -> Probe:
 def test_seconds_are_means_of_each_stage_and_kind() -> None:
     seconds = OpSeconds()
     seconds.add(RECORDS)
-    seconds.add([OpRecord(Op("F", 1, 0), 5.0, 8.0, 0, 0, 0)])
+    seconds.add([OpRecord(PipelineOp("F", 1, 0), 5.0, 8.0, 0, 0, 0)])
     assert seconds.means() == [(0, "F", 2.0), (0, "B", 2.0), (0, "W", 0.5)]
 
 

@@ -17,7 +17,7 @@ from serve.tune.backward import Pass, TrainedStage, loss_sum
 from serve.tune.config import FineTuneConfig
 from serve.tune.data.examples import MicroBatch
 from serve.tune.pipeline import Pipeline, ScheduleRun
-from serve.tune.schedule import SCHEDULES, Op, Shape
+from serve.tune.schedule import SCHEDULES, PipelineOp, Shape
 from serve.tune.transport import LocalLinks
 from tests.errors import fails
 from tests.models import build
@@ -104,7 +104,7 @@ def mean_of_means(logits: mx.array, batch: MicroBatch, learned: mx.array | None 
 
 
 def without_one(
-    pipeline: Pipeline, op: Op, ran: ScheduleRun, add: Any = Pipeline._add_gradients
+    pipeline: Pipeline, op: PipelineOp, ran: ScheduleRun, add: Any = Pipeline._add_gradients
 ) -> None:
     if op.micro_batch == 3:
         pipeline._passes.pop((op.micro_batch, op.stage))
@@ -122,7 +122,11 @@ def swapped(*args: Any, forward_backward: Any = TrainedStage.forward_backward) -
 
 
 def slightly_more(
-    pipeline: Pipeline, op: Op, shape: Shape, arrays: list[mx.array], send: Any = Pipeline._send
+    pipeline: Pipeline,
+    op: PipelineOp,
+    shape: Shape,
+    arrays: list[mx.array],
+    send: Any = Pipeline._send,
 ) -> None:
     """Gradients of inputs by a tenth of a percent."""
     arrays = [array * 1.001 for array in arrays] if op.kind == "B" else arrays

@@ -8,8 +8,8 @@ import pytest
 from serve.core.errors import PlanError, UsageError
 from serve.tune.schedule import (
     SCHEDULES,
-    Op,
     OpCost,
+    PipelineOp,
     Schedule,
     Shape,
     check,
@@ -38,7 +38,7 @@ def test_every_schedule_can_be_run(kind: str) -> None:
     assert num_checked > 60
 
 
-def rebuilt(schedule: Schedule, position: int, ops: list[Op]) -> Schedule:
+def rebuilt(schedule: Schedule, position: int, ops: list[PipelineOp]) -> Schedule:
     changed = list(schedule.ops)
     changed[position] = tuple(ops)
     return dataclasses.replace(schedule, ops=tuple(changed))
@@ -61,8 +61,8 @@ def test_a_broken_schedule_is_detected(kind: str) -> None:
 
 def test_ranks_that_wait_for_each_other_are_detected() -> None:
     schedule = make_schedule("naive", Shape(2, 2))
-    first = [Op(k, i, 0) for i in (0, 1) for k in "FBW"]
-    second = [Op(k, i, 1) for i in (1, 0) for k in "FBW"]
+    first = [PipelineOp(k, i, 0) for i in (0, 1) for k in "FBW"]
+    second = [PipelineOp(k, i, 1) for i in (1, 0) for k in "FBW"]
     with fails(PlanError, "deadlock"):
         check(rebuilt(rebuilt(schedule, 0, first), 1, second))
 
@@ -136,4 +136,4 @@ def test_stages_are_on_the_expected_ranks() -> None:
     shape = Shape(3, 3, 2)
     assert [shape.rank(stage) for stage in range(6)] == [2, 1, 0, 2, 1, 0]
     assert shape.stages(0) == [2, 5]
-    assert make_schedule("interleaved", shape).of_rank(0)[0] == Op("F", 0, 2)
+    assert make_schedule("interleaved", shape).of_rank(0)[0] == PipelineOp("F", 0, 2)

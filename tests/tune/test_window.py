@@ -8,7 +8,7 @@ import pytest
 
 from serve.tune.forecast import OpRecord
 from serve.tune.loop import UpdateMetrics
-from serve.tune.schedule import Op
+from serve.tune.schedule import PipelineOp
 from serve.tune.window import Window
 
 
@@ -24,7 +24,7 @@ def update(
         seconds=2.0,
         busy_seconds=[busy, 2.0],
         peak_bytes=[peak, 7],
-        records=[OpRecord(Op("F", 0, 0), 0.0, busy, 0, 0, 0)],
+        records=[OpRecord(PipelineOp("F", 0, 0), 0.0, busy, 0, 0, 0)],
     )
 
 

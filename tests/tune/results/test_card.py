@@ -10,7 +10,7 @@ import pytest
 from serve.tune import forecast
 from serve.tune.forecast import OpRecord, OpSpan
 from serve.tune.results import card, checkpoint, plot, run_folder
-from serve.tune.schedule import Op, OpCost, Shape, make_schedule, simulate
+from serve.tune.schedule import OpCost, PipelineOp, Shape, make_schedule, simulate
 from tests.tune.ranks import config_of
 
 METRICS: list[dict[str, Any]] = [
@@ -139,5 +139,5 @@ def test_a_truncated_line_is_skipped_at_any_byte(tmp_path: Path) -> None:
 
 
 def test_spans_are_the_times_of_ops() -> None:
-    records = [OpRecord(Op("B", 3, 1), 0.5, 0.75, 0, 0, 0)]
+    records = [OpRecord(PipelineOp("B", 3, 1), 0.5, 0.75, 0, 0, 0)]
     assert forecast.spans(records) == [("B", 3, 1, 0.5, 0.75)]
