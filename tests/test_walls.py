@@ -110,12 +110,14 @@ EVALUATIONS = {"mlx.core.eval", "mlx.core.async_eval"}
 
 
 # The rooms of the front, bottom up: each imports itself and those before it. app.py is the top.
+# Parts also import what describes the pipeline: prompts, and the statuses of its stages.
 ROOMS = [
     "http",
     "text",
     "drafts",
     "prefixes",
     "adapters",
+    "parts",
     "pipeline",
     "output",
     "api",
@@ -123,6 +125,9 @@ ROOMS = [
     "app",
 ]
 FRONT = "serve.front."
+SEEN_BY_PARTS = ("serve.front.pipeline.interface", "serve.front.pipeline.status")
+# Everything else must work without a part, so it may import only these.
+OF_ALL_PARTS = ("serve.front.parts.interface", "serve.front.parts.registry")
 
 
 def under(name: str, prefix: str) -> bool:
@@ -202,6 +207,10 @@ def room_broken(module: str, target: str) -> str | None:
         return None
     if own not in ROOMS:
         return f"{own} is not in ROOMS"
+    if own == "parts" and any(under(target, name) for name in SEEN_BY_PARTS):
+        return None
+    if other == "parts" != own and not any(under(target, name) for name in OF_ALL_PARTS):
+        return f"may import {', '.join(OF_ALL_PARTS)} only, not {target}"
     allowed = ROOMS[: ROOMS.index(own) + 1]
     return None if other in allowed else f"{own} may import {', '.join(allowed)} only, not {other}"
 
@@ -306,6 +315,8 @@ def test_walls_hold() -> None:
         ("serve/front/http/a.py", "from serve.front.text.tokens import Tokenizer"),
         ("serve/front/text/a.py", "from serve.front import pipeline"),
         ("serve/front/pipeline/a.py", "def f():\n    import serve.front.output.answer"),
+        ("serve/front/parts/a/part.py", "from serve.front.pipeline.scheduler import Scheduler"),
+        ("serve/front/pipeline/a.py", "from serve.front.parts.a.part import A"),
         ("serve/front/output/a.py", "from serve.front.api.openai import ChatBody"),
         ("serve/front/api/a.py", "if TYPE_CHECKING:\n    from serve.front.routes import chat"),
         ("serve/front/routes/a.py", "from serve.front.app import Front"),
@@ -359,6 +370,9 @@ def test_a_broken_wall_is_seen(path: str, source: str) -> None:
         ("serve/front/app.py", "from serve.front.routes import chat"),
         ("serve/front/routes/a.py", "from serve.front.routes.stream import Stream"),
         ("serve/front/pipeline/a.py", "from serve.front.http.metrics import Metrics"),
+        ("serve/front/pipeline/a.py", "from serve.front.parts.interface import SchedulerPart"),
+        ("serve/front/parts/registry.py", "from serve.front.parts.a import part"),
+        ("serve/front/parts/a/part.py", "from serve.front.pipeline.interface import Prompt"),
         ("serve/front/http/server.py", "import uvicorn\nfrom serve import __version__"),
         ("serve/ring/transport.py", "import mlx.core as mx\nmx.distributed.init()\nmx.eval()"),
         ("serve/rank/model.py", "import mlx.core as mx\nmx.zeros((1,))\nmodel.eval()"),

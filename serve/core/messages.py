@@ -6,16 +6,14 @@ have the messages of each direction. Those of agents and helper processes are JS
 serve.core.agent_messages and serve.core.helper_messages.
 """
 
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import msgspec
 
 from serve.core.layouts import Link as LinkSpeed
-from serve.core.outputs import AnyOutput, Output
+from serve.core.outputs import AnyOutput, OutputT
 from serve.core.plan import DraftSource, PlanRequest, StagePlan
 from serve.core.types import Pooling, Sampling, StageState, Step, SumCounts
-
-OutputT = TypeVar("OutputT", bound=Output)
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):

@@ -3,7 +3,7 @@ front end that asked for it.
 """
 
 import math
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -14,26 +14,38 @@ class Output(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The base of all outputs."""
 
 
-class Scores(Output, frozen=True):
-    """The scores of a sequence's tokens from a position on."""
+class SequenceOutput(Output, frozen=True):
+    """The base of outputs for the client of a sequence."""
 
     sequence: int
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the numbers from which it was made were finite."""
+        return True
+
+
+class Scores(SequenceOutput, frozen=True):
+    """The scores of a sequence's tokens from a position on."""
+
     position: int
     scores: tuple[Score, ...]
 
     @property
     def is_finite(self) -> bool:
-        """Whether the logits were finite. -inf is a valid score: that token cannot be
-        generated."""
+        # -inf is a valid score: that token cannot be generated.
         return not any(math.isnan(score.logprob) for score in self.scores)
 
 
-class Embedding(Output, frozen=True):
+class Embedding(SequenceOutput, frozen=True):
     """The embedding of a sequence's prompt: float32 numbers in little-endian bytes; None if they
     are not finite."""
 
-    sequence: int
     numbers: bytes | None
+
+    @property
+    def is_finite(self) -> bool:
+        return self.numbers is not None
 
 
 class Guesses(Output, frozen=True):
@@ -43,3 +55,4 @@ class Guesses(Output, frozen=True):
 
 
 AnyOutput: TypeAlias = Scores | Embedding | Guesses
+OutputT = TypeVar("OutputT", bound=Output)

@@ -5,6 +5,7 @@ its sums. Stage is in serve.model.stage, Transport in serve.ring.transport.
 """
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Literal, TypeVar
@@ -126,7 +127,8 @@ class Score(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The tokens of one request, and how many of them the stages have computed.
+    """The tokens of one request, and how many of them the stages have computed. max_tokens is 0 if
+    it has no answer: then something else is made of its whole prompt.
 
     Once every step issued so far has run, the stages hold keys and values of num_computed tokens,
     and num_pending more tokens are sampled. The steps of num_done tokens have run. is_held says
@@ -135,13 +137,13 @@ class Sequence:
     the stages could copy when the sequence arrived. work_of_younger is the work that was done for
     younger prompts before this one was finished, as prefill_order counts it.
     adapter_version is 0 without an adapter. original has the same prompt, which is computed once
-    for both. Keys and values of the prompt are shared only within cache_scope. With pooling the
-    prompt is embedded, and has no answer. drafts are the guesses that its last step feeds after
-    the newest token, until it is known which of them are right; drafter is what they were made
-    from. num_drafted and num_accepted count the drafts that were verified and those that became
-    part of the answer. may_draft says whether it may have further drafts. prediction is the answer
-    that its client expects. guesses are the draft model's, of the tokens that follow its newest
-    token; num_asked is how many more are to come with the result of its last step.
+    for both. Keys and values of the prompt are shared only within cache_scope. usage has what parts
+    of the scheduler count for the client, by name. drafts are the guesses that its last step feeds
+    after the newest token, until it is known which of them are right; drafter is what they were
+    made from. num_drafted and num_accepted count the drafts that were verified and those that
+    became part of the answer. may_draft says whether it may have further drafts. prediction is the
+    answer that its client expects. guesses are the draft model's, of the tokens that follow its
+    newest token; num_asked is how many more are to come with the result of its last step.
 
     boundaries are the positions in the prompt behind which the next prompt of the same chat may
     differ. stops are the positions at which prefill still has to stop for a checkpoint. may_read
@@ -164,7 +166,7 @@ class Sequence:
     is_held: bool = False
     original: "Sequence | None" = None
     cache_scope: str = ""
-    pooling: Pooling | None = None
+    usage: Counter[str] = field(default_factory=Counter)
     prediction: tuple[int, ...] = ()
     drafts: list[int] = field(default_factory=list)
     drafter: str = ""
@@ -194,10 +196,14 @@ class Sequence:
         return min(len(self.prompt), max(self.num_done, num_cached))
 
     @property
+    def has_answer(self) -> bool:
+        return self.max_tokens > 0
+
+    @property
     def num_to_prefill(self) -> int:
         """The number of tokens that prefill steps feed. The last token of a sequence with an answer
         is the first one that it feeds in its group."""
-        return self.num_tokens - (self.pooling is None)
+        return self.num_tokens - self.has_answer
 
     @property
     def num_left(self) -> int:
@@ -206,10 +212,13 @@ class Sequence:
     def fit(self, max_length: int) -> bool:
         """Limits prompt and answer together to max_length tokens. Returns False if they already
         have that many."""
-        if self.pooling:
-            return len(self.prompt) <= max_length
-        self.max_tokens = min(self.max_tokens, max_length - len(self.prompt))
-        return self.max_tokens > len(self.output)
+        max_tokens = max_length - len(self.prompt)
+        if not self.has_answer:
+            return max_tokens >= 0
+        if max_tokens <= len(self.output):
+            return False
+        self.max_tokens = min(self.max_tokens, max_tokens)
+        return True
 
     def begin_as_copy(self, num_tokens: int) -> None:
         """Begins the sequence with num_tokens tokens that the stages copy, which may be none."""
@@ -339,14 +348,12 @@ def tokens_of_rows(tokens: tuple[int, ...], num_accepted: tuple[int, ...]) -> li
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event of a sequence: a token, its end, or both. It has a score if one was asked for. The
-    end of an embedded prompt has its embedding: float32 numbers in little-endian bytes."""
+    """An event of a sequence: a token, its end, or both. It has a score if one was asked for."""
 
     sequence: int
     token: int | None = None
     finish_reason: FinishReason | None = None
     score: Score | None = None
-    embedding: bytes | None = None
 
 
 class StageState(StrEnum):

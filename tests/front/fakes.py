@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from serve.core.errors import BrigadeError
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
+from serve.core.outputs import Embedding, OutputT, SequenceOutput
 from serve.core.types import Event, FinishReason, Pooling, Sampling, Score
 from serve.front.adapters.loader import AdapterLoader, Ranks
 from serve.front.app import serve
@@ -115,6 +116,7 @@ class FakeGeneration:
         self._delay = delay
         self._prompt = prompt
         self._put: asyncio.Queue[BrigadeError] = asyncio.Queue()
+        self.outputs: dict[int, SequenceOutput] = {}
         self.closed = threading.Event()
         self.closed_numbers: set[int] = set()
         self.num_cached = 0
@@ -140,6 +142,10 @@ class FakeGeneration:
             if event.sequence not in self.closed_numbers:
                 return event.sequence, event
         raise StopAsyncIteration
+
+    def outputs_of(self, number: int, kind: type[OutputT]) -> list[OutputT]:
+        output = self.outputs.get(number)
+        return [output] if isinstance(output, kind) else []
 
     def prompt_scores(self, number: int) -> list[Score]:
         return list(self._prompt)
@@ -252,6 +258,11 @@ class FakeRanks:
         return self.running[version]
 
 
+def _embedding(prompt: Prompt, number: int) -> Embedding:
+    """The vector is made of the prompt's length and its last token."""
+    return Embedding(number, array("f", [len(prompt.ids), prompt.ids[-1]]).tobytes())
+
+
 class FakeEngine:
     """Answers every prompt with `answer`, all in turn token by token. Set its fields to make
     it misbehave."""
@@ -286,13 +297,15 @@ class FakeEngine:
             raise self.refuses_with
         answers: list[Events] = []
         scores: list[Score] = []
+        outputs: dict[int, SequenceOutput] = {}
         for prompt in prompts:
             self.prompts.append(prompt.ids)
             self.samplings += prompt.samplings
             self.end_ids.append(prompt.end_ids)
             if prompt.pooling is not None:
                 self.poolings.append(prompt.pooling)
-                answers.append(self._embedding(prompt, len(answers)))
+                outputs[len(answers)] = _embedding(prompt, len(answers))
+                answers.append([self.breaks_with or Event(len(answers), None, "stop")])
                 continue
             num_top = prompt.samplings[0].prompt_logprobs
             scores = [score for id in prompt.ids[1:] if (score := scored(id, num_top))]
@@ -300,15 +313,9 @@ class FakeEngine:
                 answers.append(self._events(prompt, sampling, len(answers)))
         events = [event for turn in zip_longest(*answers) for event in turn if event]
         generation = FakeGeneration(events, self.delay, tuple(scores))
+        generation.outputs = outputs
         self.generations.append(generation)
         return generation
-
-    def _embedding(self, prompt: Prompt, number: int) -> Events:
-        """The vector is made of the prompt's length and its last token."""
-        if self.breaks_with is not None:
-            return [self.breaks_with]
-        numbers = array("f", [len(prompt.ids), prompt.ids[-1]])
-        return [Event(number, None, "stop", embedding=numbers.tobytes())]
 
     def _events(self, prompt: Prompt, sampling: Sampling, number: int) -> Events:
         ids = self.tokenizer.encode(self.answer)

@@ -16,7 +16,7 @@ from serve.rank.cache import Part
 from serve.rank.embedder import Embedder
 from tests import architectures
 from tests.models import build
-from tests.rank.test_pipeline import GREEDY, LLAMA, pipeline, whole_model
+from tests.rank.test_pipeline import GREEDY, LLAMA, LocalPipeline, pipeline, whole_model
 
 Kind = Literal["mean", "last", "cls"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -39,8 +39,9 @@ def numbers_of(embedding: bytes | None) -> np.ndarray:
     return np.frombuffer(embedding, "<f4")
 
 
-def sequence(id: int, prompt: list[int], pooling: Pooling) -> Sequence:
-    return Sequence(id, prompt, 1, GREEDY, frozenset(), pooling=pooling)
+def sequence(local: LocalPipeline, id: int, prompt: list[int], pooling: Pooling) -> Sequence:
+    local.poolings[id] = pooling
+    return Sequence(id, prompt, 0, GREEDY, frozenset())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -50,9 +51,9 @@ def test_embeddings_equal_the_whole_model_alone_and_beside_generation(
 ) -> None:
     with pipeline(num_ranks) as local:
         local.scheduler.reuse = "any"
-        local.answer([sequence(50, PROMPTS[4], Pooling(kind))])
+        local.answer([sequence(local, 50, PROMPTS[4], Pooling(kind))])
         answers = [Sequence(i, p, 12, GREEDY, frozenset()) for i, p in enumerate(OTHERS)]
-        embedded = [sequence(100 + i, p, Pooling(kind)) for i, p in enumerate(PROMPTS)]
+        embedded = [sequence(local, 100 + i, p, Pooling(kind)) for i, p in enumerate(PROMPTS)]
         output = local.answer([*answers, *embedded])
     for i, prompt in enumerate(PROMPTS):
         expected = embed_slowly(LLAMA(), prompt, kind)
@@ -66,7 +67,7 @@ def test_embeddings_equal_the_whole_model_alone_and_beside_generation(
 
 def test_embeddings_are_cut_and_normalised() -> None:
     with pipeline(2) as local:
-        local.answer([sequence(n, PROMPTS[3], Pooling("mean", n)) for n in (1, 5, 32)])
+        local.answer([sequence(local, n, PROMPTS[3], Pooling("mean", n)) for n in (1, 5, 32)])
     for num_dimensions in (1, 5, 32):
         numbers = numbers_of(local.embeddings[num_dimensions])
         expected = embed_slowly(LLAMA(), PROMPTS[3], "mean", num_dimensions)
@@ -80,13 +81,13 @@ def test_embeddings_neither_read_nor_fill_the_prefix_cache() -> None:
     with pipeline(2) as local:
         local.scheduler = Scheduler(2, max_num_sequences=8, max_queue=64, prefill_chunk=16)
         local.scheduler.reuse = "any"
-        local.answer([sequence(1, prompt, Pooling("mean"))])
+        local.answer([sequence(local, 1, prompt, Pooling("mean"))])
         assert not list(local.scheduler.room.kept)
         assert local.scheduler.num_held_tokens == 0
         first = Sequence(2, prompt, 6, GREEDY, frozenset())
         local.answer([first])
         assert first.num_cached == 0
-        again = sequence(3, prompt, Pooling("mean"))
+        again = sequence(local, 3, prompt, Pooling("mean"))
         local.answer([again])
         assert again.num_cached == 0
         assert list(local.scheduler.room.kept) == [2]
@@ -98,7 +99,7 @@ def test_embeddings_neither_read_nor_fill_the_prefix_cache() -> None:
 def test_embeddings_of_other_architectures(name: str) -> None:
     make: Callable[[], nn.Module] = partial(build if name == "qwen3" else architectures.build, name)
     with pipeline(2, make) as local:
-        local.answer([sequence(i, p, Pooling("mean")) for i, p in enumerate(PROMPTS[:4])])
+        local.answer([sequence(local, i, p, Pooling("mean")) for i, p in enumerate(PROMPTS[:4])])
     for i, prompt in enumerate(PROMPTS[:4]):
         expected = embed_slowly(make(), prompt, "mean")
         assert numbers_of(local.embeddings[i]) == pytest.approx(expected, abs=1e-4)

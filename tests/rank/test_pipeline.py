@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from serve.core.messages import PrefixFileWritten, PrefixRead, Result
 from serve.core.outputs import Embedding, Scores
 from serve.core.plan import even_split
-from serve.core.types import Sampling, Score, Sequence
+from serve.core.types import Pooling, Sampling, Score, Sequence
 from serve.front.drafts.interface import Drafting
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.prefixes.disk import DiskCounts, DiskPrefixes, DiskRules
@@ -68,6 +68,7 @@ class LocalPipeline:
         self.results = results
         self.chooser = Chooser()
         self.embedder = Embedder()
+        self.poolings: dict[int, Pooling] = {}  # of prompts to embed, by sequence id
         self.embeddings: dict[int, bytes | None] = {}
         self.scores: dict[int, dict[int, Score]] = defaultdict(dict)
         self.outbox = Outbox(lambda step: self.ring[0].send(step, []))
@@ -215,8 +216,8 @@ class LocalPipeline:
                 return
             for id in step.begun:
                 sequence = self.scheduler.sequence(id)
-                if sequence.pooling:
-                    self.embedder.admit(id, sequence.pooling, len(sequence.prompt))
+                if pooling := self.poolings.get(id):
+                    self.embedder.admit(id, pooling, len(sequence.prompt))
                     continue
                 self.chooser.admit(id, sequence.sampling, len(sequence.prompt), sequence.tokens)
             self.outbox.put(self.chooser.cut_drafts(step))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from serve.core.errors import BrigadeError, EngineError
+from serve.core.outputs import Embedding
 from serve.front.http.metrics import Metrics
 from serve.front.http.record import AccessRecord
 from serve.front.http.replies import Json
@@ -38,8 +39,8 @@ class Embeddings(RunningRequest):
             self._generation.cancel(error)
 
     async def vectors(self) -> list[bytes]:
-        """Returns the embedding of each prompt, as in an Event. Raises BrigadeError if the engine
-        breaks. Cancelling it ends its generation."""
+        """Returns the embedding of each prompt: float32 numbers in little-endian bytes. Raises
+        BrigadeError if the engine breaks. Cancelling it ends its generation."""
         try:
             found: list[bytes] = []
             for start in range(0, len(self._prompts), self._num_at_once):
@@ -56,13 +57,16 @@ class Embeddings(RunningRequest):
 
     async def _embed(self, prompts: Sequence[Prompt]) -> list[bytes]:
         self._generation = generation = self._submit(prompts)
-        found: dict[int, bytes] = {}
         try:
-            async for number, event in generation:
-                if event.embedding is not None:
-                    found[number] = event.embedding
+            async for _ in generation:
+                continue  # until all prompts have ended
         finally:
             generation.close()
-        if len(found) < len(prompts):
-            raise EngineError("A prompt ended without its embedding.")
-        return [found[number] for number in range(len(prompts))]
+        return [_embedding(generation, number) for number in range(len(prompts))]
+
+
+def _embedding(generation: Generation, number: int) -> bytes:
+    for output in generation.outputs_of(number, Embedding):
+        if output.numbers is not None:
+            return output.numbers
+    raise EngineError("A prompt ended without its embedding.")

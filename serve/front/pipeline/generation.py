@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from serve.core.errors import BrigadeError
-from serve.core.outputs import Scores
+from serve.core.outputs import OutputT, Scores, SequenceOutput
 from serve.core.types import Event, Score, Sequence
 from serve.front.pipeline.interface import Phase
 
@@ -24,6 +24,7 @@ class Generation:
         self._running = set(self._numbers)
         self._events: asyncio.Queue[Event | BrigadeError] = asyncio.Queue()
         self._scores: defaultdict[int, dict[int, Score]] = defaultdict(dict)
+        self._outputs: defaultdict[int, list[SequenceOutput]] = defaultdict(list)
         self._num_put: Counter[int] = Counter()  # tokens of each sequence
 
     def __aiter__(self) -> "Generation":
@@ -57,10 +58,19 @@ class Generation:
         position = len(self._sequences[self._numbers[id]].prompt) + index
         return replace(event, score=self._scores[id].get(position))
 
-    def put_scores(self, scores: Scores) -> None:
-        """Stores the scores of tokens whose events come later. They may come twice."""
-        for position, score in enumerate(scores.scores, scores.position):
-            self._scores[scores.sequence][position] = score
+    def put_output(self, output: SequenceOutput) -> None:
+        """Stores what was made of a sequence besides tokens. It may come twice. Scores come before
+        the events of their tokens."""
+        if not isinstance(output, Scores):
+            self._outputs[output.sequence].append(output)
+            return
+        for position, score in enumerate(output.scores, output.position):
+            self._scores[output.sequence][position] = score
+
+    def outputs_of(self, number: int, kind: type[OutputT]) -> list[OutputT]:
+        """Returns the outputs of one kind for a sequence, except scores."""
+        outputs = self._outputs[self._sequences[number].id]
+        return [output for output in outputs if isinstance(output, kind)]
 
     def prompt_scores(self, number: int) -> list[Score]:
         """Returns the scores of all tokens of the prompt but the first, before any event."""

@@ -107,10 +107,10 @@ class InFlight:
     ends: tuple[int, ...]
 
     @property
-    def embedded(self) -> list[Sequence]:
-        """The sequences whose embedding comes with the result."""
+    def last_of(self) -> list[Sequence]:
+        """The sequences without an answer that end with the result."""
         pairs = zip(self.sequences, self.ends, strict=True)
-        return [s for s, end in pairs if s.pooling and end == s.num_to_prefill]
+        return [s for s, end in pairs if not s.has_answer and end == s.num_to_prefill]
 
 
 def common_position(
@@ -125,7 +125,7 @@ def common_position(
     have to agree. A prompt is computed again if something is made of all its hidden states or
     logits.
     """
-    is_read_whole = sequence.pooling or (
+    is_read_whole = not sequence.has_answer or (
         sequence.sampling.prompt_logprobs is not None and not sequence.output
     )
     numbers = [positions.get(sequence.id, 0) for positions in held]

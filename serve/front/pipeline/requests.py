@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ReadableList
-from dataclasses import replace
 from typing import Any, cast, get_args
 
 from serve.core.config import ServeConfig
@@ -23,18 +22,19 @@ from serve.core.errors import (
 )
 from serve.core.messages import (
     Admit,
-    Embed,
     FromPrefixCache,
     PrefixFiles,
     PrefixFileWritten,
     PrefixRead,
     Result,
+    ToEngine,
     ToPrefixCache,
 )
-from serve.core.outputs import Embedding, Scores
+from serve.core.outputs import SequenceOutput
 from serve.core.plan import KvRoom
 from serve.core.types import NUM_SEQUENCE_IDS, Event, Sampling, Sequence, Step
 from serve.front.drafts.speculation import Speculation
+from serve.front.parts.registry import make_parts
 from serve.front.pipeline.capacity import (
     chunk_beside_decoding,
     chunk_without_decoding,
@@ -65,7 +65,7 @@ class Requests:
         self,
         config: ServeConfig,
         num_stages: int,
-        send: Callable[[Admit | Embed | Step], None],
+        send: Callable[[ToEngine], None],
         adapter_name: Callable[[int], str | None],
         send_to_all: Callable[[ToPrefixCache], None],
         adapter_contents: Callable[[int], str | None],
@@ -87,6 +87,7 @@ class Requests:
             num_groups=config.constants.num_groups,
             cuts_short_prompts=config.max_inter_token is not None,
             drafting=None if config.draft_model == "none" else self._speculation,
+            parts=make_parts(config),
         )
         self.step_log = StepLog()
         self._ranks: list[int] = []  # that take part
@@ -108,13 +109,14 @@ class Requests:
         cache_scope: str,
     ) -> Generation:
         """Queues the sequences of a request. Raises OverloadedError or RequestError."""
-        self._check_embedding(prompts)
-        sequences = [
-            sequence
-            for prompt in prompts
-            for sequence in self._sequences(prompt, adapter_version, cache_scope)
-        ]
-        self.scheduler.add(*sequences)
+        sequences: list[Sequence] = []
+        of_sequence: dict[int, Prompt] = {}
+        for prompt in prompts:
+            self._check(prompt)
+            made = self._sequences(prompt, adapter_version, cache_scope)
+            of_sequence |= {sequence.id: prompt for sequence in made}
+            sequences += made
+        self.scheduler.add(*sequences, prompts=of_sequence)
         generation = Generation(sequences, self._leave)
         self._generations |= {sequence.id: generation for sequence in sequences}
         if self._warm_up:
@@ -122,23 +124,15 @@ class Requests:
         self._pump()
         return generation
 
-    def _check_embedding(self, prompts: ReadableList[Prompt]) -> None:
-        poolings = [prompt.pooling for prompt in prompts if prompt.pooling]
-        if not poolings:
+    def _check(self, prompt: Prompt) -> None:
+        """Raises RequestError for a prompt of which nothing can be made."""
+        if prompt.samplings or any(part.takes(prompt) for part in self.scheduler.parts):
             return
-        size = self._stages[0].loaded.hidden_size
-        if not size:
-            raise RequestError(
-                "This model cannot make embeddings: its hidden states are not accessible.",
-                param="model",
-                code="unsupported_by_model",
-            )
-        for pooling in poolings:
-            if pooling.num_dimensions is not None and pooling.num_dimensions > size:
-                raise RequestError(
-                    f"dimensions: {pooling.num_dimensions} is more than this model's {size}.",
-                    param="dimensions",
-                )
+        raise RequestError(
+            "This server only generates answers: it has no part that makes anything else of a "
+            "prompt, such as an embedding.",
+            code="unsupported_by_server",
+        )
 
     def _sequences(
         self,
@@ -146,9 +140,11 @@ class Requests:
         adapter_version: int,
         cache_scope: str,
     ) -> list[Sequence]:
-        """Makes a sequence to embed, or one for each answer: all but the first are copies."""
+        """Makes a sequence for each answer: all but the first are copies. A prompt without answers
+        has one sequence."""
         sequences: list[Sequence] = []
-        max_tokens = max(1, prompt.max_tokens)  # Even a mere echo computes one token.
+        # Even a mere echo computes one token.
+        max_tokens = max(1, prompt.max_tokens) if prompt.samplings else 0
         for sampling in prompt.samplings or (Sampling(),):
             new_id = next(self._sequence_ids)
             sequence = Sequence(
@@ -161,7 +157,6 @@ class Requests:
             )
             sequence.original = sequences[0] if sequences else None
             sequence.cache_scope = cache_scope
-            sequence.pooling = prompt.pooling
             sequence.prediction = prompt.prediction
             sequence.boundaries = prompt.boundaries
             sequences.append(sequence)
@@ -202,6 +197,8 @@ class Requests:
             # All stages get the same steps, so the one that can reuse the least decides.
             reuses: list[Reuse] = [cast(Reuse, stage.loaded.reuse) for stage in stages]
             self.scheduler.reuse = min(reuses, key=get_args(Reuse)[::-1].index)
+        for part in self.scheduler.parts:
+            part.settle(self._stages)
         # All stages must be able to forget wrong drafts.
         self._speculation.is_possible = all(
             stage.loaded.can_rewind and stage.loaded.is_causal for stage in stages
@@ -426,24 +423,20 @@ class Requests:
             self._stages,
             self._config.constants.prefill_chunk,
         )
+        for part in self.scheduler.parts:
+            part.measured(self._stages)
         if (cost := token_cost(self._stages)) is not None:
             self._speculation.token_cost = cost
         self._speculation.model_costs = draft_model_costs(self._stages)
 
     def _take(self, result: Result) -> None:
         self._progress_at = self._clock()
-        for scores in result.outputs_of(Scores):
-            self._note_scores(scores)
+        for output in result.outputs:
+            if isinstance(output, SequenceOutput):
+                self._on_output(output)
         self._adapt_to_pace()
-        embeddings: dict[int, bytes] = {}
-        for embedding in result.outputs_of(Embedding):
-            if embedding.numbers is not None:
-                embeddings[embedding.sequence] = embedding.numbers
-            elif generation := self._generations.get(embedding.sequence):
-                generation.put(self._overflowed(generation, embedding.sequence))
         for event in self.scheduler.update(result):
-            numbers = embeddings.get(event.sequence)
-            self._on_event(replace(event, embedding=numbers) if numbers else event)
+            self._on_event(event)
 
     def _on_event(self, event: Event) -> None:
         generation = self._generations.get(event.sequence)
@@ -457,13 +450,13 @@ class Requests:
             self._fault_blame.forget(event.sequence)
         self.scheduler.run_alone(self._fault_blame.alone)
 
-    def _note_scores(self, scores: Scores) -> None:
-        generation = self._generations.get(scores.sequence)
-        if generation and scores.is_finite:
-            generation.put_scores(scores)
+    def _on_output(self, output: SequenceOutput) -> None:
+        generation = self._generations.get(output.sequence)
+        if generation and output.is_finite:
+            generation.put_output(output)
         elif generation:
-            generation.put(self._overflowed(generation, scores.sequence))
-            self._drop(scores.sequence)
+            generation.put(self._overflowed(generation, output.sequence))
+            self._drop(output.sequence)
 
     def _overflowed(self, generation: Generation, sequence_id: int) -> OverflowedError:
         version = generation.adapter_version
@@ -494,10 +487,12 @@ class Requests:
         self._send(step)
 
     def _admit(self, sequence: Sequence) -> None:
-        """Tells rank 0's engine how to choose the tokens of a sequence. This comes before its first
-        step, and again whenever it begins again."""
-        if sequence.pooling:
-            self._send(Embed(sequence.id, sequence.pooling, len(sequence.prompt)))
+        """Tells rank 0's engine what to make of a sequence and how to choose its tokens. This comes
+        before its first step, and again whenever it begins again."""
+        for part in self.scheduler.parts:
+            for message in part.begun(sequence):
+                self._send(message)
+        if not sequence.has_answer:
             return
         sampling = sequence.sampling
         is_read = sampling.reads_tokens or self._config.has_drafter

@@ -15,6 +15,9 @@ result, because only the result says at which position each row continues.
 
 import itertools
 from collections import deque
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as ReadableList
+from types import MappingProxyType
 
 from msgspec.structs import replace
 
@@ -36,8 +39,10 @@ from serve.core.types import (
 from serve.front.drafts import draft_rows
 from serve.front.drafts.counts import DraftCounts
 from serve.front.drafts.interface import Drafting
+from serve.front.parts.interface import Fed, SchedulerPart
 from serve.front.pipeline import chunks
 from serve.front.pipeline.chunks import next_chunk
+from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.prefill_order import in_order, note_overtaking
 from serve.front.pipeline.queues import InFlight, Waiting, balance, smallest, unfinished
 from serve.front.prefixes.checkpoints import stops_of
@@ -67,7 +72,10 @@ class Scheduler:
         num_groups: int | None = None,
         cuts_short_prompts: bool = False,
         drafting: Drafting | None = None,
+        parts: ReadableList[SchedulerPart] = (),
     ) -> None:
+        self.parts = parts
+        self._taking_parts = overriding(parts, SchedulerPart.took)
         self.waiting = Waiting()
         self.prefilling: list[Sequence] = []
         self.num_steps = 0
@@ -118,9 +126,14 @@ class Scheduler:
     def sequence(self, sequence_id: int) -> Sequence:
         return self._live[sequence_id]
 
-    def add(self, *sequences: Sequence) -> None:
-        """Adds all of these sequences or none. Raises OverloadedError if too many are waiting
-        already, and RequestError if the stages could not hold one of them even alone."""
+    def add(
+        self,
+        *sequences: Sequence,
+        prompts: Mapping[int, Prompt] = MappingProxyType({}),
+    ) -> None:
+        """Adds all of these sequences or none. prompts has their prompts by sequence id, as far as
+        parts need them. Raises OverloadedError if too many are waiting already, and RequestError if
+        the stages could not hold one of them even alone."""
         max_live = self._max_queue + self._max_num_sequences
         if self.num_waiting + self.num_running + len(sequences) > max_live:
             raise OverloadedError(
@@ -136,6 +149,9 @@ class Scheduler:
                     code="context_length_exceeded",
                 )
         for sequence in sequences:
+            if prompt := prompts.get(sequence.id):
+                for part in self.parts:
+                    part.added(sequence, prompt)
             if found := self._find_prefix(sequence):
                 sequence.num_copied = found.num_tokens
             self._live[sequence.id] = sequence
@@ -198,7 +214,9 @@ class Scheduler:
             for sequence, end in zip(done.sequences, done.ends, strict=True):
                 if end <= sequence.num_computed:  # Otherwise it has begun again since then.
                     sequence.num_done = end
-            return self._end_embedded(done.embedded)
+            for part in self.parts:
+                part.on_result(done.sequences, result)
+            return self._end_prompts(done.last_of)
         done.group.num_in_flight -= 1
         events: list[Event] = []
         tokens = tokens_of_rows(result.tokens, result.num_accepted)
@@ -206,6 +224,8 @@ class Scheduler:
         for sequence, sampled, num in zip(done.sequences, tokens, num_verified, strict=True):
             events += self._take_sampled(sequence, sampled, num)
         draft_rows.store_guesses(done.sequences, result.outputs_of(Guesses))
+        for part in self.parts:
+            part.on_result(done.sequences, result)
         balance(self.groups)
         self._let_go()
         return events
@@ -216,6 +236,9 @@ class Scheduler:
         again from their prompts and their answers so far."""
         self._in_flight.clear()
         self._ready.clear()
+        for sequence in self._leaving:
+            if sequence.id not in self._live:
+                self._forget(sequence)
         self._leaving.clear()
         self.room = Room(self.prefix_counts, self.room.max_tokens, self.room.state_tokens)
         self.prefilling.clear()
@@ -225,7 +248,7 @@ class Scheduler:
             group.num_chunks = 0
         self.waiting.restart()
         for sequence in self._live.values():
-            sequence.reset()
+            self._reset(sequence)
         running = [s for s in self._live.values() if s not in self.waiting]
         self.waiting.put_back(running)
         self._retired.intersection_update([s.adapter_version for s in self._live.values()])
@@ -303,7 +326,8 @@ class Scheduler:
         for sequence, count in zip(sequences, num_tokens, strict=True):
             note_overtaking(sequence, count, (*self.prefilling, *self.waiting.new))
         save = self.room.checkpoints(sequences, num_tokens, self._num_running_tokens)
-        step = replace(self._step(sequences, num_tokens), after=save)
+        step = self._step(sequences, num_tokens)
+        step = replace(step, after=(*step.after, *save))
         for sequence in sequences:
             self._join_if_prefilled(sequence)
         return step
@@ -349,6 +373,8 @@ class Scheduler:
         made: list[Row] = []
         tokens: list[int] = []
         sample = group is not None
+        ordered = Fed(fed, num_tokens, group)
+        before = [op for part in self.parts for op in part.before(ordered)] if fed else []
         for sequence, count in zip(fed, num_tokens, strict=True):
             made.append(Row(sequence.id, sequence.num_computed, count, sequence.adapter_version))
             tokens += sequence.next_tokens(count)
@@ -357,7 +383,7 @@ class Scheduler:
             self.room.write_running(sequence)
         under_way = InFlight(group, tuple(fed), tuple(s.num_computed for s in fed))
         self._in_flight[self.num_steps] = under_way
-        for sequence in fed if sample else under_way.embedded:
+        for sequence in fed if sample else under_way.last_of:
             sequence.num_pending += 1 + len(sequence.drafts)
         key = -1
         if group:
@@ -366,7 +392,16 @@ class Scheduler:
             group.num_chunks = 0
         elif fed:
             key = len(self.groups) + fed[0].id
-        return Step(self.num_steps, key, tuple(made), tuple(tokens), sample)
+        after = [op for part in self.parts for op in part.after(ordered)] if fed else []
+        return Step(
+            self.num_steps,
+            key,
+            tuple(made),
+            tuple(tokens),
+            sample,
+            tuple(before),
+            tuple(after),
+        )
 
     # --- sequences
 
@@ -434,7 +469,7 @@ class Scheduler:
     def _join_if_prefilled(self, sequence: Sequence) -> None:
         if sequence.num_computed == sequence.num_to_prefill:
             self.prefilling.remove(sequence)
-            if sequence.pooling:
+            if not sequence.has_answer:
                 return  # It ends with the result of its last step.
             smallest(self.groups).sequences.append(sequence)
             if self.reuse == "any":
@@ -456,16 +491,19 @@ class Scheduler:
         if not sampled:
             sequence.num_computed -= 1
             sequence.may_draft = False
-        events = []
+        events: list[Event] = []
+        is_live = sequence.id in self._live
+        if not is_live and sequence not in self._leaving:
+            sampled = ()
         for n, token in enumerate(sampled):
-            is_live = sequence.id in self._live
-            if not is_live and sequence not in self._leaving:
-                break
             sequence.num_computed += n > 0
-            if is_live:
-                events.append(self._advance(sequence, token))
-            else:
+            if not is_live:
                 sequence.record(token)
+                continue
+            events.append(_advance(sequence, token))
+            if events[-1].finish_reason:
+                break
+        self._note_taken(sequence, events)
         if self._drafting and sequence.id in self._live:
             self._drafting.learn(sequence)
         if num_verified:
@@ -476,23 +514,21 @@ class Scheduler:
             self.draft_counts.verified(sequence.drafter, num_verified, num_accepted)
         return events
 
-    def _advance(self, sequence: Sequence, token: int) -> Event:
-        if token in FAILURES:
+    def _note_taken(self, sequence: Sequence, events: list[Event]) -> None:
+        """Shows the parts what became part of an answer, and ends the sequence after its end."""
+        tokens = [event.token for event in events if event.token is not None]
+        for part in self._taking_parts:
+            part.took(sequence, tokens)
+        if not events or events[-1].finish_reason is None:
+            return
+        if events[-1].token is None:
             self.drop(sequence.id)
-            return Event(sequence.id, None, FAILURES[token])
-        sequence.output.append(token)
-        reason: FinishReason | None = None
-        if token in sequence.end_ids:
-            reason = "stop"
-        elif len(sequence.output) >= sequence.max_tokens:
-            reason = "length"
-        if reason:
+        else:
             self._take_out(sequence.id)
             self._end(sequence)
-        return Event(sequence.id, token, reason)
 
-    def _end_embedded(self, sequences: list[Sequence]) -> list[Event]:
-        """Ends sequences whose embedding has come. Nobody continues their prompts."""
+    def _end_prompts(self, sequences: list[Sequence]) -> list[Event]:
+        """Ends sequences without an answer, whose prompts are computed."""
         events = []
         for sequence in sequences:
             sequence.num_pending -= 1
@@ -555,7 +591,7 @@ class Scheduler:
             self._leaving.remove(sequence)
             if sequence.id in self._live:
                 self.room.forget(sequence)
-                sequence.reset()
+                self._reset(sequence)
                 self.waiting.put_back([sequence])
             else:
                 self._end(sequence)
@@ -565,3 +601,35 @@ class Scheduler:
         is_current = sequence.adapter_version not in self._retired
         may_keep = self.reuse != "none" and is_current
         self.room.end(sequence, self._num_running_tokens, may_keep)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        for part in self.parts:
+            part.ended(sequence)
+
+    def _reset(self, sequence: Sequence) -> None:
+        sequence.reset()
+        for part in self.parts:
+            part.reset(sequence)
+
+
+def _advance(sequence: Sequence, token: int) -> Event:
+    """Adds a token to an answer. Returns the event of it, which is the last one if it ends the
+    answer."""
+    if token in FAILURES:
+        return Event(sequence.id, None, FAILURES[token])
+    sequence.output.append(token)
+    reason: FinishReason | None = None
+    if token in sequence.end_ids:
+        reason = "stop"
+    elif len(sequence.output) >= sequence.max_tokens:
+        reason = "length"
+    return Event(sequence.id, token, reason)
+
+
+def overriding(
+    parts: ReadableList[SchedulerPart],
+    method: Callable[..., object],
+) -> list[SchedulerPart]:
+    """Returns the parts that override a method, for calls that would take time in vain."""
+    return [part for part in parts if getattr(type(part), method.__name__) is not method]

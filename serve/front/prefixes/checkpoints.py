@@ -37,7 +37,7 @@ def key_of(sequence: Sequence) -> PrefixKey:
 def stops_of(sequence: Sequence) -> list[int]:
     """Returns the positions at which the stages are to make a checkpoint of a prompt: at its
     boundaries, at fixed distances, and at its end, as far as they are not computed yet."""
-    if sequence.pooling:
+    if not sequence.has_answer:
         return []
     end = sequence.num_to_prefill
     boundaries = [position for position in sequence.boundaries if position <= end]

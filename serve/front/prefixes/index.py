@@ -240,7 +240,7 @@ def _remove(trees: dict[PrefixKey, PrefixTree], key: PrefixKey, sequence_id: int
 
 def may_begin_as_copy(sequence: Sequence) -> bool:
     """Whether a sequence can do without the outputs of its prompt: one to score or embed cannot."""
-    return sequence.sampling.prompt_logprobs is None and not sequence.pooling
+    return sequence.sampling.prompt_logprobs is None and sequence.has_answer
 
 
 def beginning(sequence: Sequence, index: PrefixIndex, at_checkpoints: bool) -> Beginning | None:

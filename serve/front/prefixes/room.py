@@ -44,8 +44,9 @@ class Room:
         """Keeps a sequence that has ended if later prompts can use it, or else drops it."""
         # If two more steps are under way, it is not known which token the last one feeds.
         is_known = 0 < sequence.num_computed <= sequence.num_tokens
-        # Nobody continues a prompt that was embedded.
-        if not (may_keep and sequence.may_keep and is_known) or sequence.pooling:
+        # Nobody continues a prompt without an answer.
+        is_wanted = may_keep and sequence.may_keep and sequence.has_answer
+        if not (is_wanted and is_known):
             self.forget(sequence)
             return
         held = sequence.tokens[: sequence.num_computed]

@@ -5,7 +5,7 @@ from pathlib import Path
 from serve.core.config import ServeConfig
 from serve.core.messages import Loaded, Result
 from serve.core.plan import StagePlan
-from serve.core.types import Step
+from serve.core.types import Sampling, Step
 from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.requests import Requests
 from serve.front.pipeline.status import StageStatus
@@ -26,7 +26,7 @@ def test_chunks_follow_the_speed_of_the_stages_from_the_first_prompt_on() -> Non
     stage.pace.decode_seconds, stage.pace.prefill_seconds_per_token = 0.1, 0.01
     requests.settle([stage])
     requests.resume()
-    requests.submit([Prompt([1] * 400, 1, (), frozenset())], 0, "")
+    requests.submit([Prompt([1] * 400, 1, (Sampling(),), frozenset())], 0, "")
     stage.pace.prefill_seconds_per_token = 0.005
     requests.on_result(Result(sent[0].number, ()))
     assert [step.rows[0].num_tokens for step in sent] == [90, 180]

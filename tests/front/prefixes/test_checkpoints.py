@@ -1,6 +1,6 @@
 """Which checkpoints there are, whose they are, and when they go."""
 
-from serve.core.types import Pooling, Sampling, Sequence
+from serve.core.types import Sampling, Sequence
 from serve.front.prefixes.checkpoints import EVERY_TOKENS, MIN_TOKENS, PrefixKey, stops_of
 from serve.front.prefixes.index import Beginning, Gone, PrefixIndex
 
@@ -32,7 +32,7 @@ def test_stops_are_not_close_to_boundaries_or_to_the_start() -> None:
 
 def test_stops_of_what_is_embedded_are_none() -> None:
     embedded = sequence(1, 6000, 300)
-    embedded.pooling = Pooling("mean")
+    embedded.max_tokens = 0
     assert stops_of(embedded) == []
 
 

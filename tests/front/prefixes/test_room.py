@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from serve.core.messages import PrefixFile, PrefixFiles, PrefixFileWritten, PrefixRead, ReadPrefix
 from serve.core.ops import Write
-from serve.core.types import Pooling, Sampling, Sequence, Step
+from serve.core.types import Sampling, Sequence, Step
 from serve.front.pipeline.scheduler import Reuse
 from serve.front.prefixes.counts import PrefixCounts
 from serve.front.prefixes.disk import DiskCounts, DiskPrefixes, DiskRules
@@ -34,18 +34,17 @@ def make_room() -> tuple[Room, DiskPrefixes]:
     return room, disk
 
 
-def running(num_computed: int, output: list[int], pooling: Pooling | None = None) -> Sequence:
+def running(num_computed: int, output: list[int], max_tokens: int = 50) -> Sequence:
     prompt = [i % 900 for i in range(9000)]
     return Sequence(
         7,
         prompt,
-        50,
+        max_tokens,
         Sampling(),
         frozenset(),
         output=output,
         num_computed=num_computed,
         is_held=True,
-        pooling=pooling,
     )
 
 
@@ -84,7 +83,7 @@ def test_room_holds_of_a_running_sequence_only_what_is_to_be_written() -> None:
 def test_room_writes_nothing_of_a_prompt_without_logits() -> None:
     """Its numbers may have overflowed."""
     room, disk = make_room()
-    for unknown in (running(8999, []), running(9000, [], Pooling("mean"))):
+    for unknown in (running(8999, []), running(9000, [], max_tokens=0)):
         room.write_running(unknown)
         assert not is_busy(disk)
     room.write_running(running(9000, [1]))

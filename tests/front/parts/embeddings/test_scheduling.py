@@ -5,17 +5,13 @@ import random
 import pytest
 
 from serve.core.ops import Copy
-from serve.core.types import Pooling, Sequence
+from serve.core.types import Sequence
 from serve.front.pipeline.scheduler import Reuse
 from tests.front.pipeline.simulation import Pipeline, make_sequence
 
-MEAN = Pooling("mean")
-
 
 def embedded(id: int, prompt: int | list[int]) -> Sequence:
-    sequence = make_sequence(id, prompt, 1)
-    sequence.pooling = MEAN
-    return sequence
+    return make_sequence(id, prompt, 0)
 
 
 def ends(pipeline: Pipeline, id: int) -> list[tuple[int | None, str | None]]:
@@ -89,7 +85,7 @@ def test_schedule_ends_each_once_whatever_happens(seed: int) -> None:
         finished = [reason for _, reason in ends(pipeline, id) if reason]
         assert len(finished) <= 1
         assert finished or id in dropped
-        if sequence.pooling:
+        if not sequence.has_answer:
             assert all(token is None for token, _ in ends(pipeline, id))
             assert id not in list(pipeline.scheduler.room.kept)
     while step := pipeline.scheduler.schedule():

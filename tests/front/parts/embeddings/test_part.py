@@ -1,0 +1,55 @@
+"""What is refused, and what rank 0's engine is told."""
+
+from pathlib import Path
+
+import pytest
+
+from serve.core.errors import RequestError
+from serve.core.messages import Embed, Loaded
+from serve.core.types import Pooling, Sampling
+from serve.front.parts.embeddings.part import Embeddings
+from serve.front.pipeline.interface import Prompt
+from serve.front.pipeline.status import StageStatus
+from tests.configs import serve_config
+from tests.front.pipeline.simulation import make_sequence
+
+
+def on_model(hidden_size: int) -> Embeddings:
+    part = Embeddings(serve_config(model=Path("model")))
+    stage = StageStatus(0, "h", loaded=Loaded(0, None, 0, 0, "none", hidden_size=hidden_size))
+    part.settle([stage])
+    return part
+
+
+def to_embed(pooling: Pooling | None) -> Prompt:
+    return Prompt([1, 2, 3], 0, (), frozenset(), pooling=pooling)
+
+
+def test_takes_only_prompts_to_embed() -> None:
+    assert on_model(8).takes(to_embed(Pooling("mean", 8)))
+    assert not on_model(8).takes(Prompt([1], 9, (Sampling(),), frozenset()))
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "pooling", "param"),
+    [(0, Pooling("mean"), "model"), (8, Pooling("mean", 9), "dimensions")],
+)
+def test_takes_refuses_what_the_model_cannot(
+    hidden_size: int, pooling: Pooling, param: str
+) -> None:
+    with pytest.raises(RequestError) as raised:
+        on_model(hidden_size).takes(to_embed(pooling))
+    assert raised.value.param == param
+
+
+def test_an_engine_is_told_each_time_that_a_prompt_begins_until_it_has_ended() -> None:
+    part = on_model(8)
+    embedded, answered = make_sequence(1, 3, 0), make_sequence(2, 3, 5)
+    part.added(embedded, to_embed(Pooling("cls")))
+    part.added(answered, Prompt(answered.prompt, 5, (Sampling(),), frozenset()))
+    for _ in range(2):
+        assert part.begun(embedded) == [Embed(1, Pooling("cls"), 3)]
+        assert part.begun(answered) == []
+        part.reset(embedded)
+    part.ended(embedded)
+    assert part.begun(embedded) == []
