@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from serve.core.types import Row, Step
 from serve.model import trace, trial
-from serve.rank.cache import GroupCaches, Part
+from serve.rank.cache import ForwardPass, GroupCaches
 
 # mlx-lm's architectures whose tokens see later ones of the same forward.
 _NOT_CAUSAL = {"phi3small"}
@@ -50,8 +50,8 @@ def _runs_together(model: nn.Module) -> bool:
     try:
         for number, feeds in enumerate(_TRIAL_STEPS):
             step = _trial_step(number, feeds, positions)
-            for part in caches.arrange(step):
-                if not _runs(model, step, part):
+            for each in caches.arrange(step):
+                if not _runs(model, step, each):
                     return False
             for sequence, num_tokens in feeds.items():
                 positions[sequence] += num_tokens
@@ -68,13 +68,13 @@ def _trial_step(number: int, feeds: dict[int, int], positions: dict[int, int]) -
     return Step(number, 0, tuple(rows), tokens, sample=True)
 
 
-def _runs(model: nn.Module, step: Step, part: Part) -> bool:
-    """Whether the model gives an output for each token of a part. It may raise FAILURES."""
-    tokens = part.tokens(step)
-    rows = [step.rows[n] for n in part.rows if n is not None]
+def _runs(model: nn.Module, step: Step, own: ForwardPass) -> bool:
+    """Whether the model gives an output for each token of a forward pass. It may raise FAILURES."""
+    tokens = own.tokens(step)
+    rows = [step.rows[n] for n in own.rows if n is not None]
     is_ragged = len({row.position for row in rows}) > 1
     with _common_position_refused() if is_ragged else nullcontext():
-        (output,) = trace.arrays_in(model(tokens, cache=part.caches))
+        (output,) = trace.arrays_in(model(tokens, cache=own.caches))
     return output.shape[:2] == tokens.shape
 
 

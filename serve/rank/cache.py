@@ -16,7 +16,7 @@ from serve.core.errors import EngineError
 from serve.core.ops import NO_CHECKPOINT, Copy, Save, Write
 from serve.core.types import Step
 from serve.rank import checkpoints
-from serve.rank.checkpoints import Checkpoint
+from serve.rank.checkpoints import SavedState
 from serve.rank.merged import MergedBatch
 from serve.rank.prefixes import contents
 from serve.rank.prefixes.contents import FileContent
@@ -29,7 +29,7 @@ _MANY_GROUPS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ForwardPass:
     """Rows of a step that run in one forward. rows has indices into step.rows, and None for a row
     that only pads the batch."""
 
@@ -97,19 +97,19 @@ class GroupCaches:
         self._positions: dict[int, int] = {}  # the tokens that are held of each sequence
         # Positions before the last step, of sequences that it fed drafts: they can go back to them.
         self._floors: dict[int, int] = {}
-        self._checkpoints: dict[int, Checkpoint] = {}
+        self._checkpoints: dict[int, SavedState] = {}
         self._moved: set[int] = set()  # keys of batches whose rows were copied
 
-    def arrange(self, step: Step) -> list[Part]:
-        """Arranges the rows of a step, and returns the parts in which they run. Raises EngineError
+    def arrange(self, step: Step) -> list[ForwardPass]:
+        """Arranges the rows of a step, and returns the passes in which they run. Raises EngineError
         if the step does not fit what this stage holds."""
         self._check(step)
         for row in step.rows:
             if self._positions.get(row.sequence, 0) > row.position:
                 self.rewind(row.sequence, row.position)
-        parts = [self._arranged(step, *assigned) for assigned in self._assigned(step).items()]
+        passes = [self._arranged(step, *assigned) for assigned in self._assigned(step).items()]
         self._note_fed(step)
-        return parts
+        return passes
 
     def copy(self, copy: Copy) -> None:
         """Begins a sequence as a copy. Raises EngineError if this stage holds too few tokens."""
@@ -145,7 +145,7 @@ class GroupCaches:
         states = self._batch_of(sequence).states(sequence)
         arrays = checkpoints.arrays(states)
         num_bytes = sum(array.nbytes for array in arrays)
-        checkpoint = Checkpoint(self._positions[sequence], states, num_bytes)
+        checkpoint = SavedState(self._positions[sequence], states, num_bytes)
         self._checkpoints[save.checkpoint] = checkpoint
         return arrays
 
@@ -356,7 +356,7 @@ class GroupCaches:
         self._moved.add(key)
         return key
 
-    def _arranged(self, step: Step, key: int, rows: list[int]) -> Part:
+    def _arranged(self, step: Step, key: int, rows: list[int]) -> ForwardPass:
         batch = self._batches[key]
         index_of = {step.rows[n].sequence: n for n in rows}
         feeds = {step.rows[n].sequence: step.rows[n].num_tokens for n in rows}
@@ -366,7 +366,7 @@ class GroupCaches:
         if batch.has_grown:
             self._moved.add(key)
         indices = [None if sequence is None else index_of[sequence] for sequence in order]
-        return Part(tuple(indices), batch.caches)
+        return ForwardPass(tuple(indices), batch.caches)
 
     def _note_fed(self, step: Step) -> None:
         for row in step.rows:

@@ -16,7 +16,7 @@ _CUTTABLE = (KVCache, QuantizedKVCache, BatchKVCache)
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class SavedState:
     """The states of a stage's caches after num_tokens tokens: None for a cache that can be cut, a
     list for one of several, else a copy."""
 

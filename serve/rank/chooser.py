@@ -26,8 +26,8 @@ from serve.core.types import (
     Score,
     Step,
 )
-from serve.rank.cache import Part
-from serve.rank.grammar import CONFLICT, Grammars
+from serve.rank.cache import ForwardPass
+from serve.rank.grammar import CONFLICT, GrammarCompiler
 from serve.rank.sampling import Sampler, sample, score
 from serve.rank.verification import Verification
 
@@ -55,7 +55,7 @@ class Chooser:
     one thread; admit and forget may be called from any. folder has the model's tokenizer."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._grammars = Grammars(folder) if folder else None
+        self._grammars = GrammarCompiler(folder) if folder else None
         self._samplers: dict[int, Sampler] = {}
         self._scorings: list[_Scoring] = []  # of the step that is being computed
         self._verification: Verification | None = None  # of the same step
@@ -117,26 +117,26 @@ class Chooser:
     def choose(
         self,
         step: Step,
-        parts: list[Part],
+        passes: list[ForwardPass],
         logits: list[mx.array],
     ) -> Iterator[list[mx.array]]:
-        """Yields lazy arrays, from each part's logits (B, L, vocabulary): tokens (B,) if the step
+        """Yields lazy arrays, from each pass's logits (B, L, vocabulary): tokens (B,) if the step
         samples, and scores. Without them the head is never evaluated. Prompts are scored in slices,
         each to be evaluated before the next, because scoring takes several times the memory of the
         logits."""
         self._verification = None
         if step.num_drafts:
-            self._verification = self._verify(step, parts, logits)
+            self._verification = self._verify(step, passes, logits)
             self._scorings = []
             yield self._verification.arrays
             return
         if step.sample:
-            outputs = [self._sample(step, parts, logits)]
+            outputs = [self._sample(step, passes, logits)]
         else:
             outputs = []
         self._scorings = list(self._wanted_scores(step))
         if self._scorings:
-            rows = _outputs_of_rows(step, parts, logits)
+            rows = _outputs_of_rows(step, passes, logits)
         else:
             rows = {}
         for scoring in self._scorings:
@@ -176,11 +176,11 @@ class Chooser:
     def _verify(
         self,
         step: Step,
-        parts: list[Part],
+        passes: list[ForwardPass],
         logits: list[mx.array],
     ) -> Verification:
         samplers = [self._samplers[row.sequence] for row in step.rows]
-        rows = _outputs_of_rows(step, parts, logits)
+        rows = _outputs_of_rows(step, passes, logits)
         in_order = [rows[n] for n in range(len(step.rows))]
         return Verification(step, samplers, in_order, _sample_each)
 
@@ -205,14 +205,14 @@ class Chooser:
             outputs=tuple(scores),
         )
 
-    def _sample(self, step: Step, parts: list[Part], logits: list[mx.array]) -> mx.array:
+    def _sample(self, step: Step, passes: list[ForwardPass], logits: list[mx.array]) -> mx.array:
         rows: list[int] = []
         last: list[mx.array] = []
-        for part, output in zip(parts, logits, strict=True):
-            own_rows = [row for row in part.rows if row is not None]
+        for each, output in zip(passes, logits, strict=True):
+            own_rows = [row for row in each.rows if row is not None]
             rows += own_rows
             last_logits = output[:, -1]
-            last.append(part.own_rows(last_logits))
+            last.append(each.own_rows(last_logits))
         fed = [step.rows[n] for n in rows]
         samplers = [self._samplers[row.sequence] for row in fed]
         positions = [row.position + row.num_tokens for row in fed]
@@ -277,13 +277,13 @@ def _failure(error: Exception) -> int:
 
 def _outputs_of_rows(
     step: Step,
-    parts: list[Part],
+    passes: list[ForwardPass],
     logits: list[mx.array],
 ) -> dict[int, mx.array]:
     """Splits the logits into those of each row (num_tokens, vocabulary), without padding."""
     rows: dict[int, mx.array] = {}
-    for part, output in zip(parts, logits, strict=True):
-        rows |= part.outputs_of_rows(step, output)
+    for each, output in zip(passes, logits, strict=True):
+        rows |= each.outputs_of_rows(step, output)
     return rows
 
 

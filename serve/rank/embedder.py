@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from serve.core.outputs import Embedding
 from serve.core.types import Pooling, Row, Step
-from serve.rank.cache import Part
+from serve.rank.cache import ForwardPass
 
 
 @dataclass(slots=True)
@@ -81,18 +81,18 @@ class Embedder:
     def pool(
         self,
         step: Step,
-        parts: list[Part],
+        passes: list[ForwardPass],
         hidden: list[mx.array | None],
     ) -> list[mx.array]:
         """Returns the arrays to evaluate after a step, from the hidden states (B, L, D) of its
-        parts: the embeddings of prompts that are whole with it, and the states of others."""
+        passes: the embeddings of prompts that are whole with it, and the states of others."""
         self._done = []
         if not self._pools:
             return []
         embeddings: list[mx.array] = []
         states: list[mx.array] = []
-        for part, output in zip(parts, hidden, strict=True):
-            for i, n in enumerate(part.rows):
+        for each, output in zip(passes, hidden, strict=True):
+            for i, n in enumerate(each.rows):
                 if n is None or output is None:
                     continue
                 row = step.rows[n]

@@ -37,7 +37,7 @@ _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 Mask = NDArray[np.bool_]
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles grammars for the tokenizer in the model's folder, and keeps the latest ones."""
 
     def __init__(self, folder: Path) -> None:
@@ -101,7 +101,7 @@ class Constraint:
     the grammar begins after that token; before it, that token takes the place of an end. end_ids
     are allowed where the grammar is complete."""
 
-    def __init__(self, grammars: Grammars, sampling: Sampling, output: list[int]) -> None:
+    def __init__(self, grammars: GrammarCompiler, sampling: Sampling, output: list[int]) -> None:
         self._grammars = grammars
         self._sampling = sampling
         self._is_free = sampling.free_until is not None

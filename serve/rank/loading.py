@@ -33,7 +33,7 @@ Report = Callable[[FromPrefixCache], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelFacts:
     """Facts of a model. batchable: rows of different lengths can share a forward pass. causal:
     tokens fed together give the same logits as one by one."""
 
@@ -46,19 +46,19 @@ class Leftovers:
     """The weights by their names and the draft model of an engine that gets other layers. files
     identifies the model's files as they were read."""
 
-    model: Model
+    model: ModelFacts
     weights: Arrays
     draft: LoadedDraft | None
     files: str
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class LoadedEngine:
     """An engine with everything that its order names: the loop has the stage, and loaded is the
     report about it. draft is the draft model before it is bound to the stage."""
 
     order: Order
-    model: Model
+    model: ModelFacts
     loop: StepLoop
     loaded: Loaded
     draft: LoadedDraft | None
@@ -87,7 +87,7 @@ def load(
     progress: Progress,
     report: Report,
     leftovers: Leftovers | None = None,
-) -> Engine:
+) -> LoadedEngine:
     """Loads an order's layers, except those left over. progress is as for load_stage. Raises
     ModelError, PlanError, or ClusterError if the files have changed since."""
     # The old stage is part of a reference cycle. Without a collection, its layers would stay in
@@ -99,7 +99,7 @@ def load(
 
     def try_and_shard(whole: nn.Module) -> Sharding | None:
         nonlocal model
-        model = model or Model(can_batch(whole), is_causal(whole))
+        model = model or ModelFacts(can_batch(whole), is_causal(whole))
         if isinstance(transport, GridTransport):
             return shard(whole, transport.group)
         return None
@@ -129,7 +129,7 @@ def load(
         _check_files(order, leftovers.files, what_is_loaded.files)
     if draft_model:
         what_is_loaded = draft_model.noted(what_is_loaded, order.draft_bytes)
-    return Engine(order, model, loop, what_is_loaded, draft)
+    return LoadedEngine(order, model, loop, what_is_loaded, draft)
 
 
 def _shared_head(stage: Stage, transport: Transport) -> SharedHead | None:
@@ -177,7 +177,7 @@ def why_it_cannot_stay(order: Order) -> str | None:
     return objection()
 
 
-def _what_is_loaded(order: Order, loaded: LoadedStage, loop: StepLoop, model: Model) -> Loaded:
+def _what_is_loaded(order: Order, loaded: LoadedStage, loop: StepLoop, model: ModelFacts) -> Loaded:
     num_ranks_here = order.hosts.count(order.hosts[order.rank])
     logits_bytes_per_token = 0
     bytes_to_score = 0

@@ -16,7 +16,7 @@ from mlx_lm.sample_utils import apply_top_p
 
 from serve.core.reasoning import ReasoningTracker
 from serve.core.types import OVERFLOWED_TOKEN, Sampling
-from serve.rank.grammar import Constraint, Grammars
+from serve.rank.grammar import Constraint, GrammarCompiler
 
 _GREEDY_BELOW = 1e-5  # as in vLLM: dividing by less overflows
 # Tokens that are not allowed get -inf. A banned token gets more: it still comes if all allowed
@@ -34,7 +34,7 @@ class Sampler:
         sampling: Sampling,
         num_prompt: int = 0,
         tokens: Iterable[int] = (),
-        grammars: Grammars | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.sampling = sampling
         self.num_prompt = num_prompt

@@ -20,7 +20,7 @@ from serve.model.caches import quantized
 from serve.model.head import SharedHead
 from serve.model.sharding import Divisions
 from serve.model.stage import Stage
-from serve.rank.cache import GroupCaches, Part
+from serve.rank.cache import ForwardPass, GroupCaches
 from serve.rank.chooser import Chooser
 from serve.rank.drafts.draft_model import Drafter
 from serve.rank.embedder import Embedder
@@ -133,13 +133,13 @@ class StepLoop:
         self._shares_head = False
         for op in step.before:
             self._perform(op)
-        parts = self.caches.arrange(step)
+        passes = self.caches.arrange(step)
         self._evaluate_moved()
         mx.eval(self.adapters.install(step.rows))
         outputs: list[mx.array] = []
         hidden: list[mx.array | None] = []
-        for n, part in enumerate(parts):
-            size = len(received) // len(parts)
+        for n, part in enumerate(passes):
+            size = len(received) // len(passes)
             self.adapters.select(step, part.rows)
             own_received = received[n * size : (n + 1) * size]
             with self._head():
@@ -148,13 +148,13 @@ class StepLoop:
             self._sum_up(own_outputs, own_hidden)
             outputs += own_outputs
             hidden.append(own_hidden)
-        if self.has_head and parts:
-            outputs = self._chosen(step, parts, outputs)
+        if self.has_head and passes:
+            outputs = self._chosen(step, passes, outputs)
         elif self.stage.is_last:
             outputs = []
-        self.pooled = self.embedder.pool(step, parts, hidden)
+        self.pooled = self.embedder.pool(step, passes, hidden)
         hidden.clear()
-        kept = self.draft_model.keep(step, parts, self.chooser) if self.draft_model else []
+        kept = self.draft_model.keep(step, passes, self.chooser) if self.draft_model else []
         mx.eval(outputs, self.pooled, kept, self.caches.states(step))
         return outputs
 
@@ -252,9 +252,11 @@ class StepLoop:
         embeddings = self.embedder.result(self.pooled)
         return msgspec.structs.replace(result, outputs=(*result.outputs, *embeddings))
 
-    def _chosen(self, step: Step, parts: list[Part], logits: list[mx.array]) -> list[mx.array]:
+    def _chosen(
+        self, step: Step, passes: list[ForwardPass], logits: list[mx.array]
+    ) -> list[mx.array]:
         chosen: list[mx.array] = []
-        for arrays in self.chooser.choose(step, parts, logits):
+        for arrays in self.chooser.choose(step, passes, logits):
             if not step.sample:
                 mx.eval(arrays)  # Before the next slice of scores is made, to save memory.
             chosen += arrays

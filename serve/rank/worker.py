@@ -43,7 +43,7 @@ from serve.core.messages import (
 from serve.core.types import StageState, Step
 from serve.lora.table import Adapters
 from serve.rank.joining import join
-from serve.rank.loading import Engine, load, why_it_cannot_stay
+from serve.rank.loading import LoadedEngine, load, why_it_cannot_stay
 from serve.rank.parent import Parent, fail, planned, wait_for_order
 from serve.rank.step_loop import StepLoop
 from serve.ring.peers import RingLostError
@@ -63,7 +63,7 @@ class Worker:
         self.status = Status(StageState.JOINING)
         # A thread of its own, so that no stream waits while an adapter is read.
         self.reader = ThreadPoolExecutor(1, "adapters")
-        self._engine: Engine | None = None
+        self._engine: LoadedEngine | None = None
         self._orders: SimpleQueue[Order | MakePlan] = SimpleQueue()
         self._leaves: SimpleQueue[Leave] = SimpleQueue()
         self._has_left = False

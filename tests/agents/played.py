@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from serve.core.types import Sampling
 from serve.front.pipeline.interface import Prompt
 from serve.front.text.tokens import Tokenizer
-from serve.rank.grammar import Grammars
+from serve.rank.grammar import GrammarCompiler
 from tests.front.fakes import CONFIG, Events, FakeEngine, FakeRanks, byte_level, save
 
 MAX_CONTEXT = 1 << 17
@@ -104,7 +104,7 @@ class PlayedEngine(FakeEngine):
         self.play = play
         self.ranks = FakeRanks(served_model_name=model)
         self.adapters = self.ranks.adapters
-        self._grammars = Grammars(tokenizer.folder)
+        self._grammars = GrammarCompiler(tokenizer.folder)
 
     def _events(self, prompt: Prompt, sampling: Sampling, number: int) -> Events:
         def is_allowed(answer: str) -> bool:

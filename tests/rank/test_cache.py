@@ -20,7 +20,7 @@ from serve.core.ops import Copy, Drop, Write
 from serve.core.types import Row, Step
 from serve.model.caches import quantized
 from serve.model.stage import Stage
-from serve.rank.cache import GroupCaches, Part
+from serve.rank.cache import ForwardPass, GroupCaches
 from tests.errors import fails
 from tests.models import build
 
@@ -66,11 +66,11 @@ class Rig:
             self.caches.copy(each)
         for sequence in drop:
             self.caches.drop(sequence)
-        parts = self.caches.arrange(step)
+        passes = self.caches.arrange(step)
         mx.eval(self.caches.moved())
-        for part in parts:
-            (output,) = self.stage(part.tokens(step), part.caches, [])
-            logits |= part.outputs_of_rows(step, output)
+        for each in passes:
+            (output,) = self.stage(each.tokens(step), each.caches, [])
+            logits |= each.outputs_of_rows(step, output)
         mx.eval(logits, self.caches.states(step))
         for n, (sequence, fed) in enumerate(feeds.items()):
             new = quantized(make_prompt_cache(self.whole), self.kv_bits)
@@ -244,7 +244,7 @@ def test_caches_of_two_stages_have_the_same_rows_after_the_ring_is_lost(seed: in
     chance = random.Random(seed)
     first, second = (GroupCaches(lambda: [KVCache()]) for _ in range(2))
     groups: list[list[int]] = [[], []]
-    under_way: list[tuple[Step, list[Part]]] = []
+    under_way: list[tuple[Step, list[ForwardPass]]] = []
     for number in range(80):
         if chance.random() < 0.1:
             kept = first.positions.keys() & second.positions.keys() & {*groups[0], *groups[1]}
@@ -258,9 +258,9 @@ def test_caches_of_two_stages_have_the_same_rows_after_the_ring_is_lost(seed: in
         step = _random_step(chance, number, groups, first)
         under_way.append((step, feed_ones(first, step)))
         while len(under_way) > chance.randint(0, 3):
-            step, parts = under_way.pop(0)
-            rows = [part.rows for part in feed_ones(second, step)]
-            assert rows == [part.rows for part in parts]
+            step, passes = under_way.pop(0)
+            rows = [each.rows for each in feed_ones(second, step)]
+            assert rows == [each.rows for each in passes]
 
 
 def _random_step(
@@ -285,20 +285,20 @@ def _random_step(
     return Step(number, group, rows, (1,) * len(rows), True)
 
 
-def feed_ones(caches: GroupCaches, step: Step) -> list[Part]:
+def feed_ones(caches: GroupCaches, step: Step) -> list[ForwardPass]:
     """Runs a step of which all keys and values are ones."""
     for op in step.ops(Drop):
         caches.drop(op.sequence)
-    parts = caches.arrange(step)
+    passes = caches.arrange(step)
     for arrays in caches.moved():
         mx.eval(arrays)
-    for part in parts:
-        num_rows, num_tokens = part.tokens(step).shape
-        for cache in part.caches:
+    for each in passes:
+        num_rows, num_tokens = each.tokens(step).shape
+        for cache in each.caches:
             new = mx.ones((num_rows, 2, num_tokens, 16))
             cache.update_and_fetch(new, new)
     mx.eval(caches.states(step))
-    return parts
+    return passes
 
 
 def test_caches_have_no_content_for_tokens_that_are_not_held(rig: Rig) -> None:
@@ -546,9 +546,9 @@ def test_buffers_that_grow_are_copied_one_after_the_other() -> None:
 
 
 def run(stage: Stage, caches: GroupCaches, step: Step) -> None:
-    parts = caches.arrange(step)
+    passes = caches.arrange(step)
     mx.eval(caches.moved())
-    outputs = [stage(part.tokens(step), part.caches, []) for part in parts]
+    outputs = [stage(each.tokens(step), each.caches, []) for each in passes]
     mx.eval(outputs, caches.states(step))
 
 
@@ -557,9 +557,9 @@ def test_new_rows_beside_old_ones_are_a_part_of_their_own(can_batch: bool) -> No
     rig = Rig(can_batch)
     rig.step(0, {0: [1], 1: [2]})
     rows = (Row(2, 0, 1), Row(0, 1, 1), Row(3, 0, 1), Row(1, 1, 1))
-    parts = rig.caches.arrange(Step(2, 0, rows, (5, 6, 7, 8), True))
+    passes = rig.caches.arrange(Step(2, 0, rows, (5, 6, 7, 8), True))
     expected = [(0, 2), (1, 3)] if can_batch else [(0,), (1,), (2,), (3,)]
-    assert sorted(part.rows for part in parts) == sorted(expected)
+    assert sorted(each.rows for each in passes) == sorted(expected)
 
 
 @pytest.mark.parametrize(
@@ -576,8 +576,8 @@ def test_new_rows_begin_together_only_where_their_caches_allow_it(
 ) -> None:
     rows = tuple(Row(n, 0, length) for n, length in enumerate(lengths))
     step = Step(1, 0, rows, (1,) * sum(lengths), sample=False)
-    parts = GroupCaches(lambda: [cache()], can_batch).arrange(step)
-    assert [part.rows for part in parts] == expected
+    passes = GroupCaches(lambda: [cache()], can_batch).arrange(step)
+    assert [each.rows for each in passes] == expected
 
 
 def test_groups_without_rows_are_forgotten() -> None:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from serve.core.messages import Result
 from serve.core.outputs import Scores
 from serve.core.types import LAST_TOKEN, OVERFLOWED_TOKEN, Reasoning, Row, Sampling, Step
-from serve.rank.cache import Part
+from serve.rank.cache import ForwardPass
 from serve.rank.chooser import Chooser, scoring_bytes
 from serve.rank.sampling import score
 
@@ -26,8 +26,8 @@ VOCABULARY = 50
 def run(chooser: Chooser, step: Step, logits: mx.array) -> Result:
     """As the step loop does."""
     outputs: list[mx.array] = []
-    parts = [Part(tuple(range(len(step.rows))), [])]
-    for arrays in chooser.choose(step, parts, [logits]):
+    passes = [ForwardPass(tuple(range(len(step.rows))), [])]
+    for arrays in chooser.choose(step, passes, [logits]):
         mx.eval(arrays)
         outputs += arrays
     return chooser.result(step, outputs)

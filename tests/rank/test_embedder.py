@@ -12,7 +12,7 @@ import pytest
 from serve.core.types import Pooling, Row, Sequence, Step
 from serve.front.pipeline.scheduler import Scheduler
 from serve.model.stage import Stage
-from serve.rank.cache import Part
+from serve.rank.cache import ForwardPass
 from serve.rank.embedder import Embedder
 from tests import architectures
 from tests.models import build
@@ -123,8 +123,8 @@ def test_pop_hidden_gives_the_hidden_states_once() -> None:
 
 def feed(embedder: Embedder, row: Row, hidden: mx.array) -> dict[int, bytes | None]:
     step = Step(1, 0, (row,), (1,) * row.num_tokens, sample=False)
-    part = Part((0,), [])
-    outputs = embedder.pool(step, [part], [hidden[None, row.position :][:, : row.num_tokens]])
+    only = ForwardPass((0,), [])
+    outputs = embedder.pool(step, [only], [hidden[None, row.position :][:, : row.num_tokens]])
     mx.eval(outputs)
     return {each.sequence: each.numbers for each in embedder.result(outputs)}
 

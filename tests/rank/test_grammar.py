@@ -16,7 +16,7 @@ from serve.core.errors import RequestError
 from serve.core.grammar_limits import MAX_RULES
 from serve.core.types import Reasoning, Sampling
 from serve.rank import grammar
-from serve.rank.grammar import Constraint, Grammars
+from serve.rank.grammar import Constraint, GrammarCompiler
 from tests.errors import fails
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-chat"
@@ -30,11 +30,11 @@ NUMBERS = LLMatcher.grammar_from_json_schema(
 
 
 @pytest.fixture
-def grammars() -> Grammars:
-    return Grammars(MODEL)
+def grammars() -> GrammarCompiler:
+    return GrammarCompiler(MODEL)
 
 
-def begin(grammars: Grammars, grammar: str, output: list[int], **fields: int) -> Constraint:
+def begin(grammars: GrammarCompiler, grammar: str, output: list[int], **fields: int) -> Constraint:
     sampling = Sampling(grammar=grammar, end_ids=(END,), **fields)
     return Constraint(grammars, sampling, output)
 
@@ -55,7 +55,7 @@ def drawn(constraint: Constraint, seed: int, output: list[int], stop: int = 60) 
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_is_drawn_follows_the_grammar(grammars: Grammars, seed: int) -> None:
+def test_whatever_is_drawn_follows_the_grammar(grammars: GrammarCompiler, seed: int) -> None:
     output = drawn(begin(grammars, CHOICE, []), seed, [])
     words = TOKENIZER.decode(output).split(" and ")
     assert output[-1] == END
@@ -64,7 +64,7 @@ def test_whatever_is_drawn_follows_the_grammar(grammars: Grammars, seed: int) ->
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
 def test_grammar_of_a_sequence_that_begins_again_continues_where_it_was(
-    grammars: Grammars, num_tokens: int
+    grammars: GrammarCompiler, num_tokens: int
 ) -> None:
     before = TOKENIZER.encode("[12, 7]", add_special_tokens=False).ids[:num_tokens]
     fresh, again = begin(grammars, NUMBERS, []), begin(grammars, NUMBERS, before)
@@ -73,7 +73,7 @@ def test_grammar_of_a_sequence_that_begins_again_continues_where_it_was(
     assert mx.array_equal(allowed(fresh), allowed(again))
 
 
-def test_after_the_last_token_only_the_end_is_allowed(grammars: Grammars) -> None:
+def test_after_the_last_token_only_the_end_is_allowed(grammars: GrammarCompiler) -> None:
     tokens = TOKENIZER.encode("[1,2]", add_special_tokens=False).ids
     constraint = begin(grammars, NUMBERS, tokens)
     assert mx.argmax(allowed(constraint)).item() == END
@@ -84,7 +84,7 @@ def test_after_the_last_token_only_the_end_is_allowed(grammars: Grammars) -> Non
 
 
 def test_a_grammar_that_everybody_would_wait_for_is_an_error_of_the_request(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of each text there are more readings than of the one before; a plain grammar goes on."""
     monkeypatch.setattr(grammar, "_MAX_LATE_SECONDS", 0.05)
@@ -99,7 +99,7 @@ def test_a_grammar_that_everybody_would_wait_for_is_an_error_of_the_request(
 
 
 def test_a_grammar_that_is_slow_to_prepare_is_an_error_of_the_request(
-    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar, "_MAX_LATE_SECONDS", 0.02)
     slow = LLMatcher.grammar_from_json_schema({"type": "integer", "multipleOf": 99_991})
@@ -107,7 +107,7 @@ def test_a_grammar_that_is_slow_to_prepare_is_an_error_of_the_request(
         allowed(begin(grammars, slow, []))
 
 
-def test_rows_share_a_grammar_and_not_how_far_they_are(grammars: Grammars) -> None:
+def test_rows_share_a_grammar_and_not_how_far_they_are(grammars: GrammarCompiler) -> None:
     """What is slow is done once (twice, if two threads begin with it together)."""
     first = begin(grammars, CHOICE, [])
     allowed(first)
@@ -118,13 +118,15 @@ def test_rows_share_a_grammar_and_not_how_far_they_are(grammars: Grammars) -> No
     assert all(end[-1] == END for end in ends)
 
 
-def test_what_does_not_fit_is_an_error_of_the_request(grammars: Grammars) -> None:
+def test_what_does_not_fit_is_an_error_of_the_request(grammars: GrammarCompiler) -> None:
     wrong = TOKENIZER.encode("no list", add_special_tokens=False).ids
     with fails(RequestError, "grammar"):
         allowed(begin(grammars, NUMBERS, wrong))
 
 
-def test_accept_leaves_the_error_of_a_broken_grammar_to_the_next_mask(grammars: Grammars) -> None:
+def test_accept_leaves_the_error_of_a_broken_grammar_to_the_next_mask(
+    grammars: GrammarCompiler,
+) -> None:
     """A token that a budget forces is accepted without a look at the mask."""
     constraint = begin(grammars, "start: nothing", [])
     constraint.accept(5)
@@ -132,7 +134,7 @@ def test_accept_leaves_the_error_of_a_broken_grammar_to_the_next_mask(grammars: 
         allowed(constraint)
 
 
-def test_before_it_begins_everything_but_the_end_is_allowed(grammars: Grammars) -> None:
+def test_before_it_begins_everything_but_the_end_is_allowed(grammars: GrammarCompiler) -> None:
     """An answer that ends in its thoughts would lack what was demanded."""
     thought = TOKENIZER.encode("first a thought", add_special_tokens=False).ids
     mark = TOKENIZER.token_to_id("</tool_call>")
@@ -143,7 +145,7 @@ def test_before_it_begins_everything_but_the_end_is_allowed(grammars: Grammars) 
     assert 0 < allowed(constraint).sum().item() < 20
 
 
-def test_where_the_answer_would_end_its_thoughts_end(grammars: Grammars) -> None:
+def test_where_the_answer_would_end_its_thoughts_end(grammars: GrammarCompiler) -> None:
     mark = TOKENIZER.token_to_id("</tool_call>")
     constraint = begin(grammars, CHOICE, [], free_until=mark)
     logits = mx.zeros(NUM_LOGITS)
@@ -155,7 +157,7 @@ def test_where_the_answer_would_end_its_thoughts_end(grammars: Grammars) -> None
     assert allowed(endless)[END].item()
 
 
-def test_the_end_of_thoughts_may_be_the_answers(grammars: Grammars) -> None:
+def test_the_end_of_thoughts_may_be_the_answers(grammars: GrammarCompiler) -> None:
     assert allowed(begin(grammars, CHOICE, [], free_until=END))[END].item()
 
 
@@ -167,13 +169,13 @@ def test_stop_token_that_the_grammar_allows_may_come_early() -> None:
     letters = LLMatcher.grammar_from_regex("[ab]{5}")
     a, b, c = ids_of("a", "b", "c")
     sampling = Sampling(grammar=letters, end_ids=(END, a, c))
-    mask = allowed(Constraint(Grammars(MODEL), sampling, []))
+    mask = allowed(Constraint(GrammarCompiler(MODEL), sampling, []))
     assert [bool(mask[id].item()) for id in (a, b, c, END)] == [True, True, False, False]
-    complete = allowed(Constraint(Grammars(MODEL), sampling, [b] * 5))
+    complete = allowed(Constraint(GrammarCompiler(MODEL), sampling, [b] * 5))
     assert [bool(complete[id].item()) for id in (a, b, c, END)] == [True, False, True, True]
 
 
-def test_grammar_without_any_allowed_token_is_a_conflict(grammars: Grammars) -> None:
+def test_grammar_without_any_allowed_token_is_a_conflict(grammars: GrammarCompiler) -> None:
     a, b, c = ids_of("a", "b", "c")
     first_a = LLMatcher.grammar_from_regex("ab*")
     sampling = Sampling(grammar=first_a, end_ids=(END,), allowed_ids=(a, c))
@@ -189,8 +191,8 @@ import sys
 from pathlib import Path
 import mlx.core as mx
 from serve.core.types import Reasoning, Sampling
-from serve.rank.grammar import Constraint, Grammars
-constraint = Constraint(Grammars(Path(sys.argv[1])), Sampling(grammar=sys.stdin.read()), [])
+from serve.rank.grammar import Constraint, GrammarCompiler
+constraint = Constraint(GrammarCompiler(Path(sys.argv[1])), Sampling(grammar=sys.stdin.read()), [])
 print((constraint.apply(mx.zeros(1000)) == 0).sum().item())
 """
 
@@ -217,7 +219,9 @@ OF_SPECIAL: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("text", SPECIAL)
 @pytest.mark.parametrize("kind", OF_SPECIAL)
-def test_the_text_of_a_special_token_is_spelled(grammars: Grammars, kind: str, text: str) -> None:
+def test_the_text_of_a_special_token_is_spelled(
+    grammars: GrammarCompiler, kind: str, text: str
+) -> None:
     """It became that token, which the grammar then refused: a request with it ended with 400."""
     output = drawn(begin(grammars, OF_SPECIAL[kind](text), []), 1, [])
     assert output[-1] == END
@@ -228,7 +232,7 @@ def test_the_text_of_a_special_token_is_spelled(grammars: Grammars, kind: str, t
     assert drawn(again, 2, output[:3])[-1] == END
 
 
-def test_a_special_token_that_a_grammar_names_is_itself(grammars: Grammars) -> None:
+def test_a_special_token_that_a_grammar_names_is_itself(grammars: GrammarCompiler) -> None:
     named = LLMatcher.grammar_from_lark("start: <tool_call> /a{3}/")
     output = drawn(begin(grammars, named, []), 1, [])
     assert output[0] == TOKENIZER.token_to_id("<tool_call>")
@@ -236,7 +240,7 @@ def test_a_special_token_that_a_grammar_names_is_itself(grammars: Grammars) -> N
 
 
 def test_follow_takes_back_the_character_within_which_a_budget_ends_the_reasoning(
-    grammars: Grammars,
+    grammars: GrammarCompiler,
 ) -> None:
     """Byte tokens of a character have no mark between them in any grammar of text."""
     mark = TOKENIZER.token_to_id("</tool_call>")
@@ -256,7 +260,7 @@ def test_follow_takes_back_the_character_within_which_a_budget_ends_the_reasonin
     ("text", "is_whole"), [("[12, 7]", True), ("[12, 7", True), ("[12, x7]", False), ("no", False)]
 )
 def test_num_allowed_is_how_far_drafts_follow_the_grammar(
-    grammars: Grammars, text: str, is_whole: bool
+    grammars: GrammarCompiler, text: str, is_whole: bool
 ) -> None:
     drafts = tuple(TOKENIZER.encode(text, add_special_tokens=False).ids)
     constraint = begin(grammars, NUMBERS, [])
@@ -269,7 +273,7 @@ def test_num_allowed_is_how_far_drafts_follow_the_grammar(
         assert not allowed(constraint)[drafts[num_allowed]].item()
 
 
-def test_num_allowed_lets_ends_and_thoughts_pass(grammars: Grammars) -> None:
+def test_num_allowed_lets_ends_and_thoughts_pass(grammars: GrammarCompiler) -> None:
     whole = tuple(TOKENIZER.encode("[1, 2]", add_special_tokens=False).ids)
     constraint = begin(grammars, NUMBERS, [])
     assert constraint.num_allowed((*whole, END, 5)) == len(whole) + 2

@@ -21,7 +21,7 @@ from serve.core.outputs import Guesses
 from serve.core.plan import MAX_DRAFT_ROWS, MAX_DRAFT_TOKENS
 from serve.core.types import FIRST_WARM_UP_STEP, NUM_SEQUENCE_IDS, Row, Sampling, Step
 from serve.model.stage import Stage
-from serve.rank.cache import GroupCaches, Part
+from serve.rank.cache import ForwardPass, GroupCaches
 from serve.rank.chooser import Chooser
 from serve.rank.sampling import Sampler, sample
 
@@ -111,7 +111,7 @@ class Drafter(ABC):
         self._gone.clear()
         self._caches.keep_only({})
 
-    def keep(self, _step: Step, _parts: list[Part], _chooser: Chooser) -> list[mx.array]:
+    def keep(self, _step: Step, _passes: list[ForwardPass], _chooser: Chooser) -> list[mx.array]:
         """Takes what it needs of a step that has not run. Returns arrays to evaluate with it."""
         return []
 
@@ -183,8 +183,8 @@ class Drafter(ABC):
         """Returns the drafter's own weights, without those that it shares with the model."""
 
     @abstractmethod
-    def _logits(self, step: Step, part: Part) -> mx.array:
-        """Returns the logits (B, L, vocabulary) of a part of its own step, lazily."""
+    def _logits(self, step: Step, own: ForwardPass) -> mx.array:
+        """Returns the logits (B, L, vocabulary) of a forward pass of its own step, lazily."""
 
     def _can_guess(self, request: GuessRequest) -> bool:
         return bool(request.text)
@@ -299,12 +299,12 @@ class Drafter(ABC):
             self._caches.drop(sequence)
         self._gone = []
         step = Step(0, group, tuple(rows), tuple(tokens), sample=True)
-        parts = self._caches.arrange(step)
+        passes = self._caches.arrange(step)
         moved = self._caches.moved()
         mx.eval(moved)  # before the forward, as GroupCaches says
         logits: dict[int, mx.array] = {}
-        for part in parts:
-            logits |= part.outputs_of_rows(step, self._logits(step, part))
+        for each in passes:
+            logits |= each.outputs_of_rows(step, self._logits(step, each))
         return step, logits
 
     def _of_vocabulary(self, logits: mx.array) -> mx.array:
@@ -331,8 +331,8 @@ class DraftModel(Drafter):
     def _weights(self) -> Iterable[mx.array]:
         return self._stage.weights().values()
 
-    def _logits(self, step: Step, part: Part) -> mx.array:
-        (logits,) = self._stage(part.tokens(step), part.caches, [])
+    def _logits(self, step: Step, own: ForwardPass) -> mx.array:
+        (logits,) = self._stage(own.tokens(step), own.caches, [])
         return logits
 
 

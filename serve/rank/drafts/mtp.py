@@ -13,7 +13,7 @@ import msgspec
 from serve.core.plan import MAX_DRAFT_ROWS
 from serve.core.types import NUM_SEQUENCE_IDS, Step
 from serve.model.mtp import HeadInputs, PredictionHead
-from serve.rank.cache import Part
+from serve.rank.cache import ForwardPass
 from serve.rank.chooser import Chooser
 from serve.rank.drafts.draft_model import NUM_TOKENS_READ, Drafter, GuessRequest
 
@@ -83,17 +83,17 @@ class HeadDrafter(Drafter):
         self._add(NUM_SEQUENCE_IDS, 0, self._inputs.example)
         return super().try_out()
 
-    def keep(self, step: Step, parts: list[Part], chooser: Chooser) -> list[mx.array]:
+    def keep(self, step: Step, passes: list[ForwardPass], chooser: Chooser) -> list[mx.array]:
         """Keeps a step's hidden states that may be read later, and returns them to evaluate."""
-        hidden = self._inputs.pop_states(len(parts))
+        hidden = self._inputs.pop_states(len(passes))
         if len(step.rows) > MAX_DRAFT_ROWS:
             # No guesses are requested for steps with more rows than that.
             for row in step.rows:
                 self._hidden.pop(row.sequence, None)
             return []
         kept: list[mx.array] = []
-        for part, output in zip(parts, hidden, strict=True):
-            for n, states in part.outputs_of_rows(step, output).items():
+        for each, output in zip(passes, hidden, strict=True):
+            for n, states in each.outputs_of_rows(step, output).items():
                 row = step.rows[n]
                 num_known = chooser.num_known(row.sequence)
                 if num_known is None:
@@ -167,13 +167,13 @@ class HeadDrafter(Drafter):
             return self._outputs[sequence]
         return self._hidden[sequence].between(position - 1, position - 1 + num_tokens)
 
-    def _logits(self, step: Step, part: Part) -> mx.array:
+    def _logits(self, step: Step, own: ForwardPass) -> mx.array:
         assert self._fed_hidden is not None
         numbers = tuple(range(len(step.tokens)))
         # The hidden states are padded in the same way as the tokens that they belong to.
-        places = part.tokens(msgspec.structs.replace(step, tokens=numbers))
+        places = own.tokens(msgspec.structs.replace(step, tokens=numbers))
         hidden = self._fed_hidden[places]
-        normed, output = self._head(part.tokens(step), hidden, part.caches)
-        for n, states in part.outputs_of_rows(step, output).items():
+        normed, output = self._head(own.tokens(step), hidden, own.caches)
+        for n, states in own.outputs_of_rows(step, output).items():
             self._outputs[step.rows[n].sequence] = states[-1:]
         return self._inputs.logits(normed)
