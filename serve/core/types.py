@@ -133,21 +133,14 @@ class Sequence:
     Once every step issued so far has run, the stages hold keys and values of num_computed tokens,
     and num_pending more tokens are sampled. The steps of num_done tokens have run. is_held says
     whether they hold anything. The first num_cached tokens were copied from another sequence.
-    num_copied is the same for the latest time that the prompt was begun; before that, it is what
-    the stages could copy when the sequence arrived. work_of_younger is the work that was done for
-    younger prompts before this one was finished, as prefill_order counts it.
     adapter_version is 0 without an adapter. original has the same prompt, which is computed once
-    for both. Keys and values of the prompt are shared only within cache_scope. usage has what parts
-    of the scheduler count for the client, by name. drafts are the guesses that its last step feeds
-    after the newest token, until it is known which of them are right; drafter is what they were
-    made from. num_drafted and num_accepted count the drafts that were verified and those that
-    became part of the answer. may_draft says whether it may have further drafts. prediction is the
-    answer that its client expects. guesses are the draft model's, of the tokens that follow its
-    newest token; num_asked is how many more are to come with the result of its last step.
-
-    boundaries are the positions in the prompt behind which the next prompt of the same chat may
-    differ. stops are the positions at which prefill still has to stop for a checkpoint. may_read
-    says whether a prefix may still be read from disk.
+    for both. usage has what parts of the scheduler count for the client, by name. drafts are the
+    guesses that its last step feeds after the newest token, until it is known which of them are
+    right; drafter is what they were made from. num_drafted and num_accepted count the drafts that
+    were verified and those that became part of the answer. may_draft says whether it may have
+    further drafts. prediction is the answer that its client expects. guesses are the draft model's,
+    of the tokens that follow its newest token; num_asked is how many more are to come with the
+    result of its last step.
     """
 
     id: int
@@ -160,12 +153,9 @@ class Sequence:
     num_computed: int = 0
     num_pending: int = 0
     num_cached: int = 0
-    num_copied: int = 0
-    work_of_younger: float = 0.0
     num_done: int = 0
     is_held: bool = False
     original: "Sequence | None" = None
-    cache_scope: str = ""
     usage: Counter[str] = field(default_factory=Counter)
     prediction: tuple[int, ...] = ()
     drafts: list[int] = field(default_factory=list)
@@ -175,10 +165,6 @@ class Sequence:
     num_accepted: int = 0
     guesses: tuple[int, ...] = ()
     num_asked: int = 0
-    boundaries: tuple[int, ...] = ()
-    stops: list[int] = field(default_factory=list)
-    may_read: bool = True
-    may_keep: bool = True
 
     @property
     def tokens(self) -> list[int]:
@@ -223,7 +209,6 @@ class Sequence:
     def begin_as_copy(self, num_tokens: int) -> None:
         """Begins the sequence with num_tokens tokens that the stages copy, which may be none."""
         self.num_computed = num_tokens
-        self.num_copied = num_tokens
         self.is_held = num_tokens > 0
         if not self.output:
             self.num_cached = num_tokens
@@ -231,20 +216,12 @@ class Sequence:
     def reset(self) -> None:
         """Resets the sequence after the stages have dropped it. Its answer so far is kept."""
         self.num_computed = 0
-        self.num_copied = 0
         self.num_pending = 0
         self.num_done = 0
         self.is_held = False
-        self.may_read = True
         self.drafts = []
         self.guesses = ()
         self.num_asked = 0
-
-    def record(self, token: int) -> None:
-        if token in FAILURES:
-            self.may_keep = False
-        else:
-            self.output.append(token)
 
     def next_tokens(self, count: int) -> list[int]:
         """Returns the next tokens to feed: LAST_TOKEN stands for a token that is not known yet, and

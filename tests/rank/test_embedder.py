@@ -82,7 +82,7 @@ def test_embeddings_neither_read_nor_fill_the_prefix_cache() -> None:
         local.scheduler = Scheduler(2, max_num_sequences=8, max_queue=64, prefill_chunk=16)
         local.scheduler.reuse = "any"
         local.answer([sequence(local, 1, prompt, Pooling("mean"))])
-        assert not list(local.scheduler.room.kept)
+        assert not list(local.scheduler.budget.kept)
         assert local.scheduler.num_held_tokens == 0
         first = Sequence(2, prompt, 6, GREEDY, frozenset())
         local.answer([first])
@@ -90,7 +90,7 @@ def test_embeddings_neither_read_nor_fill_the_prefix_cache() -> None:
         again = sequence(local, 3, prompt, Pooling("mean"))
         local.answer([again])
         assert again.num_cached == 0
-        assert list(local.scheduler.room.kept) == [2]
+        assert list(local.scheduler.budget.kept) == [2]
     assert local.embeddings[1] == local.embeddings[3]
     assert first.output == whole_model(prompt, 6)
 

@@ -70,7 +70,7 @@ def num_changed(local: LocalPipeline, expected: list[list[int]], num: int, adapt
         answers = [sequence.output for sequence in asked]
         wrong += sum(got != expected[n] for n, got in zip(numbers, answers, strict=True))
         assert all(scheduler.ends[s.id] == "overflowed" and not s.output for s in bad)
-        assert not {s.id for s in bad}.intersection(scheduler.room.kept)
+        assert not {s.id for s in bad}.intersection(scheduler.budget.kept)
     return wrong
 
 

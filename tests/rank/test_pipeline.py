@@ -36,6 +36,7 @@ from serve.rank.prefixes.store import PrefixStore
 from serve.rank.step_loop import StepLoop
 from serve.ring.transport import local_ring
 from tests import architectures
+from tests.front.pipeline.simulation import prompt_of
 from tests.front.prefixes.observing import is_busy
 from tests.models import build
 
@@ -66,6 +67,8 @@ class LocalPipeline:
         self.stores: dict[int, PrefixStore] = {}
         self.ring = local_ring(num_ranks)
         self.results = results
+        # Of the prompts of sequences that will be added, by their ids.
+        self.boundaries: dict[int, tuple[int, ...]] = {}
         self.chooser = Chooser()
         self.embedder = Embedder()
         self.poolings: dict[int, Pooling] = {}  # of prompts to embed, by sequence id
@@ -130,7 +133,7 @@ class LocalPipeline:
         counts = DiskCounts()
         stored = {rank: store.files() for rank, store in self.stores.items()}
         self.scheduler.reuse = reuse
-        self.scheduler.room.disk = DiskPrefixes(
+        self.scheduler.budget.disk = DiskPrefixes(
             stored,
             str,
             counts,
@@ -141,7 +144,7 @@ class LocalPipeline:
 
     def flush(self) -> None:
         """Waits until no step and no read or write of a file is under way."""
-        disk = self.scheduler.room.disk
+        disk = self.scheduler.budget.disk
         assert disk
         self._pump()
         while is_busy(disk) or self.scheduler.num_in_flight:
@@ -159,13 +162,17 @@ class LocalPipeline:
         rank, message = result
         if isinstance(message, PrefixRead):
             self.scheduler.on_prefix_read(rank, message)
-        elif self.scheduler.room.disk:
-            self.scheduler.room.disk.on_written(rank, message)
+        elif self.scheduler.budget.disk:
+            self.scheduler.budget.disk.on_written(rank, message)
+
+    def _add(self, sequences: list[Sequence]) -> None:
+        prompts = {s.id: prompt_of(s, self.boundaries.get(s.id, ())) for s in sequences}
+        self.scheduler.add(*sequences, prompts=prompts)
 
     def leave(self, sequence: Sequence, num_tokens: int) -> None:
         """Runs a sequence until its answer has num_tokens tokens, then ends it as if its client had
         disconnected."""
-        self.scheduler.add(sequence)
+        self._add([sequence])
         self._pump()
         while len(sequence.output) < num_tokens:
             self._take(self.results.get(timeout=30))
@@ -179,9 +186,9 @@ class LocalPipeline:
     def interrupt(self, sequences: list[Sequence], num_tokens: int) -> None:
         """Runs sequences until the answer of each has num_tokens tokens and all their files are
         written. Takes no result after that."""
-        disk = self.scheduler.room.disk
+        disk = self.scheduler.budget.disk
         assert disk
-        self.scheduler.add(*sequences)
+        self._add(sequences)
         self._pump()
         held: list[Result] = []
         while is_busy(disk) or min(len(sequence.output) for sequence in sequences) < num_tokens:
@@ -198,7 +205,7 @@ class LocalPipeline:
 
     def answer(self, sequences: list[Sequence]) -> dict[int, list[int]]:
         """Runs the sequences to their end, as serve.front.pipeline.engine does."""
-        self.scheduler.add(*sequences)
+        self._add(sequences)
         self._pump()
         while self.scheduler.num_running or self.scheduler.num_waiting:
             self._take(self.results.get(timeout=30))
@@ -208,7 +215,7 @@ class LocalPipeline:
     def _pump(self) -> None:
         while True:
             step = self.scheduler.schedule()
-            disk = self.scheduler.room.disk
+            disk = self.scheduler.budget.disk
             for message in disk.take_messages() if disk else ():
                 for store in self.stores.values():
                     store.obey(message)
@@ -418,7 +425,7 @@ def test_penalties_follow_what_was_generated_also_after_a_restart() -> None:
     wanted = Sampling(0, frequency_penalty=0.6, presence_penalty=0.4, repetition_penalty=1.3)
     prompts = PROMPTS[2:7]
     with pipeline(2) as local:
-        local.scheduler.room.max_tokens = 36
+        local.scheduler.budget.max_tokens = 36
         sequences = [Sequence(i, p, 14, wanted, frozenset()) for i, p in enumerate(prompts)]
         num_sent_back = count_calls(local.scheduler, "_send_back")
         answers = local.answer(sequences)

@@ -1,7 +1,6 @@
 """A second turn that begins at a checkpoint of the first, on the stages of every architecture: its
 answer is that of a computation from nothing."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -37,9 +36,9 @@ SHARED = [3 + i % 40 for i in range(75)] + [5, 4, 3, 2, 1]  # longer than all wi
 SCORED = Sampling(temperature=0, logprobs=3)
 
 
-def turns() -> list[Sequence]:
+def turns(first_id: int) -> list[tuple[Sequence, tuple[int, ...]]]:
     """A prompt; a second one that leaves the first answer out; one that differs before the last
-    boundary, and one that repeats the second prompt."""
+    boundary, and one that repeats the second prompt. Each has its boundaries beside it."""
     prompts = [
         ([*SHARED, 7, 8, 9], (66, len(SHARED))),
         ([*SHARED, *range(10, 20)], (len(SHARED) + 8,)),
@@ -47,17 +46,19 @@ def turns() -> list[Sequence]:
         ([*SHARED, *range(10, 20)], (len(SHARED) + 8,)),
     ]
     return [
-        Sequence(id, prompt, 4, SCORED, frozenset(), boundaries=boundaries)
-        for id, (prompt, boundaries) in enumerate(prompts)
+        (Sequence(id, prompt, 4, SCORED, frozenset()), boundaries)
+        for id, (prompt, boundaries) in enumerate(prompts, first_id)
     ]
 
 
 def answers(local: LocalPipeline, reuse: str, first_id: int) -> tuple[list[Sequence], list[float]]:
     """The sequences after one turn after another, and the scores of all tokens."""
     local.scheduler.reuse = reuse  # type: ignore[assignment]
-    sequences = [replace(turn, id=turn.id + first_id) for turn in turns()]
+    sequences: list[Sequence] = []
     logprobs: list[float] = []
-    for sequence in sequences:
+    for sequence, boundaries in turns(first_id):
+        sequences.append(sequence)
+        local.boundaries[sequence.id] = boundaries
         local.answer([sequence])
         for position in sorted(local.scores[sequence.id]):
             score = local.scores[sequence.id][position]

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from serve.core.types import Sequence
+from serve.front.prefixes.checkpoints import Stops
 
 MAX_CHUNK_SHARE = 1.25  # of the intended size, for a chunk that takes a prompt's rest along
 MIN_CHUNK = 64
@@ -54,18 +55,14 @@ def is_long(sequence: Sequence) -> bool:
     return sequence.num_to_prefill - sequence.num_cached > SHORT_PROMPT
 
 
-def next_chunk(sequence: Sequence, chunk: int) -> int:
+def next_chunk(sequence: Sequence, chunk: int, stops: Stops) -> int:
     """Returns the number of tokens of a prompt that the next step takes, up to its next stop. A
     short rest is taken along, because another step would cost more."""
-    num_left = _next_stop(sequence) - sequence.num_computed
+    num_left = stops.next(sequence) - sequence.num_computed
     return num_left if num_left <= MAX_CHUNK_SHARE * chunk else chunk
 
 
-def _next_stop(sequence: Sequence) -> int:
-    return sequence.stops[0] if sequence.stops else sequence.num_to_prefill
-
-
-def batchable(prefilling: Iterable[Sequence], chunk: int) -> Iterator[Sequence]:
+def batchable(prefilling: Iterable[Sequence], chunk: int, stops: Stops) -> Iterator[Sequence]:
     """Yields the prompts that can share a step with the first one. All of them, the first included,
     have to be new and without a stop before their end. Rows are padded to the longest prompt, which
     must be less than twice as long as the shortest."""
@@ -73,7 +70,7 @@ def batchable(prefilling: Iterable[Sequence], chunk: int) -> Iterator[Sequence]:
     longest = first.num_to_prefill
     shortest = longest
     num_rows = 1
-    if not _is_one_chunk(first) or longest > MAX_CHUNK_SHARE * chunk:
+    if not _is_one_chunk(first, stops) or longest > MAX_CHUNK_SHARE * chunk:
         return
     for sequence in others:
         length = sequence.num_to_prefill
@@ -82,10 +79,10 @@ def batchable(prefilling: Iterable[Sequence], chunk: int) -> Iterator[Sequence]:
         num_rows += 1
         is_too_large = num_rows * longest > chunk
         is_too_uneven = longest >= 2 * shortest
-        if not _is_one_chunk(sequence) or is_too_large or is_too_uneven:
+        if not _is_one_chunk(sequence, stops) or is_too_large or is_too_uneven:
             return
         yield sequence
 
 
-def _is_one_chunk(sequence: Sequence) -> bool:
-    return sequence.num_computed == 0 and _next_stop(sequence) == sequence.num_to_prefill
+def _is_one_chunk(sequence: Sequence, stops: Stops) -> bool:
+    return sequence.num_computed == 0 and stops.next(sequence) == sequence.num_to_prefill

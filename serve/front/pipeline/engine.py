@@ -151,7 +151,7 @@ class Engine:
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting,
             "kv_tokens": scheduler.num_held_tokens,
-            "max_kv_tokens": scheduler.room.max_tokens,
+            "max_kv_tokens": scheduler.budget.max_tokens,
             "drafts": scheduler.draft_counts.to_json(),
             "prefix_cache": self._prefix_cache(),
             "better_split": better_split(first_shards(lifecycle.stages)),
@@ -163,7 +163,7 @@ class Engine:
     def _prefix_cache(self) -> dict[str, Any]:
         requests = self._requests
         scheduler = requests.scheduler
-        kept = scheduler.room.kept
+        kept = scheduler.budget.kept
         counts = scheduler.prefix_counts.to_json()
         disk = requests.disk_counts.to_json() | requests.disk_state()
         return {

@@ -27,7 +27,9 @@ its end even if nothing else fits beside it.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from serve.core.types import Sequence
 from serve.front.pipeline.chunks import SHORT_PROMPT
@@ -43,51 +45,76 @@ def work(start: int, end: int) -> float:
     return max(0, end - start) * (1 + mean_position / _CONTEXT_OF_DOUBLE_WORK)
 
 
-def work_left(sequence: Sequence) -> float:
-    start = max(sequence.num_computed, sequence.num_copied)
-    return work(start, sequence.num_to_prefill)
+@dataclass(slots=True)
+class _Prompt:
+    """num_copied is the number of tokens that the prompt began with as a copy, or else could have
+    when it arrived. work_of_younger is what was done for younger prompts since then."""
+
+    num_copied: int = 0
+    work_of_younger: float = 0.0
 
 
-def tolerance(sequence: Sequence) -> float:
-    """Returns how much more work may be done for younger prompts before this one is finished."""
-    own = work(sequence.num_copied, sequence.num_to_prefill)
-    return own - sequence.work_of_younger
+class PrefillOrder:
+    """The order of the prompts, and what it depends on besides the sequences themselves."""
 
+    def __init__(self) -> None:
+        self._prompts: defaultdict[int, _Prompt] = defaultdict(_Prompt)
 
-def in_order(prefilling: Iterable[Sequence]) -> list[Sequence]:
-    """Returns the prompts that may be read next, the best one first, if there are any."""
-    allowed: list[Sequence] = []
-    for sequence in sorted(prefilling, key=_age):
-        allowed.append(sequence)
-        if tolerance(sequence) <= 0:
-            break
-    return sorted(allowed, key=_size)
+    def note_copied(self, sequence_id: int, num_tokens: int) -> None:
+        """Notes how many tokens a prompt begins with as a copy, or probably will."""
+        self._prompts[sequence_id].num_copied = num_tokens
 
+    def note_overtaking(self, read: Sequence, num_tokens: int, others: Iterable[Sequence]) -> None:
+        """Counts the next num_tokens of a prompt against older ones among others."""
+        start = read.num_computed
+        amount = work(start, start + num_tokens)
+        for sequence in others:
+            if _age(sequence) < _age(read):
+                self._prompts[sequence.id].work_of_younger += amount
 
-def next_to_admit(waiting: Iterable[Sequence], prefilling: list[Sequence]) -> Sequence | None:
-    """Returns the waiting prompt that is next. The oldest of waiting comes first."""
-    best: Sequence | None = None
-    most = math.inf  # what all older ones tolerate
-    for sequence in waiting:
-        left = work_left(sequence)
-        if left <= most and (best is None or _size(sequence) < _size(best)):
-            best = sequence
-        promised = sum(work_left(other) for other in prefilling if _age(other) > _age(sequence))
-        most = min(most, tolerance(sequence) - promised)
-    return best
+    def forget(self, sequence_id: int) -> None:
+        """Forgets a sequence that has ended."""
+        self._prompts.pop(sequence_id, None)
 
+    def in_order(self, prefilling: Iterable[Sequence]) -> list[Sequence]:
+        """Returns the prompts that may be read next, the best one first, if there are any."""
+        allowed: list[Sequence] = []
+        for sequence in sorted(prefilling, key=_age):
+            allowed.append(sequence)
+            if self.tolerance(sequence) <= 0:
+                break
+        return sorted(allowed, key=self._size)
 
-def note_overtaking(read: Sequence, num_tokens: int, others: Iterable[Sequence]) -> None:
-    """Counts the next num_tokens of a prompt against older ones among others."""
-    start = read.num_computed
-    amount = work(start, start + num_tokens)
-    for sequence in others:
-        if _age(sequence) < _age(read):
-            sequence.work_of_younger += amount
+    def next_to_admit(
+        self,
+        waiting: Iterable[Sequence],
+        prefilling: list[Sequence],
+    ) -> Sequence | None:
+        """Returns the waiting prompt that is next. The oldest of waiting comes first."""
+        best: Sequence | None = None
+        most = math.inf  # what all older ones tolerate
+        for sequence in waiting:
+            left = self._work_left(sequence)
+            if left <= most and (best is None or self._size(sequence) < self._size(best)):
+                best = sequence
+            younger = [other for other in prefilling if _age(other) > _age(sequence)]
+            promised = sum(self._work_left(other) for other in younger)
+            most = min(most, self.tolerance(sequence) - promised)
+        return best
 
+    def tolerance(self, sequence: Sequence) -> float:
+        """Returns how much more work may be done for younger prompts before this one is
+        finished."""
+        prompt = self._prompts[sequence.id]
+        own = work(prompt.num_copied, sequence.num_to_prefill)
+        return own - prompt.work_of_younger
 
-def _size(sequence: Sequence) -> float:
-    return max(SHORT_PROMPT, work_left(sequence))
+    def _work_left(self, sequence: Sequence) -> float:
+        start = max(sequence.num_computed, self._prompts[sequence.id].num_copied)
+        return work(start, sequence.num_to_prefill)
+
+    def _size(self, sequence: Sequence) -> float:
+        return max(SHORT_PROMPT, self._work_left(sequence))
 
 
 def _age(sequence: Sequence) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from serve.core.types import Group, Sequence
-from serve.front.pipeline.prefill_order import next_to_admit
+from serve.front.pipeline.prefill_order import PrefillOrder
 
 
 class Waiting:
@@ -14,7 +14,8 @@ class Waiting:
     blocked: copies, until the prompt of their original is prefilled, and sequences whose prefix is
     being read from disk."""
 
-    def __init__(self) -> None:
+    def __init__(self, order: PrefillOrder) -> None:
+        self._order = order
         self.new: list[Sequence] = []  # the oldest first
         self._put_back: deque[Sequence] = deque()
         self._copies: list[Sequence] = []
@@ -36,7 +37,7 @@ class Waiting:
             return next((sequence for sequence in free if sequence.id == sequence_id), None)
         if self._put_back:
             return self._put_back[0]
-        return next_to_admit(self.new, prefilling)
+        return self._order.next_to_admit(self.new, prefilling)
 
     def add(self, sequence: Sequence) -> None:
         """Adds a new sequence. A copy is blocked by its original."""

@@ -113,10 +113,10 @@ class Requests:
         of_sequence: dict[int, Prompt] = {}
         for prompt in prompts:
             self._check(prompt)
-            made = self._sequences(prompt, adapter_version, cache_scope)
+            made = self._sequences(prompt, adapter_version)
             of_sequence |= {sequence.id: prompt for sequence in made}
             sequences += made
-        self.scheduler.add(*sequences, prompts=of_sequence)
+        self.scheduler.add(*sequences, prompts=of_sequence, scope=cache_scope)
         generation = Generation(sequences, self._leave)
         self._generations |= {sequence.id: generation for sequence in sequences}
         if self._warm_up:
@@ -134,12 +134,7 @@ class Requests:
             code="unsupported_by_server",
         )
 
-    def _sequences(
-        self,
-        prompt: Prompt,
-        adapter_version: int,
-        cache_scope: str,
-    ) -> list[Sequence]:
+    def _sequences(self, prompt: Prompt, adapter_version: int) -> list[Sequence]:
         """Makes a sequence for each answer: all but the first are copies. A prompt without answers
         has one sequence."""
         sequences: list[Sequence] = []
@@ -156,9 +151,7 @@ class Requests:
                 adapter_version,
             )
             sequence.original = sequences[0] if sequences else None
-            sequence.cache_scope = cache_scope
             sequence.prediction = prompt.prediction
-            sequence.boundaries = prompt.boundaries
             sequences.append(sequence)
         return sequences
 
@@ -229,7 +222,7 @@ class Requests:
         is as for WarmUp. Raises ClusterError if a step does not come back."""
         if not self._config.constants.warms_up or self._generations:
             return
-        room = self.scheduler.room.max_tokens
+        room = self.scheduler.budget.max_tokens
         assert room is not None
         has_drafts = self._speculation.is_possible and self._config.draft_model != "none"
         self._warm_up = WarmUp(
@@ -308,7 +301,7 @@ class Requests:
         if self._must_clear_disk:
             disk.clear()
             self._must_clear_disk = False
-        self.scheduler.room.disk = disk
+        self.scheduler.budget.disk = disk
         _logger.info("event=prefix_cache_disk files=%d", disk.num_files)
 
     def _contents(self, key: PrefixKey) -> str | None:
@@ -325,13 +318,13 @@ class Requests:
             case PrefixRead():
                 self.scheduler.on_prefix_read(rank, message)
             case PrefixFileWritten():
-                if self.scheduler.room.disk:
-                    self.scheduler.room.disk.on_written(rank, message)
+                if self.scheduler.budget.disk:
+                    self.scheduler.budget.disk.on_written(rank, message)
         self._pump()
 
     def disk_state(self) -> dict[str, Any]:
         """Describes the prefix cache on disk for people."""
-        disk = self.scheduler.room.disk
+        disk = self.scheduler.budget.disk
         if disk is None:
             names = ("num_files", "num_unwritten_files", "num_bytes", "max_bytes")
             return {**dict.fromkeys(names, 0), "is_writing": False}
@@ -339,8 +332,8 @@ class Requests:
 
     def clear_prefixes(self) -> None:
         """Drops all that is kept, in memory and on disk, or else on disk after the restart."""
-        self.scheduler.room.drop_all()
-        self._must_clear_disk = self.scheduler.room.disk is None
+        self.scheduler.budget.drop_all()
+        self._must_clear_disk = self.scheduler.budget.disk is None
         self._pump()
 
     def interrupt(self) -> int:
@@ -473,8 +466,8 @@ class Requests:
             if not self.scheduler.num_in_flight:
                 self._progress_at = self._clock()
             step = self.scheduler.schedule()
-            if self.scheduler.room.disk:
-                for message in self.scheduler.room.disk.take_messages():
+            if self.scheduler.budget.disk:
+                for message in self.scheduler.budget.disk.take_messages():
                     self._send_to_all(message)
             if step is None:
                 return

@@ -43,12 +43,12 @@ from serve.front.parts.interface import Fed, SchedulerPart
 from serve.front.pipeline import chunks
 from serve.front.pipeline.chunks import next_chunk
 from serve.front.pipeline.interface import Prompt
-from serve.front.pipeline.prefill_order import in_order, note_overtaking
+from serve.front.pipeline.prefill_order import PrefillOrder
 from serve.front.pipeline.queues import InFlight, Waiting, balance, smallest, unfinished
-from serve.front.prefixes.checkpoints import stops_of
+from serve.front.prefixes.checkpoints import Sharing
 from serve.front.prefixes.counts import PrefixCounts
-from serve.front.prefixes.index import Beginning, Reuse, beginning, beginning_of_original
-from serve.front.prefixes.room import Room
+from serve.front.prefixes.index import Admission, Reuse, match_original
+from serve.front.prefixes.kv_budget import KvBudget
 
 _NUM_STEPS_OF_A_GROUP = 2  # one is computed, one waits for its tokens
 _SPARE_TOKENS = 64  # so that a sequence is not sent back soon after it was admitted
@@ -76,10 +76,12 @@ class Scheduler:
     ) -> None:
         self.parts = parts
         self._taking_parts = overriding(parts, SchedulerPart.took)
-        self.waiting = Waiting()
+        self._order = PrefillOrder()
+        self.waiting = Waiting(self._order)
         self.prefilling: list[Sequence] = []
         self.num_steps = 0
         self.prefix_counts = PrefixCounts()
+        self.budget = KvBudget(self.prefix_counts)
         self.draft_counts = DraftCounts()
         self.reuse: Reuse = "none"
         self.chunk_beside_decoding = prefill_chunk
@@ -114,14 +116,14 @@ class Scheduler:
     @property
     def num_held_tokens(self) -> int:
         """The tokens whose keys and values the stages hold. States count as tokens."""
-        return self.room.kept.num_tokens + self._num_running_tokens
+        return self.budget.kept.num_tokens + self._num_running_tokens
 
     @property
     def _num_running_tokens(self) -> int:
         """The tokens that running sequences take, and prefixes that are being read from disk."""
         ended = (s for s in self._leaving if s.id not in self._live)
         num_computed = sum(s.num_computed for s in itertools.chain(self._live.values(), ended))
-        return num_computed + (self.room.disk.num_reading_tokens if self.room.disk else 0)
+        return num_computed + (self.budget.disk.num_reading_tokens if self.budget.disk else 0)
 
     def sequence(self, sequence_id: int) -> Sequence:
         return self._live[sequence_id]
@@ -130,17 +132,19 @@ class Scheduler:
         self,
         *sequences: Sequence,
         prompts: Mapping[int, Prompt] = MappingProxyType({}),
+        scope: str = "",
     ) -> None:
         """Adds all of these sequences or none. prompts has their prompts by sequence id, as far as
-        parts need them. Raises OverloadedError if too many are waiting already, and RequestError if
-        the stages could not hold one of them even alone."""
+        parts need them. Keys and values are shared only within scope. Raises OverloadedError if too
+        many are waiting already, and RequestError if the stages could not hold one of them even
+        alone."""
         max_live = self._max_queue + self._max_num_sequences
         if self.num_waiting + self.num_running + len(sequences) > max_live:
             raise OverloadedError(
                 f"{self.num_waiting} requests are already waiting: try again later.",
                 code="queue_full",
             )
-        max_tokens = self.room.max_tokens
+        max_tokens = self.budget.max_tokens
         for sequence in sequences:
             if max_tokens is not None and not sequence.fit(max_tokens):
                 raise RequestError(
@@ -149,11 +153,15 @@ class Scheduler:
                     code="context_length_exceeded",
                 )
         for sequence in sequences:
-            if prompt := prompts.get(sequence.id):
+            prompt = prompts.get(sequence.id)
+            boundaries = prompt.boundaries if prompt else ()
+            self.budget.add(sequence.id, Sharing(scope, boundaries))
+            if prompt:
                 for part in self.parts:
                     part.added(sequence, prompt)
-            if found := self._find_prefix(sequence):
-                sequence.num_copied = found.num_tokens
+            if match := self._admission(sequence).match:
+                self._order.note_copied(sequence.id, match.num_tokens)
+                self.budget.kept.touch(match)
             self._live[sequence.id] = sequence
             self.waiting.add(sequence)
 
@@ -170,12 +178,12 @@ class Scheduler:
         self._num_at_once = max_num_sequences or self._max_num_sequences
         self.groups = [Group(id) for id in range(self._num_groups or num_stages)]
         self._num_stages = num_stages
-        self.room = Room(self.prefix_counts, max_held_tokens, state_tokens)
+        self.budget.resize(max_held_tokens, state_tokens)
 
     def retire(self, adapter_version: int) -> None:
         """Has the stages free an adapter version after its last sequence. No new one has it."""
         self._retired.add(adapter_version)
-        self.room.drop_adapter(adapter_version)
+        self.budget.drop_adapter(adapter_version)
 
     def num_with_adapter(self, adapter_version: int) -> int:
         return sum(sequence.adapter_version == adapter_version for sequence in self._live.values())
@@ -184,7 +192,8 @@ class Scheduler:
         """Ends a sequence, if it is known. With may_keep, later prompts can begin as its copy."""
         if sequence := self._take_out(sequence_id):
             self.waiting.free_copies(sequence)
-            sequence.may_keep = may_keep
+            if not may_keep:
+                self.budget.discard(sequence_id)
             self._leaving.append(sequence)
             self._let_go()
 
@@ -240,7 +249,7 @@ class Scheduler:
             if sequence.id not in self._live:
                 self._forget(sequence)
         self._leaving.clear()
-        self.room = Room(self.prefix_counts, self.room.max_tokens, self.room.state_tokens)
+        self.budget.clear()
         self.prefilling.clear()
         for group in self.groups:
             group.sequences.clear()
@@ -284,7 +293,7 @@ class Scheduler:
         if self._drafting and not self.prefilling:
             num_running = self._num_running_tokens
             draft_rows.assign_drafts(
-                self._drafting, sequences, lambda num: self.room.fits(num_running + num)
+                self._drafting, sequences, lambda num: self.budget.fits(num_running + num)
             )
 
     def _ask(self, sequences: list[Sequence], step: Step) -> Step:
@@ -309,7 +318,7 @@ class Scheduler:
 
     def _next_prompts(self, is_beside_decoding: bool) -> tuple[list[Sequence], list[int]]:
         """Returns the prompts that share the next prefill step, and the tokens of each."""
-        ordered = in_order(self.prefilling)
+        ordered = self._order.in_order(self.prefilling)
         budget = chunks.PrefillBudget(
             self._num_stages,
             self._prefill_chunk,
@@ -318,14 +327,16 @@ class Scheduler:
             self._cuts_short_prompts,
         )
         chunk = budget.chunk(ordered[0], self.prefilling)
-        sequences = [ordered[0], *chunks.batchable(ordered, chunk)]
-        return sequences, [next_chunk(sequence, chunk) for sequence in sequences]
+        stops = self.budget.stops
+        sequences = [ordered[0], *chunks.batchable(ordered, chunk, stops)]
+        return sequences, [next_chunk(sequence, chunk, stops) for sequence in sequences]
 
     def _read(self, sequences: list[Sequence], num_tokens: list[int]) -> Step:
         """Makes a step that reads num_tokens[i] tokens of the prompt of sequences[i]."""
         for sequence, count in zip(sequences, num_tokens, strict=True):
-            note_overtaking(sequence, count, (*self.prefilling, *self.waiting.new))
-        save = self.room.checkpoints(sequences, num_tokens, self._num_running_tokens)
+            others = (*self.prefilling, *self.waiting.new)
+            self._order.note_overtaking(sequence, count, others)
+        save = self.budget.checkpoints(sequences, num_tokens, self._num_running_tokens)
         step = self._step(sequences, num_tokens)
         step = replace(step, after=(*step.after, *save))
         for sequence in sequences:
@@ -346,7 +357,7 @@ class Scheduler:
     def _emit(self, step: Step | None) -> None:
         """Emits a step. Drops and unloads go first, because their room may be needed, and in a
         separate step, which waits for no other step."""
-        gone = self.room.take_gone()
+        gone = self.budget.take_gone()
         ops: list[AnyOp] = [Drop(id) for id in gone.sequences]
         ops += [Forget(id) for id in gone.checkpoints]
         ops += [Unload(version) for version in self._unused_adapters()]
@@ -380,7 +391,7 @@ class Scheduler:
             tokens += sequence.next_tokens(count)
             sequence.num_computed += count
             sequence.is_held = True
-            self.room.write_running(sequence)
+            self.budget.write_running(sequence)
         under_way = InFlight(group, tuple(fed), tuple(s.num_computed for s in fed))
         self._in_flight[self.num_steps] = under_way
         for sequence in fed if sample else under_way.last_of:
@@ -408,13 +419,15 @@ class Scheduler:
     def _admit(self) -> None:
         while (sequence := self._next()) and self.num_running < self._num_at_once:
             if not sequence.is_held:  # Otherwise it goes on where the stages hold it.
-                if self._read_from_disk(sequence):
+                admission = self._admission(sequence)
+                if self._read_from_disk(admission):
                     continue
-                if not self._has_room_for(sequence):
+                if not self._make_room_for(admission):
                     return
-                self._reuse_prefix(sequence)
+                self._begin(admission)
             self.waiting.remove(sequence)
-            sequence.stops = stops_of(sequence) if self.reuse == "checkpoints" else []
+            if self.reuse == "checkpoints":
+                self.budget.plan_stops(sequence)
             self.prefilling.append(sequence)
             self._join_if_prefilled(sequence)
 
@@ -425,45 +438,51 @@ class Scheduler:
             return None
         return self.waiting.next(self.prefilling, self._alone)
 
-    def _reuse_prefix(self, sequence: Sequence) -> None:
-        found = beginning_of_original(sequence, self._live)
-        if not found and (found := self._find_prefix(sequence)):
-            self.prefix_counts.num_reuses += 1
-            self.prefix_counts.num_reused_tokens += found.num_tokens
-        sequence.begin_as_copy(found.num_tokens if found else 0)
-        if not found:
+    def _admission(self, sequence: Sequence) -> Admission:
+        key = self.budget.key(sequence)
+        original = match_original(sequence, self._live)
+        return Admission(sequence, key, self.budget.kept, self.reuse, original)
+
+    def _begin(self, admission: Admission) -> None:
+        """Begins a sequence as a copy of its match, if it has one."""
+        sequence = admission.sequence
+        if admission.match and not self.budget.kept.has_match(admission.match):
+            admission = self._admission(sequence)  # The match was dropped to make room.
+        match = admission.match
+        num_tokens = match.num_tokens if match else 0
+        sequence.begin_as_copy(num_tokens)
+        self._order.note_copied(sequence.id, num_tokens)
+        if match is None:
             return
-        self.room.kept.begun(sequence.id, found)
-        self._emit(replace(self._step([], []), before=(Copy(sequence.id, *found),)))
+        if not admission.is_of_original:
+            self.prefix_counts.num_reuses += 1
+            self.prefix_counts.num_reused_tokens += num_tokens
+        self.budget.kept.share_checkpoints(sequence.id, match)
+        self._emit(replace(self._step([], []), before=(Copy(sequence.id, *match),)))
 
-    def _find_prefix(self, sequence: Sequence) -> Beginning | None:
-        """Returns what a sequence can begin with as a copy, and marks it as used."""
-        if self.reuse == "none":
-            return None
-        return beginning(sequence, self.room.kept, self.reuse == "checkpoints")
-
-    def _read_from_disk(self, sequence: Sequence) -> bool:
+    def _read_from_disk(self, admission: Admission) -> bool:
         """Whether a sequence waits from here on until its prefix has been read from disk."""
+        sequence = admission.sequence
         # It begins as a copy of what is read, so there has to be room for both.
         num_tokens = self._num_running_tokens + sequence.num_tokens + _SPARE_TOKENS
-        if not self.room.read(sequence, num_tokens):
+        if not self.budget.read(admission, num_tokens):
             return False
         self.waiting.block(sequence)
         return True
 
     def on_prefix_read(self, rank: int, answer: PrefixRead) -> None:
         """Takes a rank's answer to a read. After the last one the sequence may begin."""
-        if self.room.disk is None or (read := self.room.disk.on_read(rank, answer)) is None:
+        if self.budget.disk is None or (read := self.budget.disk.on_read(rank, answer)) is None:
             return
         sequence, load = read
         if load:
             self._emit(replace(self._step([], []), before=(load,)))
-            self.room.keep_loaded(sequence, load, self._num_running_tokens)
+            self.budget.keep_loaded(sequence, load, self._num_running_tokens)
         self.waiting.unblock(sequence)
 
     def _write_to_disk(self) -> None:
         """Has the stages write the next file, in a step of its own."""
-        if self.room.disk and (write := self.room.disk.next_write(self.room.holds)):
+        if self.budget.disk and (write := self.budget.disk.next_write(self.budget.holds)):
             self._emit(replace(self._step([], []), after=(write,)))
 
     def _join_if_prefilled(self, sequence: Sequence) -> None:
@@ -473,7 +492,7 @@ class Scheduler:
                 return  # It ends with the result of its last step.
             smallest(self.groups).sequences.append(sequence)
             if self.reuse == "any":
-                self.room.kept.decoding(sequence)
+                self.budget.kept.add_decoding(sequence, self.budget.key(sequence))
             self.waiting.free_copies(sequence)
 
     def _take_sampled(
@@ -497,12 +516,14 @@ class Scheduler:
             sampled = ()
         for n, token in enumerate(sampled):
             sequence.num_computed += n > 0
-            if not is_live:
-                sequence.record(token)
-                continue
-            events.append(_advance(sequence, token))
-            if events[-1].finish_reason:
-                break
+            if is_live:
+                events.append(_advance(sequence, token))
+                if events[-1].finish_reason:
+                    break
+            elif token in FAILURES:
+                self.budget.discard(sequence.id)
+            else:
+                sequence.output.append(token)
         self._note_taken(sequence, events)
         if self._drafting and sequence.id in self._live:
             self._drafting.learn(sequence)
@@ -541,7 +562,7 @@ class Scheduler:
 
     def _take_out(self, sequence_id: int) -> Sequence | None:
         sequence = self._live.pop(sequence_id, None)
-        self.room.kept.ended(sequence_id)
+        self.budget.kept.remove_decoding(sequence_id)
         if self._drafting:
             self._drafting.remove(sequence_id)
         if sequence:
@@ -554,24 +575,24 @@ class Scheduler:
 
     # --- room on the stages
 
-    def _has_room_for(self, sequence: Sequence) -> bool:
-        """Whether a sequence fits beside all that run and the prompts that are prefilled. Kept
-        sequences are dropped only if that makes enough room."""
-        max_tokens = self.room.max_tokens
-        if max_tokens is None:
-            return True
+    def _make_room_for(self, admission: Admission) -> bool:
+        """Makes room for a sequence beside all that run and the prompts that are prefilled. Kept
+        sequences are dropped only if that makes enough room, and its match after all others."""
+        sequence = admission.sequence
+        max_tokens = self.budget.max_tokens
         promised = sum(s.num_tokens - s.num_computed for s in self.prefilling)
         wanted = sequence.num_tokens + min(_SPARE_TOKENS, sequence.num_left) + promised
         running = self._num_running_tokens
         # Alone it fits, even if there is nothing to spare.
-        if running + promised and running + wanted > max_tokens:
+        if max_tokens is not None and running + promised and running + wanted > max_tokens:
             return False
-        self._find_prefix(sequence)  # so that others are dropped first
-        return self._make_room(min(wanted, max_tokens - running))
+        if admission.match:
+            self.budget.kept.touch(admission.match)
+        return max_tokens is None or self._make_room(min(wanted, max_tokens - running))
 
     def _make_room(self, num_tokens: int) -> bool:
         """Drops kept sequences, then sends running ones back; False if a result has to come."""
-        while not self.room.make(self._num_running_tokens + num_tokens):
+        while not self.budget.make(self._num_running_tokens + num_tokens):
             running = [s for s in self._live.values() if s not in self.waiting]
             if self._leaving or len(running) < 2:
                 return False
@@ -590,7 +611,7 @@ class Scheduler:
         for sequence in [s for s in self._leaving if not s.num_pending]:
             self._leaving.remove(sequence)
             if sequence.id in self._live:
-                self.room.forget(sequence)
+                self.budget.forget(sequence)
                 self._reset(sequence)
                 self.waiting.put_back([sequence])
             else:
@@ -600,15 +621,20 @@ class Scheduler:
         """Has the stages keep a sequence that has ended, or drop it."""
         is_current = sequence.adapter_version not in self._retired
         may_keep = self.reuse != "none" and is_current
-        self.room.end(sequence, self._num_running_tokens, may_keep)
+        self.budget.end(sequence, self._num_running_tokens, may_keep)
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
+        """Forgets a sequence that has ended."""
+        self._order.forget(sequence.id)
+        self.budget.forget_prompt(sequence.id)
         for part in self.parts:
             part.ended(sequence)
 
     def _reset(self, sequence: Sequence) -> None:
+        """Resets a live sequence of which the stages hold nothing any more."""
         sequence.reset()
+        self._order.note_copied(sequence.id, 0)
         for part in self.parts:
             part.reset(sequence)
 

@@ -7,7 +7,7 @@ sequence can begin there.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as ReadableList
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -30,21 +30,52 @@ class PrefixKey(NamedTuple):
     scope: str = ""
 
 
-def key_of(sequence: Sequence) -> PrefixKey:
-    return PrefixKey(sequence.adapter_version, sequence.cache_scope)
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How a prompt shares prefixes: only within a scope. boundaries are the positions after which
+    later prompts of the same chat may differ."""
+
+    scope: str = ""
+    boundaries: tuple[int, ...] = ()
 
 
-def stops_of(sequence: Sequence) -> list[int]:
-    """Returns the positions at which the stages are to make a checkpoint of a prompt: at its
-    boundaries, at fixed distances, and at its end, as far as they are not computed yet."""
-    if not sequence.has_answer:
-        return []
-    end = sequence.num_to_prefill
-    boundaries = [position for position in sequence.boundaries if position <= end]
-    regular = [*range(EVERY_TOKENS, end, EVERY_TOKENS), end]
-    spare = [p for p in regular if all(abs(p - b) >= MIN_TOKENS for b in boundaries)]
-    first = max(MIN_TOKENS, sequence.num_computed + 1)
-    return sorted({position for position in [*boundaries, *spare] if position >= first})
+NO_SHARING = Sharing()
+
+
+class Stops:
+    """The positions in prompts at which prefill stops, so that the stages make a checkpoint."""
+
+    def __init__(self) -> None:
+        self._positions: dict[int, list[int]] = {}
+
+    def plan(self, sequence: Sequence, boundaries: Collection[int]) -> None:
+        """Chooses the positions of a prompt whose prefill begins: its boundaries, others at fixed
+        distances, and its end."""
+        if not sequence.has_answer:
+            return
+        end = sequence.num_to_prefill
+        near = [position for position in boundaries if position <= end]
+        regular = [*range(EVERY_TOKENS, end, EVERY_TOKENS), end]
+        spare = [p for p in regular if all(abs(p - b) >= MIN_TOKENS for b in near)]
+        first = max(MIN_TOKENS, sequence.num_computed + 1)
+        chosen = {position for position in [*near, *spare] if position >= first}
+        self._positions[sequence.id] = sorted(chosen)
+
+    def next(self, sequence: Sequence) -> int:
+        """Returns the position up to which the next step of a prompt may go."""
+        positions = self._positions.get(sequence.id)
+        return positions[0] if positions else sequence.num_to_prefill
+
+    def reach(self, sequence_id: int, position: int) -> bool:
+        """Notes that a prompt is computed up to a position. Returns whether it stops there."""
+        positions = self._positions.get(sequence_id)
+        if not positions or positions[0] != position:
+            return False
+        del positions[0]
+        return True
+
+    def forget(self, sequence_id: int) -> None:
+        self._positions.pop(sequence_id, None)
 
 
 @dataclass(slots=True)
@@ -81,11 +112,10 @@ class Checkpoints:
         held = sorted(self._held.get(sequence_id, ()))
         return {self._checkpoints[id].num_tokens: id for id in held}
 
-    def add(self, sequence: Sequence, num_tokens: int) -> int:
+    def add(self, sequence: Sequence, num_tokens: int, key: PrefixKey) -> int:
         """Makes a sequence hold a checkpoint of its first num_tokens tokens, and returns its id. An
         existing checkpoint of the same tokens is used again."""
         tokens = sequence.tokens[:num_tokens]
-        key = key_of(sequence)
         found = self.longest(tokens, key)
         if found is None or found.num_tokens < num_tokens:
             found = _Checkpoint(next(self._ids), num_tokens, key)
@@ -93,6 +123,9 @@ class Checkpoints:
             self._trees[key].add(found.id, tokens)
         self._hold(sequence.id, found)
         return found.id
+
+    def is_held_by(self, sequence_id: int, checkpoint: int) -> bool:
+        return checkpoint in self._held.get(sequence_id, ())
 
     def share(self, sequence_id: int, source_id: int, num_tokens: int) -> None:
         """Makes a sequence hold another one's checkpoints of their common first num_tokens."""

@@ -16,7 +16,7 @@ from serve.core.messages import (
 )
 from serve.core.ops import NO_CHECKPOINT, Load, Write
 from serve.core.types import FIRST_LOADED, NUM_LOADED_IDS, Sequence
-from serve.front.prefixes.checkpoints import PrefixKey, key_of
+from serve.front.prefixes.checkpoints import PrefixKey
 from serve.front.prefixes.disk_index import (
     DiskIndex,
     Found,
@@ -24,7 +24,7 @@ from serve.front.prefixes.disk_index import (
     segment_name,
     state_name,
 )
-from serve.front.prefixes.index import may_begin_as_copy
+from serve.front.prefixes.index import Admission, may_begin_as_copy
 
 Contents = Callable[[PrefixKey], str | None]
 """Identifies what the keys and values of a key depend on besides tokens and stages. With None, its
@@ -98,6 +98,7 @@ class DiskPrefixes:
         max_bytes = {rank: own.max_bytes for rank, own in stored.items()}
         self._index = DiskIndex(max_bytes)
         self._readings: dict[int, _Reading] = {}
+        self._tried: set[int] = set()  # sequences whose prefix is not read once more
         self._writing: _Writing | None = None
         self._wanted: deque[Write] = deque()
         self._ids = itertools.count()
@@ -141,14 +142,20 @@ class DiskPrefixes:
 
     # --- reading
 
-    def read(self, sequence: Sequence, num_in_memory: int, room: int | None) -> int:
+    def read(self, admission: Admission, room: int | None) -> int:
         """Has all ranks read the longest prefix of a sequence, if that saves enough tokens and fits
-        into room, a number of tokens (None: no limit). Returns the number of its tokens, or 0."""
-        root = self._root(key_of(sequence))
-        if root is None or not may_begin_as_copy(sequence):
+        into room, a number of tokens (None: no limit). Returns the number of its tokens, or 0.
+        There is one try for each sequence in a life of the engines."""
+        sequence = admission.sequence
+        root = self._root(admission.key)
+        if sequence.id in self._tried or root is None or not may_begin_as_copy(sequence):
             return 0
+        self._tried.add(sequence.id)
         found = self._index.find(root, sequence.tokens[:-1], self.has_states)
-        if found is None or found.num_tokens < num_in_memory + self._rules.min_gain:
+        if found is None:
+            return 0
+        num_in_memory = admission.match.num_tokens if admission.match else 0
+        if found.num_tokens < num_in_memory + self._rules.min_gain:
             return 0
         if room is not None and found.num_tokens > room:
             return 0
@@ -221,6 +228,10 @@ class DiskPrefixes:
         if end < self._rules.min_gain:
             return 0
         return end
+
+    def forget(self, sequence_id: int) -> None:
+        """Forgets a sequence that has ended or begins again."""
+        self._tried.discard(sequence_id)
 
     def forget_writes(self, sequence_id: int) -> None:
         """Forgets the files of a sequence that are still to be written."""

@@ -5,11 +5,12 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as ReadableList
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from serve.core.ops import NO_CHECKPOINT, Save, Write
 from serve.core.types import FIRST_CHECKPOINT, Sequence
-from serve.front.prefixes.checkpoints import Checkpoints, PrefixKey, key_of
+from serve.front.prefixes.checkpoints import Checkpoints, PrefixKey
 from serve.front.prefixes.tree import PrefixTree
 
 # Which part of another sequence a new one can start as a copy of: any prefix; or only a prefix that
@@ -23,8 +24,8 @@ MIN_TOKENS = 16  # A shorter common beginning is not worth a copy.
 MAX_KEPT = 256
 
 
-class Beginning(NamedTuple):
-    """The copy that a sequence begins with: the first num_tokens tokens of source. Caches that
+class PrefixMatch(NamedTuple):
+    """What a sequence can begin with as a copy: the first num_tokens tokens of source. Caches that
     cannot be cut come from a checkpoint, or from source itself if it has no more tokens."""
 
     source: int
@@ -70,7 +71,7 @@ class PrefixIndex:
         self._num_uses: dict[int, int] = {}  # of kept sequences and checkpoints
         self._next_use = 0
         self._trees: dict[PrefixKey, PrefixTree] = {}
-        self._running: dict[int, Sequence] = {}
+        self._running: dict[int, tuple[Sequence, PrefixKey]] = {}
         self._running_trees: dict[PrefixKey, PrefixTree] = {}
         self._state_tokens = state_tokens
         self._num_kept_tokens = 0
@@ -161,30 +162,37 @@ class PrefixIndex:
     def with_adapter(self, adapter_version: int) -> list[int]:
         return [id for id, key in self._kept.items() if key.adapter_version == adapter_version]
 
-    def decoding(self, sequence: Sequence) -> None:
-        """Marks a sequence as decoding: new prompts may start as a copy of its prompt."""
+    def add_decoding(self, sequence: Sequence, key: PrefixKey = _SHARED) -> None:
+        """Adds a sequence that decodes: new prompts may start as a copy of its prompt."""
         if sequence.id not in self._running:
-            self._running[sequence.id] = sequence
-            tree = self._running_trees.setdefault(key_of(sequence), PrefixTree())
+            self._running[sequence.id] = (sequence, key)
+            tree = self._running_trees.setdefault(key, PrefixTree())
             tree.add(sequence.id, sequence.prompt)
 
-    def ended(self, sequence_id: int) -> None:
-        """Marks a sequence as no longer decoding."""
-        if sequence := self._running.pop(sequence_id, None):
-            _remove(self._running_trees, key_of(sequence), sequence_id)
+    def remove_decoding(self, sequence_id: int) -> None:
+        """Removes a sequence that decodes no longer, if it did."""
+        if running := self._running.pop(sequence_id, None):
+            _, key = running
+            _remove(self._running_trees, key, sequence_id)
 
-    def save(self, sequence: Sequence, num_tokens: int) -> int | None:
+    def save(self, sequence: Sequence, num_tokens: int, key: PrefixKey = _SHARED) -> int | None:
         """Gives a sequence a checkpoint. Returns its id if the stages have to make it."""
-        id = self.checkpoints.add(sequence, num_tokens)
+        id = self.checkpoints.add(sequence, num_tokens, key)
         is_new = id not in self._num_uses
         self._use(id)
         return id if is_new else None
 
-    def begun(self, sequence_id: int, beginning: Beginning) -> None:
-        """Notes that a sequence has begun as a copy: it holds the same checkpoints."""
-        self.checkpoints.share(sequence_id, beginning.source, beginning.num_tokens)
+    def share_checkpoints(self, sequence_id: int, match: PrefixMatch) -> None:
+        """Gives a sequence that begins as a copy the checkpoints of what it copies."""
+        self.checkpoints.share(sequence_id, match.source, match.num_tokens)
 
-    def longest(self, tokens: ReadableList[int], key: PrefixKey = _SHARED) -> Beginning | None:
+    def has_match(self, match: PrefixMatch) -> bool:
+        """Whether a match is still there after others were dropped to make room."""
+        if match.checkpoint != NO_CHECKPOINT:
+            return self.checkpoints.is_held_by(match.source, match.checkpoint)
+        return match.source in self._kept or match.source in self._running
+
+    def longest(self, tokens: ReadableList[int], key: PrefixKey = _SHARED) -> PrefixMatch | None:
         """Finds the sequence with the longest common prefix with tokens. Of several, a kept one is
         preferred, and of kept ones the least recently used one."""
         best: tuple[int, int] | None = None
@@ -194,33 +202,31 @@ class PrefixIndex:
             other = tree.longest(tokens, lambda id: id, self._holds_its_prompt)
             if other and (best is None or other[1] > best[1]):
                 best = other
-        return self._used(Beginning(*best)) if best else None
+        return _if_long_enough(PrefixMatch(*best)) if best else None
 
-    def latest(self, tokens: ReadableList[int], key: PrefixKey = _SHARED) -> Beginning | None:
+    def latest(self, tokens: ReadableList[int], key: PrefixKey = _SHARED) -> PrefixMatch | None:
         """Finds the longest prefix that ends at a checkpoint, or is a whole kept sequence."""
-        best: Beginning | None = None
+        best: PrefixMatch | None = None
         if tree := self._trees.get(key):
             ends = tree.prefixes(tokens)
-            found_ends = (Beginning(*end) for end in ends.items())
+            found_ends = (PrefixMatch(*end) for end in ends.items())
             best = max(found_ends, key=lambda end: end.num_tokens, default=None)
         found = self.checkpoints.longest(tokens, key)
         if found and (best is None or found.num_tokens > best.num_tokens):
             source = max(found.holders, key=lambda holder: (holder in self._kept, holder))
-            best = Beginning(source, found.num_tokens, found.id)
-        return self._used(best) if best else None
+            best = PrefixMatch(source, found.num_tokens, found.id)
+        return _if_long_enough(best) if best else None
 
-    def _used(self, beginning: Beginning) -> Beginning | None:
-        if beginning.num_tokens < MIN_TOKENS:
-            return None
-        if beginning.source in self._kept:
-            self._use(beginning.source)
-        if beginning.checkpoint != NO_CHECKPOINT:
-            self._use(beginning.checkpoint)
-        return beginning
+    def touch(self, match: PrefixMatch) -> None:
+        """Marks a match as used, so that others are dropped before it."""
+        if match.source in self._kept:
+            self._use(match.source)
+        if match.checkpoint != NO_CHECKPOINT:
+            self._use(match.checkpoint)
 
     def _holds_its_prompt(self, sequence_id: int) -> bool:
         """Whether the stages hold all of a prompt. A decode step feeds its last token."""
-        sequence = self._running[sequence_id]
+        sequence, _ = self._running[sequence_id]
         return sequence.num_computed >= len(sequence.prompt)
 
     def _use(self, id: int) -> None:
@@ -238,23 +244,51 @@ def _remove(trees: dict[PrefixKey, PrefixTree], key: PrefixKey, sequence_id: int
     return num_tokens
 
 
+def _if_long_enough(match: PrefixMatch) -> PrefixMatch | None:
+    return match if match.num_tokens >= MIN_TOKENS else None
+
+
 def may_begin_as_copy(sequence: Sequence) -> bool:
     """Whether a sequence can do without the outputs of its prompt: one to score or embed cannot."""
     return sequence.sampling.prompt_logprobs is None and sequence.has_answer
 
 
-def beginning(sequence: Sequence, index: PrefixIndex, at_checkpoints: bool) -> Beginning | None:
-    """Finds the copy that a sequence can begin with: any common prefix, or only one that ends at a
-    checkpoint or at the end of a kept sequence. Prompts to score or embed are computed whole."""
-    if not may_begin_as_copy(sequence):
-        return None
-    find = index.latest if at_checkpoints else index.longest
-    return find(sequence.tokens[:-1], key_of(sequence))
-
-
-def beginning_of_original(sequence: Sequence, live: Collection[int]) -> Beginning | None:
-    """Finds all that an original holds whose prompt has just been prefilled."""
+def match_original(sequence: Sequence, live: Collection[int]) -> PrefixMatch | None:
+    """Matches all that an original holds whose prompt has just been prefilled."""
     original, num_tokens = sequence.original, len(sequence.prompt) - 1
     if original and original.id in live and original.num_computed == num_tokens > 0:
-        return Beginning(original.id, num_tokens)
+        return PrefixMatch(original.id, num_tokens)
     return None
+
+
+class Admission:
+    """A sequence that may begin, and its match: what it begins with as a copy. This is found when
+    it is first asked for, and then stays the same. A match of its original comes before others."""
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        key: PrefixKey,
+        kept: PrefixIndex,
+        reuse: Reuse,
+        original: PrefixMatch | None = None,
+    ) -> None:
+        self.sequence, self.key = sequence, key
+        self._kept, self._reuse = kept, reuse
+        self._original = original
+
+    @property
+    def is_of_original(self) -> bool:
+        """Whether it begins with all that its original holds."""
+        return self._original is not None
+
+    @cached_property
+    def match(self) -> PrefixMatch | None:
+        if self._original:
+            return self._original  # This works with every kind of cache.
+        if self._reuse == "none" or not may_begin_as_copy(self.sequence):
+            return None
+        tokens = self.sequence.tokens[:-1]
+        if self._reuse == "checkpoints":
+            return self._kept.latest(tokens, self.key)
+        return self._kept.longest(tokens, self.key)

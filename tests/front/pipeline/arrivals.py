@@ -14,7 +14,8 @@ from serve.bench.records import quantile
 from serve.core.messages import Result, Span
 from serve.core.ops import Copy
 from serve.core.types import Sampling, Sequence, Step
-from serve.front.pipeline import capacity, prefill_order
+from serve.front.pipeline import capacity
+from serve.front.pipeline.prefill_order import PrefillOrder
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.pipeline.status import StageStatus
 from serve.rank.outbox import Outbox
@@ -204,7 +205,7 @@ def simulate(
 
 def in_order_of_arrival() -> AbstractContextManager[object]:
     """Within it, no prompt tolerates that younger ones overtake it."""
-    return patch.object(prefill_order, "tolerance", lambda _: 0)
+    return patch.object(PrefillOrder, "tolerance", lambda *_: 0)
 
 
 # --- who comes when

@@ -18,6 +18,7 @@ from serve.core.messages import Result
 from serve.core.ops import NO_CHECKPOINT, Copy, Drop, Forget, Load, Save, Write
 from serve.core.types import FAILURES, OVERFLOWED_TOKEN, Event, Sampling, Sequence, Step
 from serve.front.drafts.interface import Drafting
+from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.prefixes.disk_index import segment_name
 from serve.rank.outbox import Outbox
@@ -35,6 +36,17 @@ def make_sequence(
 ) -> Sequence:
     tokens = list(range(1, prompt + 1)) if isinstance(prompt, int) else prompt
     return Sequence(id, tokens, max_tokens, Sampling(temperature=0), eos)
+
+
+def prompt_of(sequence: Sequence, boundaries: tuple[int, ...] = ()) -> Prompt:
+    """What the front end knows of the prompt of a sequence."""
+    return Prompt(
+        sequence.prompt,
+        sequence.max_tokens,
+        (sequence.sampling,),
+        sequence.end_ids,
+        boundaries=boundaries,
+    )
 
 
 @dataclass
@@ -154,6 +166,8 @@ class Pipeline:
             drafting=self.drafting,
         )
         self.added: dict[int, Sequence] = {}
+        # Of the prompts of sequences that will be added, by their ids.
+        self.boundaries: dict[int, tuple[int, ...]] = {}
         self._start_engines()
         self.events: list[Event] = []
         self.steps: list[Step] = []
@@ -176,7 +190,8 @@ class Pipeline:
 
     def add(self, sequence: Sequence) -> None:
         self.added[sequence.id] = sequence
-        self.scheduler.add(sequence)
+        prompt = prompt_of(sequence, self.boundaries.get(sequence.id, ()))
+        self.scheduler.add(sequence, prompts={sequence.id: prompt})
 
     def pump(self) -> None:
         while step := self.scheduler.schedule():

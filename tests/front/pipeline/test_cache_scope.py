@@ -96,8 +96,8 @@ def test_a_scheduler_copies_no_prefix_of_another_scope() -> None:
     scheduler.reuse = "any"
     cached = []
     for id, of in enumerate(["a", "a", "b", "", "a"]):
-        sequence = Sequence(id, [5] * 40, 1, Sampling(), frozenset(), cache_scope=of)
-        scheduler.add(sequence)
+        sequence = Sequence(id, [5] * 40, 1, Sampling(), frozenset())
+        scheduler.add(sequence, scope=of)
         while scheduler.num_running or scheduler.num_waiting:
             step = scheduler.schedule()
             assert step

@@ -254,7 +254,7 @@ def check_random_life(
     chance = random.Random(seed)
     fatal = {id: chance.randint(0, 60) for id in range(25) if chance.random() < 0.3}
     pipeline = Fragile(num_stages, fatal, max_num_sequences=max_num_sequences)
-    pipeline.scheduler.room.max_tokens, pipeline.scheduler.reuse = held, reuse
+    pipeline.scheduler.budget.max_tokens, pipeline.scheduler.reuse = held, reuse
     for id in range(25):
         pipeline.add(make_sequence(id, chance.randint(1, 50), chance.randint(1, 15)))
         for _ in range(chance.randint(0, 5)):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 
 from serve.core.types import Row, Sequence
-from serve.front.pipeline.prefill_order import in_order, next_to_admit, tolerance, work
+from serve.front.pipeline.prefill_order import PrefillOrder, work
 from tests.front.pipeline.simulation import Pipeline, check_examples, expected, make_sequence
 from tests.front.pipeline.test_scheduler import check_all_ended
 
@@ -29,13 +29,12 @@ def begun_in_order(pipeline: Pipeline, num_before: int = 0) -> list[int]:
 
 def test_the_fewest_tokens_left_come_first_and_of_equal_ones_the_oldest() -> None:
     prompts = [prompt(3, 250), prompt(0, 400, 100), prompt(2, 250), prompt(1, 300)]
-    assert ids(in_order(prompts)) == [2, 3, 1, 0]
+    assert ids(PrefillOrder().in_order(prompts)) == [2, 3, 1, 0]
 
 
 def test_short_prompts_keep_their_order_so_that_they_share_steps() -> None:
-    assert ids(in_order([prompt(2, 20), prompt(0, 300), prompt(3, 10), prompt(1, 120)])) == [
-        *(1, 2, 3, 0)
-    ]
+    prompts = [prompt(2, 20), prompt(0, 300), prompt(3, 10), prompt(1, 120)]
+    assert ids(PrefillOrder().in_order(prompts)) == [1, 2, 3, 0]
     pipeline = Pipeline(2, prefill_chunk=512)
     pipeline.add(make_sequence(0, 2, 100))
     for _ in range(4):
@@ -55,26 +54,28 @@ def test_a_token_behind_others_is_more_work() -> None:
     assert work(0, 1000) + work(1000, 9000) == pytest.approx(work(0, 9000))
     behind_a_prefix = prompt(0, 1000)
     behind_a_prefix.prompt = [1] * 61_001
-    behind_a_prefix.num_copied = 60_000
-    assert ids(in_order([behind_a_prefix, prompt(1, 2000)])) == [1, 0]
+    order = PrefillOrder()
+    order.note_copied(0, 60_000)
+    assert ids(order.in_order([behind_a_prefix, prompt(1, 2000)])) == [1, 0]
 
 
 def test_younger_prompts_wait_for_one_that_tolerates_no_more() -> None:
     prompts = [prompt(2, 10), prompt(1, 400, 100), prompt(0, 900)]
-    prompts[1].work_of_younger = work(0, 500)
-    assert tolerance(prompts[1]) == 0
-    assert ids(in_order(prompts)) == [1, 0]
-    prompts[1].work_of_younger -= 1
-    assert ids(in_order(prompts)) == [2, 1, 0]
+    order = PrefillOrder()
+    order.note_overtaking(prompt(3, 600), 499, prompts)
+    assert ids(order.in_order(prompts)) == [2, 1, 0]
+    order.note_overtaking(prompt(3, 600, 499), 2, prompts)
+    assert ids(order.in_order(prompts)) == [1, 0]
 
 
 def test_a_prompt_is_admitted_before_older_ones_only_if_they_tolerate_all_of_it() -> None:
     waiting = [prompt(1, 1000), prompt(3, 500), prompt(4, 400)]
-    assert next_to_admit(waiting, []) is waiting[2]
-    assert next_to_admit(waiting, [prompt(0, 9000)]) is waiting[2]
-    assert next_to_admit(waiting, [prompt(2, 700)]) is waiting[0], "it tolerates 300 more"
-    assert next_to_admit(waiting, [prompt(5, 200)]) is waiting[1], "it tolerates 300 more"
-    assert next_to_admit([], []) is None
+    order = PrefillOrder()
+    assert order.next_to_admit(waiting, []) is waiting[2]
+    assert order.next_to_admit(waiting, [prompt(0, 9000)]) is waiting[2]
+    assert order.next_to_admit(waiting, [prompt(2, 700)]) is waiting[0], "it tolerates 300 more"
+    assert order.next_to_admit(waiting, [prompt(5, 200)]) is waiting[1], "it tolerates 300 more"
+    assert order.next_to_admit([], []) is None
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
@@ -114,7 +115,7 @@ def test_a_prompt_counts_by_what_is_left_behind_its_prefix(is_waiting: bool) -> 
 def test_short_prompts_pass_a_long_one_that_lacks_memory_within_its_tolerance() -> None:
     """The first sequence leaves room for short prompts, but not for the long one."""
     pipeline = Pipeline(2)
-    pipeline.scheduler.room.max_tokens = 910
+    pipeline.scheduler.budget.max_tokens = 910
     pipeline.add(make_sequence(0, 300, 200))
     for _ in range(100):
         pipeline.tick()
@@ -156,7 +157,7 @@ def check_overtaking(
     """Whatever comes, the work for younger prompts before a prompt's end is at most its own, and
     that of one step. Nothing is read twice, and all come to an end."""
     pipeline = Pipeline(num_stages, max_num_sequences, chunk)
-    pipeline.scheduler.room.max_tokens = room
+    pipeline.scheduler.budget.max_tokens = room
     chance = random.Random(seed)
     lengths = [chance.choice([5, 20, 20, 30, 200]) for _ in range(25)]
     num_steps: list[int] = []

@@ -29,10 +29,10 @@ def check_all_ended(pipeline: Pipeline) -> None:
     ends = [e.sequence for e in pipeline.events if e.finish_reason]
     assert len(ends) == len(set(ends)), "a request ended twice"
     pipeline.run()
-    assert all(set(stage.held) == set(pipeline.scheduler.room.kept) for stage in pipeline.stages)
+    assert all(set(stage.held) == set(pipeline.scheduler.budget.kept) for stage in pipeline.stages)
     surplus = pipeline.stages[0].num_held - pipeline.scheduler.num_held_tokens
     # A kept sequence may have ended with drafts that were not right.
-    num_kept = len(list(pipeline.scheduler.room.kept))
+    num_kept = len(list(pipeline.scheduler.budget.kept))
     assert surplus == 0 or (pipeline.drafting and 0 < surplus <= 4 * num_kept)
     assert not pipeline.outbox._steps
     assert pipeline.scheduler.num_running == 0
@@ -92,7 +92,7 @@ def test_a_row_that_fails_at_any_token_ends_alone(num_stages: int) -> None:
         assert pipeline.output(1) == expected(1, 12, 6)[: position - 12]
         ends = [e.finish_reason for e in pipeline.events if e.sequence == 1 and e.finish_reason]
         assert ends == [list(FAILURES.values())[position % len(FAILURES)]]
-        assert 1 not in pipeline.scheduler.room.kept
+        assert 1 not in pipeline.scheduler.budget.kept
         for id in (0, 2, 3):
             assert pipeline.output(id) == expected(id, 12, 6)
         check_all_ended(pipeline)
@@ -136,7 +136,7 @@ def check_random_lives(
         prefill_chunk=chunk,
         num_groups=num_groups,
     )
-    pipeline.scheduler.room.max_tokens, pipeline.scheduler.reuse = held, reuse
+    pipeline.scheduler.budget.max_tokens, pipeline.scheduler.reuse = held, reuse
     dropped = live(
         pipeline,
         chance,
@@ -195,7 +195,7 @@ def test_drop_keeps_no_sequence_whose_numbers_overflow_later() -> None:
         pipeline.run()
         rows = [step.rows[0] for step in pipeline.steps if step.sample]
         has_failed = any(row.position == 42 for row in rows)
-        is_kept = 0 in pipeline.scheduler.room.kept
+        is_kept = 0 in pipeline.scheduler.budget.kept
         assert not (has_failed and is_kept)
         outcomes.add((has_failed, is_kept))
         check_all_ended(pipeline)
@@ -386,15 +386,15 @@ def test_short_prompts_go_first_until_a_long_one_tolerates_no_more() -> None:
 
 def test_a_prompt_does_not_push_out_what_it_begins_like() -> None:
     pipeline = Pipeline(2)
-    pipeline.scheduler.reuse, pipeline.scheduler.room.max_tokens = "any", 160
+    pipeline.scheduler.reuse, pipeline.scheduler.budget.max_tokens = "any", 160
     for id in range(3):
         pipeline.add(make_sequence(id, [id] * 40, 5))
         pipeline.run()
-    assert list(pipeline.scheduler.room.kept) == [0, 1, 2]
+    assert list(pipeline.scheduler.budget.kept) == [0, 1, 2]
     pipeline.add(make_sequence(3, [0] * 40 + [7] * 20, 5))
     pipeline.run()
     assert pipeline.added[3].num_cached == 40
-    assert list(pipeline.scheduler.room.kept) == [2, 0, 3]
+    assert list(pipeline.scheduler.budget.kept) == [2, 0, 3]
     check_all_ended(pipeline)
 
 
@@ -425,7 +425,7 @@ def test_a_full_queue_refuses() -> None:
 
 def test_of_a_burst_as_many_begin_as_there_is_room_for() -> None:
     pipeline = Pipeline(2)
-    pipeline.scheduler.room.max_tokens = 150
+    pipeline.scheduler.budget.max_tokens = 150
     for id in range(4):
         pipeline.add(make_sequence(id, 60, 5))
     pipeline.pump()
@@ -479,7 +479,7 @@ def test_copies_survive_the_drop_of_their_original_at_every_tick() -> None:
 
 def test_copies_with_room_for_few_come_all_the_same() -> None:
     pipeline = Pipeline(2, max_num_sequences=4)
-    pipeline.scheduler.room.max_tokens = 100
+    pipeline.scheduler.budget.max_tokens = 100
     first, second = copies(pipeline, 0, 40, 5), copies(pipeline, 10, 30, 5)
     pipeline.run()
     for ids, prompt in ((first, 40), (second, 30)):

@@ -12,7 +12,7 @@ from serve.core.ops import Copy, Unload
 from serve.core.types import Sequence, Step
 from serve.front.pipeline.scheduler import Reuse
 from serve.front.prefixes.checkpoints import PrefixKey
-from serve.front.prefixes.index import Beginning, Gone, PrefixIndex
+from serve.front.prefixes.index import Gone, PrefixIndex, PrefixMatch
 from tests.front.pipeline.simulation import (
     Pipeline,
     StageModel,
@@ -102,7 +102,7 @@ def check_random_life(
     """Has adapters loaded and unloaded while requests come and are aborted."""
     chance = random.Random(seed)
     pipeline = AdapterPipeline(num_stages, max_num_sequences=max_num_sequences, prefill_chunk=8)
-    pipeline.scheduler.room.max_tokens, pipeline.scheduler.reuse = held, reuse
+    pipeline.scheduler.budget.max_tokens, pipeline.scheduler.reuse = held, reuse
     wanted: dict[int, list[int]] = {}
     dropped = set()
     for id in range(30):
@@ -175,7 +175,7 @@ def test_what_a_retired_version_has_kept_goes_at_once() -> None:
         sequence.adapter_version = version
         pipeline.add(sequence)
         pipeline.run()
-    assert set(pipeline.scheduler.room.kept) == {0, 1}, "versions share a prefix"
+    assert set(pipeline.scheduler.budget.kept) == {0, 1}, "versions share a prefix"
     pipeline.unload("x")
     pipeline.pump()
     drain(pipeline)
@@ -187,8 +187,8 @@ def test_only_the_same_version_begins_alike() -> None:
     index = PrefixIndex()
     index.keep(1, [5] * 30, PrefixKey(adapter_version=1))
     assert index.keep(2, [5] * 40, PrefixKey(adapter_version=2)) == Gone([], [])
-    assert index.longest([5] * 40, PrefixKey(adapter_version=1)) == Beginning(1, 30)
-    assert index.longest([5] * 40, PrefixKey(adapter_version=2)) == Beginning(2, 40)
+    assert index.longest([5] * 40, PrefixKey(adapter_version=1)) == PrefixMatch(1, 30)
+    assert index.longest([5] * 40, PrefixKey(adapter_version=2)) == PrefixMatch(2, 40)
     assert index.longest([5] * 40) is None
     assert index.keep(3, [5] * 35, PrefixKey(adapter_version=1)) == Gone([1], [])
     assert set(index.with_adapter(1)) == {3}

@@ -23,10 +23,15 @@ from tests.front.pipeline.simulation import (
 from tests.front.pipeline.test_scheduler import check_all_ended
 
 
-def chat(id: int, prompt: list[int], boundary: int, max_tokens: int = 5) -> Sequence:
-    sequence = make_sequence(id, prompt, max_tokens)
-    sequence.boundaries = (boundary,)
-    return sequence
+def add_chat(
+    pipeline: Pipeline,
+    id: int,
+    prompt: list[int],
+    boundary: int,
+    max_tokens: int = 5,
+) -> None:
+    pipeline.boundaries[id] = (boundary,)
+    pipeline.add(make_sequence(id, prompt, max_tokens))
 
 
 def with_checkpoints(num_stages: int = 2, prefill_chunk: int = 512, **more: Any) -> Pipeline:
@@ -42,7 +47,7 @@ def tokens(start: int, count: int) -> list[int]:
 def check_checkpoints(pipeline: Pipeline) -> None:
     """All stages have exactly those that rank 0 knows of."""
     check_all_ended(pipeline)
-    known = sorted(pipeline.scheduler.room.kept.checkpoints)
+    known = sorted(pipeline.scheduler.budget.kept.checkpoints)
     assert all(sorted(stage.checkpoints) == known for stage in pipeline.stages)
 
 
@@ -51,9 +56,9 @@ def test_schedule_begins_at_the_boundary_of_the_last_prompt(num_stages: int) -> 
     """The answer is not part of the next prompt as it was generated."""
     pipeline = with_checkpoints(num_stages)
     shared = tokens(1, 300)
-    pipeline.add(chat(0, [*shared, 7, 8], 300))
+    add_chat(pipeline, 0, [*shared, 7, 8], 300)
     pipeline.run()
-    pipeline.add(chat(1, [*shared, *tokens(2, 80)], 370))
+    add_chat(pipeline, 1, [*shared, *tokens(2, 80)], 370)
     pipeline.run()
     assert pipeline.added[1].num_cached == 300
     assert pipeline.output(1) == expected(1, 380, 5)
@@ -67,7 +72,7 @@ def test_schedule_computes_little_twice_in_a_loop_of_twenty_turns() -> None:
     num_new, num_computed = len(history), 0
     for turn in range(20):
         prompt = [*history, 7, 8, 9]
-        pipeline.add(chat(turn, prompt, len(history), max_tokens=50))
+        add_chat(pipeline, turn, prompt, len(history), max_tokens=50)
         pipeline.run()
         num_computed += len(prompt) - pipeline.added[turn].num_cached
         added = tokens(turn + 2, 750)
@@ -96,11 +101,11 @@ def test_schedule_makes_checkpoints_at_fixed_distances_too() -> None:
 def test_schedule_takes_a_checkpoint_of_one_that_is_still_decoded() -> None:
     pipeline = with_checkpoints()
     shared = tokens(1, 300)
-    pipeline.add(chat(0, [*shared, 7, 8], 300, max_tokens=400))
+    add_chat(pipeline, 0, [*shared, 7, 8], 300, max_tokens=400)
     for _ in range(40):
         pipeline.tick()
     for id in range(1, 4):
-        pipeline.add(chat(id, [*shared, *tokens(id + 1, 80)], 370))
+        add_chat(pipeline, id, [*shared, *tokens(id + 1, 80)], 370)
         pipeline.tick()
     pipeline.scheduler.drop(0)
     pipeline.run()
@@ -112,7 +117,7 @@ def test_schedule_makes_a_checkpoint_once_for_the_same_tokens() -> None:
     pipeline = with_checkpoints(max_num_sequences=8)
     shared = tokens(1, 300)
     for id in range(5):
-        pipeline.add(chat(id, [*shared, id], 300))
+        add_chat(pipeline, id, [*shared, id], 300)
     pipeline.run()
     saved = [save for step in pipeline.steps for save in step.ops(Save)]
     assert len(saved) == 1
@@ -124,12 +129,12 @@ def test_schedule_drops_the_checkpoint_that_was_not_used_longest() -> None:
     pipeline = with_checkpoints(num_stages=1)
     pipeline.scheduler.settle(1, 1300, state_tokens=100)
     for id in range(6):
-        pipeline.add(chat(id, tokens(id, 300), 200))
+        add_chat(pipeline, id, tokens(id, 300), 200)
         pipeline.run()
         assert pipeline.scheduler.num_held_tokens <= 1300
     check_room(pipeline)
-    pipeline.add(chat(9, [*tokens(5, 200), *tokens(77, 40)], 230))
-    pipeline.add(chat(10, [*tokens(0, 200), *tokens(77, 40)], 230))
+    add_chat(pipeline, 9, [*tokens(5, 200), *tokens(77, 40)], 230)
+    add_chat(pipeline, 10, [*tokens(0, 200), *tokens(77, 40)], 230)
     pipeline.run()
     assert (pipeline.added[9].num_cached, pipeline.added[10].num_cached) == (200, 0)
     assert any(step.ops(Forget) for step in pipeline.steps)
@@ -138,7 +143,7 @@ def test_schedule_drops_the_checkpoint_that_was_not_used_longest() -> None:
 def check_room(pipeline: Pipeline) -> None:
     """What the scheduler counts is what the stages hold."""
     scheduler = pipeline.scheduler
-    num_states = len(list(scheduler.room.kept)) + len(pipeline.stages[0].checkpoints)
+    num_states = len(list(scheduler.budget.kept)) + len(pipeline.stages[0].checkpoints)
     held = pipeline.stages[0].num_held + 100 * num_states
     assert scheduler.num_held_tokens == held
 
@@ -146,7 +151,7 @@ def check_room(pipeline: Pipeline) -> None:
 def test_schedule_makes_no_checkpoint_that_would_push_out_all_that_is_kept() -> None:
     pipeline = with_checkpoints(num_stages=1)
     pipeline.scheduler.settle(1, 1000, state_tokens=400)
-    pipeline.add(chat(0, tokens(0, 300), 200))
+    add_chat(pipeline, 0, tokens(0, 300), 200)
     pipeline.run()
     assert not any(step.ops(Save) for step in pipeline.steps)
 
@@ -166,7 +171,7 @@ def test_schedule_saves_no_checkpoint_that_another_one_of_its_step_pushes_out() 
     assert [len(step.ops(Save)) for step in shared] == [1]
     pipeline.run()
     assert sorted(pipeline.stages[0].checkpoints) == sorted(
-        pipeline.scheduler.room.kept.checkpoints
+        pipeline.scheduler.budget.kept.checkpoints
     )
 
 
@@ -176,14 +181,14 @@ def test_a_drop_and_a_kill_at_every_tick_leave_no_checkpoint_behind(num_stages: 
         pipeline = with_checkpoints(num_stages, max_num_sequences=3, prefill_chunk=100)
         shared = tokens(1, 150)
         for id in range(5):
-            pipeline.add(chat(id, [*shared, *tokens(id, 70 + id)], 150 + 60 * (id % 2)))
+            add_chat(pipeline, id, [*shared, *tokens(id, 70 + id)], 150 + 60 * (id % 2))
         for _ in range(num_ticks):
             pipeline.tick()
         pipeline.scheduler.drop(num_ticks % 5)
         pipeline.run()
         check_checkpoints(pipeline)
         pipeline.kill()
-        pipeline.add(chat(9, [*shared, *tokens(3, 90)], 200))
+        add_chat(pipeline, 9, [*shared, *tokens(3, 90)], 200)
         for _ in range(num_ticks % 9):
             pipeline.tick()
         pipeline.kill()
@@ -211,7 +216,8 @@ def next_prompt(chance: random.Random, pipeline: Pipeline) -> tuple[list[int], t
     prompt = rest
     if pipeline.added and chance.random() < 0.75:
         other = chance.choice(list(pipeline.added.values()))
-        shared = chance.choice([other.tokens, other.prompt, other.prompt[: other.boundaries[0]]])
+        first, *_ = pipeline.boundaries[other.id]
+        shared = chance.choice([other.tokens, other.prompt, other.prompt[:first]])
         prompt = [*shared, *rest][-100:] if chance.random() < 0.1 else [*shared, *rest][:100]
     boundaries = {chance.randint(1, len(prompt)) for _ in range(2)}
     return prompt, tuple(sorted(boundaries))
@@ -241,9 +247,8 @@ def check_random_lives(
 
     def next_sequence(id: int) -> Sequence:
         prompt, boundaries = next_prompt(chance, pipeline)
-        sequence = make_sequence(id, prompt, chance.randint(1, 12))
-        sequence.boundaries = boundaries
-        return sequence
+        pipeline.boundaries[id] = boundaries
+        return make_sequence(id, prompt, chance.randint(1, 12))
 
     with small_distances():
         dropped = live(
@@ -257,9 +262,9 @@ def check_random_lives(
         pipeline.run()
         pipeline.run()  # the last drops
     check_outputs(pipeline, dropped)
-    known = sorted(pipeline.scheduler.room.kept.checkpoints)
+    known = sorted(pipeline.scheduler.budget.kept.checkpoints)
     assert all(sorted(stage.checkpoints) == known for stage in pipeline.stages)
-    assert all(set(stage.held) == set(pipeline.scheduler.room.kept) for stage in pipeline.stages)
+    assert all(set(stage.held) == set(pipeline.scheduler.budget.kept) for stage in pipeline.stages)
     assert held is None or pipeline.scheduler.num_held_tokens <= held
     assert not pipeline.outbox._steps
 

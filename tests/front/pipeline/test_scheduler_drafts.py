@@ -136,7 +136,7 @@ def test_update_ends_an_answer_within_its_drafts() -> None:
     pipeline.add(make_sequence(0, 10, 100, frozenset({next_token(0, 12)})))
     pipeline.run()
     assert pipeline.output(0) == expected(0, 10, 3)
-    assert pipeline.scheduler.room.kept.num_tokens == 12
+    assert pipeline.scheduler.budget.kept.num_tokens == 12
     assert (pipeline.added[0].num_drafted, pipeline.added[0].num_accepted) == (4, 3)
     check_counts(pipeline)
     check_all_ended(pipeline)
@@ -225,7 +225,7 @@ def test_update_repeats_a_row_whose_drafts_overflow() -> None:
 
 def test_schedule_makes_no_room_for_drafts() -> None:
     pipeline = Pipeline(2, drafting=CertainDrafting())
-    pipeline.scheduler.room.max_tokens = 60
+    pipeline.scheduler.budget.max_tokens = 60
     for id in range(2):
         pipeline.add(make_sequence(id, 12, 16))
     pipeline.run()
@@ -257,7 +257,7 @@ def check_random_lives(
         cut_share=0.1,
         overflow_share=0.1,
     )
-    pipeline.scheduler.room.max_tokens, pipeline.scheduler.reuse = held, reuse
+    pipeline.scheduler.budget.max_tokens, pipeline.scheduler.reuse = held, reuse
 
     def next_sequence(id: int) -> Sequence:
         sequence = make_sequence(id, make_prompt(chance, pipeline)[:100], chance.randint(1, 16))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from serve.core.ops import Drop, Unload
 from serve.core.types import LAST_TOKEN, Sampling, Sequence
+from serve.front.pipeline.prefill_order import PrefillOrder
 from serve.front.pipeline.queues import Waiting
 from serve.front.pipeline.scheduler import Reuse
 from tests.front.pipeline.simulation import (
@@ -139,7 +140,7 @@ def check_random_kills(
 ) -> None:
     chance = random.Random(seed)
     pipeline = Pipeline(num_stages, max_num_sequences=max_num_sequences, prefill_chunk=chunk)
-    pipeline.scheduler.room.max_tokens, pipeline.scheduler.reuse = held, reuse
+    pipeline.scheduler.budget.max_tokens, pipeline.scheduler.reuse = held, reuse
     dropped = live(
         pipeline,
         chance,
@@ -171,7 +172,7 @@ def with_copy() -> tuple[Sequence, Sequence]:
 
 
 def test_waiting_frees_a_copy_after_the_prompt_of_its_original() -> None:
-    waiting = Waiting()
+    waiting = Waiting(PrefillOrder())
     first, second = with_copy()
     waiting.add(first)
     waiting.add(second)
@@ -183,7 +184,7 @@ def test_waiting_frees_a_copy_after_the_prompt_of_its_original() -> None:
 
 
 def test_waiting_frees_all_that_read_when_the_engines_restart() -> None:
-    waiting = Waiting()
+    waiting = Waiting(PrefillOrder())
     first, second = with_copy()
     for sequence in (first, second):
         waiting.add(sequence)

@@ -152,7 +152,7 @@ def test_a_tool_loop_computes_little_twice(tokenizer: Tokenizer, sends_thoughts:
     for turn in range(20):
         prompt = prepared(tokenizer, messages)
         sequence = Sequence(turn, prompt.ids, 60, Sampling(temperature=0), frozenset())
-        sequence.boundaries = prompt.boundaries
+        pipeline.boundaries[turn] = prompt.boundaries
         pipeline.add(sequence)
         pipeline.run()
         num_computed += len(prompt.ids) - sequence.num_cached

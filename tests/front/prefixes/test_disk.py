@@ -1,7 +1,7 @@
 """Rank 0's decisions about prefixes on disk. The simulated ranks only list their files."""
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -17,6 +17,7 @@ from serve.core.ops import Load, Write
 from serve.core.types import Sampling, Sequence
 from serve.front.prefixes.checkpoints import PrefixKey
 from serve.front.prefixes.disk import DiskCounts, DiskPrefixes, DiskRules
+from serve.front.prefixes.index import Admission, PrefixIndex, PrefixMatch
 
 RULES = DiskRules(segment=16, min_segment=4, min_gain=8)
 KEY = PrefixKey()
@@ -27,8 +28,15 @@ def tokens(start: int, count: int) -> list[int]:
     return [(start * 7 + i) % 1000 for i in range(count)]
 
 
-def sequence(prompt: list[int], id: int = 99) -> Sequence:
-    return Sequence(id, [*prompt, 1], 5, Sampling(), frozenset())
+def admission(
+    prompt: list[int],
+    num_in_memory: int = 0,
+    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+    key: PrefixKey = KEY,
+) -> Admission:
+    sequence = Sequence(99, [*prompt, 1], 5, sampling, frozenset())
+    in_memory = PrefixMatch(1, num_in_memory) if num_in_memory else None
+    return Admission(sequence, key, PrefixIndex(), "any", in_memory)
 
 
 @dataclass
@@ -81,8 +89,8 @@ class Ranks:
     def read(self, prompt: list[int], key: PrefixKey = KEY) -> int | None:
         """Returns the number of tokens that were read: 0 if a file was damaged, and None if no file
         matches the prompt."""
-        asked = replace(sequence(prompt), cache_scope=key.scope)
-        if not self.disk.read(asked, 0, None):
+        self.disk.forget(99)
+        if not self.disk.read(admission(prompt, key=key), None):
             return None
         (message,) = self.disk.take_messages()
         assert isinstance(message, ReadPrefix)
@@ -313,10 +321,14 @@ def test_disk_prefixes_of_a_very_long_sequence_are_deleted_behind_a_damaged_file
 def test_disk_prefixes_are_read_only_if_that_saves_enough() -> None:
     ranks = Ranks()
     ranks.keep(tokens(1, 64))
-    asked = sequence(tokens(1, 64))
-    assert ranks.disk.read(asked, 60, None) == 0, "memory has nearly all of it"
-    assert ranks.disk.read(asked, 0, 63) == 0, "there is no room"
-    scored = replace(asked, sampling=Sampling(prompt_logprobs=1))
-    assert ranks.disk.read(scored, 0, None) == 0
-    assert ranks.disk.read(asked, 56, 64) == 64
+    prompt = tokens(1, 64)
+    for refused, room in (
+        (admission(prompt, num_in_memory=60), None),
+        (admission(prompt), 63),
+        (admission(prompt, sampling=Sampling(prompt_logprobs=1)), None),
+    ):
+        assert ranks.disk.read(refused, room) == 0
+        ranks.disk.forget(99)
+    assert ranks.disk.read(admission(prompt, num_in_memory=56), 64) == 64
+    assert ranks.disk.read(admission(prompt), 64) == 0, "there is one try"
     assert ranks.disk.num_reading_tokens == 64

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from serve.core.types import Sampling, Sequence
 from serve.front.prefixes.checkpoints import PrefixKey
-from serve.front.prefixes.index import MAX_KEPT, MIN_TOKENS, Beginning, Gone, PrefixIndex
+from serve.front.prefixes.index import MAX_KEPT, MIN_TOKENS, Gone, PrefixIndex, PrefixMatch
 from serve.front.prefixes.tree import PrefixTree, common_length
 
 TOKENS = st.lists(st.integers(0, 2), max_size=60)
@@ -27,11 +27,11 @@ def test_the_longest_common_beginning_wins() -> None:
     index.keep(1, [*range(20), 77, 77])
     index.keep(2, [*range(30), 88])
     index.keep(3, [5] * 40)
-    assert index.longest([*range(40)]) == Beginning(2, 30)
-    assert index.longest([*range(22)]) == Beginning(2, 22)
+    assert index.longest([*range(40)]) == PrefixMatch(2, 30)
+    assert index.longest([*range(22)]) == PrefixMatch(2, 22)
     assert index.longest([*range(MIN_TOKENS - 1)]) is None
     assert index.latest([*range(40)]) is None
-    assert index.latest([*range(30), 88, 1]) == Beginning(2, 31)
+    assert index.latest([*range(30), 88, 1]) == PrefixMatch(2, 31)
     assert index.num_tokens == 22 + 31 + 40
 
 
@@ -39,7 +39,7 @@ def test_what_was_used_stays_longest() -> None:
     index = PrefixIndex()
     for id in range(3):
         index.keep(id, [id] * 20)
-    assert index.longest([0] * 30) == Beginning(0, 20)
+    index.touch(PrefixMatch(0, 20))
     assert index.evict() == Gone([1], [])
     assert index.num_tokens == 40
     assert index.evict() == Gone([2], [])
@@ -57,7 +57,7 @@ def test_so_many_are_kept_and_no_more() -> None:
     index = PrefixIndex()
     for id in range(MAX_KEPT):
         assert index.keep(id, [id] * 20) == Gone([], [])
-    assert index.longest([0] * 20) == Beginning(0, 20)
+    index.touch(PrefixMatch(0, 20))
     assert index.keep(MAX_KEPT, [MAX_KEPT] * 20) == Gone([1], [])
     assert index.keep(MAX_KEPT + 1, [MAX_KEPT] * 21) == Gone([MAX_KEPT], [])
     assert index.keep(MAX_KEPT + 2, [7, 7, 7]) == Gone([2], [])
@@ -123,9 +123,10 @@ def test_prefix_index_gives_what_comparing_with_all_gives(
             whole = action == "whole"
             find = fast.latest if whole else fast.longest
             expected = slow.longest(tokens, whole, scope)
-            assert find(tokens, PrefixKey(scope=scope)) == (
-                Beginning(*expected) if expected else None
-            )
+            match = find(tokens, PrefixKey(scope=scope))
+            assert match == (PrefixMatch(*expected) if expected else None)
+            if match:
+                fast.touch(match)
         assert list(fast) == list(slow.kept)
         assert fast.num_tokens == sum(len(tokens) for _, tokens in slow.kept.values())
 
@@ -150,8 +151,8 @@ def test_prefix_tree_gives_what_comparing_with_all_gives(
     assert tree.longest(tokens, lambda id: id, lambda id: id not in barred) == expected
 
 
-def decoded(id: int, prompt: list[int], scope: str = "") -> Sequence:
-    sequence = Sequence(id, prompt, 8, Sampling(), frozenset(), cache_scope=scope)
+def decoded(id: int, prompt: list[int]) -> Sequence:
+    sequence = Sequence(id, prompt, 8, Sampling(), frozenset())
     sequence.num_computed = len(prompt)
     return sequence
 
@@ -160,25 +161,25 @@ def test_a_prompt_begins_as_one_that_is_decoded_while_it_is() -> None:
     index = PrefixIndex()
     index.keep(1, [1] * 20)
     running = decoded(2, [1] * 30)
-    index.decoding(running)
-    assert index.longest([1] * 40) == Beginning(2, 30)
-    assert index.latest([1] * 40) == Beginning(1, 20)
+    index.add_decoding(running)
+    assert index.longest([1] * 40) == PrefixMatch(2, 30)
+    assert index.latest([1] * 40) == PrefixMatch(1, 20)
     running.num_computed -= 1
-    assert index.longest([1] * 40) == Beginning(1, 20)
+    assert index.longest([1] * 40) == PrefixMatch(1, 20)
     running.num_computed += 1
-    index.ended(2)
-    assert index.longest([1] * 40) == Beginning(1, 20)
+    index.remove_decoding(2)
+    assert index.longest([1] * 40) == PrefixMatch(1, 20)
 
 
 def test_scopes_share_nothing_kept_or_decoded() -> None:
     index = PrefixIndex()
     index.keep(1, [1] * 20, PrefixKey(scope="a"))
-    index.decoding(decoded(2, [1] * 30, "a"))
+    index.add_decoding(decoded(2, [1] * 30), PrefixKey(scope="a"))
     assert index.longest([1] * 40, PrefixKey(scope="b")) is None
     assert index.longest([1] * 40) is None
-    assert index.longest([1] * 40, PrefixKey(scope="a")) == Beginning(2, 30)
+    assert index.longest([1] * 40, PrefixKey(scope="a")) == PrefixMatch(2, 30)
     assert index.keep(3, [1] * 40, PrefixKey(scope="b")) == Gone([], [])
-    assert index.longest([1] * 30, PrefixKey(scope="a")) == Beginning(2, 30)
+    assert index.longest([1] * 30, PrefixKey(scope="a")) == PrefixMatch(2, 30)
 
 
 class Compared(int):
@@ -199,6 +200,6 @@ def test_prefix_index_compares_a_prompt_once_however_many_are_kept() -> None:
         index.keep(id, [*start, Compared(100 + id)])
     Compared.num_compared = 0
     asked = [*map(Compared, start), Compared(100 + 77), Compared(3)]
-    assert index.longest(asked) == Beginning(77, 3001)
+    assert index.longest(asked) == PrefixMatch(77, 3001)
     assert index.keep(MAX_KEPT, asked) == Gone([77], [])
     assert Compared.num_compared < 10 * len(start)

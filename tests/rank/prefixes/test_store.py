@@ -49,14 +49,14 @@ SHARED = [3 + i % 40 for i in range(75)] + [5, 4, 3, 2, 1]  # longer than all wi
 SCORED = Sampling(temperature=0, logprobs=3)
 
 
-def first_turn(id: int) -> Sequence:
-    prompt = [*SHARED, 7, 8, 9]
-    return Sequence(id, prompt, 4, SCORED, frozenset(), boundaries=(66, len(SHARED)))
+def first_turn(local: LocalPipeline, id: int) -> Sequence:
+    local.boundaries[id] = (66, len(SHARED))
+    return Sequence(id, [*SHARED, 7, 8, 9], 4, SCORED, frozenset())
 
 
-def second_turn(id: int) -> Sequence:
-    prompt = [*SHARED, *range(10, 20)]
-    return Sequence(id, prompt, 4, SCORED, frozenset(), boundaries=(len(SHARED) + 8,))
+def second_turn(local: LocalPipeline, id: int) -> Sequence:
+    local.boundaries[id] = (len(SHARED) + 8,)
+    return Sequence(id, [*SHARED, *range(10, 20)], 4, SCORED, frozenset())
 
 
 def long_answers(first_id: int) -> list[Sequence]:
@@ -83,15 +83,15 @@ def test_prefix_store_serves_a_second_turn_after_a_restart(
     reuse = reuse_of(name)
     with pipeline(2, make, prefix_dir=tmp_path) as local:
         local.scheduler = Scheduler(2, max_num_sequences=32, max_queue=64, prefill_chunk=32)
-        expected = scores(local, second_turn(5))
+        expected = scores(local, second_turn(local, 5))
         counts = local.open_disk(SHORT, reuse)
-        scores(local, first_turn(0))
+        scores(local, first_turn(local, 0))
         local.flush()
         assert counts.num_written_files
     with pipeline(2, make, prefix_dir=tmp_path) as local:
         local.scheduler = Scheduler(2, max_num_sequences=32, max_queue=64, prefill_chunk=32)
         counts = local.open_disk(SHORT, reuse)
-        second = second_turn(1)
+        second = second_turn(local, 1)
         got = scores(local, second)
     assert counts.num_reads == 1
     assert counts.num_damaged_files == 0

@@ -65,7 +65,7 @@ def test_schedule_ends_each_once_whatever_happens(seed: int) -> None:
     chance = random.Random(seed)
     pipeline = Pipeline(chance.choice([1, 2, 3]), max_num_sequences=chance.choice([2, 5, 32]))
     pipeline.scheduler.reuse = chance.choice(["any", "checkpoints", "none"])
-    pipeline.scheduler.room.max_tokens = chance.choice([None, 60, 90])
+    pipeline.scheduler.budget.max_tokens = chance.choice([None, 60, 90])
     added: dict[int, Sequence] = {}
     dropped: set[int] = set()
     for id in range(30):
@@ -87,10 +87,10 @@ def test_schedule_ends_each_once_whatever_happens(seed: int) -> None:
         assert finished or id in dropped
         if not sequence.has_answer:
             assert all(token is None for token, _ in ends(pipeline, id))
-            assert id not in list(pipeline.scheduler.room.kept)
+            assert id not in list(pipeline.scheduler.budget.kept)
     while step := pipeline.scheduler.schedule():
         pipeline.outbox.put(step)
     for _ in range(20):
         pipeline.tick()
     held = set(pipeline.stages[-1].held)
-    assert held == set(pipeline.scheduler.room.kept)
+    assert held == set(pipeline.scheduler.budget.kept)

@@ -12,7 +12,7 @@ from serve.core.types import Sampling, Sequence, Step
 from serve.front.pipeline.scheduler import Reuse
 from serve.front.prefixes.counts import PrefixCounts
 from serve.front.prefixes.disk import DiskCounts, DiskPrefixes, DiskRules
-from serve.front.prefixes.room import Room
+from serve.front.prefixes.kv_budget import KvBudget
 from tests.front.pipeline.simulation import (
     Pipeline,
     check_examples,
@@ -27,11 +27,12 @@ MAX_BYTES = 10**9
 SHORT = DiskRules(segment=4, min_segment=2, min_gain=16, running=8)
 
 
-def make_room() -> tuple[Room, DiskPrefixes]:
-    room = Room(PrefixCounts(), 10**6)
+def make_budget() -> tuple[KvBudget, DiskPrefixes]:
+    budget = KvBudget(PrefixCounts())
+    budget.resize(10**6)
     stored = {0: PrefixFiles([], MAX_BYTES, "a")}
-    disk = room.disk = DiskPrefixes(stored, str, DiskCounts(), has_states=False)
-    return room, disk
+    disk = budget.disk = DiskPrefixes(stored, str, DiskCounts(), has_states=False)
+    return budget, disk
 
 
 def running(num_computed: int, output: list[int], max_tokens: int = 50) -> Sequence:
@@ -48,45 +49,45 @@ def running(num_computed: int, output: list[int], max_tokens: int = 50) -> Seque
     )
 
 
-def test_room_forgets_the_writes_of_a_sequence_that_begins_again() -> None:
+def test_budget_forgets_the_writes_of_a_sequence_that_begins_again() -> None:
     """While a slow disk writes a file, memory runs out, and the sequence returns to the queue."""
-    room, disk = make_room()
+    budget, disk = make_budget()
     sequence = running(8192, [1])
-    room.write_running(sequence)
-    write = disk.next_write(room.holds)
+    budget.write_running(sequence)
+    write = disk.next_write(budget.holds)
     assert write
-    room.forget(sequence)
+    budget.forget(sequence)
     sequence.reset()
-    assert disk.next_write(room.holds) is None, "it is busy"
+    assert disk.next_write(budget.holds) is None, "it is busy"
     sequence.num_computed = 2048
     sequence.is_held = True
-    room.write_running(sequence)
+    budget.write_running(sequence)
     ends: list[int] = []
     while write:
         ends.append(write.end)
         disk.on_written(0, PrefixFileWritten(write.name, 100))
-        write = disk.next_write(room.holds)
+        write = disk.next_write(budget.holds)
     assert ends == list(range(256, 2049, 256))
 
 
-def test_room_holds_of_a_running_sequence_only_what_is_to_be_written() -> None:
-    room, _ = make_room()
+def test_budget_holds_of_a_running_sequence_only_what_is_to_be_written() -> None:
+    budget, _ = make_budget()
     sequence = running(3000, [1])
-    room.write_running(sequence)
-    assert room.holds(Write(7, "b", "a", 1792, 2048))
-    assert not room.holds(Write(7, "b", "a", 1792, 2049))
-    assert not room.holds(Write(8, "b", "a", 0, 256))
-    room.end(sequence, 0, may_keep=True)
-    assert room.holds(Write(7, "b", "a", 2048, 2304)), "all of a kept sequence"
+    budget.write_running(sequence)
+    assert budget.holds(Write(7, "b", "a", 1792, 2048))
+    assert not budget.holds(Write(7, "b", "a", 1792, 2049))
+    assert not budget.holds(Write(8, "b", "a", 0, 256))
+    budget.end(sequence, 0, may_keep=True)
+    assert budget.holds(Write(7, "b", "a", 2048, 2304)), "all of a kept sequence"
 
 
-def test_room_writes_nothing_of_a_prompt_without_logits() -> None:
+def test_budget_writes_nothing_of_a_prompt_without_logits() -> None:
     """Its numbers may have overflowed."""
-    room, disk = make_room()
+    budget, disk = make_budget()
     for unknown in (running(8999, []), running(9000, [], max_tokens=0)):
-        room.write_running(unknown)
+        budget.write_running(unknown)
         assert not is_busy(disk)
-    room.write_running(running(9000, [1]))
+    budget.write_running(running(9000, [1]))
     assert is_busy(disk)
 
 
@@ -119,7 +120,7 @@ class DiskPipeline(Pipeline):
             has_states=self.reuse == "checkpoints",
             rules=SHORT,
         )
-        self.scheduler.room.disk = self.disk
+        self.scheduler.budget.disk = self.disk
 
     def kill(self) -> None:
         super().kill()
@@ -193,7 +194,7 @@ def test_random_lives_with_slow_disks(num_examples: int) -> None:
             chance=chance,
             reuse=reuse,
         )
-        pipeline.scheduler.room.max_tokens = held
+        pipeline.scheduler.budget.max_tokens = held
 
         def next_sequence(id: int) -> Sequence:
             prompt = make_prompt(chance, pipeline)[:80]
