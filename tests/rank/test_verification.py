@@ -72,13 +72,13 @@ class Guessing:
     def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
         return self.chance.random() < 0.9
 
-    def ask(self, sequences: ReadableList[Sequence], num_busy_groups: int) -> list[int]:
+    def plan_guesses(self, sequences: ReadableList[Sequence], num_busy_groups: int) -> list[int]:
         return [0 for _ in sequences]
 
     def learn(self, sequence: Sequence) -> None:
         """It knows the answers already."""
 
-    def forget(self, sequence_id: int) -> None:
+    def remove(self, sequence_id: int) -> None:
         """It knows answers by their number."""
 
 
