@@ -18,14 +18,11 @@ from typing import Any, TypeAlias
 from serve.core.config import Address, Cluster
 from serve.core.errors import (
     AddressError,
-    BrigadeError,
     ClusterError,
-    EngineError,
 )
 from serve.core.layouts import Link as LinkSpeed
 from serve.core.messages import (
     Challenge,
-    Fault,
     FromRank,
     Hello,
     Ping,
@@ -119,7 +116,7 @@ class ControlServer:
         if link := self._links.get(rank):
             link.send(message)
 
-    def forget(self, rank: int) -> None:
+    def disconnect(self, rank: int) -> None:
         """Ends the connection of a rank that does not answer, so that it can join again."""
         if link := self._links.get(rank):
             self._lose(rank, f"Rank {rank} on {link.peer_host} is silent.")
@@ -221,7 +218,7 @@ class ControlServer:
         which closes no connection. Without a secret, the caller could be a stranger."""
         if not self._mine.secret or await self.answers(rank):
             return f"there is a rank {rank} already: two clusters use the same ports"
-        self.forget(rank)
+        self.disconnect(rank)
         return None
 
     async def answers(self, rank: int) -> bool:
@@ -315,14 +312,3 @@ def _not_rank_0(address: Address) -> ClusterError:
         "cluster use that port? Choose other ports.",
         code="other_launch",
     )
-
-
-def engine_ended(rank: int, exit_code: int) -> Fault:
-    """Returns the fault of an engine that ended without a report, such as one that was killed."""
-    how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-    return fault_of(EngineError(f"The engine of rank {rank} ended by {how}."))
-
-
-def fault_of(error: BrigadeError) -> Fault:
-    """Turns an error into a message, which from_exit_code turns back into one of its kind."""
-    return Fault(error.exit_code, str(error))

@@ -1,7 +1,5 @@
 """Decides whether and when engines start again after a fault. Pure: the caller has the clock."""
 
-from dataclasses import dataclass, field
-
 from serve.core.errors import BrigadeError, ClusterError, DisagreementError, EngineError
 from serve.core.restart_window import RestartWindow
 
@@ -12,19 +10,6 @@ _REASON_SECONDS = 0.5
 _HURRIED_REASON_SECONDS = 0.1
 # A restart counts, even if every engine has outlived the fault, if they had worked for less.
 _MIN_WORK_SECONDS = 10.0
-
-
-@dataclass(slots=True)
-class Judgement:
-    """Facts that have to be known before a fault is judged. Probes ask which parents answer.
-    let_go are ranks whose connection ends even if they answer, and without_ring those whose engine
-    has reported that its ring broke."""
-
-    was_working: bool
-    num_explained: int | None = None
-    is_probing: bool = False
-    let_go: frozenset[int] = frozenset()
-    without_ring: set[int] = field(default_factory=set)
 
 
 class Restarts:
@@ -70,10 +55,10 @@ class Restarts:
         backoff = _FIRST_WAIT_SECONDS * 2.0 ** (self._num_not_ready - 1)
         return min(_MAX_WAIT_SECONDS, backoff)
 
-    def note_ready(self, now: float, have_all_stayed: bool) -> None:
-        """Notes that the engines are ready. If all of them have outlived the latest fault, after
-        they had worked for 10 s, then only a link broke, and the restart does not count: a bad
-        cable would end a cluster that works well most of the time."""
+    def on_ready(self, now: float, have_all_stayed: bool) -> None:
+        """Begins to count the time in which the engines work. If all of them have outlived the
+        latest fault, after they had worked for 10 s, then only a link broke, and the restart does
+        not count: a bad cable would end a cluster that works well most of the time."""
         if have_all_stayed and self._ready_seconds >= _MIN_WORK_SECONDS:
             self._window.forget(1)
         self._ready_seconds = 0.0

@@ -59,15 +59,14 @@ class Worker:
         self.parent = parent
         self.order = order
         self.transport: Transport | None = None
-        self.loop: StepLoop | None = None  # while steps may come
+        self.loop: StepLoop | None = None  # while it is in a ring, from READY on
         self.status = Status(StageState.JOINING)
         # A thread of its own, so that no stream waits while an adapter is read.
         self.reader = ThreadPoolExecutor(1, "adapters")
         self._engine: LoadedEngine | None = None
         self._orders: SimpleQueue[Order | MakePlan] = SimpleQueue()
         self._leaves: SimpleQueue[Leave] = SimpleQueue()
-        self._has_left = False
-        self._leaving: StepLoop | None = None  # while its last step is computed
+        self._is_leaving = False  # from Leave to the next order: no step comes
         self._streams: Streams | None = None  # made by the thread that has all of MLX
         self._reports = threading.Lock()
 
@@ -97,10 +96,10 @@ class Worker:
                     store.obey(message)
             case Leave():
                 self._leave(message)
-            case MakePlan() if self._has_left:
+            case MakePlan() if self._is_leaving:
                 self._orders.put(message)
-            case Order() if self._has_left:
-                self._has_left = False
+            case Order() if self._is_leaving:
+                self._is_leaving = False
                 self._orders.put(message)
             case Order() | MakePlan():
                 raise EngineError(f"The parent sent a second {type(message).__name__}.")
@@ -114,8 +113,7 @@ class Worker:
 
     def _leave(self, message: Leave) -> None:
         """Makes the other thread leave the ring, as soon as the step that it computes is done."""
-        self._leaving, self.loop = self.loop, None
-        self._has_left = True
+        self._is_leaving = True
         self._leaves.put(message)
         if self.transport:
             self.transport.close()
@@ -136,7 +134,7 @@ class Worker:
         adapters.copy()
 
     def _running_loop(self) -> StepLoop:
-        if self.loop is None:
+        if self.loop is None or self._is_leaving:
             raise EngineError("The parent sent a step before this rank was ready.")
         return self.loop
 
@@ -178,7 +176,7 @@ class Worker:
             loop.prefix_store.wait()
         with self._reports:
             self.status = Status(StageState.STARTING)
-            self._leaving = None
+            self.loop = None
             self.parent.send(Left(leave.life, loop.caches.positions))
 
     def _start(self) -> StepLoop:
@@ -228,8 +226,7 @@ class Worker:
 
     def _report(self) -> None:
         with self._reports:  # A report of the time before Left would be taken for a later one.
-            loop = self.loop or self._leaving
-            activity = loop.activity() if loop else None
+            activity = self.loop.activity() if self.loop else None
             self.parent.send(msgspec.structs.replace(self.status, activity=activity))
 
 

@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any, Protocol, cast
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -21,7 +22,8 @@ from serve.core.errors import BrigadeError
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
 from serve.core.outputs import Embedding, OutputT, SequenceOutput
 from serve.core.types import Event, FinishReason, Pooling, Sampling, Score
-from serve.front.adapters.loader import AdapterLoader, Ranks
+from serve.front.adapters.loader import AdapterLoader, AdapterUsers
+from serve.front.adapters.registry import AdapterRegistry
 from serve.front.app import serve
 from serve.front.http.listening import bind
 from serve.front.pipeline.interface import Prompt
@@ -30,6 +32,7 @@ from serve.front.prefixes.counts import PrefixCounts
 from serve.front.prefixes.disk import DiskCounts
 from serve.front.prefixes.index import PrefixIndex
 from serve.front.text.tokens import Tokenizer
+from serve.parent.engines import Engines
 from tests.configs import changed, serve_config
 
 CONFIG = serve_config(served_model_name="tiny", warms_up=False)
@@ -175,8 +178,7 @@ class AdapterRanks(Protocol):
 
     ring: tuple[int, ...]
 
-    async def loaded(self) -> None: ...
-    def tell_engines(self, message: LoadAdapter) -> None: ...
+    def send_to_all(self, message: LoadAdapter) -> None: ...
     def retire_adapter(self, version: int) -> None: ...
     def end_with_adapter(self, version: int, error: BrigadeError) -> None: ...
     def num_with_adapter(self, version: int) -> int: ...
@@ -186,15 +188,14 @@ def loader_over(ranks: AdapterRanks, **flags: Any) -> AdapterLoader:
     """Returns a loader of adapters that has these ranks read them. flags are fields of the
     config."""
     config = changed(CONFIG, **{"adapter_root": Path("/adapters"), **flags})
-    functions = Ranks(
-        ring=lambda: ranks.ring,
-        loaded=ranks.loaded,
-        tell=ranks.tell_engines,
-        retire=ranks.retire_adapter,
-        end_requests=ranks.end_with_adapter,
-        num_sequences=ranks.num_with_adapter,
+    requests = SimpleNamespace(
+        adapters=AdapterRegistry(config, ranks.num_with_adapter),
+        retire_adapter=ranks.retire_adapter,
+        end_with_adapter=ranks.end_with_adapter,
     )
-    return AdapterLoader(config, functions)
+    loader = AdapterLoader(config, cast(Engines, ranks), cast(AdapterUsers, requests))
+    loader.resume()
+    return loader
 
 
 class FakeRanks:
@@ -213,19 +214,14 @@ class FakeRanks:
         self.told_held: list[list[int]] = []
         self.commits: list[str | None] = []
         self.is_silent = False
-        self.are_loaded = asyncio.Event()
-        self.are_loaded.set()
         self.ended: dict[int, BrigadeError] = {}
         self.digest, self.checksum = "d", "c"
-
-    async def loaded(self) -> None:
-        await self.are_loaded.wait()
 
     def end_with_adapter(self, version: int, error: BrigadeError) -> None:
         self.ended[version] = error
         self.running[version] = 0
 
-    def tell_engines(self, message: LoadAdapter) -> None:
+    def send_to_all(self, message: LoadAdapter) -> None:
         self.paths.append(message.path)
         self.told_held.append(message.held)
         self.commits.append(message.commit)
@@ -237,7 +233,7 @@ class FakeRanks:
     def _answer(self, rank: int, version: int) -> None:
         if refusal := self.refusals.get(rank):
             refused = AdapterRefused(version, refusal["message"], refusal["status"])
-            return self.adapters.on_answer(rank, refused)
+            return self.adapters.on_message(rank, refused)
         read = AdapterRead(
             version=version,
             digest=self.digest,
@@ -249,7 +245,7 @@ class FakeRanks:
             scale=2.0,
             num_bytes=self.num_bytes[rank],
         )
-        return self.adapters.on_answer(rank, read)
+        return self.adapters.on_message(rank, read)
 
     def retire_adapter(self, version: int) -> None:
         self.held.discard(version)

@@ -447,7 +447,7 @@ async def test_measure_of_a_rank_that_is_lost_ends_at_once(is_back: bool) -> Non
         link = await join(address, replace(MINE, rank=1, pid=1), 5)
         measuring = asyncio.create_task(centre.measure(1))
         assert await link.receive() == Ping()
-        centre.forget(1)
+        centre.disconnect(1)
         if is_back:
             other = await join(address, replace(MINE, rank=1, pid=1), 5)
         with pytest.raises(ClusterError):

@@ -15,11 +15,12 @@ from serve.core.errors import ClusterError
 from serve.core.messages import Fault, FromEngine, Left, Renew, Report, Status, Stop, ToRank
 from serve.core.types import StageState
 from serve.parent import control as control_module
-from serve.parent import member as member_module
+from serve.parent import own_engine as own_engine_module
 from serve.parent.control import ControlServer, Identity
 from serve.parent.engine import EngineProcess
 from serve.parent.link import Link
 from serve.parent.member import _Member, run_member
+from serve.parent.own_engine import Phase
 from tests.configs import serve_config
 from tests.errors import fails
 from tests.ports import free_ports
@@ -111,7 +112,7 @@ class Played:
         config = ServeConfig(model=Path("."))
         self.member = _Member(config, Cluster(1, 2, ("h",) * 2, None, ""), "")
         self.engines: list[PlayedEngine] = []
-        self.member._spare = cast(Any, PlayedSpare(self.engines))
+        self.member._engine.spare = cast(Any, PlayedSpare(self.engines))
         self.control = PlayedControl()
 
     @asynccontextmanager
@@ -149,7 +150,7 @@ class Played:
 
     def give_order(self) -> None:
         """As if the engine had an order."""
-        self.member._is_fresh = False
+        self.member._engine.phase = Phase.BUSY
 
     async def leave_ring(self) -> None:
         self.give_order()
@@ -208,7 +209,7 @@ async def test_member_signs_while_its_engine_computes_and_not_after_it_has_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 0 would wait for an engine that is leaving."""
-    monkeypatch.setattr(member_module, "_SIGN_SECONDS", 0.001)
+    monkeypatch.setattr(own_engine_module, "_SIGN_SECONDS", 0.001)
     played = Played()
     async with played.connected():
         played.give_order()
@@ -230,7 +231,7 @@ async def test_a_launched_rank_waits_for_rank_0_as_long_as_a_start_may_take(
     seconds = itertools.count(0.0, 10.0)
     clock = SimpleNamespace(monotonic=lambda: next(seconds))
     monkeypatch.setattr(control_module, "time", clock)
-    monkeypatch.setattr(member_module, "Spare", lambda _: PlayedSpare([]))
+    monkeypatch.setattr(own_engine_module, "Spare", lambda _: PlayedSpare([]))
     address = Address("127.0.0.1", free_ports(1)[0])
     cluster = Cluster(1, 2, ("h",) * 2, address, "secret", leash)
     config = serve_config(join_timeout=30.0, load_timeout=1e6)

@@ -117,10 +117,10 @@ def test_reason_seconds_are_short_where_clients_wait() -> None:
 
 def test_restarts_count_no_fault_that_every_engine_has_outlived_after_some_work() -> None:
     restarts = Restarts(2, 1000)
-    restarts.note_ready(0, have_all_stayed=False)
+    restarts.on_ready(0, have_all_stayed=False)
     for now in range(20, 200, 20):
         assert restarts.wait_seconds(ClusterError("The link broke."), True, now) == 0
-        restarts.note_ready(now + 1, have_all_stayed=True)
+        restarts.on_ready(now + 1, have_all_stayed=True)
     assert restarts.num_left(200) == 2
 
 
@@ -132,9 +132,9 @@ def test_restarts_count_faults_that_cost_an_engine_or_come_early(
     have_all_stayed: bool, was_ready: bool, seconds: int
 ) -> None:
     restarts = Restarts(5, 1000)
-    restarts.note_ready(0, have_all_stayed=False)
+    restarts.on_ready(0, have_all_stayed=False)
     restarts.wait_seconds(KILLED, was_ready, seconds)
-    restarts.note_ready(seconds + 1, have_all_stayed)
+    restarts.on_ready(seconds + 1, have_all_stayed)
     assert restarts.num_left(seconds + 1) == 4
 
 
@@ -142,7 +142,7 @@ def test_restarts_take_back_none_for_a_request_that_is_given_up() -> None:
     restarts = Restarts(5, 1000)
     for now in (0, 20, 40):
         restarts.wait_seconds(KILLED, True, now)
-    restarts.note_ready(41, have_all_stayed=False)
+    restarts.on_ready(41, have_all_stayed=False)
     restarts.wait_seconds(KILLED, True, 60, num_explained=1)
-    restarts.note_ready(61, have_all_stayed=True)
+    restarts.on_ready(61, have_all_stayed=True)
     assert restarts.num_left(61) == 2

@@ -9,10 +9,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from serve.core.config import ServeConfig, hub_id
 from serve.core.errors import (
@@ -31,6 +29,7 @@ from serve.front.adapters.registry import AdapterRegistry, adapter_not_found
 from serve.hub.access import FAILURES, is_refusal
 from serve.hub.partial import pin
 from serve.hub.repo import ADAPTER
+from serve.parent.engines import Engines
 
 _logger = logging.getLogger(__name__)
 
@@ -38,21 +37,16 @@ _logger = logging.getLogger(__name__)
 _MAX_TRIES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """The functions of the engines that the loader calls."""
+class AdapterUsers(Protocol):
+    """The requests, and the adapters that they may have."""
 
-    ring: Callable[[], tuple[int, ...]]  # the ranks that take part
-    # Waits until the engines accept messages, which may take some seconds after a fault. Raises
-    # UnavailableError before the first start has succeeded.
-    loaded: Callable[[], Awaitable[None]]
-    tell: Callable[[LoadAdapter], None]
-    # Frees the version on all stages once its last sequence has ended.
-    retire: Callable[[int], None]
-    # Ends the requests that run or wait with the version.
-    end_requests: Callable[[int, BrigadeError], None]
-    # Counts the sequences that run or wait with the version.
-    num_sequences: Callable[[int], int]
+    adapters: AdapterRegistry
+
+    def retire_adapter(self, version: int) -> None:
+        """Frees the version on all stages once its last sequence has ended."""
+
+    def end_with_adapter(self, version: int, error: BrigadeError) -> None:
+        """Ends the requests that run or wait with the version."""
 
 
 class _Late(AdapterError):
@@ -70,15 +64,19 @@ class _Interrupted(Exception):
 class AdapterLoader:
     """Loads adapters on all ranks, and then changes the registry."""
 
-    def __init__(self, config: ServeConfig, ranks: Ranks) -> None:
+    hears = (AdapterRead, AdapterRefused)
+
+    def __init__(self, config: ServeConfig, engines: Engines, requests: AdapterUsers) -> None:
         self._config = config
-        self._ranks = ranks
-        self.registry = AdapterRegistry(config, ranks.num_sequences)
+        self._engines, self._requests = engines, requests
+        self.registry = requests.adapters
         self._last_version = 0
         self._answers: dict[int, dict[int, AdapterRead | AdapterRefused]] = {}
         self._answered = asyncio.Event()
         self._broken: BrigadeError | None = None
         self._num_interrupted = 0
+        self._can_ask = asyncio.Event()  # The engines accept messages about adapters.
+        self._could_ask = False  # ever
         self._lock = asyncio.Lock()
 
     # --- for requests
@@ -229,7 +227,7 @@ class AdapterLoader:
                 self._last_version -= 1
             else:
                 # A rank may hold the version, or still read it: the number is not used again.
-                self._ranks.retire(version)
+                self._requests.retire_adapter(version)
             # Its name, and the path in the message, are whatever the call had.
             kind = type(error).__name__.lstrip("_")
             _logger.warning("event=adapter_refused version=%d error=%s", version, kind)
@@ -246,7 +244,7 @@ class AdapterLoader:
 
     async def _ask_until_answered(self, version: int, source: Source) -> dict[int, AdapterRead]:
         for _ in range(_MAX_TRIES):
-            await self._ranks.loaded()
+            await self._until_ready()
             try:
                 return await self._ask(version, source)
             except _Interrupted:
@@ -256,6 +254,13 @@ class AdapterLoader:
             503,
             code="engines_ended",
         )
+
+    async def _until_ready(self) -> None:
+        """Waits until the engines can be asked, which may take some seconds after a fault. Raises
+        UnavailableError before the first start has succeeded."""
+        if not self._could_ask:
+            raise UnavailableError("The cluster is not ready: try again later.")
+        await self._can_ask.wait()
 
     async def _ask(self, version: int, source: Source) -> dict[int, AdapterRead]:
         """Asks every rank to read and check the files, and returns their answers. Raises
@@ -272,8 +277,8 @@ class AdapterLoader:
         num_interrupted = self._num_interrupted
         deadline = time.monotonic() + self._config.constants.load_timeout
         try:
-            self._ranks.tell(message)
-            while len(answers) < len(self._ranks.ring()):
+            self._engines.send_to_all(message)
+            while len(answers) < len(self._engines.ring):
                 if self._broken:
                     raise self._broken
                 self._answered.clear()
@@ -282,7 +287,7 @@ class AdapterLoader:
                 if self._num_interrupted != num_interrupted:
                     raise _Interrupted
         except TimeoutError as error:
-            late = [rank for rank in self._ranks.ring() if rank not in answers]
+            late = [rank for rank in self._engines.ring if rank not in answers]
             raise _Late(f"Rank {late[0]} does not answer.", 503, code="silent_rank") from error
         finally:
             del self._answers[version]
@@ -293,13 +298,13 @@ class AdapterLoader:
                 raise _RefusedByAll(str(error), error.http_status, code=error.code) from error
             raise
 
-    def on_answer(self, rank: int, answer: AdapterRead | AdapterRefused) -> None:
+    def on_message(self, rank: int, answer: AdapterRead | AdapterRefused) -> None:
         """Takes a rank's answer. One that comes too late frees what the rank has read."""
         if answer.version in self._answers:
             self._answers[answer.version][rank] = answer
             self._answered.set()
         elif answer.version not in self.registry.versions:  # Otherwise it is from before a fault.
-            self._ranks.retire(answer.version)
+            self._requests.retire_adapter(answer.version)
 
     # --- engines that restart
 
@@ -309,6 +314,7 @@ class AdapterLoader:
 
     def interrupt(self) -> None:
         """Notes that the engines have ended. They will not answer."""
+        self._can_ask.clear()
         self._num_interrupted += 1
         self._answered.set()
 
@@ -317,7 +323,7 @@ class AdapterLoader:
         for version, loaded in list(self.registry.versions.items()):
             if not self.registry.is_wanted(version):
                 self.registry.versions.pop(version, None)
-                self._ranks.retire(version)  # An engine that has stayed may hold it.
+                self._requests.retire_adapter(version)  # An engine that has stayed may hold it.
                 continue
             try:
                 answers = await self._ask(version, loaded.source)
@@ -331,22 +337,28 @@ class AdapterLoader:
             except AdapterError as error:
                 self._lose(version, error)
             if not self.registry.is_wanted(version):  # It was unloaded meanwhile.
-                self._ranks.retire(version)
+                self._requests.retire_adapter(version)
         # On fewer ranks, each has more layers of every adapter.
-        nothing_more = [0] * len(self._ranks.ring())
+        nothing_more = [0] * len(self._engines.ring)
         if not self._evict(nothing_more, None):
             _logger.warning('event=over_adapter_memory reason="all are pinned or in use"')
+
+    def resume(self) -> None:
+        """Lets loads ask the engines, which have the wanted versions."""
+        self._could_ask = True
+        self._can_ask.set()
 
     def _lose(self, version: int, error: AdapterError) -> None:
         _logger.error("event=adapter_lost version=%d reason=%s", version, json.dumps(str(error)))
         self.registry.lose(version)
         lost = UnavailableError("The adapter of this request cannot be read again.")
-        self._ranks.end_requests(version, lost)
-        self._ranks.retire(version)
+        self._requests.end_with_adapter(version, lost)
+        self._requests.retire_adapter(version)
 
     def fail(self, error: BrigadeError) -> None:
         """Makes all loads fail that wait for an answer, because the cluster has failed."""
         self._broken = error
+        self._can_ask.set()
         self._answered.set()
 
     # --- memory
@@ -354,12 +366,12 @@ class AdapterLoader:
     def _retire(self, adapter: Adapter) -> None:
         version = self.registry.release(adapter)
         if version:
-            self._ranks.retire(version)
+            self._requests.retire_adapter(version)
 
     def _evict(self, num_bytes: list[int], old: Adapter | None) -> bool:
         """Evicts idle adapters until each rank has room for these bytes. Returns False if evicting
         all of them is not enough."""
-        eviction = self.registry.evictions(num_bytes, old, self._ranks.ring())
+        eviction = self.registry.evictions(num_bytes, old, self._engines.ring)
         for adapter in eviction.adapters:
             _logger.info("event=adapter_evicted name=%s version=%d", adapter.name, adapter.version)
             self._retire(adapter)

@@ -3,21 +3,24 @@
 An action that takes time is answered by one event, with the number of the same life.
 """
 
+import json
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from serve.core.errors import BrigadeError
 from serve.core.layouts import Link
 from serve.core.plan import PlanRequest, StagePlan
+from serve.front.pipeline.status import StageStatus
 
 
 @dataclass(frozen=True, slots=True)
-class ReplaceEngine:
-    """Ends rank 0's engine process, if there is one, and starts another. With dump, the old one
-    writes its stacks first. With keep, it stays if it leaves its ring in time. Answered by
-    EngineStarted or EngineFailed."""
+class RenewEngine:
+    """Has a rank find an engine that is in no ring, as Renew says. It reports STARTING or Left, or
+    rank 0 answers EngineFailed."""
 
-    life: int
+    rank: int
     dump: bool = False
     keep: bool = False
 
@@ -35,46 +38,36 @@ class AskForPlan:
 class MeasureLinks:
     """Measures the links from rank 0 to these ranks. Answered by LinksMeasured."""
 
-    life: int
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class RenewRank:
-    """Does the same as ReplaceEngine on another rank, which reports STARTING or Left."""
-
-    rank: int
-    life: int
-    dump: bool
-    keep: bool
-
-
-@dataclass(frozen=True, slots=True)
 class GiveOrders:
-    """Sends the engines of a ring their orders, which say what to load."""
+    """Sends the engines of a ring their orders, which say what to load. positions has, for each
+    stage, the number of tokens of each sequence that its engine still holds."""
 
-    stages: tuple[StagePlan, ...]
+    plans: tuple[StagePlan, ...]
+    positions: tuple[Mapping[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Settle:
     """Computes the room of the stages. Answered by Settled or NoRoom."""
 
-    life: int
+    stages: tuple[StageStatus, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
     """Loads adapters and warms the engines up. Answered by Prepared or Broken."""
 
-    life: int
+    is_first_start: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """Lets the scheduler send steps. seconds is what the recovery took; None at the start."""
 
-    life: int
     seconds: float | None
 
 
@@ -82,19 +75,16 @@ class Work:
 class Interrupt:
     """Stops preparing and returns all requests to the queue. Answered by Interrupted."""
 
-    life: int
-
 
 @dataclass(frozen=True, slots=True)
 class Probe:
     """Asks parents for a sign of life. Answered by Probed."""
 
-    life: int
     ranks: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class Disconnect:
     """Ends the connection of a rank. If is_silent, its launcher replaces its parent."""
 
     rank: int
@@ -106,14 +96,14 @@ class Forget:
 class ShowPlan:
     """Shows people the plan that the ranks follow from here on."""
 
-    stages: tuple[StagePlan, ...]
+    plans: tuple[StagePlan, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ShowProgress:
-    """Shows people that the stage of a rank has made progress."""
+    """Shows people that a stage has made progress."""
 
-    rank: int
+    stage: StageStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +122,32 @@ class Fail:
 
 
 Action: TypeAlias = (
-    ReplaceEngine
+    RenewEngine
     | AskForPlan
     | MeasureLinks
-    | RenewRank
     | GiveOrders
     | Settle
     | Prepare
     | Work
     | Interrupt
     | Probe
-    | Forget
+    | Disconnect
     | ShowPlan
     | ShowProgress
     | Log
     | Fail
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What follows from an event: the actions of a life, to be performed in this order, and the
+    time of the monotonic clock at which the next Ticked is due, or None."""
+
+    life: int
+    actions: tuple[Action, ...]
+    deadline: float | None
+
+
+def warning(line: str, reason: BrigadeError | str) -> Log:
+    return Log(logging.WARNING, f"{line} reason={json.dumps(str(reason))}")

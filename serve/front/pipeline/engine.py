@@ -5,6 +5,7 @@ driver. Everything here runs in one event loop, so that nothing needs a lock.
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as ReadableList
@@ -14,21 +15,23 @@ from typing import Any
 
 from serve.core.config import Cluster, ServeConfig
 from serve.core.errors import BrigadeError, UnavailableError
-from serve.front.adapters.loader import AdapterLoader, Ranks
+from serve.front.adapters.loader import AdapterLoader
 from serve.front.pipeline.capacity import better_split, kept_bytes
 from serve.front.pipeline.driver import Driver, StartView
 from serve.front.pipeline.generation import Generation
 from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.lifecycle import Lifecycle
+from serve.front.pipeline.membership import Membership
 from serve.front.pipeline.requests import Requests
 from serve.front.pipeline.status import (
     StageSpan,
     chrome_trace,
     first_shards,
-    is_silent,
     moved,
     spans_after,
 )
+from serve.front.pipeline.watch import is_silent
+from serve.parent.engines import Engines
 
 
 class Engine:
@@ -48,31 +51,18 @@ class Engine:
     ) -> None:
         self._config = config
         is_launched = cluster.leash is not None
-        self._lifecycle = Lifecycle(config, cluster.hosts, facts, is_launched=is_launched)
-        num_shards = config.num_shards or 1
-        num_stages = cluster.num_ranks // num_shards
-        # The parts refer to each other, so some are looked up when they are first needed.
-        self._requests = Requests(
-            config,
-            num_stages,
-            send=lambda message: self._driver.send(message),
-            adapter_name=lambda version: self.adapters.registry.name_of(version),
-            send_to_all=lambda message: self._driver.tell_all(message),
-            adapter_contents=lambda version: self.adapters.registry.contents(version),
-        )
-        ranks = Ranks(
-            ring=lambda: self._lifecycle.ring,
-            loaded=lambda: self._driver.until_loaded(),
-            tell=lambda message: self._driver.tell_all(message),
-            retire=self._requests.retire_adapter,
-            end_requests=self._requests.end_with_adapter,
-            num_sequences=self._requests.scheduler.num_with_adapter,
-        )
-        self.adapters = AdapterLoader(config, ranks)
+        num_stages = cluster.num_ranks // (config.num_shards or 1)
+        engines = Engines(cluster, facts, config.constants.keeps_spare_engine)
+        self._membership = Membership(config, cluster.hosts, facts, is_launched=is_launched)
+        self._membership.ranks[0].pid = os.getpid()
+        self._lifecycle = Lifecycle(config, self._membership)
+        self._requests = Requests(config, num_stages, engines)
+        self.adapters = AdapterLoader(config, engines, self._requests)
         self._driver = Driver(
             config,
             cluster,
             folder,
+            engines,
             self._lifecycle,
             self._requests,
             self.adapters,
@@ -112,7 +102,7 @@ class Engine:
     @property
     def is_complete(self) -> bool:
         """Whether no rank is missing."""
-        return not self._lifecycle.missing
+        return not self._membership.missing
 
     @property
     def makes_checkpoints(self) -> bool:
@@ -125,13 +115,13 @@ class Engine:
         if reason := self._not_ready():
             return reason
         now = time.monotonic()
-        silent = [stage.rank for stage in self._lifecycle.stages if is_silent(stage, now)]
+        silent = [stage.rank for stage in self._membership.stages if is_silent(stage, now)]
         return f"rank {silent[0]}: silent" if silent else None
 
     def _not_ready(self) -> str | None:
         if self._driver.failure.done():
             return "the cluster failed"  # The reason may name hosts, so only the log has it.
-        if late := self._lifecycle.late():
+        if late := self._membership.late():
             return late
         if self._lifecycle.is_working:
             return None
@@ -140,13 +130,14 @@ class Engine:
     def pipeline(self) -> dict[str, Any]:
         """Returns the state of the stages and the scheduler, as /admin/pipeline shows it."""
         lifecycle = self._lifecycle
+        membership = self._membership
         scheduler = self._requests.scheduler
-        stages = [stage.to_json() for stage in lifecycle.stages]
-        recovery_seconds = round(lifecycle.recovery_seconds, 3)
+        stages = [stage.to_json() for stage in membership.stages]
+        recovery_seconds = round(lifecycle.recovery.seconds, 3)
         return {
             "model": self._config.model_name,
-            "num_ranks": len(lifecycle.ring),
-            "tensor_parallel": lifecycle.num_shards,
+            "num_ranks": len(membership.ring),
+            "tensor_parallel": membership.num_shards,
             "stages": stages,
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting,
@@ -154,9 +145,9 @@ class Engine:
             "max_kv_tokens": scheduler.budget.max_tokens,
             "drafts": scheduler.draft_counts.to_json(),
             "prefix_cache": self._prefix_cache(),
-            "better_split": better_split(first_shards(lifecycle.stages)),
+            "better_split": better_split(first_shards(membership.stages)),
             "adapters": self.adapters.registry.statistics.to_json(),
-            "num_restarts": lifecycle.number,
+            "num_restarts": lifecycle.life,
             "recovery_seconds": recovery_seconds,
         }
 
@@ -169,7 +160,7 @@ class Engine:
         return {
             "reuse": scheduler.reuse,
             **counts,
-            "num_bytes": kept_bytes(kept, self._lifecycle.stages),
+            "num_bytes": kept_bytes(kept, self._membership.stages),
             **kept.to_json(),
             "disk": disk,
         }
@@ -182,18 +173,18 @@ class Engine:
         """Returns the last seconds as a Chrome trace."""
         now = time.monotonic()
         since_1970 = time.time() - now
-        return chrome_trace(self._lifecycle.stages, now - seconds, since_1970)
+        return chrome_trace(self._membership.stages, now - seconds, since_1970)
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the life cycle, in words for operators, and the latest fault."""
         lifecycle = self._lifecycle
-        fault = lifecycle.last_fault
+        fault = lifecycle.recovery.last_fault
         return {
             "name": lifecycle.state.name.lower(),
             "what": lifecycle.state.value,
             "reason": self.ready_reason(),
             "has_worked": lifecycle.has_worked,
-            "missing": lifecycle.missing,
+            "missing": self._membership.missing,
             "fault": fault and fault.reason,
             "fault_seconds_ago": fault and round(time.monotonic() - fault.time),
         }
@@ -204,7 +195,7 @@ class Engine:
         now = time.monotonic()
         since_1970 = time.time() - now
         found = spans_after(
-            self._lifecycle.stages,
+            self._membership.stages,
             numbers,
             now - seconds,
             self._requests.step_log,

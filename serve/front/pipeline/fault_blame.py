@@ -3,7 +3,7 @@
 A request that crashes an engine would crash the next one too, until no restart is left. A request
 is a suspect after two faults without a token for it. Then it runs alone until it gets a token. If
 the engines end twice more, it is given up. A single fault may have another cause, such as a kill or
-a broken link. (`serve.front.pipeline.status` finds out which rank delays a step.)
+a broken link. (`serve.front.pipeline.watch` finds out which rank delays a step.)
 """
 
 from collections import Counter
@@ -56,26 +56,25 @@ class FaultBlame:
         if sequence_id in self._queue:
             self._queue.remove(sequence_id)
 
-    def note_kept(self, sequence_id: int, num_tokens: int) -> None:
-        """Notes that all engines have outlived the latest fault, and hold this many tokens of a
-        sequence. If these are more than after an earlier fault, its steps have succeeded since
-        then, so it is cleared as by a token: a long prompt may be computed for minutes."""
+    def clear_if_further(self, sequence_id: int, num_tokens: int) -> None:
+        """Clears a sequence of which all engines hold num_tokens tokens after a fault, if these are
+        more than after an earlier fault. Its steps have succeeded since then, and a long prompt may
+        be computed for minutes before its first token."""
         if num_tokens > self._num_kept.get(sequence_id, 0):
             self._num_kept[sequence_id] = num_tokens
             self.clear(sequence_id)
 
-    def forget(self, sequence_id: int) -> None:
-        """Forgets a sequence that has ended."""
+    def remove(self, sequence_id: int) -> None:
+        """Removes a sequence that has ended."""
         self.clear(sequence_id)
         self._num_kept.pop(sequence_id, None)
         self._faults.pop(sequence_id, None)
         if not self._faults:
             self._explained.clear()
 
-    def after_fault(self, running: Iterable[int]) -> Blame | None:
-        """Takes note of a fault. running has the sequences of which the stages held something, the
-        oldest first. Returns the sequence to give up, which the caller ends and forgets, or
-        None."""
+    def on_fault(self, running: Iterable[int]) -> Blame | None:
+        """Counts a fault. running has the sequences of which the stages held something, the oldest
+        first. Returns the sequence to give up, which the caller ends and removes, or None."""
         ids = list(running)
         self._num_faults += 1
         for id in ids:

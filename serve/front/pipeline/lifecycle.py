@@ -1,90 +1,95 @@
-"""The life cycle of the engines: a state machine that takes events and answers with actions. Pure.
+"""The life of the engines: they start, join a ring, load and work until a fault. Pure.
 
-All engines join a ring, work and leave it together, and this period is a life. The ranks' parents
-outlive it, with the sequences and connections that they hold, and so do engines that can leave a
-ring in time. docs/design/lifecycle.md shows the states. The caller has the clock, performs the
-actions in order, and sends `Ticked` when `deadline` has passed.
+A state machine that answers each event with one `Ready`. All engines live together, and the ranks'
+parents outlive a life, with the sequences and connections that they hold. So do engines that can
+leave a ring in time. `serve.front.pipeline.membership` decides who is in the ring.
+docs/design/lifecycle.md shows the states.
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
 
-from serve.core.errors import (
-    BrigadeError,
-    ClusterError,
-    EngineError,
-    ModelError,
-    PlanError,
-    from_exit_code,
-)
-from serve.core.layouts import Link
-from serve.core.messages import (
-    Fault,
-    FromEngine,
-    Left,
-    Planned,
-    Report,
-    RingLost,
-    Status,
-)
+from serve.core.config import ServeConfig
+from serve.core.errors import BrigadeError, ClusterError, EngineError, ModelError, from_exit_code
+from serve.core.messages import Fault, FromEngine, Left, Planned, Report, RingLost, Status
 from serve.core.plan import StagePlan
 from serve.core.types import StageState
 from serve.front.pipeline import actions, events
-from serve.front.pipeline.events import LastFault, State
-from serve.front.pipeline.machine import Machine
-from serve.front.pipeline.orders import plan_request
-from serve.front.pipeline.status import (
-    StageStatus,
-    is_silent,
-    shard_disagreement,
-    stall_cause,
-    stuck_ranks,
+from serve.front.pipeline.actions import Action, Ready, warning
+from serve.front.pipeline.membership import CannotForm, Membership, Outcome, Waiting
+from serve.front.pipeline.recovery import LastFault, Recovery
+from serve.front.pipeline.states import OVER, WITHOUT_ORDERS, State
+from serve.front.pipeline.status import StageStatus, shard_disagreement
+from serve.front.pipeline.watch import (
+    AWAITED,
+    WATCH_SECONDS,
+    Alarm,
+    late_alarm,
+    late_stages,
+    patience_seconds,
+    stall_alarm,
 )
 from serve.parent.control import Gone, Joined
-from serve.parent.restarts import Judgement, better_reason, may_pass, reason_seconds
-
-WATCH_SECONDS = 0.5
+from serve.parent.restarts import may_pass
 
 
-class Lifecycle(Machine):
-    """The life cycle of the engines of all ranks."""
+class Lifecycle:
+    """The life cycle of the engines of all ranks. life is the number of lives before this one."""
+
+    def __init__(self, config: ServeConfig, membership: Membership) -> None:
+        self._config = config
+        self.membership = membership
+        self.state = State.PLANNING
+        self.life = 0
+        self.deadline: float | None = None
+        self.has_worked = False
+        self.recovery = Recovery(config)
+        self._pause_seconds = 0.0
+        self._now = 0.0
+        self._actions: list[Action] = []
+
+    @property
+    def is_working(self) -> bool:
+        """Whether the engines get steps."""
+        return self.state is State.WORKING
+
+    def is_current(self, life: int) -> bool:
+        """Whether a message of this life still counts."""
+        return life == self.life and self.state not in OVER
 
     # --- events
 
-    def on(self, event: events.Event, now: float) -> list[actions.Action]:
-        """Returns the actions that follow from an event. now is a time of the monotonic clock."""
-        if self.state not in events.OVER:
+    def on(self, event: events.Event, now: float) -> Ready:
+        """Returns what follows from an event. now is a time of the monotonic clock."""
+        if self.state not in OVER:
             self._now = now
-            self._take(event)
-        collected, self._actions = self._actions, []
-        return collected
+            self._on(event)
+        collected = tuple(self._actions)
+        self._actions.clear()
+        return Ready(self.life, collected, self.deadline)
 
-    def _take(self, event: events.Event) -> None:
+    def _on(self, event: events.Event) -> None:
         if isinstance(event, events.Answer) and self._is_outdated(event):
             return
         match event:
             case events.Begin():
-                self._do(actions.ReplaceEngine(self.number))
+                self._renew_engine(self.membership.ranks[0])
             case events.Heard(rank, message):
                 self._on_heard(rank, message)
-            case events.EngineStarted(_, left):
-                self._on_engine_started(left)
             case events.LinksMeasured(_, link, silent):
-                self._on_links_measured(link, silent)
+                self._form(self.membership.on_links_measured(link, silent))
             case events.EngineFailed(error):
                 self._fail(error)
             case events.Settled():
-                self._settled = self.ring
-                self._do(actions.Prepare(self.number))
+                self.membership.settle()
+                self._prepare()
             case events.NoRoom(_, reason):
-                self._on_no_room(PlanError(reason))
+                self._on_fault(self.membership.on_no_room(reason))
             case events.Prepared():
                 self._work()
             case events.Broken(_, error):
-                self._fault(error)
+                self._on_fault(error)
             case events.Interrupted(_, num_explained):
-                self._judgement.num_explained = num_explained
+                self.recovery.judgement.num_explained = num_explained
                 self._judge()
             case events.Probed(_, silent):
                 self._on_probed(silent)
@@ -93,6 +98,11 @@ class Lifecycle(Machine):
                     self._on_tick(waiting_seconds)
             case events.Close():
                 self._enter(State.CLOSED)
+
+    def _is_outdated(self, answer: events.Answer) -> bool:
+        """Whether the life or the state to which an answer belongs is over."""
+        expected = events.EXPECTED_IN.get(type(answer), self.state)
+        return answer.life != self.life or self.state is not expected
 
     def _on_heard(self, rank: int, message: Joined | Gone | Report) -> None:
         match message:
@@ -103,436 +113,314 @@ class Lifecycle(Machine):
             case Report(life, Fault(exit_code, reason)):
                 self._on_reported_fault(rank, life, from_exit_code(exit_code, reason))
             case Report(life, report):
-                if life == self.number:
-                    self._on_report(rank, report)
+                if life == self.life:
+                    self._on_report(self.membership.ranks[rank], report)
 
     def _on_joined(self, rank: int, hello: Joined) -> None:
-        self.roster.joined[rank] = hello
-        self.roster.unfit.discard(rank)
-        if self.state is not State.JUDGING:  # After that, the engines of all ranks are renewed.
-            self._renew_rank(self.ranks[rank], keep=self._keeps_engines)
-        if self.state is State.GATHERING:
-            self._check_gathered()
-        elif self.state is State.LACKING:
-            self._check_more()
+        membership = self.membership
+        membership.add(rank, hello)
+        if self.state is not State.HANDLING_FAULT:  # After that, all engines are renewed.
+            self._renew_engine(membership.ranks[rank], keep=self.recovery.may_keep_engines)
+        if self.state is State.GATHERING and not membership.missing:
+            self._form(membership.decide())
+        elif self.state is State.TOO_FEW_RANKS and membership.can_replan:
+            self._form(membership.replan())
 
     def _on_gone(self, rank: int, reason: str) -> None:
-        self.roster.joined.pop(rank, None)
-        self._warn(f"event=rank_gone rank={rank}", reason)
-        if rank not in self.ring or self.state in events.NOTED:
+        self.membership.remove(rank)
+        self._do(warning(f"event=rank_gone rank={rank}", reason))
+        if rank not in self.membership.ring or self.state in WITHOUT_ORDERS:
             return  # A rank that is awaited may come and go.
         if self.state in (State.PAUSING, State.STARTING):
-            self._gather()  # No engine has an order yet, so nothing is lost for the others.
+            self._form(self.membership.gather())  # Nothing is lost for the others.
         else:
-            self._fault(ClusterError(reason))
+            self._on_fault(ClusterError(reason))
 
     def _on_reported_fault(self, rank: int, life: int, error: BrigadeError) -> None:
         """Takes a fault. Those of engines that were ended count only if no restart helps."""
-        is_planning = self.state in (State.PLANNING, State.REPLANNING)
-        if not rank and life == self.number:
-            self._has_engine = False
-            if is_planning:
-                self._on_no_plan(error)
-                return
-        self._warn(f"event=fault rank={rank}", error)
+        is_planner = rank == 0 and life == self.life
+        if is_planner and self.state is State.PLANNING:
+            self._fail(error)
+            return
+        self._do(warning(f"event=fault rank={rank}", error))
         if rank and self._config.replan and self.has_worked and not may_pass(error):
-            self.roster.unfit.add(rank)  # The other ranks have a model that works.
+            self.membership.unfit.add(rank)  # The other ranks have a model that works.
             error = ClusterError(str(error))
-        if (life == self.number and rank in self.ring) or not may_pass(error):
-            self._fault(error)
-        if self.state is State.LACKING and not rank and life == self.number:
-            self._pause()
+        if (life == self.life and rank in self.membership.ring) or not may_pass(error):
+            self._on_fault(error)
+        if is_planner and self.state in (State.REPLANNING, State.TOO_FEW_RANKS):
+            self._end_life()  # Without this engine there is no plan to wait for.
 
-    def _on_report(self, rank: int, message: FromEngine) -> None:
+    def _on_report(self, stage: StageStatus, message: FromEngine) -> None:
         is_planning = self.state in (State.PLANNING, State.REPLANNING)
         match message:
             case Status():
-                self._on_status(self.ranks[rank], message)
+                self._on_status(stage, message)
             case RingLost(reason):
-                self._on_ring_lost(rank, ClusterError(reason))
+                self._on_ring_lost(stage.rank, ClusterError(reason))
             case Left():
-                self._on_left(self.ranks[rank], message)
-            case Planned(refusal=refusal) if refusal and is_planning and not rank:
-                self._on_no_plan(PlanError(refusal))
-            case Planned() if is_planning and not rank:
-                self._on_plan(message)
-            case _ if is_planning and not rank:
-                name = type(message).__name__
-                self._fail(ClusterError(f"The engine answered {name} instead of a plan."))
+                stage.stay(message.positions)
+                line = f"event=engine_stayed rank={stage.rank} life={self.life}"
+                self._do(actions.Log(logging.INFO, line))
+                self._on_progress(stage)
+            case Planned() if is_planning and not stage.rank:
+                self._form(self.membership.on_planned(message))
             case _:
-                self._fault(
-                    ClusterError(f"Rank {rank} sent an unexpected {type(message).__name__}.")
-                )
-                self._forget(rank, is_silent=False)
-
-    def _on_ring_lost(self, rank: int, error: ClusterError) -> None:
-        """Takes the report of an engine whose ring broke. Once all have reported it, all of them
-        live, so no better reason is to come."""
-        self._warn(f"event=fault rank={rank}", error)
-        self._fault(error)
-        if self.state is State.JUDGING:
-            self._judgement.without_ring.add(rank)
-            if self._judgement.without_ring.issuperset(self.ring):
-                self.deadline = self._now
-                self._judge()
+                name = type(message).__name__
+                self._on_fault(ClusterError(f"Rank {stage.rank} sent an unexpected {name}."))
+                self._disconnect(stage.rank, is_silent=False)
 
     def _on_status(self, stage: StageStatus, status: Status) -> None:
-        before = stage.state, stage.latest.done
-        files = stage.loaded.files
-        stage.update(status, self.ring, self._now)
-        if files and files != stage.loaded.files and self._have_stayed:
+        state, done, files = stage.state, stage.latest.done, stage.loaded.files
+        stage.update(status, self.membership.ring, self._now)
+        if files and files != stage.loaded.files and self._have_engines_stayed:
             reason = f"The model's files on rank {stage.rank} have changed: all ranks read them."
-            self._fault(ClusterError(reason))
-        if stage.state != before[0]:
-            self._log(logging.INFO, stage.line())
+            self._on_fault(ClusterError(reason))
+        if stage.state is not state:
+            self._do(actions.Log(logging.INFO, stage.line()))
         # A parent repeats LEAVING as a sign that it still waits for a step to end.
-        if (stage.state, stage.latest.done) == before and stage.state is not StageState.LEAVING:
-            return
-        self._do(actions.ShowProgress(stage.rank))
-        if self.state in events.AWAITED:
-            # The time counts from the last progress of any stage: a download may take hours.
-            self.deadline = self._now + self._patience_seconds
-            self._check_stages()
+        has_changed = stage.state is not state or stage.latest.done != done
+        if has_changed or stage.state is StageState.LEAVING:
+            self._do(actions.ShowProgress(stage))
+            self._on_progress(stage)
 
-    def _on_left(self, stage: StageStatus, left: Left) -> None:
-        """Notes that an engine has outlived a fault, and what it holds."""
-        stage.stay(left.positions)
-        self._log(logging.INFO, f"event=engine_stayed rank={stage.rank} life={self.number}")
-        if self.state in events.AWAITED:
-            self._check_stages()
+    def _on_progress(self, stage: StageStatus) -> None:
+        if self.state in AWAITED:
+            # The time counts from the last progress of any stage: a download may take hours.
+            self._await_stages(self.state)
+        elif stage.rank == 0 and stage.state is StageState.STARTING:
+            self._on_planner()
+
+    def _on_planner(self) -> None:
+        """Goes on when rank 0 has an engine that is in no ring, and so can make plans."""
+        if self.state is State.PLANNING:
+            self._form(self.membership.begin())
+        elif self.state is State.RENEWING:
+            self._form(self.membership.gather())
 
     def _on_tick(self, waiting_seconds: float) -> None:
         match self.state:
             case State.PLANNING | State.REPLANNING:
-                self._on_plan_overdue(
-                    f"No plan was made within {self._config.constants.load_timeout:g} s"
-                )
+                self._on_plan_overdue()
             case State.GATHERING:
-                self._on_gathered(self._not_gathered())
-            case State.LACKING:
+                self._form(self.membership.decide())
+            case State.TOO_FEW_RANKS:
                 self._fail(ClusterError("No other rank came in time."))
             case State.PAUSING:
                 self._start()
             case State.STARTING | State.JOINING | State.LOADING:
-                self._on_late()
+                self._alarm(late_alarm(self.state, self.membership.stages, self._config))
             case State.WORKING:
                 self._watch(waiting_seconds)
-            case State.JUDGING:
+            case State.HANDLING_FAULT:
                 self._judge()
             case State.PREPARING | State.RENEWING | State.FAILED | State.CLOSED:
                 pass  # They have no deadline.
 
-    # --- who takes part
-
-    def _on_engine_started(self, left: Left | None) -> None:
-        self._has_engine = True
-        match self.state:
-            case State.PLANNING:
-                if self._config.num_shards is None and len(self.ring) > 1:
-                    self._gather()  # The links can be measured only then.
-                else:
-                    self._ask_for_plan()
-            case State.RENEWING:
-                self.stages[0].latest = Status(StageState.STARTING)
-                if left:
-                    self._on_left(self.stages[0], left)
-                self._gather()
-            case State.LACKING:
-                self._check_more()
-            case _:
-                pass  # The other states do not wait for the engine.
-
-    def _on_links_measured(self, link: Link | None, silent: int | None) -> None:
-        if link is None and (silent is None or self.missing):
-            self._gather()  # The links are measured again when the lost rank is back.
-            return
-        if silent is not None:
-            self._choices[self.ring] = self._choice_without(silent)
-        self._link = link
-        self._ask_for_plan()
-
-    def _ask_for_plan(self) -> None:
-        """Asks for a plan of all ranks. If a link is known, the engine also chooses the layout."""
-        self._tried = self.ring
-        self._enter(State.PLANNING, self._config.constants.load_timeout)
-        self._do(actions.AskForPlan(plan_request(self._config, len(self.ring)), self._link))
-
-    def _on_plan(self, planned: Planned) -> None:
-        ring = self._tried
-        self._note_choice(ring, planned)
-        stages = zip(planned.stages, ring, strict=True)
-        plan = [replace(stage, rank=rank) for stage, rank in stages]
-        self._plans[ring] = plan
-        if self.state is State.PLANNING:
-            self._gather()
-        else:
-            self._follow(plan)
-
-    def _on_no_plan(self, error: BrigadeError) -> None:
-        """Decides what follows when rank 0's engine has made no plan."""
-        if self.state is State.PLANNING or not isinstance(error, PlanError | EngineError):
-            self._fail(error)
-        elif isinstance(error, PlanError):
-            self._lack(error)
-        else:
-            self._reason = error
-            self._pause()
-
-    def _on_plan_overdue(self, what: str) -> None:
+    def _on_plan_overdue(self) -> None:
         """Gives up on a plan. While ranks are replanned, the engine hangs, because it has planned
         this model before; otherwise the model is wrong."""
-        if self.state is State.REPLANNING:
-            self._stuck = frozenset({0})
-            self._on_no_plan(EngineError(f"{what}: the engine of rank 0 hangs."))
-        else:
+        what = f"No plan was made within {self._config.constants.load_timeout:g} s"
+        if self.state is State.PLANNING:
             self._fail(ModelError(f"{what}: does config.json match the weights?"))
-
-    def _gather(self) -> None:
-        """Waits for the ranks of the ring."""
-        self._log_awaited()
-        self._enter(State.GATHERING, self._return_seconds)
-        self._check_gathered()
-
-    def _check_gathered(self) -> None:
-        if not self.missing:
-            self._on_gathered(self.roster.disagreement())
-
-    def _on_gathered(self, error: ClusterError | None) -> None:
-        if self._plans and self.number and self._config.replan:
-            if error:
-                self._warn("event=going_on", error)
-            self._gather_until = self._now + self._config.constants.return_timeout
-            self._replan()
-        elif error:
-            self._fail(error)
-        else:
-            plan = self._plans.get(self.ring)
-            assert not isinstance(plan, PlanError)
-            if plan is not None:
-                self._follow(plan)
-            elif self._reason is not None:
-                self._pause()  # The engine that has to plan may have ended.
-            else:
-                self._enter(State.PLANNING, self._config.constants.load_timeout)
-                self._do(actions.MeasureLinks(self.number, self.ring[1:]))
-
-    def _replan(self) -> None:
-        """Divides the layers among the ranks that are there, if they have the memory."""
-        there = (0, *sorted(self.roster.fit))
-        # Either rank 0's engine has ended, which is another fault, or a fault was noted.
-        if not self._has_engine or self._reason is not None:
-            self._pause()
             return
-        plan = self._plans.get(there)
-        self._tried = there
-        if isinstance(plan, PlanError):
-            self._lack(plan)
-        elif plan is not None:
-            self._follow(plan)
-        else:
-            self._ask_to_replan(there)
-
-    def _lack(self, error: PlanError) -> None:
-        """Waits for more ranks, with a new engine where the old one has ended."""
-        self._warn("event=waiting", error)
-        self._enter(State.LACKING, self._gather_until - self._now)
-        if not self._has_engine:
-            self._do(actions.ReplaceEngine(self.number))
-        self._check_more()  # A rank may have come while the plan was made.
-
-    def _check_more(self) -> None:
-        if self._has_engine and self.roster.fit.difference(self._tried):
-            self._replan()
-
-    def _follow(self, plan: Sequence[StagePlan]) -> None:
-        if self.stages[0].plan is None or tuple(stage.rank for stage in plan) != self.ring:
-            self.stages = [self.ranks[planned.rank] for planned in plan]
-            for stage, planned in zip(self.stages, plan, strict=True):
-                stage.assign(planned)
-            self._show_plan(plan)
-        self._pause()
-
-    def _on_no_room(self, error: PlanError) -> None:
-        """Continues with the ranks that worked before, or waits for more ranks."""
-        newcomers = set(self.ring).difference(self._settled) if self._settled else set()
-        if newcomers:
-            self.roster.unfit |= newcomers
-            self._fault(ClusterError(str(error)))
-        elif len(self.stages) < len(self.ranks):
-            self._plans[self.ring] = error
-            self._fault(ClusterError(str(error)))
-        else:
-            self._fault(error)
+        self._on_fault(EngineError(f"{what}: the engine of rank 0 hangs."))
+        self._end_life(stuck=frozenset({0}))
 
     # --- from new engines to working ones
 
-    def _pause(self) -> None:
-        """Begins a life, or judges the faults that were noted before it."""
-        self._enter(State.PAUSING, self._pause_seconds)
-        if self._reason is not None:
+    def _form(self, outcome: Outcome) -> None:
+        """Does what follows for the ring. A fault that has waited for its ranks is handled now."""
+        is_gathered = not isinstance(outcome, Waiting) or outcome.state is not State.GATHERING
+        if isinstance(outcome, CannotForm):
+            self._actions += outcome.actions
+            self._fail(outcome.error)
+        elif self.recovery.reason and is_gathered:
             self._end_life()
-        elif not self._pause_seconds:
-            self._start()
+        elif isinstance(outcome, Waiting):
+            self._enter(outcome.state, outcome.seconds)
+            self._actions += outcome.actions
+        else:
+            self._actions += outcome.actions
+            self._enter(State.PAUSING, self._pause_seconds)
+            if not self._pause_seconds:
+                self._start()
 
     def _start(self) -> None:
-        if self.missing:  # A rank was lost while others were planned with.
-            self._gather()
-            return
-        self._await_stages(State.STARTING)
+        if self.membership.missing:  # A rank was lost while others were planned with.
+            self._form(self.membership.gather())
+        else:
+            self._await_stages(State.STARTING)
 
     def _await_stages(self, state: State) -> None:
-        self._enter(state)
-        self.deadline = self._now + self._patience_seconds
-        self._check_stages()
-
-    def _check_stages(self) -> None:
-        if self._late_stages():
+        """Waits until every stage has reached what a state waits for."""
+        stages = self.membership.stages
+        self._enter(state, patience_seconds(state, stages, self._config))
+        if late_stages(state, stages):
             return
-        match self.state:
+        match state:
             case State.STARTING:
                 self._give_orders()
             case State.JOINING:
                 self._await_stages(State.LOADING)
-            case State.LOADING:
-                self._on_loaded()
             case _:
-                pass  # The other states do not wait for all stages.
-
-    def _on_loaded(self) -> None:
-        error = shard_disagreement(self.stages)
-        if error:
-            self._fault(error)
-            return
-        self._enter(State.PREPARING)
-        if self.ring == self._settled:
-            self._do(actions.Prepare(self.number))
-        else:
-            self._do(actions.Settle(self.number))
+                self._on_loaded()
 
     def _give_orders(self) -> None:
         # By now, every engine that has stayed has said so.
-        if self.num_shards > 1 and self._have_stayed:
-            self._renew(ClusterError("The new layout has shards: all engines are replaced."))
+        if self.membership.num_shards > 1 and self._have_engines_stayed:
+            reason = "The new layout has shards: all engines are replaced."
+            self.recovery.add(ClusterError(reason), self._now)
+            self._renew()
             return
-        plans = self._plans_of_stages()
+        stages = self.membership.stages
+        plans = tuple(_plan_of(stage) for stage in stages)
+        positions = tuple(stage.stays.positions or {} for stage in stages)
         self._await_stages(State.JOINING)
-        self._do(actions.GiveOrders(plans))
+        self._do(actions.GiveOrders(plans, positions))
 
-    def _on_late(self) -> None:
-        # The others may only be waiting for an engine that still starts.
-        stage = min(self._late_stages(), key=lambda stage: stage.state is not StageState.STARTING)
-        error = self._no_progress(stage, self._patience_seconds)
-        # A parent that does not react has to join again.
-        does_not_react = stage.state in (StageState.RENEWING, StageState.LEAVING)
-        self._fault(error)
-        if does_not_react:
-            self._probe([stage], even_if_it_answers=True)
+    def _on_loaded(self) -> None:
+        error = shard_disagreement(self.membership.stages)
+        if error:
+            self._on_fault(error)
+            return
+        self._enter(State.PREPARING)
+        if self.membership.is_settled:
+            self._prepare()
+        else:
+            self._do(actions.Settle(tuple(self.membership.stages)))
+
+    def _prepare(self) -> None:
+        self._do(actions.Prepare(is_first_start=not self.has_worked))
 
     def _work(self) -> None:
-        seconds = None
-        if self._recovering_since is not None:
-            seconds = self._now - self._recovering_since
-            self.recovery_seconds += seconds
-        self._recovering_since = None
         self.has_worked = True
-        have_all_stayed = all(stage.has_stayed for stage in self.stages)
-        self._restarts.note_ready(self._now, have_all_stayed)
+        have_all_stayed = all(stage.has_stayed for stage in self.membership.stages)
+        seconds = self.recovery.end(have_all_stayed, self._now)
         self._enter(State.WORKING, 0.0)
-        self._do(actions.Work(self.number, seconds))
+        self._do(actions.Work(seconds))
+
+    # --- faults of engines that work
 
     def _watch(self, waiting_seconds: float) -> None:
-        """Notices three things: steps that do not come back (a stopped rank breaks no connection),
-        ranks that have returned, and silent ranks."""
+        """Notices steps that do not come back, silent ranks, and ranks that have returned."""
         assert self.deadline is not None
         has_stood_still = self._now - self.deadline > WATCH_SECONDS
         self.deadline = self._now + WATCH_SECONDS
         if has_stood_still:
             return  # This process itself was stopped: it has to read its messages first.
         timeout = self._config.constants.stall_timeout
-        newcomers = self.roster.fit - set(self.ring)
-        if waiting_seconds > timeout:
-            self._on_stall(timeout)
+        alarm = stall_alarm(self.membership.stages, waiting_seconds, timeout, self._now)
+        newcomers = self.membership.newcomers
+        if alarm:
+            self._alarm(alarm)
         # The last restart is reserved for a real fault.
-        elif newcomers and self._restarts.num_left(self._now) > 1:
+        elif newcomers and self.recovery.may_restart_twice(self._now):
             reason = f"Ranks {sorted(newcomers)} are back: the layers are redistributed."
-            self._fault(ClusterError(reason))
-        else:
-            self._look_for_silence(timeout + 2 * WATCH_SECONDS)
+            self._on_fault(ClusterError(reason))
 
-    def _on_stall(self, timeout: float) -> None:
-        self._stuck = stuck_ranks(self.stages, self._now)
-        cause = stall_cause(self.stages, self._now)
-        silent = [stage for stage in self.stages if is_silent(stage, self._now)]
-        reason = f"No step came back for {timeout:g} s: {cause}, look at its log."
-        self._fault(ClusterError(reason))
-        self._probe(silent)
+    def _alarm(self, alarm: Alarm) -> None:
+        """Ends a life, and finds out which parents hang before they are asked for new engines."""
+        self._on_fault(alarm.error, alarm.stuck)
+        ranks = frozenset(alarm.suspects) & self.membership.joined.keys()
+        if ranks and self.state is State.HANDLING_FAULT:
+            self.recovery.judgement.is_probing = True
+            if alarm.disconnects:
+                self.recovery.judgement.let_go = ranks
+            self._do(actions.Probe(ranks))
 
-    def _look_for_silence(self, patience_seconds: float) -> None:
-        """Notices a parent that has stopped while its engine still works."""
-        silent = [
-            stage for stage in self.stages if self._now - stage.timeline.heard_at > patience_seconds
-        ]
-        if silent:
-            self._stuck = stuck_ranks(self.stages, self._now)
-            self._fault(ClusterError(f"Rank {silent[0].rank} on {silent[0].host} is silent."))
-            self._probe(silent[:1], even_if_it_answers=True)
+    def _on_ring_lost(self, rank: int, error: ClusterError) -> None:
+        """Takes the report of an engine whose ring broke. Once all have reported it, all of them
+        live, so no better reason is to come."""
+        self._do(warning(f"event=fault rank={rank}", error))
+        self._on_fault(error)
+        if self.state is State.HANDLING_FAULT:
+            without_ring = self.recovery.judgement.without_ring
+            without_ring.add(rank)
+            if without_ring.issuperset(self.membership.ring):
+                self.deadline = self._now
+                self._judge()
 
     # --- from one life to the next
 
-    def _fault(self, error: BrigadeError) -> None:
-        reason = better_reason(self._reason, error)
-        if reason is not self._reason:
-            self._reason = reason
-            self.last_fault = LastFault(str(error), self._now)
-        if self.state not in events.NOTED and self.state is not State.JUDGING:
-            self._end_life()
+    def _on_fault(self, error: BrigadeError, stuck: frozenset[int] | None = None) -> None:
+        """Takes the reason of a fault, which ends the life if the engines have orders. After a
+        stall, stuck has the ranks whose engines are stuck."""
+        self.recovery.add(error, self._now)
+        if self.state not in WITHOUT_ORDERS and self.state is not State.HANDLING_FAULT:
+            self._end_life(stuck)
 
-    def _end_life(self) -> None:
-        was_working = self.is_working
-        if self._recovering_since is None:
-            self._recovering_since = self._now
-        self._judgement = Judgement(was_working)
-        has_clients = was_working and self._restarts.num_left(self._now) > 0
-        self._enter(State.JUDGING, reason_seconds(self._reason, has_clients))
-        self._do(actions.Interrupt(self.number))
+    def _end_life(self, stuck: frozenset[int] | None = None) -> None:
+        seconds = self.recovery.begin(self.is_working, stuck, self._now)
+        self._enter(State.HANDLING_FAULT, seconds)
+        self._do(actions.Interrupt())
 
     def _on_probed(self, silent: frozenset[int]) -> None:
-        self._judgement.is_probing = False
-        for rank in sorted(silent | self._judgement.let_go):
-            self._forget(rank, rank in silent)
+        judgement = self.recovery.judgement
+        judgement.is_probing = False
+        for rank in sorted(silent | judgement.let_go):
+            self._disconnect(rank, rank in silent)
         self._judge()
+
+    def _disconnect(self, rank: int, is_silent: bool) -> None:
+        if rank in self.membership.joined:
+            pid = self.membership.joined[rank].pid
+            self._do(actions.Disconnect(rank, pid, is_silent))
 
     def _judge(self) -> None:
         """Decides whether there is another life, once everything is known that this depends on."""
-        judgement, reason = self._judgement, self._reason
-        assert reason is not None
         if self.deadline is not None and self._now < self.deadline:
             return
         self.deadline = None
-        if judgement.is_probing or judgement.num_explained is None:
+        if not self.recovery.judgement.is_complete:
             return
-        num_explained = judgement.num_explained
-        if self._config.replan and self.has_worked and self.missing:
-            num_explained = max(1, num_explained)  # A lost rank, which the others can do without.
+        can_do_without = self._config.replan and self.has_worked
+        is_rank_dispensable = can_do_without and bool(self.membership.missing)
         try:
-            self._pause_seconds = self._restarts.wait_seconds(
-                reason,
-                judgement.was_working,
-                self._now,
-                num_explained,
-            )
+            self._pause_seconds = self.recovery.pause_seconds(is_rank_dispensable, self._now)
         except BrigadeError as error:
             self._fail(error)
         else:
-            self._renew(reason)
+            self._renew()
 
-    def _renew(self, reason: BrigadeError) -> None:
-        """Begins the next life, for this reason. Every rank finds an engine that is in no ring: its
-        own if that can leave its ring, or else another one. The requests, which Interrupt has
-        returned to the queue, wait there until the engines work."""
-        self.number += 1
-        self._warn(f"event=recovering life={self.number}", reason)
-        self._reason = None
-        self._has_engine = False
+    def _renew(self) -> None:
+        """Begins the next life. Every rank finds an engine that is in no ring: its own if that can
+        leave its ring, or else another one. The requests, which Interrupt has returned to the
+        queue, wait there until the engines work."""
+        self.life += 1
+        self.membership.is_restart = True
+        is_stall = self.recovery.judgement.stuck is not None
+        reason = self.recovery.renew(self.membership.num_shards)
+        self._do(warning(f"event=recovering life={self.life}", reason))
         self._enter(State.RENEWING)
-        self._renew_engines()
+        for stage in self.membership.ranks:
+            self._renew_engine(stage, is_stall, self.recovery.may_keep(stage.rank))
+
+    def _renew_engine(self, stage: StageStatus, dump: bool = False, keep: bool = False) -> None:
+        stage.renew()
+        if stage.rank == 0 or stage.rank in self.membership.joined:
+            self._do(actions.RenewEngine(stage.rank, dump, keep))
+
+    @property
+    def _have_engines_stayed(self) -> bool:
+        """Whether engines have outlived the latest fault, and hold layers."""
+        return any(stage.has_stayed for stage in self.membership.ranks)
+
+    def _fail(self, error: BrigadeError) -> None:
+        """Ends the life cycle for this reason."""
+        self.recovery.last_fault = LastFault(str(error), self._now)
+        self._enter(State.FAILED)
+        self._do(actions.Fail(error))
+
+    def _enter(self, state: State, seconds: float | None = None) -> None:
+        """Changes the state. The deadline is after this many seconds, if any."""
+        self.state = state
+        self.deadline = None if seconds is None else self._now + seconds
+
+    def _do(self, action: Action) -> None:
+        self._actions.append(action)
+
+
+def _plan_of(stage: StageStatus) -> StagePlan:
+    assert stage.plan is not None
+    return stage.plan

@@ -27,12 +27,11 @@ from serve.core.messages import (
     PrefixFileWritten,
     PrefixRead,
     Result,
-    ToEngine,
-    ToPrefixCache,
 )
 from serve.core.outputs import SequenceOutput
 from serve.core.plan import KvRoom
 from serve.core.types import NUM_SEQUENCE_IDS, Event, Sampling, Sequence, Step
+from serve.front.adapters.registry import AdapterRegistry
 from serve.front.drafts.speculation import Speculation
 from serve.front.parts.registry import make_parts
 from serve.front.pipeline.capacity import (
@@ -52,29 +51,24 @@ from serve.front.pipeline.warm_up import WarmUp
 from serve.front.prefixes.checkpoints import PrefixKey
 from serve.front.prefixes.disk import DiskCounts, DiskPrefixes
 from serve.front.prefixes.index import Reuse
+from serve.parent.engines import Engines
 
 _logger = logging.getLogger(__name__)
 
 
 class Requests:
-    """All requests that run or wait. send passes a message on to rank 0's engine, and send_to_all
-    to the engines of all ranks. adapter_name returns the name of an adapter's version, and
-    adapter_contents a text that identifies its contents."""
+    """All requests that run or wait, and the adapters that they may have."""
+
+    hears = (Result, PrefixFiles, PrefixRead, PrefixFileWritten)
 
     def __init__(
         self,
         config: ServeConfig,
         num_stages: int,
-        send: Callable[[ToEngine], None],
-        adapter_name: Callable[[int], str | None],
-        send_to_all: Callable[[ToPrefixCache], None],
-        adapter_contents: Callable[[int], str | None],
+        engines: Engines,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._send = config, send
-        self._adapter_name, self._clock = adapter_name, clock
-        self._send_to_all = send_to_all
-        self._adapter_contents = adapter_contents
+        self._config, self._engines, self._clock = config, engines, clock
         self._stored: dict[int, PrefixFiles] = {}  # the files that each rank has on its disk
         self.disk_counts = DiskCounts()
         self._must_clear_disk = False
@@ -89,6 +83,7 @@ class Requests:
             drafting=None if config.draft_model == "none" else self._speculation,
             parts=make_parts(config),
         )
+        self.adapters = AdapterRegistry(config, self.scheduler.num_with_adapter)
         self.step_log = StepLog()
         self._ranks: list[int] = []  # that take part
         self._stages: list[StageStatus] = []  # one status for each stage
@@ -169,7 +164,7 @@ class Requests:
     def _drop(self, sequence_id: int, may_keep: bool = False) -> None:
         if self._generations.pop(sequence_id, None):
             self.scheduler.drop(sequence_id, may_keep)
-            self._fault_blame.forget(sequence_id)
+            self._fault_blame.remove(sequence_id)
             self.scheduler.run_alone(self._fault_blame.alone)
             self._pump()
 
@@ -277,7 +272,7 @@ class Requests:
                 sequence.is_held = True
                 positions[sequence.id] = position
                 kept.append(sequence)
-                self._fault_blame.note_kept(sequence.id, position)
+                self._fault_blame.clear_if_further(sequence.id, position)
         for sequence in kept:
             self.scheduler.waiting.remove(sequence)
         self.scheduler.waiting.put_back(kept)
@@ -307,8 +302,15 @@ class Requests:
     def _contents(self, key: PrefixKey) -> str | None:
         if not key.adapter_version:
             return json.dumps(["", key.scope])
-        adapter = self._adapter_contents(key.adapter_version)
+        adapter = self.adapters.contents(key.adapter_version)
         return None if adapter is None else json.dumps([adapter, key.scope])
+
+    def on_message(self, rank: int, message: Result | FromPrefixCache) -> None:
+        """Takes a message of the engine of a rank."""
+        if isinstance(message, Result):
+            self.on_result(message)
+        else:
+            self.on_prefix_cache(rank, message)
 
     def on_prefix_cache(self, rank: int, message: FromPrefixCache) -> None:
         """Takes what a rank reports about its prefix cache on disk."""
@@ -346,7 +348,7 @@ class Requests:
             held = [sequence.id for sequence in sequences if sequence.is_held]
         self._is_running = False
         self._stored.clear()
-        blame = self._fault_blame.after_fault(held)
+        blame = self._fault_blame.on_fault(held)
         self.scheduler.restart()
         if blame:
             self._give_up(blame)
@@ -440,7 +442,7 @@ class Requests:
         self._fault_blame.clear(event.sequence)
         if event.finish_reason:
             self._generations.pop(event.sequence, None)
-            self._fault_blame.forget(event.sequence)
+            self._fault_blame.remove(event.sequence)
         self.scheduler.run_alone(self._fault_blame.alone)
 
     def _on_output(self, output: SequenceOutput) -> None:
@@ -453,7 +455,7 @@ class Requests:
 
     def _overflowed(self, generation: Generation, sequence_id: int) -> OverflowedError:
         version = generation.adapter_version
-        name = self._adapter_name(version)
+        name = self.adapters.name_of(version)
         _logger.error(
             "event=numbers_overflowed sequence=%d adapter=%s version=%d",
             *(sequence_id, json.dumps(name), version),
@@ -468,7 +470,7 @@ class Requests:
             step = self.scheduler.schedule()
             if self.scheduler.budget.disk:
                 for message in self.scheduler.budget.disk.take_messages():
-                    self._send_to_all(message)
+                    self._engines.send_to_all(message)
             if step is None:
                 return
             self.step_log.note(step)
@@ -477,17 +479,17 @@ class Requests:
     def _send_step(self, step: Step, begun: ReadableList[Sequence]) -> None:
         for sequence in begun:
             self._admit(sequence)
-        self._send(step)
+        self._engines.send(step)
 
     def _admit(self, sequence: Sequence) -> None:
         """Tells rank 0's engine what to make of a sequence and how to choose its tokens. This comes
         before its first step, and again whenever it begins again."""
         for part in self.scheduler.parts:
             for message in part.begun(sequence):
-                self._send(message)
+                self._engines.send(message)
         if not sequence.has_answer:
             return
         sampling = sequence.sampling
         is_read = sampling.reads_tokens or self._config.has_drafter
         tokens = sequence.tokens if is_read else []
-        self._send(Admit(sequence.id, sampling, len(sequence.prompt), tokens))
+        self._engines.send(Admit(sequence.id, sampling, len(sequence.prompt), tokens))

@@ -22,7 +22,6 @@ _NUM_SPANS = 20_000
 _NUM_LOGGED_STEPS = 4096
 _NEW_SHARE = 0.1  # of the latest step in a running mean
 _NEW_CHUNK_SHARE = 0.4
-_SILENT_SECONDS = 1.5
 _NUM_COMPARED_REPORTS = 64
 _SAME_CLOCK_SECONDS = 0.1
 
@@ -331,46 +330,6 @@ def shard_disagreement(stages: Sequence[StageStatus]) -> PlanError | None:
                 "shards of a stage, or leave out --tensor-parallel-size."
             )
     return None
-
-
-def is_silent(stage: StageStatus, now: float) -> bool:
-    """Whether the engine of a stage has stopped reporting, which it does whatever it computes."""
-    return stage.state is StageState.READY and now - stage.timeline.heard_at > _SILENT_SECONDS
-
-
-def stuck_ranks(stages: Sequence[StageStatus], now: float) -> frozenset[int]:
-    """Returns the ranks whose engines are silent, wait for a tensor that does not arrive, or do not
-    finish a step. The others wait for a step, so they can leave their ring at once."""
-    stuck: set[int] = set()
-    for stage in stages:
-        activity = stage.activity
-        is_busy = activity.step is not None or activity.waits_on is not None
-        if is_busy or is_silent(stage, now):
-            stuck.add(stage.rank)
-    return frozenset(stuck)
-
-
-def stall_cause(stages: list[StageStatus], now: float) -> str:
-    """Returns the rank or hop that delays the others: a silent rank, or else a hop whose tensors do
-    not arrive, or else a rank that is computing, or else the rank that has finished the fewest
-    steps."""
-    for stage in stages:
-        silent_seconds = now - stage.timeline.heard_at
-        if silent_seconds > _SILENT_SECONDS:
-            return f"rank {stage.rank} on {stage.host} has been silent for {silent_seconds:.1f} s"
-    for stage in stages:
-        if stage.activity.waits_on:
-            source, target = stage.activity.waits_on
-            return f"the hop from rank {source} to rank {target} is stuck"
-
-    def lag(stage: StageStatus) -> tuple[bool, int, int]:
-        is_idle = stage.activity.step is None
-        return is_idle, stage.activity.num_steps, -stage.rank
-
-    behind = min(stages, key=lag)
-    step = behind.activity.step
-    doing = "is behind" if step is None else f"does not finish step {step}"
-    return f"rank {behind.rank} on {behind.host} {doing}"
 
 
 # --- the timeline

@@ -109,7 +109,7 @@ async def test_a_rank_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks.is_silent = True
     await refused(ranks, AdapterError, "Rank 1 does not answer", 503)
     ranks.held.add(2)  # It comes now.
-    ranks.adapters.on_answer(1, AdapterRefused(2, "late", 400))
+    ranks.adapters.on_message(1, AdapterRefused(2, "late", 400))
     assert ranks.held == {1}
 
 
@@ -241,7 +241,6 @@ async def test_the_default_is_listed_first() -> None:
 
 def restart(ranks: FakeRanks) -> None:
     ranks.held.clear()
-    ranks.are_loaded.clear()
     ranks.adapters.interrupt()
 
 
@@ -294,7 +293,7 @@ async def test_an_adapter_whose_files_changed_is_not_taken_for_what_it_was(fault
     await adapters.restore()
     assert isinstance(ranks.ended[1], UnavailableError), "a mixture would be worse"
     assert ranks.held == set()
-    ranks.are_loaded.set()
+    ranks.adapters.resume()
     if fault == "other files":
         assert await adapters.version("x") == 2
     else:
@@ -313,7 +312,7 @@ async def test_a_load_that_a_fault_interrupts_is_asked_for_again() -> None:
     await asyncio.sleep(0.05)
     assert not loading.done(), "there are no engines that could answer"
     await ranks.adapters.restore()
-    ranks.are_loaded.set()
+    ranks.adapters.resume()
     await loading
     assert ranks.paths == ["x", "x"]
     assert await ranks.adapters.version("x") == 1
@@ -328,7 +327,7 @@ async def test_a_load_that_ends_the_engines_is_not_asked_for_without_end() -> No
         while len(ranks.paths) < number:
             await asyncio.sleep(0)
         restart(ranks)
-        ranks.are_loaded.set()
+        ranks.adapters.resume()
     with fails(AdapterError, "engines_ended") as caught:
         await loading
     assert caught.value.http_status == 503
@@ -344,7 +343,7 @@ async def test_a_fault_right_after_the_last_answer_is_a_fault_all_the_same() -> 
     await asyncio.sleep(0)  # the answers
     restart(ranks)
     await ranks.adapters.restore()
-    ranks.are_loaded.set()
+    ranks.adapters.resume()
     await loading
     assert ranks.held == {await ranks.adapters.version("x")}
 
@@ -356,7 +355,7 @@ async def test_ranks_learn_which_versions_they_may_have_read_before() -> None:
     await ranks.adapters.load("x", "b", in_place=True)
     restart(ranks)
     await ranks.adapters.restore()
-    ranks.are_loaded.set()
+    ranks.adapters.resume()
     ranks.running[1] = 0
     await ranks.adapters.unload("x")
     await ranks.adapters.load("y", "c", in_place=False)

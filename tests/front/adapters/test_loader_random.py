@@ -48,15 +48,11 @@ class RandomRanks:
         self.read_first: defaultdict[int, set[int]] = defaultdict(set)
         self.lost: set[int] = set()  # what some rank could not read a second time
         self.ended: set[int] = set()
-        self.are_loaded = asyncio.Event()
-        self.are_loaded.set()
-
-    async def loaded(self) -> None:
-        await self.are_loaded.wait()
+        self.are_working = True
 
     def fault(self) -> None:
         """As Engine.interrupt. Now and then a whole rank goes, with what its parent kept."""
-        self.are_loaded.clear()
+        self.are_working = False
         self.asked.clear()
         self.pipeline.kill()
         self.adapters.interrupt()
@@ -65,7 +61,8 @@ class RandomRanks:
 
     async def restore(self) -> None:
         await self.adapters.restore()
-        self.are_loaded.set()
+        self.adapters.resume()
+        self.are_working = True
 
     def end_with_adapter(self, version: int, error: BrigadeError) -> None:
         assert version in self.lost, "it could have been read again"
@@ -74,7 +71,7 @@ class RandomRanks:
                 self.ended.add(id)
                 self.pipeline.scheduler.drop(id)
 
-    def tell_engines(self, message: LoadAdapter) -> None:
+    def send_to_all(self, message: LoadAdapter) -> None:
         ranks = range(self.pipeline.num_stages)
         self.path_of[message.version] = message.path
         if message.version not in message.held:
@@ -86,7 +83,7 @@ class RandomRanks:
         if self.asked:
             rank, message, refuses = self.asked.pop(self.chance.randrange(len(self.asked)))
             content = self.read(rank, message, refuses)
-            self.adapters.on_answer(rank, self.answer(message.version, content))
+            self.adapters.on_message(rank, self.answer(message.version, content))
 
     def answer(self, version: int, content: int | None) -> AdapterRead | AdapterRefused:
         if content is None:
@@ -229,7 +226,7 @@ class Life:
         self.ranks.answer_one()
         if self.restoring and self.restoring.done():
             self.restoring.result()
-        if self.ranks.are_loaded.is_set():
+        if self.ranks.are_working:
             self.pipeline.tick()
         await asyncio.sleep(0)
 

@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from serve.core.errors import BrigadeError, EngineError, PlanError
 from serve.core.layouts import Link
@@ -30,12 +30,14 @@ from serve.core.plan import PlanRequest, StagePlan, even_split
 from serve.core.types import Event as Answer
 from serve.core.types import Sampling, StageState, Step
 from serve.front.pipeline import actions, events
-from serve.front.pipeline.events import State
 from serve.front.pipeline.generation import Generation
 from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.lifecycle import Lifecycle
+from serve.front.pipeline.membership import Membership
 from serve.front.pipeline.requests import Requests
+from serve.front.pipeline.states import State
 from serve.parent.control import Gone, Joined
+from serve.parent.engines import Engines
 from serve.rank.outbox import Outbox
 from tests.configs import serve_config
 from tests.front.pipeline.simulation import StageModel, next_token, result_of
@@ -125,16 +127,10 @@ class PlayedCluster:
         self.can_rewind = seed % 2 == 0
         self.now = 1000.0
         hosts = ["h"] * num_ranks
-        self.lifecycle = Lifecycle(config, hosts, FACTS, is_launched=is_launched)
-        self.requests = Requests(
-            config,
-            num_ranks,
-            self.send,
-            adapter_name=lambda version: None,
-            send_to_all=lambda message: None,
-            adapter_contents=lambda version: None,
-            clock=lambda: self.now,
-        )
+        self.membership = Membership(config, hosts, FACTS, is_launched=is_launched)
+        self.lifecycle = Lifecycle(config, self.membership)
+        engines = cast(Engines, self)  # Requests only send messages to them.
+        self.requests = Requests(config, num_ranks, engines, clock=lambda: self.now)
         self.config, self.num_ranks = config, num_ranks
         self.min_ranks, self.roomy_ranks = min_ranks, roomy_ranks
         self.engine: PlayedEngine | None = None  # rank 0's
@@ -202,8 +198,11 @@ class PlayedCluster:
         while self._inbox:
             self.num_events += 1
             self.check_late_events_change_nothing()
-            for action in self.lifecycle.on(self._inbox[0], self.now):
-                self.perform(action)
+            ready = self.lifecycle.on(self._inbox[0], self.now)
+            assert ready.life == self.lifecycle.life
+            assert ready.deadline == self.lifecycle.deadline
+            for action in ready.actions:
+                self.perform(action, ready.life)
             self.states[self.lifecycle.state] += 1
             del self._inbox[0]
         if (deadline := self.lifecycle.deadline) is not None:
@@ -212,11 +211,12 @@ class PlayedCluster:
     def check_late_events_change_nothing(self) -> None:
         """Answers of an earlier life, and answers that nobody waits for."""
         lifecycle = self.lifecycle
-        life = lifecycle.number - 1
+        life = lifecycle.life - 1
         assert not lifecycle.is_current(life), "an answer of an earlier life is handed over"
         fault = Fault(EngineError.exit_code, "ended")
         late: list[events.Event] = [
-            events.EngineStarted(life),
+            events.Heard(0, Report(life, Status(StageState.STARTING))),
+            events.Heard(0, Report(life, Left(life))),
             events.Settled(life),
             events.NoRoom(life, "late"),
             events.Prepared(life),
@@ -229,12 +229,12 @@ class PlayedCluster:
         if lifecycle.state is not State.PREPARING:
             late += [events.Prepared(life + 1), events.Settled(life + 1)]
             late.append(events.NoRoom(life + 1, "late"))
-        if lifecycle.state is not State.JUDGING:
+        if lifecycle.state is not State.HANDLING_FAULT:
             late += [events.Interrupted(life + 1, 0), events.Probed(life + 1, frozenset())]
-        before = lifecycle.state, lifecycle.deadline, lifecycle.stages[-1].state
+        before = lifecycle.state, lifecycle.deadline, self.membership.stages[-1].state
         answer = lifecycle.on(self.chance.choice(late), self.now)
-        assert all(isinstance(action, actions.Log) for action in answer)
-        after = lifecycle.state, lifecycle.deadline, lifecycle.stages[-1].state
+        assert all(isinstance(action, actions.Log) for action in answer.actions)
+        after = lifecycle.state, lifecycle.deadline, self.membership.stages[-1].state
         assert after == before
 
     def tick(self) -> None:
@@ -244,19 +244,17 @@ class PlayedCluster:
 
     # --- actions
 
-    def perform(self, action: actions.Action) -> None:
-        life = getattr(action, "life", self.lifecycle.number)
-        assert life == self.lifecycle.number, f"{action} is of another life"
+    def perform(self, action: actions.Action, life: int) -> None:
         match action:
-            case actions.ReplaceEngine(_, _, keep):
+            case actions.RenewEngine(0, _, keep):
                 assert not self._is_replacing, "two engines of rank 0 at once"
                 self._is_replacing = True
                 if keep and self.engine and self.can_stay(self.engine):
                     self.after(self.delay(2.0), lambda: self.keep_engine(life))
                 else:
                     self.replace_engine(life)
-            case actions.MeasureLinks(_, ranks):
-                assert not self.lifecycle.missing, "a link to a rank that is not there"
+            case actions.MeasureLinks(ranks):
+                assert not self.membership.missing, "a link to a rank that is not there"
                 self.num_measured += 1
                 parents = [self.parents[rank] for rank in ranks]
                 seconds = self.measure_seconds or self.delay()
@@ -267,20 +265,19 @@ class PlayedCluster:
                 if shard_counts:
                     request = replace(request, num_shards=shard_counts[0])
                 self.after(self.delay(), lambda: self.plan(engine, life, request, link))
-            case actions.ShowPlan(stages):
-                self.shown.append(stages)
-            case actions.RenewRank(rank, _, _, keep):
+            case actions.ShowPlan(plans):
+                self.shown.append(plans)
+            case actions.RenewEngine(rank, _, keep):
                 parent = self.parents[rank]
                 over = parent.connection
                 seconds = self.renew_seconds or self.delay()
                 self.after(seconds, lambda: self.renew(rank, parent, over, life, keep))
-            case actions.GiveOrders(stages):
+            case actions.GiveOrders(plans, held):
                 assert life not in self.ordered, "a life has one order"
                 self.ordered.append(life)
-                ring = [stage.rank for stage in stages]
+                ring = [plan.rank for plan in plans]
                 self._todo.clear()
                 self._outbox = Outbox(self._todo.append)
-                held = [stage.stays.positions or {} for stage in self.lifecycle.stages]
                 positions = self.requests.keep(held)
                 for rank in ring:
                     engine = self.engine_of(rank)
@@ -293,17 +290,17 @@ class PlayedCluster:
                 # A late answer is one that comes after the fault that ends the life.
                 self.after(self.delay(1.0), lambda: self.prepared(life))
             case actions.Work():
-                engines = [self.engine_of(rank) for rank in self.lifecycle.ring]
+                engines = [self.engine_of(rank) for rank in self.membership.ring]
                 assert {e.order for e in engines if e and not e.is_dead} <= {life}
                 self.preparing = None
                 self.requests.resume()
             case actions.Interrupt():
                 self.preparing = None
                 self.interrupt(life)
-            case actions.Probe(_, ranks):
+            case actions.Probe(ranks):
                 # Longer than a reason is looked for: a life is not judged before.
                 self.after(1.0 + self.delay(1.0), lambda: self.probed(life, ranks))
-            case actions.Forget(rank, _, is_silent):
+            case actions.Disconnect(rank, _, is_silent):
                 self.forget(rank, is_silent)
             case actions.Fail(error):
                 self.failure = error
@@ -334,7 +331,7 @@ class PlayedCluster:
             self.replace_engine(life)
             return
         self._is_replacing = False
-        self.on(events.EngineStarted(life, self.leave_ring(self.engine, life)))
+        self.say(0, life, self.leave_ring(self.engine, life))
 
     def replace_engine(self, life: int) -> None:
         if self.engine:
@@ -344,7 +341,7 @@ class PlayedCluster:
     def start_engine(self, life: int) -> None:
         self._is_replacing = False
         self.engine = PlayedEngine(0)
-        self.on(events.EngineStarted(life))
+        self.say(0, life, Status(StageState.STARTING))
 
     def plan(
         self,
@@ -413,7 +410,7 @@ class PlayedCluster:
             self.after(seconds, lambda: self.obey(engine, life, ring, positions))
             return
         assert engine.order is None, "an engine that has an order gets another one"
-        num_shards = self.lifecycle.num_shards
+        num_shards = self.membership.num_shards
         assert not engine.loaded_for or num_shards == 1, "an engine that has stayed gets shards"
         if engine.loaded_for and engine.loaded_for != ring:
             assert not positions, "a sequence goes on with keys and values of other layers"
@@ -453,7 +450,7 @@ class PlayedCluster:
 
     def settle(self, life: int) -> None:
         try:
-            self.requests.settle(self.lifecycle.stages)
+            self.requests.settle(self.membership.stages)
         except PlanError as error:
             self.on(events.NoRoom(life, str(error)))
         else:
@@ -533,7 +530,7 @@ class PlayedCluster:
         parent = self.parents.get(engine.rank)
         if engine.is_stopped or (parent and not parent.can_speak):
             return
-        free_bytes = 1 << 30 if len(self.lifecycle.ring) >= self.roomy_ranks else 0
+        free_bytes = 1 << 30 if len(self.membership.ring) >= self.roomy_ranks else 0
         loaded = Loaded(
             *(0, None, 0, free_bytes, "any"),
             can_rewind=self.can_rewind,
@@ -554,14 +551,14 @@ class PlayedCluster:
             is_idle = not self._todo
             self._outbox.put(message)
             if is_idle and self._todo:
-                life = self.lifecycle.number
+                life = self.lifecycle.life
                 self.after(STEP_SECONDS, lambda: self.compute(life))
 
     def compute(self, life: int) -> None:
         """One step on all stages. A stage that is dead or stopped holds it up for good."""
-        ring = self.lifecycle.ring
+        ring = self.membership.ring
         engines = [self.engine_of(rank) for rank in ring]
-        if life == self._broken_life or life != self.lifecycle.number or not self._todo:
+        if life == self._broken_life or life != self.lifecycle.life or not self._todo:
             return
         if not all(engine and engine.runs and engine.order == life for engine in engines):
             self.after(STEP_SECONDS * 10, lambda: self.compute(life))
@@ -591,7 +588,7 @@ class PlayedCluster:
             return
         engine.is_dead = True
         parent = self.parents.get(rank)
-        life = parent.life if parent else self.lifecycle.number
+        life = parent.life if parent else self.lifecycle.life
         fault = Fault(EngineError.exit_code, f"The engine of rank {rank} ended by signal 9.")
         self.after(self.delay(0.2), lambda: self.say_of(rank, engine, life, fault))
 
@@ -606,12 +603,12 @@ class PlayedCluster:
 
     def reset_link(self, rank: int) -> None:
         """The link from one rank to the next: both of them notice it, and one of them may hang."""
-        ring = self.lifecycle.ring
+        ring = self.membership.ring
         if rank not in ring or len(ring) < 2:
             return
         self._break_ring(ring)
         ends = [rank, ring[ring.index(rank) - 1]]
-        life = self.lifecycle.number
+        life = self.lifecycle.life
         for end in ends:
             if (engine := self.engine_of(end)) and engine.runs and engine.order == life:
                 engine.is_stuck = self.chance.random() < 0.2
@@ -626,9 +623,9 @@ class PlayedCluster:
     def _break_ring(self, ring: tuple[int, ...]) -> None:
         """No step goes on. Some stages, the last rank's first, have run one whose result is lost,
         and some of these the one after it."""
-        if self._broken_life == self.lifecycle.number:
+        if self._broken_life == self.lifecycle.life:
             return
-        self._broken_life = self.lifecycle.number
+        self._broken_life = self.lifecycle.life
         num_stages = len(ring)
         for step in self._todo[:2]:
             num_stages = self.chance.randint(0, num_stages)
@@ -696,7 +693,7 @@ class PlayedCluster:
     def is_quiet(self) -> bool:
         """Whether all requests have ended, and all ranks work."""
         is_idle = not self.requests.scheduler.num_running + self.requests.scheduler.num_waiting
-        is_whole = len(self.lifecycle.ring) == self.num_ranks and not self.lifecycle.missing
+        is_whole = len(self.membership.ring) == self.num_ranks and not self.membership.missing
         is_healthy = not any(parent.is_stopped for parent in self.parents.values())
         for rank in range(self.num_ranks):
             engine = self.engine_of(rank)

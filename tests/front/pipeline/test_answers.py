@@ -7,18 +7,17 @@ import pytest
 
 from serve.core.config import Cluster
 from serve.core.messages import AdapterRefused, PrefixFiles, Report
-from serve.front.adapters.loader import AdapterLoader, Ranks
+from serve.front.adapters.loader import AdapterLoader
 from serve.front.pipeline import events
 from serve.front.pipeline.driver import Driver
 from serve.front.pipeline.lifecycle import Lifecycle
+from serve.front.pipeline.membership import Membership
+from serve.parent.engines import Engines
 from tests.configs import serve_config
 from tests.front.pipeline.test_driver import FACTS, Silent
 from tests.front.prefixes.test_requests_disk import two_shards
 
 pytestmark = pytest.mark.anyio
-
-
-async def loaded() -> None: ...
 
 
 class Answers:
@@ -27,19 +26,13 @@ class Answers:
     def __init__(self) -> None:
         config = serve_config()
         cluster = Cluster(0, 2, ("127.0.0.1",) * 2)
-        self.refused: list[int] = []  # versions: a late refusal retires its version
-        ranks = Ranks(
-            ring=lambda: (0, 1),
-            loaded=loaded,
-            tell=lambda message: None,
-            retire=self.refused.append,
-            end_requests=lambda version, error: None,
-            num_sequences=lambda version: 0,
-        )
-        self.lifecycle = Lifecycle(config, cluster.hosts, FACTS)
+        self.engines = Engines(cluster, FACTS, keeps_spare=False)
+        self.lifecycle = Lifecycle(config, Membership(config, cluster.hosts, FACTS))
         self.requests = two_shards([])
-        adapters = AdapterLoader(config, ranks)
-        parts = (self.lifecycle, self.requests, adapters)
+        self.refused: list[int] = []  # versions: a late refusal retires its version
+        self.requests.retire_adapter = self.refused.append  # type: ignore[method-assign]
+        adapters = AdapterLoader(config, self.engines, self.requests)
+        parts = (self.engines, self.lifecycle, self.requests, adapters)
         self.driver = Driver(config, cluster, Path("."), *parts, Silent())
 
     def num_stored_bytes(self) -> int:
@@ -55,7 +48,7 @@ async def test_driver_hands_over_answers_of_this_life_alone(seed: int) -> None:
     wanted: list[int] = []
     version = 0
     for life in range(10):
-        answers.lifecycle.number = life
+        answers.lifecycle.life = life
         sizes: dict[int, int] = {}
         for _ in range(chance.randrange(8)):
             of_life = chance.choice([life - 1, life, life, life + 1])
@@ -69,7 +62,7 @@ async def test_driver_hands_over_answers_of_this_life_alone(seed: int) -> None:
         assert answers.num_stored_bytes() == (sum(sizes.values()) if len(sizes) == 2 else 0)
         answers.requests.interrupt()
     assert answers.refused == wanted
-    assert answers.lifecycle.last_fault is None
+    assert answers.lifecycle.recovery.last_fault is None
     await answers.driver.close()
 
 

@@ -26,12 +26,12 @@ from serve.core.errors import (
 )
 from serve.core.plan import KvRoom
 from serve.core.types import Event, Sampling
-from serve.front.pipeline import machine as machine_module
+from serve.front.pipeline import watch as watch_module
 from serve.front.pipeline.engine import Engine
-from serve.front.pipeline.events import State
 from serve.front.pipeline.interface import Prompt
+from serve.front.pipeline.states import State
 from serve.parent import engine as engine_module
-from serve.parent import member as member_module
+from serve.parent import own_engine as own_engine_module
 from serve.parent import pings, spare
 from serve.parent.engine import EngineProcess
 from serve.parent.member import run_member
@@ -335,28 +335,28 @@ async def test_engines_outlive_a_broken_connection_between_parents() -> None:
         before = {process.pid for process in engines()}
         answer = asyncio.create_task(collect(engine, prompt(10, 300)))
         await asyncio.sleep(0.1)
-        control = engine._driver._control
-        control.forget(1)
+        control = engine._driver._engines._control
+        control.disconnect(1)
         await until(lambda: engine._lifecycle.state is State.GATHERING)
-        await until(lambda: engine._lifecycle.ranks[2].has_stayed)
-        control.forget(2)
+        await until(lambda: engine._membership.ranks[2].has_stayed)
+        control.disconnect(2)
         await asyncio.wait_for(answer, 15)
         await ready(engine)
         assert engine.pipeline()["num_restarts"] == 1
         assert {process.pid for process in engines()} == before
-        assert all(stage.has_stayed for stage in engine._lifecycle.stages)
+        assert all(stage.has_stayed for stage in engine._membership.stages)
 
 
 async def test_engines_that_compute_for_long_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """They can leave their ring only when the step is done."""
     monkeypatch.setattr(engine_module, "_LEAVE_SECONDS", 0.4)
-    monkeypatch.setattr(member_module, "_SIGN_SECONDS", 0.2)
-    monkeypatch.setattr(machine_module, "RENEW_SECONDS", 0.6)
+    monkeypatch.setattr(own_engine_module, "_SIGN_SECONDS", 0.2)
+    monkeypatch.setattr(watch_module, "RENEW_SECONDS", 0.6)
     monkeypatch.setenv("LEAVE_SECONDS", "1.5")
     async with cluster() as engine:
         await ready(engine)
         before = {process.pid for process in engines()}
-        engine._driver._control.forget(1)
+        engine._driver._engines._control.disconnect(1)
         await until(lambda: engine.pipeline()["num_restarts"] == 1)
         await ready(engine)
         assert {process.pid for process in engines()} == before
@@ -476,7 +476,7 @@ async def test_a_rank_that_comes_again_with_other_versions_stays_out(
         await ready(engine)
         monkeypatch.setitem(globals(), "FACTS", {"mlx": "2"})
         start(1)
-        await until(lambda: 1 in engine._lifecycle.roster.joined)
+        await until(lambda: 1 in engine._membership.joined)
         await collect(engine, prompt(10, 500))
         assert [rank for rank, _ in layers(engine)] == [0, 2]
 
@@ -487,7 +487,7 @@ async def refuse_rank_1(
     """It comes again and cannot load, and the other two go on."""
     monkeypatch.setenv("BREAK_AT_ORDER", f"1,{ModelError.exit_code}")
     start(1)
-    await until(lambda: engine._lifecycle.roster.unfit == {1})
+    await until(lambda: engine._membership.unfit == {1})
     monkeypatch.delenv("BREAK_AT_ORDER")
     await until(lambda: len(layers(engine)) == 2)
     await ready(engine)
@@ -549,7 +549,7 @@ async def test_a_rank_that_comes_again_without_room_stays_out(
         await ready(engine)
         has_been_away = True
         start(1)
-        await until(lambda: engine._lifecycle.roster.unfit == {1})
+        await until(lambda: engine._membership.unfit == {1})
         await until(lambda: [rank for rank, _ in layers(engine)] == [0, 2])
         await collect(engine, prompt(10, 20))
 
@@ -558,8 +558,8 @@ async def test_a_rank_that_comes_again_without_room_stays_out(
 async def test_an_engine_of_rank_0_that_stands_still_is_replaced_though_nothing_runs() -> None:
     async with ranks(stall_timeout=1.0) as (engine, _, _start):
         await ready(engine)
-        assert engine._driver._process
-        os.kill(engine._driver._process.pid, signal.SIGSTOP)
+        assert engine._driver._engines._own.process
+        os.kill(engine._driver._engines._own.process.pid, signal.SIGSTOP)
         await until(lambda: engine.pipeline()["num_restarts"] == 1)
         await ready(engine)
         await collect(engine, prompt(10, 20))
@@ -572,7 +572,7 @@ async def test_a_parent_that_stands_still_is_a_fault_though_its_engine_works(
     async with ranks(stall_timeout=1.0) as (engine, members, start):
         await ready(engine)
         answer = asyncio.create_task(collect(engine, prompt(10, 1500)))
-        control = engine._driver._control
+        control = engine._driver._engines._control
         with monkeypatch.context() as deaf:
             deaf.setattr(engine._lifecycle, "_on_status", lambda *_: None)
             await until(lambda: engine.pipeline()["num_restarts"] == 1)
@@ -588,7 +588,7 @@ async def test_a_rank_that_comes_again_does_not_take_the_last_restart() -> None:
         await until(lambda: len(layers(engine)) == 2)
         await ready(engine)
         start(1)
-        await until(lambda: 1 in engine._lifecycle.roster.joined)
+        await until(lambda: 1 in engine._membership.joined)
         await collect(engine, prompt(10, 500))
         assert not engine.ready_reason()
 
@@ -667,7 +667,7 @@ async def test_driver_fails_if_one_of_its_tasks_has_a_bug(monkeypatch: pytest.Mo
 
     async with cluster() as engine:
         await ready(engine)
-        monkeypatch.setattr(engine._driver._spare, "take", broken)
+        monkeypatch.setattr(engine._driver._engines._own.spare, "take", broken)
         for process in engines():
             process.kill()
         error = await asyncio.wait_for(engine.failed(), 10)
@@ -739,8 +739,8 @@ async def test_a_stopped_engine_is_a_stall_after_the_timeout_and_not_before(
 ) -> None:
     async with cluster(stall_timeout=2.0) as engine:
         await ready(engine)
-        assert engine._driver._process
-        victim = engine._driver._process.pid
+        assert engine._driver._engines._own.process
+        victim = engine._driver._engines._own.process.pid
         answer = asyncio.create_task(collect(engine, prompt(10, 400)))
         await asyncio.sleep(0.1)
         os.kill(victim, signal.SIGSTOP)

@@ -27,9 +27,9 @@ FAULT = EngineError("The engine of rank 0 ended by signal 11.")
 
 def test_fault_blame_runs_suspects_alone_the_youngest_first() -> None:
     fault_blame = FaultBlame(MAX_RESTARTS)
-    assert fault_blame.after_fault([1, 2]) is None
+    assert fault_blame.on_fault([1, 2]) is None
     assert fault_blame.alone is None
-    assert fault_blame.after_fault([1, 2, 3]) is None
+    assert fault_blame.on_fault([1, 2, 3]) is None
     assert fault_blame.alone == 2, "3 has seen one fault only"
     fault_blame.clear(2)
     assert fault_blame.alone == 1
@@ -40,13 +40,13 @@ def test_fault_blame_runs_suspects_alone_the_youngest_first() -> None:
 def test_fault_blame_names_the_one_that_ran_alone() -> None:
     fault_blame = FaultBlame(MAX_RESTARTS)
     for _ in range(MAX_SHARED_FAULTS):
-        fault_blame.after_fault([1, 2])
-    assert fault_blame.after_fault([2]) is None, "it may have been a kill"
-    assert fault_blame.after_fault([2]) == Blame(2, num_faults=4, num_explained=4)
-    fault_blame.forget(2)
+        fault_blame.on_fault([1, 2])
+    assert fault_blame.on_fault([2]) is None, "it may have been a kill"
+    assert fault_blame.on_fault([2]) == Blame(2, num_faults=4, num_explained=4)
+    fault_blame.remove(2)
     assert fault_blame.alone == 1
-    assert fault_blame.after_fault([1]) is None
-    assert fault_blame.after_fault([1]) == Blame(1, num_faults=4, num_explained=2)
+    assert fault_blame.on_fault([1]) is None
+    assert fault_blame.on_fault([1]) == Blame(1, num_faults=4, num_explained=2)
 
 
 @pytest.mark.parametrize(("max_restarts", "num_faults"), [(1, 2), (2, 3), (3, 4), (9, 4)])
@@ -54,22 +54,22 @@ def test_fault_blame_is_sure_before_the_restarts_are_used_up(
     max_restarts: int, num_faults: int
 ) -> None:
     fault_blame = FaultBlame(max_restarts)
-    blamed = [fault_blame.after_fault([1]) for _ in range(num_faults)]
+    blamed = [fault_blame.on_fault([1]) for _ in range(num_faults)]
     assert blamed == [None] * (num_faults - 1) + [Blame(1, num_faults, num_faults)]
 
 
 def test_fault_blame_names_nobody_while_others_hold_something() -> None:
     fault_blame = FaultBlame(MAX_RESTARTS)
     for _ in range(MAX_SHARED_FAULTS):
-        fault_blame.after_fault([1, 2])
-    assert fault_blame.after_fault([1, 2]) is None
-    assert fault_blame.after_fault([]) is None
+        fault_blame.on_fault([1, 2])
+    assert fault_blame.on_fault([1, 2]) is None
+    assert fault_blame.on_fault([]) is None
 
 
 def test_fault_blame_forgets_faults_with_a_token() -> None:
     fault_blame = FaultBlame(MAX_RESTARTS)
     for _ in range(10):
-        assert fault_blame.after_fault([1, 2]) is None
+        assert fault_blame.on_fault([1, 2]) is None
         assert fault_blame.alone is None
         fault_blame.clear(1)
         fault_blame.clear(2)
@@ -80,12 +80,12 @@ def test_fault_blame_clears_a_long_prompt_that_gets_further_between_faults() -> 
     engines."""
     fault_blame = FaultBlame(MAX_RESTARTS)
     for num_tokens in range(100, 1000, 100):
-        assert fault_blame.after_fault([1]) is None
-        fault_blame.note_kept(1, num_tokens)
+        assert fault_blame.on_fault([1]) is None
+        fault_blame.clear_if_further(1, num_tokens)
         assert fault_blame.alone is None
     for _ in range(MAX_SHARED_FAULTS):
-        fault_blame.after_fault([1])
-        fault_blame.note_kept(1, 900)
+        fault_blame.on_fault([1])
+        fault_blame.clear_if_further(1, 900)
     assert fault_blame.alone == 1, "it gets no further"
 
 
@@ -93,9 +93,9 @@ def test_fault_blame_keeps_nothing_of_those_that_ended() -> None:
     fault_blame = FaultBlame(MAX_RESTARTS)
     for number in range(0, 900, 3):
         for _ in range(NUM_FAULTS):
-            fault_blame.after_fault([number])
-            fault_blame.note_kept(number, 5)
-        fault_blame.forget(number)
+            fault_blame.on_fault([number])
+            fault_blame.clear_if_further(number, 5)
+        fault_blame.remove(number)
     assert [fault_blame._faults, fault_blame._explained, fault_blame._queue] == [{}, set(), []]
     assert not fault_blame._num_kept
 
@@ -145,13 +145,13 @@ class Fragile(Pipeline):
         for event in self.events[num_before:]:
             self.fault_blame.clear(event.sequence)
             if event.finish_reason:
-                self.fault_blame.forget(event.sequence)
+                self.fault_blame.remove(event.sequence)
             self.scheduler.run_alone(self.fault_blame.alone)
 
     def leave(self, sequence: int) -> None:
         self.left.add(sequence)
         self.scheduler.drop(sequence)
-        self.fault_blame.forget(sequence)
+        self.fault_blame.remove(sequence)
         self.scheduler.run_alone(self.fault_blame.alone)
 
     def tick(self) -> None:
@@ -162,14 +162,14 @@ class Fragile(Pipeline):
 
     def fail(self) -> None:
         held = [s.id for s in self.scheduler._live.values() if s.is_held]
-        blame = self.fault_blame.after_fault(sorted(held))
+        blame = self.fault_blame.on_fault(sorted(held))
         self.kill()
         num_explained = blame.num_explained if blame else 0
         self.restarts.wait_seconds(FAULT, True, 0, num_explained)
         if blame:
             self.given_up[blame.sequence] = blame.num_faults
             self.scheduler.drop(blame.sequence)
-            self.fault_blame.forget(blame.sequence)
+            self.fault_blame.remove(blame.sequence)
         self.scheduler.run_alone(self.fault_blame.alone)
         self.pump()
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from serve.front.pipeline.events import State
+from serve.front.pipeline.states import State
 from tests.front.pipeline.cluster_simulation import PlayedCluster, check_answer
 
 HEALING_SECONDS = 600.0
@@ -31,7 +31,7 @@ FAULTS: dict[str, Fault] = {
 
 def is_whole_again(cluster: PlayedCluster) -> bool:
     lifecycle = cluster.lifecycle
-    return lifecycle.number > 0 and lifecycle.is_working and lifecycle.ring == (0, 1, 2)
+    return lifecycle.life > 0 and lifecycle.is_working and lifecycle.membership.ring == (0, 1, 2)
 
 
 def recovering(seed: int, first: str, replan: bool, num_events: int) -> PlayedCluster:
@@ -53,8 +53,8 @@ def situation(cluster: PlayedCluster) -> object:
     lifecycle = cluster.lifecycle
     engines = [cluster.engine_of(rank) for rank in range(3)]
     states = [(engine.state, engine.order, engine.runs) for engine in engines if engine]
-    ranks = [(stage.state, stage.has_stayed) for stage in lifecycle.ranks]
-    return lifecycle.state, lifecycle.number, lifecycle.ring, ranks, states
+    ranks = [(stage.state, stage.has_stayed) for stage in lifecycle.membership.ranks]
+    return lifecycle.state, lifecycle.life, lifecycle.membership.ring, ranks, states
 
 
 def check_healing(cluster: PlayedCluster) -> None:
@@ -94,7 +94,7 @@ def test_lifecycle_recovers_from_a_second_fault_at_every_tick(first: str, second
     back. Each request gets its whole answer, each token once."""
     for seed, replan in enumerate((False, True)):
         states = check_second_faults(seed, first, second, replan)
-        assert states[State.JUDGING]
+        assert states[State.HANDLING_FAULT]
         assert states[State.RENEWING]
         assert states[State.JOINING] or states[State.LOADING]
 

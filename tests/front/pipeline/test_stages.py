@@ -25,9 +25,8 @@ from serve.front.pipeline.status import (
     StepLog,
     chrome_trace,
     spans_after,
-    stall_cause,
-    stuck_ranks,
 )
+from serve.front.pipeline.watch import stall_cause, stuck_ranks
 from tests.configs import serve_config
 from tests.errors import fails
 

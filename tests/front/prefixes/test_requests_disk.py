@@ -1,24 +1,21 @@
 """The prefix cache on disk, as the requests of a server use it, without engines."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 from serve.core.config import ServeConfig
 from serve.core.messages import ForgetPrefixFiles, Loaded, PrefixFile, PrefixFiles, ToPrefixCache
 from serve.core.plan import StagePlan
 from serve.front.pipeline.requests import Requests
 from serve.front.pipeline.status import StageStatus
+from serve.parent.engines import Engines
 
 
 def two_shards(sent: list[ToPrefixCache]) -> Requests:
     """Requests for one stage of two shards. Messages to all ranks go to a list."""
-    requests = Requests(
-        ServeConfig(model=Path(), tensor_parallel_size="2"),
-        1,
-        send=lambda message: None,
-        adapter_name=lambda version: None,
-        send_to_all=sent.append,
-        adapter_contents=lambda version: None,
-    )
+    engines = cast(Engines, SimpleNamespace(send_to_all=sent.append))
+    requests = Requests(ServeConfig(model=Path(), tensor_parallel_size="2"), 1, engines)
     stages = []
     for rank in range(2):
         plan = StagePlan(rank, (0, 4), 0, 0, 10, 0, 0, 0.5, None, num_shards=2, shard=rank)

@@ -1,0 +1,115 @@
+"""What follows a fault: the reason, whether there is another life, and the engines it keeps. Pure.
+
+The first report of a fault is often that a neighbour is gone, which explains little. So a better
+reason is waited for, and meanwhile it becomes known which parents answer, and whether a request is
+to blame.
+"""
+
+from dataclasses import dataclass, field
+
+from serve.core.config import ServeConfig
+from serve.core.errors import BrigadeError
+from serve.parent.restarts import Restarts, better_reason, reason_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class LastFault:
+    """The reason of the latest fault, and the monotonic time when it was reported."""
+
+    reason: str
+    time: float
+
+
+@dataclass(slots=True)
+class Judgement:
+    """Facts that have to be known before a fault is judged. After a stall, stuck has the ranks
+    whose engines are stuck; after other faults it is None. num_explained is the number of faults
+    that a request has caused. let_go are ranks whose connection ends even if they answer a probe,
+    and without_ring those whose engine has reported that its ring broke."""
+
+    was_working: bool
+    stuck: frozenset[int] | None = None
+    num_explained: int | None = None
+    is_probing: bool = False
+    let_go: frozenset[int] = frozenset()
+    without_ring: set[int] = field(default_factory=set)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_explained is not None and not self.is_probing
+
+
+class Recovery:
+    """The faults of a cluster. reason is that of a fault for which no new life has begun. seconds
+    is the time of all recoveries so far."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.reason: BrigadeError | None = None
+        self.last_fault: LastFault | None = None
+        self.seconds = 0.0
+        self.judgement = Judgement(was_working=False)
+        self.may_keep_engines = False  # those of the life before the present one
+        self._stuck: frozenset[int] = frozenset()
+        self._began_at: float | None = None
+        self._restarts = Restarts(config.constants.max_restarts, config.constants.restart_window)
+
+    def add(self, error: BrigadeError, now: float) -> None:
+        """Takes what may be the reason of a fault."""
+        reason = better_reason(self.reason, error)
+        if reason is not self.reason:
+            self.reason = reason
+            self.last_fault = LastFault(str(error), now)
+
+    def begin(self, was_working: bool, stuck: frozenset[int] | None, now: float) -> float:
+        """Begins to judge a fault. Returns for how many seconds to wait for a better reason."""
+        if self._began_at is None:
+            self._began_at = now
+        self.judgement = Judgement(was_working, stuck)
+        has_clients = was_working and self.may_restart_once(now)
+        return reason_seconds(self.reason, has_clients)
+
+    def may_restart_once(self, now: float) -> bool:
+        return self._restarts.num_left(now) > 0
+
+    def may_restart_twice(self, now: float) -> bool:
+        return self._restarts.num_left(now) > 1
+
+    def pause_seconds(self, is_rank_dispensable: bool, now: float) -> float:
+        """Returns for how many seconds the next engines have to wait. is_rank_dispensable says that
+        a rank is lost, and that the others can do without it. Raises the error for which the
+        cluster has to end."""
+        assert self.reason is not None
+        num_explained = self.judgement.num_explained or 0
+        if is_rank_dispensable:
+            num_explained = max(1, num_explained)
+        was_working = self.judgement.was_working
+        return self._restarts.wait_seconds(self.reason, was_working, now, num_explained)
+
+    def renew(self, num_shards: int) -> BrigadeError:
+        """Begins the next life, and returns its reason. Engines that worked until the fault may
+        stay. After a stall, those that are stuck are replaced, or all if none is: then it is not
+        known what went wrong. Layers of shards use MLX's group, so their engines are replaced,
+        too."""
+        judgement, reason = self.judgement, self.reason
+        assert reason is not None
+        is_explained = judgement.stuck is None or bool(judgement.stuck)
+        self.may_keep_engines = judgement.was_working and is_explained and num_shards == 1
+        self._stuck = judgement.stuck or frozenset()
+        self.judgement = Judgement(was_working=False)
+        self.reason = None
+        return reason
+
+    def may_keep(self, rank: int) -> bool:
+        """Whether the engine of a rank may stay for the life that begins."""
+        return self.may_keep_engines and rank not in self._stuck
+
+    def end(self, have_all_stayed: bool, now: float) -> float | None:
+        """Takes note that the engines work. Returns the seconds of the recovery; None if there was
+        no fault. have_all_stayed says whether all engines have outlived the latest one."""
+        self._restarts.on_ready(now, have_all_stayed)
+        if self._began_at is None:
+            return None
+        seconds = now - self._began_at
+        self._began_at = None
+        self.seconds += seconds
+        return seconds
