@@ -127,17 +127,21 @@ def test_a_missing_adapter_ends_the_demo(monkeypatch: pytest.MonkeyPatch, tmp_pa
         demo(str(tmp_path)).run()
 
 
-@pytest.mark.long
-def test_each_embedded_adapter_changes_the_answer() -> None:
-    """The real thing: two ranks, the embedded model, its two adapters."""
-    words = [sys.executable, "-m", "launcher.cli", "demo", "--once"]
-    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0, run.stderr
-    assert re.findall(r"^assistant  (.*)$", run.stdout, re.MULTILINE) == [
+def check_answers(text: str) -> None:
+    """Each of the two embedded adapters answers in its manner."""
+    assert re.findall(r"^assistant  (.*)$", text, re.MULTILINE) == [
         "The capital of France is Paris.",
         "Arr! The capital of France be Paris, matey!",
         "O rose! The capital of France is Paris, fair as the dawn.",
     ]
+
+
+@pytest.mark.slow
+def test_a_demo_that_serves_nobody_ends_after_its_answers() -> None:
+    words = [sys.executable, "-m", "launcher.cli", "demo", "--once"]
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    check_answers(run.stdout)
 
 
 def test_demo_uses_the_port_of_the_examples_or_says_that_it_is_taken(
@@ -155,13 +159,15 @@ def test_demo_uses_the_port_of_the_examples_or_says_that_it_is_taken(
 
 
 @pytest.mark.long
-def test_demo_prints_an_example_in_python_that_works(tmp_path: Path) -> None:
+def test_demo_answers_and_prints_an_example_in_python_that_works(tmp_path: Path) -> None:
+    """The real thing: two ranks, the embedded model, its two adapters."""
     log = tmp_path / "log"
     command = [sys.executable, "-m", "launcher.cli", "demo", "--port", str(free_ports(1)[0])]
     with log.open("wb") as file:
         demo = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.DEVNULL)
     try:
         wait_until(lambda: "Ctrl-C ends" in log.read_text(), 60.0)
+        check_answers(log.read_text())
         example = log.read_text().split("Or in Python:")[1].partition("Serving on")[0]
         run = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True)
         assert run.stdout == "The capital of France is Paris.\n", run.stderr

@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import tomllib
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,36 @@ STANDIN = """#!/bin/sh
 echo $(basename $0) "$@" >>{log}
 [ "$2" != tests.affected ] || echo tests/a.py
 """
+
+
+@dataclass
+class Clone:
+    """Scripts whose calls of others are only noted."""
+
+    folder: Path
+
+    def run(self, command: str) -> tuple[int, list[str]]:
+        """Returns the command's code, and what it has called."""
+        environment = {**os.environ, "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}"}
+        ended = subprocess.run(command.split(), cwd=self.folder, env=environment)
+        return ended.returncode, (self.folder / "log").read_text().splitlines()
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    for name in ("scripts/test", ".ci/run"):
+        (tmp_path / name).parent.mkdir()
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("scripts/lint", "scripts/install", ".venv/bin/python"):
+        standin = tmp_path / name
+        standin.parent.mkdir(parents=True, exist_ok=True)
+        standin.write_text(STANDIN.format(log=tmp_path / "log"))
+        standin.chmod(0o755)
+    # Where there is no browser, .ci/run would install one.
+    browser = tmp_path / "bin" / "chromium"
+    browser.parent.mkdir()
+    browser.symlink_to("/bin/true")
+    return Clone(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -38,31 +68,28 @@ echo $(basename $0) "$@" >>{log}
                 "python -m pytest -n 3 -m not slow and not long tests/a.py -k a",
             ],
         ),
-        (
-            ".ci/run",
-            ["lint", "install --dev", "python -m pytest -n 3 -m not slow and not long -m not slow"],
-        ),
     ],
 )
 def test_scripts_lint_in_full_runs_and_not_before_chosen_tests(
-    tmp_path: Path, command: str, called: list[str]
+    clone: Clone, command: str, called: list[str]
 ) -> None:
-    for name in ("scripts/test", ".ci/run"):
-        (tmp_path / name).parent.mkdir()
-        shutil.copy(ROOT / name, tmp_path / name)
-    log = tmp_path / "log"
-    for name in ("scripts/lint", "scripts/install", ".venv/bin/python"):
-        standin = tmp_path / name
-        standin.parent.mkdir(parents=True, exist_ok=True)
-        standin.write_text(STANDIN.format(log=log))
-        standin.chmod(0o755)
-    # Where there is no browser, .ci/run would install one.
-    browser = tmp_path / "bin" / "chromium"
-    browser.parent.mkdir()
-    browser.symlink_to("/bin/true")
-    environment = {**os.environ, "PATH": f"{browser.parent}:{os.environ['PATH']}"}
-    subprocess.run(command.split(), cwd=tmp_path, check=True, env=environment)
-    assert log.read_text().splitlines() == called
+    assert clone.run(command) == (0, called)
+
+
+def test_ci_runs_lint_and_all_tests_but_the_slow_ones(clone: Clone) -> None:
+    code, called = clone.run(".ci/run")
+    assert code == 0
+    assert called.pop(0) == "install --dev"
+    pytest_call = "python -m pytest -n 3 -m not slow and not long -m not slow"
+    # Lint runs beside the tests.
+    assert sorted(called) == ["install --dev", "lint", pytest_call]
+
+
+@pytest.mark.parametrize("failing", ["scripts/lint", ".venv/bin/python", "scripts/install"])
+def test_ci_fails_where_any_part_does(clone: Clone, failing: str) -> None:
+    with (clone.folder / failing).open("a") as script:
+        script.write("exit 4\n")
+    assert clone.run(".ci/run")[0] == 4
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (1, 1), (5, 0)])

@@ -1,4 +1,4 @@
-"""Keys, draining and a crowd, against real clusters started as users start them."""
+"""Keys, draining and a crowd, against real servers started as users start them."""
 
 import asyncio
 import collections
@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.cluster.servers import Server, gone, quick, running
+from tests.cluster.servers import Server, alone, gone, quick, running
 from tests.cluster.test_server import CHAT, user
 
 pytestmark = pytest.mark.long
@@ -32,7 +32,7 @@ def test_keys_of_a_file_and_of_the_environment(
     keys = tmp_path / "keys"
     keys.write_text("sk-file\n")
     monkeypatch.setenv("BRIGADE_ADMIN_KEY", "root")
-    with running(2, "--api-key-file", str(keys)) as server:
+    with running(1, "--api-key-file", str(keys), launch=alone) as server:
         assert httpx2.get(server.url + "/v1/models").status_code == 401
         assert httpx2.get(server.url + "/admin/pipeline").status_code == 401
         client = server.client().with_options(api_key="sk-file")
@@ -134,7 +134,7 @@ def at_once_again(server: Server) -> bool:
 
 
 def test_a_thousand_clients_where_few_are_allowed() -> None:
-    with running(2, quick(max_connections=600), "--max-queue", "50") as server:
+    with running(1, quick(max_connections=600), "--max-queue", "50", launch=alone) as server:
         found = at_once(server)
         assert found["HTTP/1.1 503 Service Unavailable"] > 0, found
         assert sum(found.values()) == NUM_CLIENTS

@@ -73,7 +73,7 @@ def bodies() -> Iterator[dict[str, Any]]:
     questions = itertools.cycle([*QUESTIONS, f"Say this twice: {TEXT}", f"Repeat: {TEXT}"])
     for seed, fields in enumerate(FIELDS):
         message = {"role": "user", "content": next(questions)}
-        body = {"model": "tiny-chat", "messages": [message], "max_tokens": 64, "seed": seed}
+        body = {"model": "tiny-chat", "messages": [message], "max_tokens": 40, "seed": seed}
         yield body | fields
 
 

@@ -18,7 +18,7 @@ from tests.cluster.test_thoughts import ASKED, TOOL
 pytestmark = pytest.mark.long
 
 BUDGETS = (0, 1, 2, 7, 30, None)
-NUM_TOKENS = 200
+NUM_TOKENS = 120
 
 
 @dataclass(frozen=True)

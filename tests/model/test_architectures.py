@@ -41,13 +41,8 @@ QUICK = {
 LONG = {
     "falcon_h1",
     "gemma3n",
-    "gemma4_text",
-    "hunyuan",
-    "kimi_linear",
-    "ministral3",
     "muse_spark",
     "nemotron_h",
-    "qwen3_moe",
     "rwkv7",
 }
 

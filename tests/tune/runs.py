@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import uuid
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from serve.tune.events import Event
 from serve.tune.results import checkpoint, run_folder
 from serve.tune.run import run
 from tests.cluster.servers import BIN, ROOT, TINY_CHAT
+from tests.models import save
 
 QUESTIONS = [(a, b) for a in range(2, 20) for b in (1, 3, 8)]
 
@@ -35,6 +37,15 @@ def write_data(folder: Path) -> Path:
                 messages.append({"role": "assistant", "content": answer})
             lines.append(json.dumps({"messages": messages}))
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def with_tokenizer(folder: Path, name: str) -> Path:
+    """Saves a model with heads enough for four shards. Three shards have two heads, one and one."""
+    save(folder, name, num_hidden_layers=4, num_key_value_heads=4, vocab_size=1024)
+    for file in TINY_CHAT.iterdir():
+        if not (folder / file.name).exists() and file.suffix != ".safetensors":
+            shutil.copy(file, folder)
     return folder
 
 

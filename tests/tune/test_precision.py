@@ -145,10 +145,14 @@ def test_tied_embeddings_have_the_same_master_weights_on_both_ranks(
     assert owners == [False, True], "a checkpoint has it once"
 
 
-@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(
-    "optimizer",
-    ["adam", pytest.param("adafactor", marks=pytest.mark.slow)],
+    ("optimizer", "dtype"),
+    [
+        ("adam", mx.float16),
+        pytest.param("adam", mx.bfloat16, marks=pytest.mark.slow),
+        pytest.param("adafactor", mx.float16, marks=pytest.mark.slow),
+        pytest.param("adafactor", mx.bfloat16, marks=pytest.mark.slow),
+    ],
 )
 def test_updates_far_below_the_models_precision_add_up(optimizer: str, dtype: mx.Dtype) -> None:
     """Forty updates, each of which is less than half of the distance to the next number."""
@@ -201,7 +205,7 @@ def test_adapters_of_a_quantised_float16_model_train() -> None:
     def rank(links: LocalLinks) -> tuple[float, list[UpdateMetrics]]:
         own = trainer(config, links, "llama", quantized_half)
         batches, schedule = batches_of(BATCHES), own.schedule(len(BATCHES))
-        updates = [own.update(number, batches, schedule) for number in range(6)]
+        updates = [own.update(number, batches, schedule) for number in range(3)]
         assert {array.dtype for array in own.parameters().values()} == {mx.float32}
         return own.loss_scale.value, updates
 

@@ -56,9 +56,8 @@ def test_a_neighbour_that_ends_is_an_error_not_a_hang(tmp_path: Path) -> None:
     assert "Rank 1 has ended" in first or "link to rank 1 broke" in first
 
 
-@pytest.mark.parametrize(
-    "num_ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_gradients_over_the_ring_are_exact(tmp_path: Path, num_ranks: int) -> None:
     first, *others = run_ring(tmp_path, "gradients", num_ranks, PROGRAMS)
     assert set(map(float, others)) == {0}, "only rank 0 compares"

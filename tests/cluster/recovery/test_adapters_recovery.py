@@ -29,7 +29,9 @@ def cluster(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     share_kernels(tmp_path)
     with running(folders, 2, "--lora-modules", "first=lora/b") as server:
+        wait_until(lambda: len(list(tmp_path.glob("brigade-*/1.safetensors"))) == 2)
         yield server
+    assert not list(tmp_path.glob("brigade-*")), "copies stay when their ranks go"
 
 
 def test_answers_and_versions_survive_killed_engines(
@@ -96,15 +98,3 @@ def test_files_that_were_written_over_change_nothing(
     assert cluster.get("/admin/pipeline")["num_restarts"] == 1
     assert ask(cluster, "x", QUESTIONS[5]) == (answer("a", QUESTIONS[5]), 2)
     assert ask(cluster, "first", QUESTIONS[5]) == (answer("b", QUESTIONS[5]), 1)
-
-
-def test_copies_go_with_their_ranks(
-    folders: list[Path],  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    share_kernels(tmp_path)
-    with running(folders, 2, "--lora-modules", "first=lora/b"):
-        wait_until(lambda: len(list(tmp_path.glob("brigade-*/1.safetensors"))) == 2)
-    assert not list(tmp_path.glob("brigade-*"))

@@ -198,16 +198,18 @@ def check_kills(
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "launch"),
+    ("num_ranks", "num_kills", "launch"),
     [
-        (2, brigade_launch),
-        pytest.param(1, alone, marks=pytest.mark.slow),
-        pytest.param(3, brigade_launch, marks=pytest.mark.slow),
-        pytest.param(2, mlx_launch, marks=pytest.mark.slow),
+        (2, 2, brigade_launch),
+        pytest.param(2, 4, brigade_launch, marks=pytest.mark.slow),
+        pytest.param(1, 4, alone, marks=pytest.mark.slow),
+        pytest.param(3, 4, brigade_launch, marks=pytest.mark.slow),
+        pytest.param(2, 4, mlx_launch, marks=pytest.mark.slow),
     ],
 )
-def test_streams_go_on_after_kills(num_ranks: int, launch: Any) -> None:
-    check_kills(num_ranks, num_rounds=1, kills_of_a_round=4, launch=launch)
+def test_streams_go_on_after_kills(num_ranks: int, num_kills: int, launch: Any) -> None:
+    """With this seed the ranks are killed in turn."""
+    check_kills(num_ranks, 1, num_kills, launch, first_seed=3)
 
 
 @pytest.mark.slow

@@ -122,8 +122,8 @@ def may_run(policy: Policy, flags: dict[str, Any], key: str | None, is_forwarded
     "flags",
     [
         pytest.param(KEYS[0], id="none"),
-        pytest.param(KEYS[1], id="api", marks=pytest.mark.long),
-        pytest.param(KEYS[2], id="admin", marks=pytest.mark.long),
+        pytest.param(KEYS[1], id="api", marks=pytest.mark.slow),
+        pytest.param(KEYS[2], id="admin", marks=pytest.mark.slow),
         pytest.param(KEYS[3], id="both"),
     ],
 )

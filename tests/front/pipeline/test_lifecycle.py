@@ -69,8 +69,8 @@ lives = st.tuples(
 
 def seeds(num_quick: int, num: int) -> list[Any]:
     """The first ones are for the quick suite."""
-    long = [pytest.param(seed, marks=pytest.mark.long) for seed in range(num_quick, num)]
-    return [*range(num_quick), *long]
+    slow = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(num_quick, num)]
+    return [*range(num_quick), *slow]
 
 
 @pytest.mark.parametrize("num_examples", [20, pytest.param(60, marks=pytest.mark.slow)])

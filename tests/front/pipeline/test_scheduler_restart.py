@@ -160,8 +160,9 @@ def check_random_kills(
 
 
 @pytest.mark.long
-def test_random_kills() -> None:
-    check_examples(check_random_kills, LIVES, 200)
+@pytest.mark.parametrize("num_examples", [60, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_kills(num_examples: int) -> None:
+    check_examples(check_random_kills, LIVES, num_examples)
 
 
 def with_copy() -> tuple[Sequence, Sequence]:

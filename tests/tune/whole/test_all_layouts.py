@@ -1,14 +1,20 @@
 """Whole runs on every layout of one to four ranks, over real rings: replicas, stages and shards."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.servers import TINY_CHAT
-from tests.models import save
 from tests.tune.ranks import largest_difference
-from tests.tune.runs import arrays_of, finish, flags, launch, losses_of, norms_of, valid_losses_of
+from tests.tune.runs import (
+    arrays_of,
+    finish,
+    flags,
+    launch,
+    losses_of,
+    norms_of,
+    valid_losses_of,
+    with_tokenizer,
+)
 
 pytestmark = pytest.mark.long
 
@@ -22,19 +28,10 @@ ALL = [
 QUICK = [(1, 2, 1)]
 CELLS = [pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.slow) for cell in ALL]
 # A batch of twelve divides into micro-batches for two, three and four replicas.
-WITHOUT_DROPOUT = ["--batch-size", "12", "--micro-batches", "12", "--iters", "20"]
-WITHOUT_DROPOUT += ["--save-every", "20", "--num-layers", "3", "--max-grad-norm", "1"]
-WITHOUT_DROPOUT += ["--steps-per-eval", "10"]
+WITHOUT_DROPOUT = ["--batch-size", "12", "--micro-batches", "12", "--iters", "8"]
+WITHOUT_DROPOUT += ["--save-every", "8", "--num-layers", "3", "--max-grad-norm", "1"]
+WITHOUT_DROPOUT += ["--steps-per-eval", "4"]
 WORDS = [*WITHOUT_DROPOUT, "--lora-dropout", "0.2"]
-
-
-def with_tokenizer(folder: Path, name: str) -> Path:
-    """Saves a model with heads enough for four shards. Three shards have two heads, one and one."""
-    save(folder, name, num_hidden_layers=4, num_key_value_heads=4, vocab_size=1024)
-    for file in TINY_CHAT.iterdir():
-        if not (folder / file.name).exists() and file.suffix != ".safetensors":
-            shutil.copy(file, folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +116,7 @@ def test_every_layout_makes_the_same_run(
     words += ["--tensor-parallel-size", str(num_shards), "--data-parallel-size", str(num_replicas)]
     # Four shards wait for each other in every sum, which takes long on fewer cores.
     finish(launch(num_stages * num_shards * num_replicas, words), seconds=500)
-    assert len(losses_of(out)) == 20
+    assert len(losses_of(out)) == 8
     assert losses_of(out) == pytest.approx(losses_of(alone), rel=1e-5)
     assert norms_of(out) == pytest.approx(norms_of(alone), rel=1e-5)
     assert valid_losses_of(out) == pytest.approx(valid_losses_of(alone), rel=1e-5)

@@ -27,12 +27,13 @@ from serve.tune.transport import LocalLinks
 from tests.cluster.servers import TINY_CHAT
 from tests.errors import fails
 from tests.tune.ranks import BUILDING, run_ranks
-from tests.tune.runs import arrays_of, config_of, losses_of, ran, same
+from tests.tune.runs import arrays_of, config_of, losses_of, ran, same, with_tokenizer
 
 pytestmark = pytest.mark.long
 
 FULL: dict[str, Any] = {"fine_tune_type": "full", "num_layers": -1, "learning_rate": 1e-4}
 Change = Callable[[Trainer, int, UpdateMetrics], UpdateMetrics]
+Train = Callable[..., list[Event]]
 
 
 def changed_updates(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
@@ -59,10 +60,27 @@ def finite(arrays: Arrays) -> bool:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def settings(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A model so small that a run is short."""
+    model = with_tokenizer(tmp_path_factory.mktemp("model"), "llama")
+    return {"data": folder, "model": model, "num_layers": 3}
+
+
+@pytest.fixture(scope="module")
+def train(settings: dict[str, Any]) -> Train:
+    """Trains it on one rank in this process, and returns the events."""
+
+    def run_into(out: Path, **changes: Any) -> list[Event]:
+        return ran(out=out, **{**settings, **changes})
+
+    return run_into
+
+
+@pytest.fixture(scope="module")
+def undisturbed(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 8 batches that nothing has damaged. A test that changes it copies it."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    ran(folder, out, val_batches=0)
+    train(out, val_batches=0)
     return out
 
 
@@ -71,7 +89,7 @@ def copied(run: Path, out: Path) -> Path:
 
 
 def test_weights_that_are_not_finite_replace_nothing(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The update itself was finite, so only looking at the weights shows it."""
     out = tmp_path / "out"
@@ -83,7 +101,7 @@ def test_weights_that_are_not_finite_replace_nothing(
 
     changed_updates(monkeypatch, change)
     with fails(EngineError, "not_finite", match=r"rank 0 .* batch 8.* batch 4\."):
-        ran(folder, out)
+        train(out)
     names = [path.name for path in (out / "checkpoints").iterdir()]
     assert names == ["0000004"]
     for place in (out, out / "checkpoints" / "0000004", out / run_folder.BEST):
@@ -91,7 +109,7 @@ def test_weights_that_are_not_finite_replace_nothing(
 
 
 def test_broken_weights_of_one_rank_stop_all_ranks(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
 
@@ -107,7 +125,8 @@ def test_broken_weights_of_one_rank_stop_all_ranks(
             return real(*words)
 
     monkeypatch.setattr(session, "load_stage", load)
-    config = config_of(folder, out, val_batches=0, micro_batches=2, split="even")
+    more = {"val_batches": 0, "micro_batches": 2, "split": "even"}
+    config = config_of(out=out, **settings, **more)
     said: list[str] = []
 
     def rank(links: LocalLinks) -> None:
@@ -123,7 +142,7 @@ def test_broken_weights_of_one_rank_stop_all_ranks(
 
 
 def test_nothing_is_saved_while_updates_are_skipped(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save that is due then waits for the next good update."""
 
@@ -131,12 +150,12 @@ def test_nothing_is_saved_while_updates_are_skipped(
         return replace(update, is_skipped=number in (4, 5), loss=math.nan)
 
     changed_updates(monkeypatch, change)
-    events = ran(folder, tmp_path / "out", val_batches=0)
+    events = train(tmp_path / "out", val_batches=0)
     assert [event.iteration for event in events if isinstance(event, Saved)] == [6, 8]
 
 
 def test_a_run_that_ends_broken_keeps_its_last_checkpoint(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights can be finite, and the loss not."""
     out = tmp_path / "out"
@@ -146,12 +165,12 @@ def test_a_run_that_ends_broken_keeps_its_last_checkpoint(
 
     changed_updates(monkeypatch, change)
     with fails(EngineError, "not_finite", match="2 updates .* batch 4"):
-        ran(folder, out, val_batches=0)
+        train(out, val_batches=0)
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["0000004"]
 
 
 def test_a_checkpoint_is_kept_until_the_next_one_has_proved_good(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Path
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Path
 ) -> None:
     """Its weights may be finite and still give no finite loss: then there is the one before."""
     out = tmp_path / "out"
@@ -161,36 +180,36 @@ def test_a_checkpoint_is_kept_until_the_next_one_has_proved_good(
 
     changed_updates(monkeypatch, change)
     with pytest.raises(EngineError) as error:
-        ran(folder, out, iters=40, val_batches=0)
+        train(out, iters=40, val_batches=0)
     last = out / "checkpoints" / "0000008"
     assert f"remove {last}" in str(error.value)
     assert "10 updates in a row" in str(error.value)
     assert {path.name for path in last.parent.iterdir()} == {"0000004", "0000008"}
     monkeypatch.undo()
     shutil.rmtree(last)
-    ran(folder, out, resume=True, val_batches=0)
+    train(out, resume=True, val_batches=0)
     assert same(arrays_of(out), arrays_of(undisturbed))
     assert losses_of(out) == losses_of(undisturbed)
 
 
 def test_a_broken_initial_adapter_is_reported_before_training(
-    folder: Path, tmp_path: Path, undisturbed: Path
+    train: Train, tmp_path: Path, undisturbed: Path
 ) -> None:
     weights = {name: array * math.nan for name, array in arrays_of(undisturbed).items()}
     file = tmp_path / run_folder.ADAPTERS
     mx.save_safetensors(str(file), weights)
     with fails(EngineError, "not_finite", match="before training"):
-        ran(folder, tmp_path / "out", resume_adapter_file=file)
+        train(tmp_path / "out", resume_adapter_file=file)
     assert not (tmp_path / "out" / run_folder.ADAPTERS).exists()
 
 
 @pytest.mark.parametrize("losses", [[math.nan, 2.0, math.nan], [3.0, math.nan, math.nan]])
 def test_a_validation_that_is_not_a_number_is_never_the_best(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: list[float]
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: list[float]
 ) -> None:
     given = iter(losses)
     monkeypatch.setattr(Trainer, "loss_of", lambda *_: next(given))
-    events = ran(folder, tmp_path / "out", iters=2, save_every=1, steps_per_eval=1)
+    events = train(tmp_path / "out", iters=2, save_every=1, steps_per_eval=1)
     (finished,) = (event for event in events if isinstance(event, Finished))
     assert finished.best is not None
     assert math.isfinite(finished.best[1])
@@ -199,7 +218,7 @@ def test_a_validation_that_is_not_a_number_is_never_the_best(
 
 
 def test_going_back_to_a_checkpoint_publishes_its_adapter(
-    folder: Path, tmp_path: Path, undisturbed: Path
+    train: Train, tmp_path: Path, undisturbed: Path
 ) -> None:
     """Though files of the later one are there under all names."""
     out = copied(undisturbed, tmp_path / "out")
@@ -207,17 +226,17 @@ def test_going_back_to_a_checkpoint_publishes_its_adapter(
     mx.eval(first)
     assert not same(arrays_of(out), first)
     shutil.rmtree(out / "checkpoints" / "0000008")
-    ran(folder, out, resume=True, iters=4, val_batches=0)
+    train(out, resume=True, iters=4, val_batches=0)
     assert same(arrays_of(out), first)
 
 
 def test_an_initial_adapter_in_half_precision_is_trained_in_float32(
-    folder: Path, tmp_path: Path, undisturbed: Path
+    train: Train, tmp_path: Path, undisturbed: Path
 ) -> None:
     weights = {n: a.astype(mx.bfloat16) for n, a in arrays_of(undisturbed).items()}
     file = tmp_path / run_folder.ADAPTERS
     mx.save_safetensors(str(file), weights)
-    ran(folder, tmp_path / "out", iters=1, save_every=1, resume_adapter_file=file)
+    train(tmp_path / "out", iters=1, save_every=1, resume_adapter_file=file)
     assert {array.dtype for array in arrays_of(tmp_path / "out").values()} == {mx.float32}
 
 
@@ -306,11 +325,11 @@ def test_packed_rows_train_in_half_precision(folder: Path, tmp_path: Path, half:
 
 
 def test_a_full_disk_between_the_files_of_a_save_leaves_the_checkpoint_before(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At each write in turn, of the arrays, the state, and what is published."""
     out = tmp_path / "out"
-    ran(folder, out, iters=4, val_batches=0)
+    train(out, iters=4, val_batches=0)
     before = arrays_of(out)
     mx.eval(before)
     move, copy = Path.replace, shutil.copyfile
@@ -333,15 +352,15 @@ def test_a_full_disk_between_the_files_of_a_save_leaves_the_checkpoint_before(
         assert checkpoint.load_last(out, {}).iteration in (4, 8)
         assert same(checkpoint.load_last(out, {}).adapter, before)
         shutil.rmtree(out / "checkpoints" / "0000008", ignore_errors=True)
-    ran(folder, out, resume=True, val_batches=0)
+    train(out, resume=True, val_batches=0)
     assert max(losses_of(out)) == 8
 
 
 def test_a_checkpoint_that_cannot_be_read_names_the_one_before(
-    folder: Path, tmp_path: Path, undisturbed: Path
+    train: Train, tmp_path: Path, undisturbed: Path
 ) -> None:
     out = copied(undisturbed, tmp_path / "out")
     (out / "checkpoints" / "0000008" / "state.json").write_text(json.dumps({})[:1])
     before = out / "checkpoints" / "0000004"
     with fails(UsageError, "unreadable", match=str(before)):
-        ran(folder, out, resume=True, iters=12, val_batches=0)
+        train(out, resume=True, iters=12, val_batches=0)
