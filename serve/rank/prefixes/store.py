@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,10 @@ class PrefixStore:
         self._max_bytes = max_bytes
         self._make_caches = make_caches
         self._report = report
-        for path in (folder.parent, folder, self._folder):
+        for path in (folder.parent, folder):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder_lock = _locked(folder)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         # Both have the least recently used file first.
         self._files: dict[str, StoredFile] = {}
         self._others: deque[tuple[Path, int]] = deque()  # files with other digests: path and bytes
@@ -236,6 +238,7 @@ class PrefixStore:
         for _, path, num_bytes in sorted(found):
             if path.parent != self._folder or not self._add(path, num_bytes):
                 self._others.append((path, num_bytes))
+        self._remove_empty_folders()
 
     def _add(self, path: Path, num_bytes: int) -> bool:
         """Adds a file as the most recently used one, if its name is right. Returns whether it
@@ -259,6 +262,14 @@ class PrefixStore:
             path, num_bytes = self._others.popleft()
             total -= num_bytes
             _unlink(path)
+        self._remove_empty_folders()
+
+    def _remove_empty_folders(self) -> None:
+        """Removes the folders of other digests that have no files left."""
+        for path in self._root.iterdir():
+            if path != self._folder:
+                with suppress(OSError):  # It has files.
+                    path.rmdir()
 
     def _warn(self, action: str, error: Exception) -> None:
         """Logs the first error only: a full disk would fill the log as well."""
