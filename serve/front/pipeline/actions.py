@@ -51,16 +51,11 @@ class GiveOrders:
 
 
 @dataclass(frozen=True, slots=True)
-class Settle:
-    """Computes the room of the stages. Answered by Settled or NoRoom."""
-
-    stages: tuple[StageStatus, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Prepare:
-    """Loads adapters and warms the engines up. Answered by Prepared or Broken."""
+    """Computes the room of stages that have changed, loads adapters and warms the engines up.
+    Answered by Prepared, NoRoom or Broken."""
 
+    changed_stages: tuple[StageStatus, ...]
     is_first_start: bool
 
 
@@ -126,7 +121,6 @@ Action: TypeAlias = (
     | AskForPlan
     | MeasureLinks
     | GiveOrders
-    | Settle
     | Prepare
     | Work
     | Interrupt

@@ -153,10 +153,9 @@ class Driver:
                 self._spawn(self._measure_links(life, ranks))
             case actions.GiveOrders(plans, held):
                 self._give_orders(plans, held)
-            case actions.Settle(stages):
-                self._settle(life, list(stages))
-            case actions.Prepare(is_first_start):
-                self._preparing = asyncio.create_task(self._prepare(life, is_first_start))
+            case actions.Prepare(changed_stages, is_first_start):
+                preparing = self._prepare(life, list(changed_stages), is_first_start)
+                self._preparing = asyncio.create_task(preparing)
             case actions.Work(seconds):
                 self._work(life, seconds)
             case actions.Interrupt():
@@ -215,23 +214,24 @@ class Driver:
             [replace(each, adapters=adapters, positions=positions) for each in orders]
         )
 
-    def _settle(self, life: int, stages: list[StageStatus]) -> None:
+    async def _prepare(
+        self,
+        life: int,
+        changed_stages: list[StageStatus],
+        is_first_start: bool,
+    ) -> None:
         try:
-            room = self._requests.settle(stages)
-        except PlanError as error:
-            self.on(events.NoRoom(life, str(error)))
-            return
-        self._view.loaded(stages, room.num_tokens)
-        self.on(events.Settled(life))
-
-    async def _prepare(self, life: int, is_first_start: bool) -> None:
-        try:
+            if changed_stages:
+                room = self._requests.settle(changed_stages)
+                self._view.loaded(changed_stages, room.num_tokens)
             await self._adapters.restore()
             self._adapters.resume()
             if is_first_start:
                 await self._adapters.load_at_start()
             versions = self._adapters.registry.loaded_versions()
             await self._requests.warm_up(versions, self._view.warming_up)
+        except PlanError as error:
+            self.on(events.NoRoom(life, str(error)))
         except BrigadeError as error:
             self.on(events.Broken(life, error))
         except Exception as error:  # The top of the task: nobody else would report it.

@@ -51,11 +51,6 @@ class EngineFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled(Answer):
-    """The stages have room for the sequences of this server."""
-
-
-@dataclass(frozen=True, slots=True)
 class NoRoom(Answer):
     """The stages do not even have room for a short sequence."""
 
@@ -64,7 +59,7 @@ class NoRoom(Answer):
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Answer):
-    """The engines have their adapters and are warm."""
+    """The stages have room for sequences, and the engines have their adapters and are warm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +86,6 @@ class Probed(Answer):
 # Answers that count only in one state. In any other state they come too late.
 EXPECTED_IN: dict[type[Answer], State] = {
     LinksMeasured: State.PLANNING,
-    Settled: State.PREPARING,
     NoRoom: State.PREPARING,
     Prepared: State.PREPARING,
     Interrupted: State.HANDLING_FAULT,
@@ -116,7 +110,6 @@ Event: TypeAlias = (
     | Heard
     | LinksMeasured
     | EngineFailed
-    | Settled
     | NoRoom
     | Prepared
     | Broken

@@ -17,7 +17,7 @@ from serve.front.pipeline import actions, events
 from serve.front.pipeline.actions import Action, Ready, warning
 from serve.front.pipeline.membership import CannotForm, Membership, Outcome, Waiting
 from serve.front.pipeline.recovery import LastFault, Recovery
-from serve.front.pipeline.states import OVER, WITHOUT_ORDERS, State
+from serve.front.pipeline.states import FORMING, OVER, State
 from serve.front.pipeline.status import StageStatus, shard_disagreement
 from serve.front.pipeline.watch import (
     AWAITED,
@@ -79,9 +79,6 @@ class Lifecycle:
                 self._form(self.membership.on_links_measured(link, silent))
             case events.EngineFailed(error):
                 self._fail(error)
-            case events.Settled():
-                self.membership.settle()
-                self._prepare()
             case events.NoRoom(_, reason):
                 self._on_fault(self.membership.on_no_room(reason))
             case events.Prepared():
@@ -129,7 +126,7 @@ class Lifecycle:
     def _on_gone(self, rank: int, reason: str) -> None:
         self.membership.remove(rank)
         self._do(warning(f"event=rank_gone rank={rank}", reason))
-        if rank not in self.membership.ring or self.state in WITHOUT_ORDERS:
+        if rank not in self.membership.ring or self.state in FORMING:
             return  # A rank that is awaited may come and go.
         if self.state in (State.PAUSING, State.STARTING):
             self._form(self.membership.gather())  # Nothing is lost for the others.
@@ -185,17 +182,13 @@ class Lifecycle:
             self._on_progress(stage)
 
     def _on_progress(self, stage: StageStatus) -> None:
+        has_planner = stage.rank == 0 and stage.state is StageState.STARTING
         if self.state in AWAITED:
             # The time counts from the last progress of any stage: a download may take hours.
             self._await_stages(self.state)
-        elif stage.rank == 0 and stage.state is StageState.STARTING:
-            self._on_planner()
-
-    def _on_planner(self) -> None:
-        """Goes on when rank 0 has an engine that is in no ring, and so can make plans."""
-        if self.state is State.PLANNING:
+        elif has_planner and self.state is State.PLANNING:
             self._form(self.membership.begin())
-        elif self.state is State.RENEWING:
+        elif has_planner and self.state is State.RENEWING:
             self._form(self.membership.gather())
 
     def _on_tick(self, waiting_seconds: float) -> None:
@@ -285,16 +278,12 @@ class Lifecycle:
             self._on_fault(error)
             return
         self._enter(State.PREPARING)
-        if self.membership.is_settled:
-            self._prepare()
-        else:
-            self._do(actions.Settle(tuple(self.membership.stages)))
-
-    def _prepare(self) -> None:
-        self._do(actions.Prepare(is_first_start=not self.has_worked))
+        changed = () if self.membership.has_room else tuple(self.membership.stages)
+        self._do(actions.Prepare(changed, is_first_start=not self.has_worked))
 
     def _work(self) -> None:
         self.has_worked = True
+        self.membership.on_work()
         have_all_stayed = all(stage.has_stayed for stage in self.membership.stages)
         seconds = self.recovery.end(have_all_stayed, self._now)
         self._enter(State.WORKING, 0.0)
@@ -315,7 +304,7 @@ class Lifecycle:
         if alarm:
             self._alarm(alarm)
         # The last restart is reserved for a real fault.
-        elif newcomers and self.recovery.may_restart_twice(self._now):
+        elif newcomers and self.recovery.num_restarts_left(self._now) > 1:
             reason = f"Ranks {sorted(newcomers)} are back: the layers are redistributed."
             self._on_fault(ClusterError(reason))
 
@@ -347,7 +336,7 @@ class Lifecycle:
         """Takes the reason of a fault, which ends the life if the engines have orders. After a
         stall, stuck has the ranks whose engines are stuck."""
         self.recovery.add(error, self._now)
-        if self.state not in WITHOUT_ORDERS and self.state is not State.HANDLING_FAULT:
+        if self.state not in FORMING and self.state is not State.HANDLING_FAULT:
             self._end_life(stuck)
 
     def _end_life(self, stuck: frozenset[int] | None = None) -> None:

@@ -76,7 +76,7 @@ class Membership:
         self._choices: dict[tuple[int, ...], str] = {}  # why layouts were chosen, by their ring
         self._plans: dict[tuple[int, ...], list[StagePlan] | PlanError] = {}
         self._planned_ring: tuple[int, ...] = ()  # the ranks of the latest plan that was asked for
-        self._settled_ring: tuple[int, ...] = ()  # the latest one with room for keys and values
+        self._working_ring: tuple[int, ...] = ()  # the latest one that worked
 
     # --- the ranks
 
@@ -273,18 +273,18 @@ class Membership:
     # --- room for keys and values
 
     @property
-    def is_settled(self) -> bool:
-        """Whether the ring is the latest one whose stages had room for keys and values."""
-        return self.ring == self._settled_ring
+    def has_room(self) -> bool:
+        """Whether the ring is the latest one that worked, so that its stages have room."""
+        return self.ring == self._working_ring
 
-    def settle(self) -> None:
-        self._settled_ring = self.ring
+    def on_work(self) -> None:
+        self._working_ring = self.ring
 
     def on_no_room(self, reason: str) -> BrigadeError:
-        """Excludes ranks that have come since there was room for keys and values, or else this
-        ring, so that more ranks are awaited. Returns the fault of this life."""
-        newcomers = set(self.ring).difference(self._settled_ring)
-        if self._settled_ring and newcomers:
+        """Excludes the ranks that did not work before, or else this ring, so that more ranks are
+        awaited. Returns the fault of this life."""
+        newcomers = set(self.ring).difference(self._working_ring)
+        if self._working_ring and newcomers:
             self.unfit |= newcomers
             return ClusterError(reason)
         if len(self.stages) < len(self.ranks):

@@ -65,14 +65,11 @@ class Recovery:
         if self._began_at is None:
             self._began_at = now
         self.judgement = Judgement(was_working, stuck)
-        has_clients = was_working and self.may_restart_once(now)
+        has_clients = was_working and self.num_restarts_left(now) > 0
         return reason_seconds(self.reason, has_clients)
 
-    def may_restart_once(self, now: float) -> bool:
-        return self._restarts.num_left(now) > 0
-
-    def may_restart_twice(self, now: float) -> bool:
-        return self._restarts.num_left(now) > 1
+    def num_restarts_left(self, now: float) -> int:
+        return self._restarts.num_left(now)
 
     def pause_seconds(self, is_rank_dispensable: bool, now: float) -> float:
         """Returns for how many seconds the next engines have to wait. is_rank_dispensable says that

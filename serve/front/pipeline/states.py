@@ -22,9 +22,9 @@ class State(Enum):
     CLOSED = "the server has ended"
 
 
-# In these states no engine has an order, so a rank that is lost is no fault, and a fault waits
-# until the ranks of the ring are there.
-WITHOUT_ORDERS = {
+# In these states the ring is formed. A rank that is lost is awaited, and a fault waits until the
+# ranks are there.
+FORMING = {
     State.PLANNING,
     State.GATHERING,
     State.REPLANNING,

@@ -36,6 +36,7 @@ from serve.front.pipeline.lifecycle import Lifecycle
 from serve.front.pipeline.membership import Membership
 from serve.front.pipeline.requests import Requests
 from serve.front.pipeline.states import State
+from serve.front.pipeline.status import StageStatus
 from serve.parent.control import Gone, Joined
 from serve.parent.engines import Engines
 from serve.rank.outbox import Outbox
@@ -217,7 +218,6 @@ class PlayedCluster:
         late: list[events.Event] = [
             events.Heard(0, Report(life, Status(StageState.STARTING))),
             events.Heard(0, Report(life, Left(life))),
-            events.Settled(life),
             events.NoRoom(life, "late"),
             events.Prepared(life),
             events.Broken(life, EngineError("late")),
@@ -227,8 +227,7 @@ class PlayedCluster:
             events.Heard(1, Report(life, Status(StageState.READY))),
         ]
         if lifecycle.state is not State.PREPARING:
-            late += [events.Prepared(life + 1), events.Settled(life + 1)]
-            late.append(events.NoRoom(life + 1, "late"))
+            late += [events.Prepared(life + 1), events.NoRoom(life + 1, "late")]
         if lifecycle.state is not State.HANDLING_FAULT:
             late += [events.Interrupted(life + 1, 0), events.Probed(life + 1, frozenset())]
         before = lifecycle.state, lifecycle.deadline, self.membership.stages[-1].state
@@ -282,13 +281,8 @@ class PlayedCluster:
                 for rank in ring:
                     engine = self.engine_of(rank)
                     self.after(self.delay(), lambda e=engine: self.obey(e, life, ring, positions))
-            case actions.Settle():
-                self.settle(life)
-            case actions.Prepare():
-                assert self.preparing is None, "a life is prepared while another one is"
-                self.preparing = life
-                # A late answer is one that comes after the fault that ends the life.
-                self.after(self.delay(1.0), lambda: self.prepared(life))
+            case actions.Prepare(changed_stages):
+                self.prepare(life, list(changed_stages))
             case actions.Work():
                 engines = [self.engine_of(rank) for rank in self.membership.ring]
                 assert {e.order for e in engines if e and not e.is_dead} <= {life}
@@ -448,13 +442,17 @@ class PlayedCluster:
         if engine.order == life:
             engine.state, engine.loaded_for = StageState.READY, ring
 
-    def settle(self, life: int) -> None:
-        try:
-            self.requests.settle(self.membership.stages)
-        except PlanError as error:
-            self.on(events.NoRoom(life, str(error)))
-        else:
-            self.on(events.Settled(life))
+    def prepare(self, life: int, changed_stages: list[StageStatus]) -> None:
+        assert self.preparing is None, "a life is prepared while another one is"
+        if changed_stages:
+            try:
+                self.requests.settle(changed_stages)
+            except PlanError as error:
+                self.on(events.NoRoom(life, str(error)))
+                return
+        self.preparing = life
+        # A late answer is one that comes after the fault that ends the life.
+        self.after(self.delay(1.0), lambda: self.prepared(life))
 
     def prepared(self, life: int) -> None:
         if self.preparing == life or self.chance.random() < 0.3:

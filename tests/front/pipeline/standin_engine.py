@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 
-from serve.core.errors import PlanError
 from serve.core.messages import (
     Activity,
     AdapterRead,
@@ -101,8 +100,8 @@ class Standin:
 
     def plan(self, num_ranks: int) -> None:
         if num_ranks < int(os.environ.get("MIN_RANKS", "1")):
-            self.send(Fault(PlanError.exit_code, "Too large."))
-            os._exit(PlanError.exit_code)
+            self.send(Planned([], refusal="Too large."))
+            return
         layers = even_split(12, num_ranks)
         stages = [StagePlan(n, layers[n], 0, 0, 10, 0, 0, 0.5, None, n) for n in range(num_ranks)]
         self.send(Planned(stages))
