@@ -127,7 +127,7 @@ ROOMS = [
 FRONT = "serve.front."
 SEEN_BY_PARTS = ("serve.front.pipeline.interface", "serve.front.pipeline.status")
 # Everything else must work without a part, so it may import only these.
-OF_ALL_PARTS = ("serve.front.parts.interface", "serve.front.parts.registry")
+OF_ALL_PARTS = tuple(FRONT + f"parts.{name}" for name in ("hooks", "interface", "registry"))
 
 
 def under(name: str, prefix: str) -> bool:

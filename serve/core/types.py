@@ -134,13 +134,7 @@ class Sequence:
     and num_pending more tokens are sampled. The steps of num_done tokens have run. is_held says
     whether they hold anything. The first num_cached tokens were copied from another sequence.
     adapter_version is 0 without an adapter. original has the same prompt, which is computed once
-    for both. usage has what parts of the scheduler count for the client, by name. drafts are the
-    guesses that its last step feeds after the newest token, until it is known which of them are
-    right; drafter is what they were made from. num_drafted and num_accepted count the drafts that
-    were verified and those that became part of the answer. may_draft says whether it may have
-    further drafts. prediction is the answer that its client expects. guesses are the draft model's,
-    of the tokens that follow its newest token; num_asked is how many more are to come with the
-    result of its last step.
+    for both. usage has what parts of the scheduler count for the client, by name.
     """
 
     id: int
@@ -157,14 +151,6 @@ class Sequence:
     is_held: bool = False
     original: "Sequence | None" = None
     usage: Counter[str] = field(default_factory=Counter)
-    prediction: tuple[int, ...] = ()
-    drafts: list[int] = field(default_factory=list)
-    drafter: str = ""
-    may_draft: bool = True
-    num_drafted: int = 0
-    num_accepted: int = 0
-    guesses: tuple[int, ...] = ()
-    num_asked: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -219,19 +205,13 @@ class Sequence:
         self.num_pending = 0
         self.num_done = 0
         self.is_held = False
-        self.drafts = []
-        self.guesses = ()
-        self.num_asked = 0
 
     def next_tokens(self, count: int) -> list[int]:
-        """Returns the next tokens to feed: LAST_TOKEN stands for a token that is not known yet, and
-        drafts follow the newest known token."""
+        """Returns the next tokens to feed. LAST_TOKEN stands for one that is not known yet."""
         start = self.num_computed - len(self.prompt)
         if start >= 0:  # Not through `tokens`, which copies the prompt.
-            known = self.output[start : start + count] or [LAST_TOKEN]
-        else:
-            known = self.tokens[self.num_computed : self.num_computed + count]
-        return known + self.drafts[: count - len(known)]
+            return self.output[start : start + count] or [LAST_TOKEN]
+        return self.tokens[self.num_computed : self.num_computed + count]
 
 
 @dataclass(slots=True, eq=False)

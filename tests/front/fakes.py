@@ -123,8 +123,7 @@ class FakeGeneration:
         self.closed = threading.Event()
         self.closed_numbers: set[int] = set()
         self.num_cached = 0
-        self.num_accepted = 0
-        self.num_rejected = 0
+        self.usage: Counter[str] = Counter()
         self.progress = (3, 7)
         self.phase = "prefill"
         self.sequence_ids = [0]

@@ -17,7 +17,6 @@ from tests import adapters
 from tests.models import build
 from tests.rank.test_adapter_pipeline import AdapterPipeline
 from tests.rank.test_pipeline import GREEDY, LocalPipeline, Make, pipeline, whole_model
-from tests.rank.test_verification import Guessing
 
 BAD = 95
 NUM_TOKENS = 8
@@ -107,29 +106,3 @@ def test_overflow_through_an_adapter_changes_no_other_answer(tmp_path: Path) -> 
         local.answer(again)
         assert not any(loop.adapters._slots for loop in local.loops)
     assert [sequence.output for sequence in again] == expected
-
-
-class Poisoning(Guessing):
-    """Guesses right tokens and then, often, one that overflows."""
-
-    def guess(self, sequence: Sequence) -> list[int]:
-        sequence.may_draft = True  # so that each row is spoilt more than once
-        drafts = super().guess(sequence)
-        return [*drafts[:-1], BAD] if self.chance.random() < 0.8 else drafts
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_overflow_of_a_draft_changes_no_answer(num_ranks: int) -> None:
-    """Not even that of its own row, once the draft has turned out wrong."""
-    make = partial(model, "llama")
-    prompts = dict(enumerate(PROMPTS[:8]))
-
-    def sequences() -> list[Sequence]:
-        return [Sequence(id, prompt, 24, GREEDY, frozenset()) for id, prompt in prompts.items()]
-
-    with pipeline(num_ranks, make) as local:
-        expected = local.answer(sequences())
-    with pipeline(num_ranks, make, None, Poisoning(expected, 0), 1) as local:
-        assert local.answer(sequences()) == expected
-        counts = local.scheduler.draft_counts
-    assert counts.drafted["suffixes"] > 2 * counts.accepted["suffixes"] > 0

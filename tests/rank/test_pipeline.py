@@ -20,7 +20,7 @@ from serve.core.messages import PrefixFileWritten, PrefixRead, Result
 from serve.core.outputs import Embedding, Scores
 from serve.core.plan import even_split
 from serve.core.types import Pooling, Sampling, Score, Sequence
-from serve.front.drafts.interface import Drafting
+from serve.front.parts.interface import SchedulerPart
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.prefixes.disk import DiskCounts, DiskPrefixes, DiskRules
 from serve.front.prefixes.index import Reuse
@@ -56,7 +56,7 @@ class LocalPipeline:
         results: "queue.Queue[Result | FromStore]",
         make: Make,
         kv_bits: int | None,
-        drafting: Drafting | None = None,
+        parts: tuple[SchedulerPart, ...] = (),
         num_groups: int | None = None,
         prefix_dir: Path | None = None,
         make_draft: MakeDraft | None = None,
@@ -81,7 +81,7 @@ class LocalPipeline:
             max_queue=64,
             prefill_chunk=4,
             num_groups=num_groups,
-            drafting=drafting,
+            parts=parts,
         )
         self.built = threading.Barrier(num_ranks)
         self.started = threading.Event()
@@ -235,13 +235,13 @@ def pipeline(
     num_ranks: int,
     make: Make = LLAMA,
     kv_bits: int | None = None,
-    drafting: Drafting | None = None,
+    parts: tuple[SchedulerPart, ...] = (),
     num_groups: int | None = None,
     prefix_dir: Path | None = None,
     make_draft: MakeDraft | None = None,
 ) -> Iterator[LocalPipeline]:
     local = LocalPipeline(
-        num_ranks, queue.Queue(), make, kv_bits, drafting, num_groups, prefix_dir, make_draft
+        num_ranks, queue.Queue(), make, kv_bits, parts, num_groups, prefix_dir, make_draft
     )
     for thread in local.threads:
         thread.start()

@@ -4,6 +4,7 @@ changes how a token is chosen."""
 import random
 from collections.abc import Sequence as ReadableList
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,13 +12,17 @@ import pytest
 
 from serve.core.errors import PlanError
 from serve.core.types import Reasoning, Row, Sampling, Sequence, Step
-from serve.front.drafts.interface import Draft
-from serve.front.drafts.speculation import Speculation
+from serve.front.parts.drafts.draft import Draft
+from serve.front.parts.drafts.drafting import Drafting
+from serve.front.parts.drafts.speculation import Speculation
 from serve.model.stage import Stage
 from serve.rank.batching import can_batch, is_causal
 from serve.rank.cache import GroupCaches
 from tests import architectures
+from tests.configs import serve_config
 from tests.rank.test_pipeline import LLAMA, PROMPTS, pipeline
+
+pytestmark = pytest.mark.uses("drafts")
 
 NUM_TOKENS = 24
 Fed = tuple[int, list[int]]
@@ -51,10 +56,11 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Guessing:
+class Guessing(Drafting):
     """Guesses the tokens of known answers, and some of them wrong."""
 
     def __init__(self, answers: dict[int, list[int]], seed: int) -> None:
+        super().__init__(serve_config(model=Path("model")))
         self.answers = answers
         self.chance = random.Random(seed)
 
@@ -74,12 +80,6 @@ class Guessing:
 
     def plan_guesses(self, sequences: ReadableList[Sequence], num_busy_groups: int) -> list[int]:
         return [0 for _ in sequences]
-
-    def learn(self, sequence: Sequence) -> None:
-        """It knows the answers already."""
-
-    def remove(self, sequence_id: int) -> None:
-        """It knows answers by their number."""
 
 
 def make_sequences(samplings: ReadableList[Sampling]) -> list[Sequence]:
@@ -102,11 +102,11 @@ def test_drafts_change_no_answer_and_no_score(
         expected = local.answer(make_sequences(samplings))
         scores = dict(local.scores)
     guessing = Guessing(expected, num_ranks)
-    with pipeline(num_ranks, make, kv_bits, guessing, num_groups) as local:
+    with pipeline(num_ranks, make, kv_bits, (guessing,), num_groups) as local:
         alone = [local.answer([sequence]) for sequence in make_sequences(samplings)]
         together = local.answer(make_sequences(samplings))
         scores_of_drafts = dict(local.scores)
-        counts = local.scheduler.draft_counts
+    counts = guessing.counts
     num_drafted = counts.drafted["suffixes"]
     assert num_drafted > counts.accepted["suffixes"] > 0.4 * num_drafted
     assert together == expected
@@ -125,16 +125,16 @@ def test_drafts_of_the_real_drafters_are_right_often() -> None:
     samplings = [Sampling(temperature=0), Sampling(temperature=0.2, seed=1), Sampling(seed=2)]
     with pipeline(2) as local:
         expected = local.answer(make_sequences(samplings))
-    speculation = Speculation()
+    speculation = Speculation(serve_config(model=Path("model")))
     speculation.is_possible = True
-    with pipeline(2, drafting=speculation) as local:
+    with pipeline(2, parts=(speculation,)) as local:
         sequences = make_sequences(samplings)
-        sequences[2].prediction = tuple(expected[2])
+        speculation.state_of(sequences[2]).prediction = tuple(expected[2])
         assert local.answer(sequences) == expected
-        counts = local.scheduler.draft_counts
+    counts = speculation.counts
     assert counts.accepted["suffixes"] > 0
     assert counts.accepted["prediction"] > NUM_TOKENS / 2
-    assert not speculation._guesses
+    assert not speculation.drafted
 
 
 def fed(caches: GroupCaches, stage: Stage, number: int, feeds: dict[int, Fed]) -> list[mx.array]:

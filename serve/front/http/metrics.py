@@ -115,7 +115,7 @@ class _Pipeline(Collector):
         yield _gauge("num_requests_waiting", "Answers in the queue", state["num_waiting"])
         yield from _stage_families(state["stages"])
         yield from _adapter_families(state["adapters"])
-        yield from _draft_families(state["drafts"])
+        yield from _draft_families(state.get("drafts", {}))
         yield from _prefix_families(state["prefix_cache"])
         yield from _disk_families(state["prefix_cache"]["disk"])
         yield _counter("restarts", "Restarts of the engines after faults", state["num_restarts"])

@@ -279,6 +279,5 @@ class RunningAnswer(RunningRequest):
             self._num_tokens,
             self._generation.num_cached,
             sum(choice.num_reasoning_tokens for choice in self._choices),
-            self._generation.num_accepted,
-            self._generation.num_rejected,
+            self._generation.usage,
         )

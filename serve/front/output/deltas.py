@@ -3,7 +3,8 @@
 The writer of each API turns them into its events. Readers of dialects make some of them.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from serve.core.helper_messages import Violation
@@ -31,14 +32,13 @@ Reason = Literal["stop", "length", "tool_calls"]
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
     """The token counts of a request so far. cached_tokens are among its prompts' tokens,
-    reasoning_tokens among its answers'. accepted_tokens and rejected_tokens count drafts."""
+    reasoning_tokens among its answers'. of_parts has what the parts of the scheduler count."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0
-    accepted_tokens: int = 0
-    rejected_tokens: int = 0
+    of_parts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,7 @@ if the stages take part in it, a folder of the same name in serve.rank.parts."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as ReadableList
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from serve.core.config import ServeConfig
 from serve.core.messages import Result, ToEngine
@@ -13,14 +12,22 @@ from serve.core.types import Group, Sequence
 from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.status import StageStatus
 
+# Each sequence of a warm-up samples this many tokens in steps without the shapes of any part. Later
+# ones would have the same shapes as the second.
+NUM_PLAIN_STEPS = 2
 
-@dataclass(frozen=True, slots=True)
-class Fed:
-    """The rows of a step: num_tokens[i] tokens of sequences[i]. group is None in a prefill step."""
+
+class Fed(NamedTuple):
+    """The rows of a step: num_tokens[i] tokens of sequences[i], which end with drafts[i]. drafts is
+    empty if no row has any. group is one of groups, or None in a prefill step.
+    is_prefilling says whether any prompt is to be prefilled."""
 
     sequences: ReadableList[Sequence]
     num_tokens: ReadableList[int]
     group: Group | None
+    drafts: ReadableList[ReadableList[int]]
+    groups: ReadableList[Group]
+    is_prefilling: bool
 
 
 class SchedulerPart:
@@ -31,17 +38,30 @@ class SchedulerPart:
     A part overrides the methods that it needs: the others do nothing.
     """
 
+    # How many more tokens the sequences of a warm-up sample for this part.
+    num_warm_up_steps: ClassVar[int] = 0
+
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether rank 0's engine needs the tokens of all sequences for it."""
+        return False
 
     # --- the stages
 
     def settle(self, stages: ReadableList[StageStatus]) -> None:
-        """Adapts to other stages, of which these are the first shards, before any step runs on
-        them. Raises PlanError if they cannot do what the flags demand."""
+        """Adapts to other stages, of which these are all shards, before any step runs on them.
+        Raises PlanError if they cannot do what the flags demand."""
 
     def measured(self, stages: ReadableList[StageStatus]) -> None:
-        """Takes the latest measured speed of the stages."""
+        """Takes the latest measured speed of the stages, of which these are the first shards."""
+
+    def for_warm_up(self) -> "SchedulerPart | None":
+        """Returns a part that gives the steps of a warm-up the shapes that this one gives to those
+        of requests, if it changes any."""
+        return None
 
     # --- a sequence
 
@@ -61,6 +81,11 @@ class SchedulerPart:
     def took(self, sequence: Sequence, tokens: ReadableList[int]) -> None:
         """Takes tokens that became part of an answer. `ended` comes after the last of them."""
 
+    def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int | None) -> None:
+        """Takes how many drafts of a row the stages have verified, and how many of them became
+        part of the answer. num_accepted is None if the row got no token, because its drafts may
+        have spoilt its numbers."""
+
     def reset(self, sequence: Sequence) -> None:
         """Takes note that the stages have dropped a sequence, which they will compute again."""
 
@@ -68,6 +93,19 @@ class SchedulerPart:
         """Forgets a sequence."""
 
     # --- a step
+
+    def must_wait(self, group: Group, is_prefilling: bool) -> bool:
+        """Whether the next step of a group has to wait for the results under way."""
+        return False
+
+    def drafts(
+        self,
+        sequences: ReadableList[Sequence],
+        is_prefilling: bool,
+    ) -> ReadableList[ReadableList[int]] | None:
+        """Returns the drafts that each row of a step should feed after its newest token, or None.
+        They are left out if there is no room for them."""
+        return None
 
     def before(self, fed: Fed) -> ReadableList[AnyOp]:
         """Returns operations that the stages perform before these rows. The counts of the sequences

@@ -1,12 +1,14 @@
 """The parts of the scheduler: each has its line here, and nothing else imports a part."""
 
 from serve.core.config import ServeConfig
+from serve.front.parts.drafts import speculation as drafts
 from serve.front.parts.embeddings import part as embeddings
 from serve.front.parts.interface import SchedulerPart
 
 # They are asked in this order.
 PARTS: list[type[SchedulerPart]] = [
     embeddings.Embeddings,
+    drafts.Speculation,
 ]
 
 

@@ -7,7 +7,6 @@ from statistics import fmean
 from serve.core.amounts import memory_of
 from serve.core.config import ServeConfig
 from serve.core.plan import KvRoom, kv_budgets, kv_room
-from serve.front.drafts.model_guesses import ModelCosts
 from serve.front.pipeline.chunks import MAX_CHUNK_SHARE, MIN_CHUNK, max_chunks_between_steps
 from serve.front.pipeline.status import StageStatus
 from serve.front.prefixes.index import PrefixIndex
@@ -21,7 +20,6 @@ _CHUNK_BY_DECODE_ALONE = 1.6
 # Reading the weights is then a tenth of it.
 _CHUNK_WITHOUT_DECODING = 10.0  # decode steps
 _WAIT_SECONDS = 1.0  # that chunks of other prompts cost a new prompt
-_UNKNOWN_READING_COST = 0.1  # of a token that the draft model reads, in its guesses
 _MIN_CHUNK_BESIDE_DECODING = 8
 _UNKNOWN_CHUNK = 32
 _WARM_STEPS = 200
@@ -93,38 +91,6 @@ def _chunk_seconds(
     num_waits = num_stages + num_chunks - 1
     by_stages = (max_inter_token - slowest) / num_waits
     return min(by_turns, by_stages)
-
-
-def token_cost(stages: list[StageStatus]) -> float | None:
-    """Returns the time of one more token in a decode step, as a share of one with one token."""
-    costs = [stage.pace.decode_cost for stage in stages]
-    if not all(cost.is_known for cost in costs):
-        return None
-    seconds = sum(cost.seconds(1) for cost in costs)
-    if not seconds:
-        return None
-    seconds_per_token = sum(cost.seconds_per_token for cost in costs)
-    return seconds_per_token / seconds
-
-
-def draft_model_costs(stages: list[StageStatus]) -> ModelCosts | None:
-    """Returns what the draft model costs, by measurement or size; None without one."""
-    draft_bytes = stages[0].loaded.draft_bytes
-    if not draft_bytes:
-        return None
-    pace = stages[0].pace
-    seconds = sum(stage.pace.decode_cost.seconds(1) for stage in stages)
-    if seconds and pace.draft_cost.is_known:
-        guess_seconds = pace.draft_cost.seconds(1)
-        guess = guess_seconds / seconds
-    else:
-        model_bytes = sum(stage.loaded.bytes_owned for stage in stages)
-        guess = draft_bytes / model_bytes
-    if seconds and pace.reading_seconds_per_token is not None:
-        reading = pace.reading_seconds_per_token / seconds
-    else:
-        reading = _UNKNOWN_READING_COST * guess
-    return ModelCosts(guess, reading)
 
 
 def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:

@@ -134,6 +134,9 @@ class Engine:
         scheduler = self._requests.scheduler
         stages = [stage.to_json() for stage in membership.stages]
         recovery_seconds = round(lifecycle.recovery.seconds, 3)
+        of_parts: dict[str, Any] = {}
+        for part in scheduler.parts:
+            of_parts |= part.to_json()
         return {
             "model": self._config.model_name,
             "num_ranks": len(membership.ring),
@@ -143,7 +146,7 @@ class Engine:
             "num_waiting": scheduler.num_waiting,
             "kv_tokens": scheduler.num_held_tokens,
             "max_kv_tokens": scheduler.budget.max_tokens,
-            "drafts": scheduler.draft_counts.to_json(),
+            **of_parts,
             "prefix_cache": self._prefix_cache(),
             "better_split": better_split(first_shards(membership.stages)),
             "adapters": self.adapters.registry.statistics.to_json(),

@@ -101,14 +101,12 @@ class Generation:
         return sum(sequence.num_cached for sequence in self._originals)
 
     @property
-    def num_accepted(self) -> int:
-        """The number of tokens that were right drafts."""
-        return sum(s.num_accepted for s in self._sequences)
-
-    @property
-    def num_rejected(self) -> int:
-        """The number of drafts that were wrong."""
-        return sum(s.num_drafted - s.num_accepted for s in self._sequences)
+    def usage(self) -> Counter[str]:
+        """What the parts of the scheduler have counted, by name."""
+        total: Counter[str] = Counter()
+        for sequence in self._sequences:
+            total.update(sequence.usage)
+        return total
 
     @property
     def progress(self) -> tuple[int, int]:

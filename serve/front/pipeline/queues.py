@@ -101,11 +101,13 @@ def unfinished(group: Group) -> list[Sequence]:
 @dataclass(frozen=True, slots=True)
 class InFlight:
     """A step whose result has not come back. group is None for prefill. ends has the number of
-    tokens of each sequence that are computed once it has run."""
+    tokens of each sequence that are computed once it has run. num_drafts has the number of drafts
+    of each row, or nothing if there are none."""
 
     group: Group | None
     sequences: tuple[Sequence, ...]
     ends: tuple[int, ...]
+    num_drafts: tuple[int, ...] = ()
 
     @property
     def last_of(self) -> list[Sequence]:

@@ -16,7 +16,6 @@ from serve.core.errors import (
     BrigadeError,
     GivenUpError,
     OverflowedError,
-    PlanError,
     RequestError,
     UnavailableError,
 )
@@ -32,14 +31,11 @@ from serve.core.outputs import SequenceOutput
 from serve.core.plan import KvRoom
 from serve.core.types import NUM_SEQUENCE_IDS, Event, Sampling, Sequence, Step
 from serve.front.adapters.registry import AdapterRegistry
-from serve.front.drafts.speculation import Speculation
 from serve.front.parts.registry import make_parts
 from serve.front.pipeline.capacity import (
     chunk_beside_decoding,
     chunk_without_decoding,
-    draft_model_costs,
     room_under_limits,
-    token_cost,
 )
 from serve.front.pipeline.fault_blame import Blame, FaultBlame
 from serve.front.pipeline.generation import Generation
@@ -72,7 +68,6 @@ class Requests:
         self._stored: dict[int, PrefixFiles] = {}  # the files that each rank has on its disk
         self.disk_counts = DiskCounts()
         self._must_clear_disk = False
-        self._speculation = Speculation()
         self.scheduler = Scheduler(
             num_stages,
             max_num_sequences=config.max_num_seqs,
@@ -80,7 +75,6 @@ class Requests:
             prefill_chunk=config.constants.prefill_chunk,
             num_groups=config.constants.num_groups,
             cuts_short_prompts=config.max_inter_token is not None,
-            drafting=None if config.draft_model == "none" else self._speculation,
             parts=make_parts(config),
         )
         self.adapters = AdapterRegistry(config, self.scheduler.num_with_adapter)
@@ -146,7 +140,6 @@ class Requests:
                 adapter_version,
             )
             sequence.original = sequences[0] if sequences else None
-            sequence.prediction = prompt.prediction
             sequences.append(sequence)
         return sequences
 
@@ -186,17 +179,7 @@ class Requests:
             reuses: list[Reuse] = [cast(Reuse, stage.loaded.reuse) for stage in stages]
             self.scheduler.reuse = min(reuses, key=get_args(Reuse)[::-1].index)
         for part in self.scheduler.parts:
-            part.settle(self._stages)
-        # All stages must be able to forget wrong drafts.
-        self._speculation.is_possible = all(
-            stage.loaded.can_rewind and stage.loaded.is_causal for stage in stages
-        )
-        self._speculation.model_costs = draft_model_costs(self._stages)
-        if self._config.has_drafter and not self._speculation.is_possible:
-            raise PlanError(
-                "--draft-model: the model cannot forget wrong guesses "
-                "(reuse=checkpoints in event=kv_room), so nothing can be guessed: leave it out."
-            )
+            part.settle(stages)
         _logger.info(
             "event=kv_room tokens=%d sequences=%d reuse=%s",
             *(room.num_tokens, room.num_sequences, self.scheduler.reuse),
@@ -219,15 +202,13 @@ class Requests:
             return
         room = self.scheduler.budget.max_tokens
         assert room is not None
-        has_drafts = self._speculation.is_possible and self._config.draft_model != "none"
         self._warm_up = WarmUp(
             self._config,
             len(self._stages),
             room,
             adapter_versions,
             self._send_step,
-            has_drafts,
-            has_draft_model=self._speculation.model_costs is not None,
+            self.scheduler.parts,
             progressed=progressed,
         )
         try:
@@ -407,7 +388,7 @@ class Requests:
             self._pump()
 
     def _adapt_to_pace(self) -> None:
-        """Adapts chunks of prompts and drafts to the measured speed of the stages."""
+        """Adapts chunks of prompts and the parts to the measured speed of the stages."""
         self.scheduler.chunk_beside_decoding = chunk_beside_decoding(
             self._stages,
             len(self.scheduler.groups),
@@ -420,9 +401,6 @@ class Requests:
         )
         for part in self.scheduler.parts:
             part.measured(self._stages)
-        if (cost := token_cost(self._stages)) is not None:
-            self._speculation.token_cost = cost
-        self._speculation.model_costs = draft_model_costs(self._stages)
 
     def _take(self, result: Result) -> None:
         self._progress_at = self._clock()
@@ -490,6 +468,6 @@ class Requests:
         if not sequence.has_answer:
             return
         sampling = sequence.sampling
-        is_read = sampling.reads_tokens or self._config.has_drafter
+        is_read = sampling.reads_tokens or any(part.reads_tokens for part in self.scheduler.parts)
         tokens = sequence.tokens if is_read else []
         self._engines.send(Admit(sequence.id, sampling, len(sequence.prompt), tokens))

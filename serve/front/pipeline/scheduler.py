@@ -15,7 +15,7 @@ result, because only the result says at which position each row continues.
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as ReadableList
 from types import MappingProxyType
 
@@ -24,7 +24,6 @@ from msgspec.structs import replace
 from serve.core.errors import OverloadedError, RequestError
 from serve.core.messages import PrefixRead, Result
 from serve.core.ops import AnyOp, Copy, Drop, Forget, Unload
-from serve.core.outputs import Guesses
 from serve.core.types import (
     FAILURES,
     FIRST_WARM_UP_STEP,
@@ -36,9 +35,7 @@ from serve.core.types import (
     Step,
     tokens_of_rows,
 )
-from serve.front.drafts import draft_rows
-from serve.front.drafts.counts import DraftCounts
-from serve.front.drafts.interface import Drafting
+from serve.front.parts.hooks import Hooks
 from serve.front.parts.interface import Fed, SchedulerPart
 from serve.front.pipeline import chunks
 from serve.front.pipeline.chunks import next_chunk
@@ -71,18 +68,16 @@ class Scheduler:
         prefill_chunk: int,
         num_groups: int | None = None,
         cuts_short_prompts: bool = False,
-        drafting: Drafting | None = None,
         parts: ReadableList[SchedulerPart] = (),
     ) -> None:
         self.parts = parts
-        self._taking_parts = overriding(parts, SchedulerPart.took)
+        self._hooks = Hooks(parts)
         self._order = PrefillOrder()
         self.waiting = Waiting(self._order)
         self.prefilling: list[Sequence] = []
         self.num_steps = 0
         self.prefix_counts = PrefixCounts()
         self.budget = KvBudget(self.prefix_counts)
-        self.draft_counts = DraftCounts()
         self.reuse: Reuse = "none"
         self.chunk_beside_decoding = prefill_chunk
         self.chunk_without_decoding = prefill_chunk
@@ -97,7 +92,6 @@ class Scheduler:
         self._alone: int | None = None
         self._num_groups = num_groups
         self._cuts_short_prompts = cuts_short_prompts
-        self._drafting = drafting
         self.settle(num_stages)
 
     @property
@@ -223,18 +217,19 @@ class Scheduler:
             for sequence, end in zip(done.sequences, done.ends, strict=True):
                 if end <= sequence.num_computed:  # Otherwise it has begun again since then.
                     sequence.num_done = end
-            for part in self.parts:
-                part.on_result(done.sequences, result)
+            for on_result in self._hooks.on_result:
+                on_result(done.sequences, result)
             return self._end_prompts(done.last_of)
         done.group.num_in_flight -= 1
         events: list[Event] = []
         tokens = tokens_of_rows(result.tokens, result.num_accepted)
+        num_fed = done.num_drafts or (0,) * len(tokens)
         num_verified = result.num_drafts or (0,) * len(tokens)
-        for sequence, sampled, num in zip(done.sequences, tokens, num_verified, strict=True):
-            events += self._take_sampled(sequence, sampled, num)
-        draft_rows.store_guesses(done.sequences, result.outputs_of(Guesses))
-        for part in self.parts:
-            part.on_result(done.sequences, result)
+        rows = zip(done.sequences, tokens, num_fed, num_verified, strict=True)
+        for sequence, sampled, num_drafts, num in rows:
+            events += self._take_sampled(sequence, sampled, num_drafts, num)
+        for on_result in self._hooks.on_result:
+            on_result(done.sequences, result)
         balance(self.groups)
         self._let_go()
         return events
@@ -273,34 +268,26 @@ class Scheduler:
                     continue
                 sequences = unfinished(group)  # One of them may have had to make room itself.
                 if sequences:
-                    self._draft(sequences)
-                    num_tokens = [1 + len(sequence.drafts) for sequence in sequences]
-                    return self._ask(sequences, self._step(sequences, num_tokens, group))
+                    drafts = self._drafts(sequences)
+                    num_tokens = [1 + len(draft) for draft in drafts] or [1] * len(sequences)
+                    return self._step(sequences, num_tokens, group, drafts)
         return None
 
     def _must_wait(self, group: Group) -> bool:
         """Whether the next step of a group waits for the result of the step under way."""
-        if draft_rows.await_results(group.sequences):
-            return True
-        if self._drafting is None or self.prefilling:
-            return False
-        return group.num_in_flight > 0 and self._drafting.is_worth_waiting(group.sequences)
+        is_prefilling = bool(self.prefilling)
+        return any(must_wait(group, is_prefilling) for must_wait in self._hooks.must_wait)
 
-    def _draft(self, sequences: list[Sequence]) -> None:
-        """Gives drafts to the rows of a step. Nothing is dropped to make room for them. During
-        prefill there are none: steps with drafts take longer, and only a few chunks may run between
-        two of them."""
-        if self._drafting and not self.prefilling:
-            num_running = self._num_running_tokens
-            draft_rows.assign_drafts(
-                self._drafting, sequences, lambda num: self.budget.fits(num_running + num)
-            )
-
-    def _ask(self, sequences: list[Sequence], step: Step) -> Step:
-        """Has the draft model guess what follows a step, except during prefill."""
-        if self._drafting is None or self.prefilling:
-            return step
-        return draft_rows.request_guesses(self._drafting, sequences, step, self.groups)
+    def _drafts(self, sequences: list[Sequence]) -> ReadableList[ReadableList[int]]:
+        """Returns the drafts of each row, or nothing if no row has any. Nothing is dropped to make
+        room for them."""
+        for drafts_of in self._hooks.drafts:
+            drafts = drafts_of(sequences, bool(self.prefilling))
+            if drafts and any(drafts):
+                num_tokens = len(sequences) + sum(map(len, drafts))
+                fits = self.budget.fits(self._num_running_tokens + num_tokens)
+                return drafts if fits else ()
+        return ()
 
     def _prefill(self) -> Step | None:
         """Returns a step with a chunk of the prompt that is next, or with several short prompts."""
@@ -376,26 +363,38 @@ class Scheduler:
         self._retired -= unused
         return tuple(unused)
 
-    def _step(self, fed: list[Sequence], num_tokens: list[int], group: Group | None = None) -> Step:
-        """Makes a step that feeds num_tokens[i] tokens of sequence fed[i]."""
+    def _step(
+        self,
+        fed: list[Sequence],
+        num_tokens: list[int],
+        group: Group | None = None,
+        drafts: ReadableList[ReadableList[int]] = (),
+    ) -> Step:
+        """Makes a step that feeds num_tokens[i] tokens of fed[i], which end with drafts[i].
+        drafts is empty if no row has any."""
         self.num_steps += 1
         if self.num_steps == FIRST_WARM_UP_STEP:
             self.num_steps = 1
         made: list[Row] = []
         tokens: list[int] = []
         sample = group is not None
-        ordered = Fed(fed, num_tokens, group)
-        before = [op for part in self.parts for op in part.before(ordered)] if fed else []
-        for sequence, count in zip(fed, num_tokens, strict=True):
+        no_drafts: ReadableList[tuple[int, ...]] = ((),) * len(fed)
+        ordered = Fed(fed, num_tokens, group, drafts, self.groups, bool(self.prefilling))
+        before = [op for ops_of in self._hooks.before for op in ops_of(ordered)] if fed else []
+        for sequence, count, draft in zip(fed, num_tokens, drafts or no_drafts, strict=True):
             made.append(Row(sequence.id, sequence.num_computed, count, sequence.adapter_version))
-            tokens += sequence.next_tokens(count)
+            tokens += sequence.next_tokens(count - len(draft))
+            tokens += draft
             sequence.num_computed += count
             sequence.is_held = True
             self.budget.write_running(sequence)
-        under_way = InFlight(group, tuple(fed), tuple(s.num_computed for s in fed))
+        num_drafts = tuple(map(len, drafts))
+        under_way = InFlight(group, tuple(fed), tuple(s.num_computed for s in fed), num_drafts)
         self._in_flight[self.num_steps] = under_way
         for sequence in fed if sample else under_way.last_of:
-            sequence.num_pending += 1 + len(sequence.drafts)
+            sequence.num_pending += 1
+        for sequence, draft in zip(fed, drafts, strict=bool(drafts)):
+            sequence.num_pending += len(draft)
         key = -1
         if group:
             key = group.id
@@ -403,7 +402,7 @@ class Scheduler:
             group.num_chunks = 0
         elif fed:
             key = len(self.groups) + fed[0].id
-        after = [op for part in self.parts for op in part.after(ordered)] if fed else []
+        after = [op for ops_of in self._hooks.after for op in ops_of(ordered)] if fed else []
         return Step(
             self.num_steps,
             key,
@@ -499,21 +498,21 @@ class Scheduler:
         self,
         sequence: Sequence,
         sampled: tuple[int, ...],
+        num_drafts: int,
         num_verified: int,
     ) -> list[Event]:
-        """Takes what a step has sampled for a row: its right drafts, and one more token; or
-        nothing, if the row has to be computed again without drafts. The stages have verified
-        num_verified drafts; the others were not fed."""
-        drafts, sequence.drafts = sequence.drafts, []
-        sequence.num_pending -= 1 + len(drafts)
-        sequence.num_computed -= len(drafts)
+        """Takes what a step with num_drafts drafts has sampled for a row: its right drafts, and one
+        more token; or nothing, if the row has to be computed again without drafts. The stages have
+        verified num_verified drafts; the others were not fed."""
+        sequence.num_pending -= 1 + num_drafts
+        sequence.num_computed -= num_drafts
+        num_right = len(sampled) - 1
         if not sampled:
             sequence.num_computed -= 1
-            sequence.may_draft = False
         events: list[Event] = []
         is_live = sequence.id in self._live
         if not is_live and sequence not in self._leaving:
-            sampled = ()
+            return events  # It had ended when the step was computed.
         for n, token in enumerate(sampled):
             sequence.num_computed += n > 0
             if is_live:
@@ -524,29 +523,24 @@ class Scheduler:
                 self.budget.discard(sequence.id)
             else:
                 sequence.output.append(token)
-        self._note_taken(sequence, events)
-        if self._drafting and sequence.id in self._live:
-            self._drafting.learn(sequence)
-        if num_verified:
+        if num_verified or num_right < 0:
             # Right drafts after the end of the answer do not count.
-            num_accepted = max(0, min(len(events), len(sampled) - 1))
-            sequence.num_drafted += num_verified
-            sequence.num_accepted += num_accepted
-            self.draft_counts.verified(sequence.drafter, num_verified, num_accepted)
+            num_accepted = min(len(events), num_right) if num_right >= 0 else None
+            for part in self.parts:
+                part.verified(sequence, num_verified, num_accepted)
+        for took in self._hooks.took:
+            took(sequence, [event.token for event in events if event.token is not None])
+        if events and (reason := events[-1].finish_reason):
+            self._finish(sequence, reason)
         return events
 
-    def _note_taken(self, sequence: Sequence, events: list[Event]) -> None:
-        """Shows the parts what became part of an answer, and ends the sequence after its end."""
-        tokens = [event.token for event in events if event.token is not None]
-        for part in self._taking_parts:
-            part.took(sequence, tokens)
-        if not events or events[-1].finish_reason is None:
-            return
-        if events[-1].token is None:
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a sequence whose answer has ended."""
+        if reason in FAILURES.values():
             self.drop(sequence.id)
-        else:
-            self._take_out(sequence.id)
-            self._end(sequence)
+            return
+        self._take_out(sequence.id)
+        self._end(sequence)
 
     def _end_prompts(self, sequences: list[Sequence]) -> list[Event]:
         """Ends sequences without an answer, whose prompts are computed."""
@@ -563,8 +557,6 @@ class Scheduler:
     def _take_out(self, sequence_id: int) -> Sequence | None:
         sequence = self._live.pop(sequence_id, None)
         self.budget.kept.remove_decoding(sequence_id)
-        if self._drafting:
-            self._drafting.remove(sequence_id)
         if sequence:
             self.waiting.remove(sequence)
             groups = (group.sequences for group in self.groups)
@@ -651,11 +643,3 @@ def _advance(sequence: Sequence, token: int) -> Event:
     elif len(sequence.output) >= sequence.max_tokens:
         reason = "length"
     return Event(sequence.id, token, reason)
-
-
-def overriding(
-    parts: ReadableList[SchedulerPart],
-    method: Callable[..., object],
-) -> list[SchedulerPart]:
-    """Returns the parts that override a method, for calls that would take time in vain."""
-    return [part for part in parts if getattr(type(part), method.__name__) is not method]

@@ -15,7 +15,7 @@ from serve.core.errors import PlanError
 from serve.core.messages import Activity, Loaded, Span, Status
 from serve.core.plan import StagePlan
 from serve.core.types import StageState, Step
-from serve.front.drafts.step_cost import StepCost
+from serve.front.pipeline.step_cost import StepCost
 
 _WINDOW_SECONDS = 10.0
 _NUM_SPANS = 20_000

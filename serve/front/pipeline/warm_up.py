@@ -15,16 +15,13 @@ from serve.core.config import ServeConfig
 from serve.core.errors import ClusterError
 from serve.core.messages import Result
 from serve.core.types import FIRST_WARM_UP_STEP, NUM_SEQUENCE_IDS, Sampling, Sequence, Step
-from serve.front.drafts.interface import Draft
+from serve.front.parts.interface import NUM_PLAIN_STEPS, SchedulerPart
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.text.grammars import of_schema
 
 _CHUNK = 64  # prompt tokens of a prefill step that occupies the stages fully
 _SHORT_PROMPT = 10  # tokens; several rows fit in one chunk
 _NUM_ROWS = 4  # of a group
-_NUM_PLAIN = 2  # steps of a row without drafts: later ones have the same shapes as the second
-_NUM_DRAFTS = 2
-_NUM_VERIFIED = 3  # further steps with fewer drafts each, so that rows end in different columns
 # A step with a whole chunk is run only if all steps before it took no longer. Elsewhere
 # such a step takes seconds, beside which its first-time costs do not show.
 _QUICK_SECONDS = 1.0
@@ -51,45 +48,11 @@ _WAYS = (_GREEDY, _SAMPLED, Sampling(temperature=0, grammar=_GRAMMAR))  # to cho
 _logger = logging.getLogger(__name__)
 
 
-class _Drafting:
-    """Guesses a few tokens of each row after its plain steps, right or wrong."""
-
-    def __init__(self, is_on: bool, has_model: bool) -> None:
-        self._is_on = is_on
-        self._has_model = has_model
-
-    def propose(self, sequences: ReadableList[Sequence]) -> list[Draft]:
-        return [self._guess(sequence) for sequence in sequences]
-
-    def _guess(self, sequence: Sequence) -> Draft:
-        if sequence.num_pending or not self._is_due(sequence):
-            return Draft()
-        return Draft([0] * min(_NUM_DRAFTS, sequence.num_left - 1))
-
-    def _is_due(self, sequence: Sequence) -> bool:
-        """Whether the tokens of the plain steps are sampled, or will be by steps under way."""
-        return self._is_on and len(sequence.output) + sequence.num_pending >= _NUM_PLAIN
-
-    def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
-        return any(self._is_due(sequence) for sequence in sequences)
-
-    def plan_guesses(self, sequences: ReadableList[Sequence], _: int) -> list[int]:
-        if not self._has_model:
-            return [0 for _ in sequences]
-        return [_NUM_DRAFTS if self._is_due(sequence) else 0 for sequence in sequences]
-
-    def learn(self, sequence: Sequence) -> None:
-        """Learns nothing, because its guesses do not depend on the text."""
-
-    def remove(self, sequence_id: int) -> None:
-        """Forgets nothing, because it remembers nothing."""
-
-
 class WarmUp:
     """send takes a step and the sequences that begin with it. adapters are the loaded versions.
-    room is the number of tokens whose keys and values the stages can hold. has_drafts says whether
-    steps of requests may have drafts, and has_draft_model whether rank 0 has a draft model.
-    progressed takes how many of how many tokens the steps have sampled, and 0 of 0 at the end."""
+    room is the number of tokens whose keys and values the stages can hold. parts are those of the
+    scheduler that serves requests. progressed takes how many of how many tokens the steps have
+    sampled, and 0 of 0 at the end."""
 
     def __init__(
         self,
@@ -98,9 +61,8 @@ class WarmUp:
         room: int,
         adapters: ReadableList[int],
         send: Callable[[Step, list[Sequence]], None],
-        has_drafts: bool = False,
+        parts: ReadableList[SchedulerPart] = (),
         *,
-        has_draft_model: bool = False,
         progressed: Callable[[int, int], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -110,14 +72,15 @@ class WarmUp:
         self._max_tokens = min(room, config.max_model_len or room)
         self._num_groups = config.constants.num_groups or num_stages
         self._num_stages = num_stages
-        self._num_sampled_of_each = _NUM_PLAIN + (_NUM_VERIFIED if has_drafts else 0)
+        own = [twin for part in parts if (twin := part.for_warm_up())]
+        self._num_sampled_of_each = NUM_PLAIN_STEPS + sum(part.num_warm_up_steps for part in own)
         self._scheduler = Scheduler(
             num_stages,
             max_num_sequences=config.max_num_seqs,
             max_queue=config.max_queue,
             prefill_chunk=config.constants.prefill_chunk,
             num_groups=config.constants.num_groups,
-            drafting=_Drafting(has_drafts, has_draft_model),
+            parts=own,
         )
         self._scheduler.settle(num_stages, room)
         self._scheduler.num_steps = FIRST_WARM_UP_STEP

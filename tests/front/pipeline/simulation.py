@@ -17,7 +17,7 @@ from hypothesis.strategies import SearchStrategy
 from serve.core.messages import Result
 from serve.core.ops import NO_CHECKPOINT, Copy, Drop, Forget, Load, Save, Write
 from serve.core.types import FAILURES, OVERFLOWED_TOKEN, Event, Sampling, Sequence, Step
-from serve.front.drafts.interface import Drafting
+from serve.front.parts.interface import SchedulerPart
 from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.prefixes.disk_index import segment_name
@@ -153,7 +153,7 @@ class Pipeline:
     max_queue: int = 1000
     num_groups: int | None = None
     cuts_short_prompts: bool = False
-    drafting: Drafting | None = None
+    parts: tuple[SchedulerPart, ...] = ()
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(
@@ -163,7 +163,7 @@ class Pipeline:
             prefill_chunk=self.prefill_chunk,
             num_groups=self.num_groups,
             cuts_short_prompts=self.cuts_short_prompts,
-            drafting=self.drafting,
+            parts=self.parts,
         )
         self.added: dict[int, Sequence] = {}
         # Of the prompts of sequences that will be added, by their ids.

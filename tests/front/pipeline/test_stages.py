@@ -16,9 +16,7 @@ from serve.front.pipeline.capacity import (
     better_split,
     chunk_beside_decoding,
     chunk_without_decoding,
-    draft_model_costs,
     room_under_limits,
-    token_cost,
 )
 from serve.front.pipeline.status import (
     StageStatus,
@@ -253,9 +251,9 @@ def test_steps_with_drafts_are_decode_steps() -> None:
     stage.pace.update([drafted])
     assert stage.pace.decode_seconds == pytest.approx(0.2)
     stage.pace.update([Span(10, 0, 1, n, 0.0, 0.2 + 0.02 * n, n - 1) for n in [1, 9] * 80])
-    cost = token_cost([stage])
-    assert cost == pytest.approx(0.02 / 0.22, rel=0.2)
-    assert token_cost([stage, StageStatus(1, "h")]) is None
+    cost = stage.pace.decode_cost
+    assert cost.seconds_per_token == pytest.approx(0.02, rel=0.2)
+    assert cost.seconds(1) == pytest.approx(0.22, rel=0.2)
 
 
 def test_the_draft_models_memory_is_not_room_for_keys_and_values() -> None:
@@ -264,23 +262,6 @@ def test_the_draft_models_memory_is_not_room_for_keys_and_values() -> None:
     stages[0].plan = replace(stages[0].plan, draft_bytes=15_000)
     assert room(stages, memory="45.1KB") == 1_500  # with fewer sequences
     assert stages[0].memory_bytes == 300_000 + 15_000
-
-
-def test_draft_model_costs_are_shares_of_a_step_of_all_stages() -> None:
-    stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
-    assert draft_model_costs(stages) is None
-    load(stages[0], bytes_owned=1000, draft_bytes=100)
-    load(stages[1], bytes_owned=1000)
-    assert draft_model_costs(stages) == pytest.approx((0.05, 0.005))
-    runs = [Span(n, 0, 1, 3, 0.0, 0.06, 3, is_draft=True) for n in range(20)]
-    reading = Span(0, 0, 1, 100, 0.0, 0.5, 0, is_draft=True)
-    stages[0].pace.update([reading, *runs])
-    # A step of four rows takes 0.1 s on each stage; one of a row takes less.
-    guess, reading_cost = draft_model_costs(stages) or (0.0, 0.0)
-    assert guess == pytest.approx(0.02 / 0.17, rel=0.1)
-    assert reading_cost == pytest.approx(guess / 4, rel=0.1)
-    assert stages[0].pace.num_decode_steps == 500
-    assert runs[0].kind == "draft"
 
 
 def test_spans_after_gives_each_span_once_with_its_sequences() -> None:

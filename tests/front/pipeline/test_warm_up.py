@@ -10,6 +10,7 @@ import pytest
 
 from serve.core.errors import ClusterError
 from serve.core.types import FIRST_WARM_UP_STEP, Sequence, Step
+from serve.front.parts.interface import SchedulerPart
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.pipeline.warm_up import WarmUp
 from tests.configs import serve_config
@@ -26,7 +27,7 @@ class Stages:
         self,
         num_stages: int = 2,
         room: int = 100_000,
-        has_drafts: bool = True,
+        parts: tuple[SchedulerPart, ...] = (),
         step_seconds: float = 0.0,
         is_log_seen: Callable[[], bool] = lambda: False,
         **flags: Any,
@@ -47,7 +48,7 @@ class Stages:
             room,
             versions,
             self._send,
-            has_drafts,
+            parts,
             progressed=self._note,
             clock=lambda: step_seconds * len(self.steps),
         )
@@ -86,7 +87,7 @@ class Stages:
         return {(len(step.rows), row.num_tokens) for step in self.steps for row in step.rows}
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize("num_stages", [1, 2])
 async def test_warm_up_runs_a_chunk_and_rows_alone_and_together(num_stages: int) -> None:
     stages = Stages(num_stages)
     await stages.run()
@@ -121,13 +122,12 @@ async def test_warm_up_chooses_tokens_in_all_ways(max_num_seqs: int) -> None:
     assert any(not sampling.temperature and not sampling.grammar for sampling in samplings)
 
 
-@pytest.mark.parametrize("has_drafts", [True, False])
 async def test_warm_up_reports_how_far_it_is_up_to_its_line_of_the_log(
-    has_drafts: bool, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The line was written into the bar."""
     caplog.set_level("INFO")
-    stages = Stages(1, has_drafts=has_drafts, is_log_seen=lambda: "warmed_up" in caplog.text)
+    stages = Stages(1, is_log_seen=lambda: "warmed_up" in caplog.text)
     await stages.run()
     assert "warmed_up" in caplog.text
     *progress, end = stages.progress
@@ -174,14 +174,6 @@ async def test_a_warm_up_that_is_stopped_leaves_nothing_either(stop_after: int) 
     await stages.run(stop_after)
     assert stages.model.held == {}
     assert len(stages.steps) <= stop_after + 12  # those under way, and what is dropped
-
-
-@pytest.mark.parametrize("has_drafts", [True, False])
-async def test_warm_up_runs_steps_with_drafts_where_there_will_be_some(has_drafts: bool) -> None:
-    stages = Stages(has_drafts=has_drafts)
-    await stages.run()
-    rows = {len(step.rows) for step in stages.steps if step.num_drafts}
-    assert rows >= {1, 4} if has_drafts else not rows
 
 
 async def test_a_warm_up_whose_steps_do_not_come_back_is_a_fault() -> None:

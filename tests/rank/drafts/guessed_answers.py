@@ -1,10 +1,12 @@
 """Compares the answers of a pipeline with and without guesses, with all sampling parameters."""
 
+from pathlib import Path
 from typing import Any
 
 from serve.core.types import Sampling
-from serve.front.drafts.model_guesses import ModelCosts
-from serve.front.drafts.speculation import Speculation
+from serve.front.parts.drafts.model_guesses import ModelCosts
+from serve.front.parts.drafts.speculation import Speculation
+from tests.configs import serve_config
 from tests.rank.test_pipeline import Make, MakeDraft, pipeline
 from tests.rank.test_verification import SAMPLINGS, make_sequences
 
@@ -23,14 +25,14 @@ def check_that_guesses_change_no_answer(
     samplings = [Sampling(**fields) for fields in SAMPLINGS.values()]
     with pipeline(num_ranks, make) as local:
         expected = local.answer(make_sequences(samplings))
-    speculation = Speculation()
+    speculation = Speculation(serve_config(model=Path("model")))
     speculation.is_possible = True
     speculation.token_cost = 0.01
     speculation.model_costs = ModelCosts(guess=0.01, reading=0.001)
     with pipeline(
         num_ranks,
         make,
-        drafting=speculation,
+        parts=(speculation,),
         num_groups=num_groups,
         make_draft=make_draft,
     ) as local:
@@ -38,9 +40,9 @@ def check_that_guesses_change_no_answer(
         for sequence in make_sequences(samplings):
             alone |= local.answer([sequence])
         together = local.answer(make_sequences(samplings)[:6])
-        counts = local.scheduler.draft_counts
+    counts = speculation.counts
     assert alone == expected
     assert together == {id: expected[id] for id in range(6)}
     assert counts.drafted["model"] > _MIN_DRAFTED
     assert counts.drafted["model"] >= counts.accepted["model"] >= min_accepted
-    assert not speculation._model_guesses
+    assert not speculation.drafted

@@ -102,7 +102,6 @@ def openai_usage(tokens: TokenUsage) -> Json:
         "prompt_tokens_details": {"cached_tokens": tokens.cached_tokens},
         "completion_tokens_details": {
             "reasoning_tokens": tokens.reasoning_tokens,
-            "accepted_prediction_tokens": tokens.accepted_tokens,
-            "rejected_prediction_tokens": tokens.rejected_tokens,
+            **tokens.of_parts,
         },
     }

@@ -32,8 +32,8 @@ if "serve.rank.worker" in sys.orig_argv:
     )
 
 if "serve.cli.main" in sys.orig_argv:
-    from serve.front.drafts.model_guesses import ModelCosts
-    from serve.front.drafts.speculation import Speculation
+    from serve.front.parts.drafts.model_guesses import ModelCosts
+    from serve.front.parts.drafts.speculation import Speculation
 
     def _keep_whether_known(self, costs):
         self._has_model = costs is not None

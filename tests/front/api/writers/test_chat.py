@@ -98,8 +98,7 @@ def test_writer_sends_usage_if_it_is_wanted(tokenizer: Tokenizer) -> None:
         "prompt_tokens_details": {"cached_tokens": 3},
         "completion_tokens_details": {
             "reasoning_tokens": 2,
-            "accepted_prediction_tokens": 3,
-            "rejected_prediction_tokens": 4,
+            "repeated_tokens": 3,
         },
     }
 

@@ -47,8 +47,7 @@ LAST = TokenUsage(
     completion_tokens=5,
     cached_tokens=3,
     reasoning_tokens=2,
-    accepted_tokens=3,
-    rejected_tokens=4,
+    of_parts={"repeated_tokens": 3},
 )
 
 

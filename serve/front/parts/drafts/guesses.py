@@ -1,9 +1,9 @@
-"""The guesses about one sequence: where they come from, and how often they were right."""
+"""The guesses about one sequence from its text: their sources, and how often they were right."""
 
 from serve.core.types import Sequence
-from serve.front.drafts.acceptance import Acceptance, HitShares, net_gain
-from serve.front.drafts.interface import Draft, Drafter
-from serve.front.drafts.suffixes import Match, Suffixes
+from serve.front.parts.drafts.acceptance import Acceptance, HitShares, net_gain
+from serve.front.parts.drafts.draft import Draft, Drafter
+from serve.front.parts.drafts.suffixes import Match, Suffixes
 
 _MAX_INDEXED = 32_768  # tokens of a prediction, and the last ones of a prompt
 # Limits for the tokens that are learned between two steps, so that streams do not wait for this.
@@ -21,6 +21,7 @@ class TextGuesses:
     def __init__(
         self,
         sequence: Sequence,
+        prediction: tuple[int, ...],
         acceptance: Acceptance,
         hit_shares: HitShares,
     ) -> None:
@@ -28,9 +29,9 @@ class TextGuesses:
         self._had_match = False  # before the newest token
         self._acceptance = acceptance
         self._suffixes = Suffixes()
-        prediction = sequence.prediction[:_MAX_INDEXED]
-        self._num_predicted = len(prediction)
-        self._to_add = [*prediction, _SEPARATOR, *sequence.prompt[-_MAX_INDEXED:]]
+        predicted = prediction[:_MAX_INDEXED]
+        self._num_predicted = len(predicted)
+        self._to_add = [*predicted, _SEPARATOR, *sequence.prompt[-_MAX_INDEXED:]]
         self._num_learned = 0  # tokens of the answer
         self._match: Match | None = None
         self._guess: int | None = None

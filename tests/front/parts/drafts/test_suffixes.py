@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from serve.front.drafts.suffixes import Match, Suffixes
+from serve.front.parts.drafts.suffixes import Match, Suffixes
 
 
 def suffixes_of(tokens: list[int]) -> Suffixes:

@@ -1,33 +1,31 @@
 """Which rows get how many drafts."""
 
 import random
+from pathlib import Path
 
 import pytest
 
 from serve.core.types import Sampling, Sequence
-from serve.front.drafts.acceptance import Acceptance, HitShares
-from serve.front.drafts.counts import DraftCounts
-from serve.front.drafts.guesses import TextGuesses
-from serve.front.drafts.model_guesses import ModelCosts, best_number
-from serve.front.drafts.speculation import MAX_DRAFTS, Speculation
-from serve.front.drafts.step_cost import StepCost
+from serve.front.parts.drafts.acceptance import Acceptance, HitShares
+from serve.front.parts.drafts.counts import DraftCounts
+from serve.front.parts.drafts.guesses import TextGuesses
+from serve.front.parts.drafts.model_guesses import ModelCosts, best_number
+from serve.front.parts.drafts.speculation import MAX_DRAFTS, Speculation
+from tests.configs import serve_config
 
 LOOP = [11, 12, 13, 14, 15, 16, 17, 18]
 
 
 def make_speculation(token_cost: float = 0.02) -> Speculation:
-    speculation = Speculation()
+    speculation = Speculation(serve_config(model=Path("model")))
     speculation.is_possible = True
     speculation.token_cost = token_cost
     return speculation
 
 
-def make_sequence(
-    id: int = 0, prompt: list[int] | None = None, prediction: tuple[int, ...] = ()
-) -> Sequence:
+def make_sequence(id: int = 0, prompt: list[int] | None = None) -> Sequence:
     sequence = Sequence(id, prompt or LOOP * 3, 1000, Sampling(), frozenset())
     sequence.num_computed = len(sequence.prompt) - 1
-    sequence.prediction = prediction
     return sequence
 
 
@@ -43,7 +41,7 @@ def generate(speculation: Speculation, sequence: Sequence, tokens: list[int]) ->
         sequence.num_computed += accepted + 1
         tokens = tokens[accepted + 1 :]
         counts.verified(drafter, len(drafts), accepted)
-        speculation.learn(sequence)
+        speculation.took(sequence, sequence.output[-accepted - 1 :])
     return counts
 
 
@@ -60,7 +58,8 @@ def test_propose_continues_a_text_as_at_its_earlier_occurrence() -> None:
 def test_propose_follows_the_prediction_from_its_start_and_after_a_detour() -> None:
     speculation = make_speculation()
     prediction = list(range(100, 160))
-    sequence = make_sequence(prompt=[1, 2, 3], prediction=tuple(prediction))
+    sequence = make_sequence(prompt=[1, 2, 3])
+    speculation.state_of(sequence).prediction = tuple(prediction)
     answer = [*prediction[:25], 900, 901, *prediction[30:]]
     counts = generate(speculation, sequence, answer)
     assert counts.accepted["prediction"] > 40
@@ -103,15 +102,18 @@ def test_nothing_is_guessed_if_impossible_or_too_expensive() -> None:
     ):
         assert not any(draft.tokens for draft in speculation.propose(sequences))
         assert not speculation.is_worth_waiting(sequences)
-        assert not speculation._guesses
+        assert not speculation.drafted
 
 
-def test_remove_leaves_no_state() -> None:
-    speculation = make_speculation()
+def test_ended_leaves_nothing() -> None:
+    speculation = make_with_model()
     speculation.propose([make_sequence()])
-    speculation.remove(0)
-    speculation.remove(1)
-    assert not speculation._guesses
+    speculation.plan_guesses([make_sequence()], 1)
+    assert speculation.drafted[0].text
+    assert speculation.drafted[0].model
+    speculation.ended(make_sequence(0))
+    speculation.ended(make_sequence(1))
+    assert not speculation.drafted
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_catch_up_learns_a_long_answer_in_parts() -> None:
     """An answer is learned late if there were too many rows for drafts before."""
     sequence = make_sequence(prompt=[1, 2, 3])
     sequence.output = list(range(1000, 11_000)) + LOOP * 2
-    guesses = TextGuesses(sequence, Acceptance(), HitShares())
+    guesses = TextGuesses(sequence, (), Acceptance(), HitShares())
     assert not guesses.catch_up(sequence)
     assert not guesses.draft(4).tokens
     assert not guesses.catch_up(sequence)
@@ -175,26 +177,6 @@ def test_hit_shares_of_new_sequences_start_at_those_of_all() -> None:
     assert every.gain(True, 0.3) == HitShares().gain(True, 0.3)
 
 
-def test_step_cost_finds_the_cost_of_a_token() -> None:
-    cost, chance = StepCost(), random.Random(0)
-    assert not cost.is_known
-    for _ in range(200):
-        num_tokens = chance.choice([1, 1, 4, 9])
-        cost.add_step(num_tokens, 0.05 + 0.004 * num_tokens + chance.uniform(-0.002, 0.002))
-    assert cost.seconds_per_token == pytest.approx(0.004, rel=0.2)
-    assert cost.seconds(1) == pytest.approx(0.054, rel=0.1)
-    for _ in range(200):
-        cost.add_step(chance.choice([1, 3]), 0.2)
-    assert cost.seconds(1) == pytest.approx(0.2, rel=0.1)
-
-
-def test_step_cost_of_steps_of_one_size_uses_the_prior() -> None:
-    cost = StepCost()
-    for _ in range(20):
-        cost.add_step(1, 0.1)
-    assert 0 < cost.seconds_per_token < 0.02
-
-
 # --- the draft model
 
 
@@ -221,9 +203,10 @@ def generate_with_model(
         num_asked += number > 0
         sequence.output.append(10**6 + n)
         sequence.num_computed += 1
-        speculation.learn(sequence)
+        speculation.took(sequence, sequence.output[-1:])
         following = [10**6 + n + 1 + i for i in range(number)]
-        sequence.guesses = tuple(t if chance.random() < right else -9 for t in following)
+        guesses = tuple(t if chance.random() < right else -9 for t in following)
+        speculation.state_of(sequence).guesses = guesses
     return num_asked
 
 
@@ -246,7 +229,7 @@ def test_plan_guesses_returns_0_without_a_draft_model_or_memory_or_for_the_last_
     ending.max_tokens = 1
     assert speculation.plan_guesses([ending], 1) == [0]
     cannot = new_text()
-    cannot.may_draft = False
+    speculation.verified(cannot, 2, None)
     assert speculation.plan_guesses([cannot], 1) == [0]
 
 
@@ -285,19 +268,23 @@ def test_plan_guesses_gives_up_a_bad_draft_model_and_tries_again_later() -> None
 def test_propose_takes_the_drafter_that_is_expected_to_gain_more() -> None:
     speculation = make_with_model()
     sequence = new_text()
-    sequence.guesses = (7, 8, 9)
+    speculation.state_of(sequence).guesses = (7, 8, 9)
     assert speculation.propose([sequence]) == [((7, 8, 9), "model")]
     repeating = make_sequence(1)
     generate(speculation, repeating, LOOP * 3)
-    repeating.guesses = (7, 8)
+    speculation.state_of(repeating).guesses = (7, 8)
     ((drafts, drafter),) = speculation.propose([repeating])
     assert drafter == "suffixes"
     assert len(drafts) > 4
 
 
-def test_remove_leaves_no_state_of_the_draft_model() -> None:
-    speculation = make_with_model()
-    speculation.plan_guesses([new_text()], 1)
-    assert speculation._model_guesses
-    speculation.remove(0)
-    assert not speculation._model_guesses
+def test_after_reset_the_draft_model_has_to_read_the_text_again() -> None:
+    speculation = make_with_model(guess=0.1, reading=0.02)
+    sequence = new_text(0, 400)
+    assert speculation.plan_guesses([sequence], 1)[0] > 0
+    generate_with_model(speculation, sequence, 9, right=1.0)
+    sequence.max_tokens = len(sequence.output) + 8
+    assert speculation.plan_guesses([sequence], 1)[0] > 0
+    speculation.reset(sequence)
+    assert not speculation.state_of(sequence).guesses
+    assert speculation.plan_guesses([sequence], 1) == [0]

@@ -3,18 +3,24 @@ about a row were right, and on what one more token costs on this cluster."""
 
 from collections.abc import Sequence as ReadableList
 
+from serve.core.config import ServeConfig
+from serve.core.errors import PlanError
 from serve.core.plan import MAX_DRAFT_ROWS
 from serve.core.types import Sequence
-from serve.front.drafts.acceptance import Acceptance, HitShares, net_gain
-from serve.front.drafts.guesses import TextGuesses
-from serve.front.drafts.interface import Draft
-from serve.front.drafts.model_guesses import (
+from serve.front.parts.drafts.acceptance import Acceptance, HitShares, net_gain
+from serve.front.parts.drafts.costs import draft_model_costs, token_cost
+from serve.front.parts.drafts.draft import Draft
+from serve.front.parts.drafts.drafting import Drafting
+from serve.front.parts.drafts.guesses import TextGuesses
+from serve.front.parts.drafts.model_guesses import (
     MAX_GUESSES,
     ModelCosts,
     ModelGuesses,
     ModelShare,
     best_number,
 )
+from serve.front.parts.drafts.warm_up import WarmUpDrafts
+from serve.front.pipeline.status import StageStatus, first_shards
 
 MAX_DRAFTS = 16
 _MIN_GAIN = 1.05
@@ -25,19 +31,48 @@ _UNKNOWN_TOKEN_COST = 0.06
 _MIN_TOKEN_COST = 0.01  # Because of noise, it can be measured as nothing.
 
 
-class Speculation:
-    """Makes drafts. The caller sets is_possible (stages can drop rejected drafts), token_cost (one
-    more token's share of a one-token step) and model_costs (None without a draft model)."""
+class Speculation(Drafting):
+    """Makes drafts. is_possible says whether the stages can forget drafts, token_cost is the cost
+    of one more token as a share of a one-token step, and model_costs is None without a draft
+    model."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: ServeConfig) -> None:
+        super().__init__(config)
         self.is_possible = False
         self.token_cost = _UNKNOWN_TOKEN_COST
         self.model_costs: ModelCosts | None = None
         self._acceptance = Acceptance()
         self._hit_shares = HitShares()
-        self._guesses: dict[int, TextGuesses] = {}
         self._model_share = ModelShare()
-        self._model_guesses: dict[int, ModelGuesses] = {}
+
+    # --- the stages
+
+    def settle(self, stages: ReadableList[StageStatus]) -> None:
+        self.is_possible = all(
+            stage.loaded.can_rewind and stage.loaded.is_causal for stage in stages
+        )
+        self.model_costs = draft_model_costs(first_shards(stages))
+        if self.config.has_drafter and not self.is_possible:
+            raise PlanError(
+                "--draft-model: the model cannot forget wrong guesses "
+                "(reuse=checkpoints in event=kv_room), so nothing can be guessed: leave it out."
+            )
+
+    def measured(self, stages: ReadableList[StageStatus]) -> None:
+        if (cost := token_cost(stages)) is not None:
+            self.token_cost = cost
+        self.model_costs = draft_model_costs(stages)
+
+    @property
+    def reads_tokens(self) -> bool:
+        return self.config.has_drafter
+
+    def for_warm_up(self) -> WarmUpDrafts | None:
+        if not self.is_on or not self.is_possible:
+            return None
+        return WarmUpDrafts(self.config, has_model=self.model_costs is not None)
+
+    # --- decisions
 
     def propose(self, sequences: ReadableList[Sequence]) -> list[Draft]:
         if not self._can_pay(len(sequences)):
@@ -54,7 +89,7 @@ class Speculation:
             return False
         # All rows wait for the draft of one row.
         token_cost = num_rows * self._relative_cost(num_rows)
-        gains = [self._guesses_of(sequence).waiting_gain(token_cost) for sequence in sequences]
+        gains = [self._text_of(sequence).waiting_gain(token_cost) for sequence in sequences]
         return sum(gains) > _WAITING_GAIN * num_rows
 
     def plan_guesses(self, sequences: ReadableList[Sequence], num_busy_groups: int) -> list[int]:
@@ -70,15 +105,14 @@ class Speculation:
         number, _ = best_number(gains, token_cost, costs.guess)
         return [min(number, len(chances)) for chances in gains]
 
-    def learn(self, sequence: Sequence) -> None:
-        if guesses := self._guesses.get(sequence.id):
-            guesses.catch_up(sequence)
-        if model_guesses := self._model_guesses.get(sequence.id):
-            model_guesses.learn(sequence)
-
-    def remove(self, sequence_id: int) -> None:
-        self._guesses.pop(sequence_id, None)
-        self._model_guesses.pop(sequence_id, None)
+    def took(self, sequence: Sequence, tokens: ReadableList[int]) -> None:
+        drafted = self.drafted.get(sequence.id)
+        if drafted is None:
+            return
+        if drafted.text:
+            drafted.text.catch_up(sequence)
+        if drafted.model:
+            drafted.model.learn(sequence, drafted.guesses)
 
     def _can_pay(self, num_rows: int) -> bool:
         return self.is_possible and num_rows * self._relative_cost(num_rows) < _MAX_ROWS_COST
@@ -90,14 +124,16 @@ class Speculation:
     def _step_cost(self, num_rows: int) -> float:
         return 1 + (num_rows - 1) * max(_MIN_TOKEN_COST, self.token_cost)
 
-    def _guesses_of(self, sequence: Sequence) -> TextGuesses:
-        guesses = self._guesses.get(sequence.id)
-        if guesses is None:
-            guesses = TextGuesses(
-                sequence, Acceptance(self._acceptance), HitShares(self._hit_shares)
+    def _text_of(self, sequence: Sequence) -> TextGuesses:
+        drafted = self.state_of(sequence)
+        if drafted.text is None:
+            drafted.text = TextGuesses(
+                sequence,
+                drafted.prediction,
+                Acceptance(self._acceptance),
+                HitShares(self._hit_shares),
             )
-            self._guesses[sequence.id] = guesses
-        return guesses
+        return drafted.text
 
     def _best(self, sequence: Sequence, token_cost: float) -> Draft:
         """Returns the longest draft allowed for a row, from the drafter with the higher expected
@@ -105,11 +141,12 @@ class Speculation:
         max_drafts = min(MAX_DRAFTS, sequence.num_left - 1)
         if sequence.num_pending or not sequence.num_computed or max_drafts < 1:
             return Draft()
-        guesses = self._guesses_of(sequence)
-        is_ready = guesses.catch_up(sequence)
-        drafts = [Draft(sequence.guesses[:max_drafts], "model")]
+        text = self._text_of(sequence)
+        is_ready = text.catch_up(sequence)
+        guesses = self.state_of(sequence).guesses
+        drafts = [Draft(guesses[:max_drafts], "model")]
         if is_ready:
-            drafts.append(guesses.draft(max_drafts))
+            drafts.append(text.draft(max_drafts))
         return max(drafts, key=lambda draft: net_gain(self._gains(sequence, draft), token_cost))
 
     def _gains(self, sequence: Sequence, draft: Draft) -> list[float]:
@@ -117,8 +154,8 @@ class Speculation:
         if not num_tokens:
             return []
         if draft.drafter == "model":
-            return self._model_guesses_of(sequence).gains(num_tokens)
-        return self._guesses[sequence.id].gains(num_tokens)
+            return self._model_of(sequence).gains(num_tokens)
+        return self._text_of(sequence).gains(num_tokens)
 
     def _model_gains(
         self,
@@ -129,18 +166,17 @@ class Speculation:
         """Returns the chances of the draft model's guesses after the next token; none if they do
         not pay, or if the text gives better drafts."""
         max_guesses = min(MAX_GUESSES, sequence.num_left - 1)
-        model_guesses = self._model_guesses_of(sequence)
-        if max_guesses < 1 or not sequence.may_draft:
+        model = self._model_of(sequence)
+        if max_guesses < 1 or not self.state_of(sequence).may_draft:
             return []
-        if not model_guesses.reading_pays(sequence, costs, token_cost):
+        if not model.reading_pays(sequence, costs, token_cost):
             return []
-        gains = model_guesses.gains(max_guesses)
-        gain_of_text = self._guesses_of(sequence).next_gain(MAX_DRAFTS, token_cost)
+        gains = model.gains(max_guesses)
+        gain_of_text = self._text_of(sequence).next_gain(MAX_DRAFTS, token_cost)
         return gains if net_gain(gains, token_cost + costs.guess) > gain_of_text else []
 
-    def _model_guesses_of(self, sequence: Sequence) -> ModelGuesses:
-        guesses = self._model_guesses.get(sequence.id)
-        if guesses is None:
-            guesses = ModelGuesses(sequence, self._model_share)
-            self._model_guesses[sequence.id] = guesses
-        return guesses
+    def _model_of(self, sequence: Sequence) -> ModelGuesses:
+        drafted = self.state_of(sequence)
+        if drafted.model is None:
+            drafted.model = ModelGuesses(sequence, self._model_share)
+        return drafted.model

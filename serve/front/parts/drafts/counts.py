@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import get_args
 
-from serve.front.drafts.interface import Drafter
+from serve.front.parts.drafts.draft import Drafter
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence as ReadableList
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
@@ -12,8 +13,10 @@ from serve.core.messages import Result
 from serve.core.ops import Guess
 from serve.core.outputs import Guesses
 from serve.core.types import OVERFLOWED_TOKEN, Row, Sequence, Step, tokens_of_rows
-from serve.front.drafts.interface import Draft
+from serve.front.parts.drafts.draft import Draft
+from serve.front.parts.drafts.drafting import Drafting
 from serve.front.pipeline.scheduler import Reuse
+from tests.configs import serve_config
 from tests.front.pipeline.simulation import (
     VOCABULARY,
     Pipeline,
@@ -30,14 +33,14 @@ from tests.front.pipeline.test_scheduler import check_all_ended, make_prompt
 WRONG = VOCABULARY  # a token that never comes
 
 
-class RandomDrafting:
+class RandomDrafting(Drafting):
     """Guesses some tokens of some rows, and some of them right."""
 
     def __init__(self, chance: random.Random, right: float = 0.7, max_drafts: int = 4) -> None:
+        super().__init__(serve_config(model=Path("model")))
         self.chance = chance
         self.right = right
         self.max_drafts = max_drafts
-        self.known: set[int] = set()
 
     def propose(self, sequences: ReadableList[Sequence]) -> list[Draft]:
         return [Draft(self.guess(sequence)) for sequence in sequences]
@@ -45,11 +48,11 @@ class RandomDrafting:
     def guess(self, sequence: Sequence) -> list[int]:
         if sequence.num_pending or not sequence.num_computed:
             return []
-        self.known.add(sequence.id)
-        for i, token in enumerate(sequence.guesses):
+        guesses = self.state_of(sequence).guesses
+        for i, token in enumerate(guesses):
             assert token in (WRONG, next_token(sequence.id, sequence.num_tokens + i)), "of old text"
-        if sequence.guesses:
-            return list(sequence.guesses[: sequence.num_left - 1])
+        if guesses:
+            return list(guesses[: sequence.num_left - 1])
         first = sequence.num_tokens
         num_drafts = min(self.chance.randint(0, self.max_drafts), sequence.num_left - 1)
         drafts = [next_token(sequence.id, first + i) for i in range(num_drafts)]
@@ -66,12 +69,6 @@ class RandomDrafting:
         if self.chance.random() < 0.5:
             return [0 for _ in sequences]
         return [self.chance.randint(0, 3) if sequence.num_left > 1 else 0 for sequence in sequences]
-
-    def learn(self, sequence: Sequence) -> None:
-        assert not sequence.drafts
-
-    def remove(self, sequence_id: int) -> None:
-        self.known.discard(sequence_id)
 
 
 def with_guesses(step: Step, result: Result, chance: random.Random) -> Result:
@@ -110,34 +107,44 @@ class CertainDrafting(RandomDrafting):
         return [0 for _ in sequences]
 
 
+def usage(sequence: Sequence) -> tuple[int, int]:
+    """The numbers of accepted and rejected drafts."""
+    return (
+        sequence.usage["accepted_prediction_tokens"],
+        sequence.usage["rejected_prediction_tokens"],
+    )
+
+
 def check_counts(pipeline: Pipeline) -> None:
     """Every draft is counted, also those of an answer's last step. In some random lives no row can
     have drafts, and both counts are 0."""
-    counts, sequences = pipeline.scheduler.draft_counts, pipeline.added.values()
-    assert counts.drafted["suffixes"] == sum(s.num_drafted for s in sequences)
-    assert counts.accepted["suffixes"] == sum(s.num_accepted for s in sequences)
+    (drafting,) = pipeline.parts
+    assert isinstance(drafting, Drafting)
+    of_sequences = [usage(sequence) for sequence in pipeline.added.values()]
+    assert drafting.counts.drafted["suffixes"] == sum(map(sum, of_sequences))
+    assert drafting.counts.accepted["suffixes"] == sum(accepted for accepted, _ in of_sequences)
 
 
 def test_schedule_takes_all_right_drafts_of_a_row() -> None:
-    pipeline = Pipeline(2, drafting=CertainDrafting())
+    pipeline = Pipeline(2, parts=(CertainDrafting(),))
     pipeline.add(make_sequence(0, 10, 21))
     pipeline.run()
     assert pipeline.output(0) == expected(0, 10, 21)
     assert [len(step.tokens) for step in pipeline.steps if step.sample] == [5, 5, 5, 5, 1]
-    assert (pipeline.added[0].num_drafted, pipeline.added[0].num_accepted) == (16, 16)
+    assert usage(pipeline.added[0]) == (16, 0)
     check_counts(pipeline)
     check_all_ended(pipeline)
 
 
 def test_update_ends_an_answer_within_its_drafts() -> None:
     """What comes behind an end token is right as a draft, and is no part of the answer."""
-    pipeline = Pipeline(2, drafting=CertainDrafting())
+    pipeline = Pipeline(2, parts=(CertainDrafting(),))
     pipeline.scheduler.reuse = "any"
     pipeline.add(make_sequence(0, 10, 100, frozenset({next_token(0, 12)})))
     pipeline.run()
     assert pipeline.output(0) == expected(0, 10, 3)
     assert pipeline.scheduler.budget.kept.num_tokens == 12
-    assert (pipeline.added[0].num_drafted, pipeline.added[0].num_accepted) == (4, 3)
+    assert usage(pipeline.added[0]) == (3, 1)
     check_counts(pipeline)
     check_all_ended(pipeline)
 
@@ -176,16 +183,17 @@ class RoughPipeline(Pipeline):
 
 
 def test_update_does_not_count_drafts_that_were_not_fed() -> None:
-    pipeline = RoughPipeline(2, drafting=CertainDrafting(), cut_share=1.0)
+    pipeline = RoughPipeline(2, parts=(CertainDrafting(),), cut_share=1.0)
     pipeline.add(make_sequence(0, 10, 100))
     pipeline.run()
     assert pipeline.output(0) == expected(0, 10, 100)
-    assert pipeline.added[0].num_drafted == pipeline.added[0].num_accepted > 0
+    accepted, rejected = usage(pipeline.added[0])
+    assert accepted > 0 == rejected
     check_counts(pipeline)
 
 
 def test_update_fails_a_row_within_its_drafts() -> None:
-    pipeline = Pipeline(2, drafting=CertainDrafting())
+    pipeline = Pipeline(2, parts=(CertainDrafting(),))
     pipeline.failing = {(0, 13)}
     pipeline.add(make_sequence(0, 10, 100))
     pipeline.run()
@@ -204,7 +212,7 @@ def test_schedule_sends_steps_ahead_while_waiting_is_not_worth_it() -> None:
         ) -> list[int]:
             return [0 for _ in sequences]
 
-    with_drafts = Pipeline(2, drafting=Hopeless(random.Random(0), max_drafts=0))
+    with_drafts = Pipeline(2, parts=(Hopeless(random.Random(0), max_drafts=0),))
     without = Pipeline(2)
     for pipeline in (with_drafts, without):
         for id in range(5):
@@ -214,7 +222,7 @@ def test_schedule_sends_steps_ahead_while_waiting_is_not_worth_it() -> None:
 
 
 def test_update_repeats_a_row_whose_drafts_overflow() -> None:
-    pipeline = RoughPipeline(2, drafting=CertainDrafting(), overflow_share=1.0)
+    pipeline = RoughPipeline(2, parts=(CertainDrafting(),), overflow_share=1.0)
     pipeline.add(make_sequence(0, 10, 5))
     pipeline.run()
     assert pipeline.output(0) == expected(0, 10, 5)
@@ -224,7 +232,7 @@ def test_update_repeats_a_row_whose_drafts_overflow() -> None:
 
 
 def test_schedule_makes_no_room_for_drafts() -> None:
-    pipeline = Pipeline(2, drafting=CertainDrafting())
+    pipeline = Pipeline(2, parts=(CertainDrafting(),))
     pipeline.scheduler.budget.max_tokens = 60
     for id in range(2):
         pipeline.add(make_sequence(id, 12, 16))
@@ -252,7 +260,7 @@ def check_random_lives(
         max_num_sequences=max_num_sequences,
         prefill_chunk=chunk,
         num_groups=num_groups,
-        drafting=drafting,
+        parts=(drafting,),
         chance=chance,
         cut_share=0.1,
         overflow_share=0.1,
@@ -269,7 +277,7 @@ def check_random_lives(
     pipeline.run()
     check_outputs(pipeline, dropped)
     check_counts(pipeline)
-    assert not drafting.known, "an ended sequence is not forgotten"
+    assert not drafting.drafted, "an ended sequence is not forgotten"
     check_all_ended(pipeline)
 
 

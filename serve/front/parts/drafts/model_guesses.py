@@ -51,10 +51,13 @@ class ModelGuesses:
         self._num_known = len(sequence.output)
         self._num_read = 0  # tokens of the text that the draft model has read
 
-    def learn(self, sequence: Sequence) -> None:
-        """Compares the guesses with the new tokens, up to the first that is wrong."""
+    def reset(self) -> None:
+        """Takes note that rank 0's engine has dropped the text."""
+        self._num_read = 0
+
+    def learn(self, sequence: Sequence, guesses: ReadableList[int]) -> None:
+        """Compares guesses with the new tokens, up to the first that is wrong."""
         new = sequence.output[self._num_known :]
-        guesses = sequence.guesses
         if guesses:
             self._num_read = len(sequence.prompt) + self._num_known
         else:

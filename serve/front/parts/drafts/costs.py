@@ -1,0 +1,40 @@
+"""Computes what drafts cost, from the measured speed of the stages."""
+
+from collections.abc import Sequence as ReadableList
+
+from serve.front.parts.drafts.model_guesses import ModelCosts
+from serve.front.pipeline.status import StageStatus
+
+_UNKNOWN_READING_COST = 0.1  # of a token that the draft model reads, in its guesses
+
+
+def token_cost(stages: ReadableList[StageStatus]) -> float | None:
+    """Returns the time of one more token in a decode step, as a share of one with one token."""
+    costs = [stage.pace.decode_cost for stage in stages]
+    if not all(cost.is_known for cost in costs):
+        return None
+    seconds = sum(cost.seconds(1) for cost in costs)
+    if not seconds:
+        return None
+    seconds_per_token = sum(cost.seconds_per_token for cost in costs)
+    return seconds_per_token / seconds
+
+
+def draft_model_costs(stages: ReadableList[StageStatus]) -> ModelCosts | None:
+    """Returns what the draft model costs, by measurement or size; None without one."""
+    draft_bytes = stages[0].loaded.draft_bytes
+    if not draft_bytes:
+        return None
+    pace = stages[0].pace
+    seconds = sum(stage.pace.decode_cost.seconds(1) for stage in stages)
+    if seconds and pace.draft_cost.is_known:
+        guess_seconds = pace.draft_cost.seconds(1)
+        guess = guess_seconds / seconds
+    else:
+        model_bytes = sum(stage.loaded.bytes_owned for stage in stages)
+        guess = draft_bytes / model_bytes
+    if seconds and pace.reading_seconds_per_token is not None:
+        reading = pace.reading_seconds_per_token / seconds
+    else:
+        reading = _UNKNOWN_READING_COST * guess
+    return ModelCosts(guess, reading)

@@ -1,0 +1,15 @@
+"""A draft: guesses of the next tokens of a row, which a step feeds after the newest token and
+verifies."""
+
+from collections.abc import Sequence as ReadableList
+from typing import Literal, NamedTuple
+
+# What made a draft: the text so far, the answer that the client predicts, or the draft model.
+Drafter = Literal["suffixes", "prediction", "model"]
+
+
+class Draft(NamedTuple):
+    """The guesses of the tokens that follow the newest token of a row, and their source."""
+
+    tokens: ReadableList[int] = ()
+    drafter: Drafter = "suffixes"

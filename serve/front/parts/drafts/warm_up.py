@@ -1,0 +1,43 @@
+"""Gives the steps of a warm-up the shapes that drafts give to those of requests."""
+
+from collections.abc import Sequence as ReadableList
+
+from serve.core.config import ServeConfig
+from serve.core.types import Sequence
+from serve.front.parts.drafts.draft import Draft
+from serve.front.parts.drafts.drafting import Drafting
+from serve.front.parts.interface import NUM_PLAIN_STEPS
+
+_NUM_DRAFTS = 2
+
+
+class WarmUpDrafts(Drafting):
+    """Guesses a few tokens of each row after its plain steps, right or wrong. Its further steps
+    have fewer drafts each, so that rows end in different columns."""
+
+    num_warm_up_steps = 3
+
+    def __init__(self, config: ServeConfig, *, has_model: bool) -> None:
+        super().__init__(config)
+        self._has_model = has_model
+
+    def propose(self, sequences: ReadableList[Sequence]) -> list[Draft]:
+        return [self._guess(sequence) for sequence in sequences]
+
+    def _guess(self, sequence: Sequence) -> Draft:
+        if sequence.num_pending or not _is_due(sequence):
+            return Draft()
+        return Draft([0] * min(_NUM_DRAFTS, sequence.num_left - 1))
+
+    def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
+        return any(_is_due(sequence) for sequence in sequences)
+
+    def plan_guesses(self, sequences: ReadableList[Sequence], num_busy_groups: int) -> list[int]:
+        if not self._has_model:
+            return [0 for _ in sequences]
+        return [_NUM_DRAFTS if _is_due(sequence) else 0 for sequence in sequences]
+
+
+def _is_due(sequence: Sequence) -> bool:
+    """Whether the tokens of the plain steps are sampled, or will be by steps under way."""
+    return len(sequence.output) + sequence.num_pending >= NUM_PLAIN_STEPS

@@ -1,0 +1,27 @@
+"""What is called in each step: the methods that parts override, and no others, because a call that
+does nothing takes time too."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as ReadableList
+
+from serve.front.parts.interface import SchedulerPart
+
+
+class Hooks:
+    """For each of these methods, those of the parts that have their own, in their order."""
+
+    def __init__(self, parts: ReadableList[SchedulerPart]) -> None:
+        base = SchedulerPart
+        self.must_wait = [part.must_wait for part in _overriding(parts, base.must_wait)]
+        self.drafts = [part.drafts for part in _overriding(parts, base.drafts)]
+        self.before = [part.before for part in _overriding(parts, base.before)]
+        self.after = [part.after for part in _overriding(parts, base.after)]
+        self.took = [part.took for part in _overriding(parts, base.took)]
+        self.on_result = [part.on_result for part in _overriding(parts, base.on_result)]
+
+
+def _overriding(
+    parts: ReadableList[SchedulerPart],
+    method: Callable[..., object],
+) -> list[SchedulerPart]:
+    return [part for part in parts if getattr(type(part), method.__name__) is not method]
