@@ -172,11 +172,20 @@ class GivenUpError(BrigadeError):
     code = "request_given_up"
 
 
-_WITH_EXIT_CODE = (UsageError, ModelError, PlanError, AddressError, ClusterError, EngineError)
+_WITH_EXIT_CODE = (
+    UsageError,
+    ModelError,
+    PlanError,
+    AddressError,
+    ClusterError,
+    LostRankError,
+    EngineError,
+)
 _BY_EXIT_CODE: dict[int, type[BrigadeError]] = {error.exit_code: error for error in _WITH_EXIT_CODE}
 
 
-def from_exit_code(exit_code: int, message: str) -> BrigadeError:
-    """Returns the error with which another process ended, so that its exit code is passed on."""
+def from_exit_code(exit_code: int, message: str, code: str | None = None) -> BrigadeError:
+    """Returns the error with which another process ended, so that its exit code and code are passed
+    on."""
     error_class = _BY_EXIT_CODE.get(exit_code, EngineError)
-    return error_class(message)
+    return error_class(message, code=code)

@@ -636,7 +636,12 @@ class Alive(Message, frozen=True):
 
 
 class Parting(Message, frozen=True):
-    """A rank of a training run tells another that it will send nothing more."""
+    """A rank of a training run tells another that it will send nothing more. If an error ends the
+    run, it has the error's exit code, code and message."""
+
+    exit_code: int = 0
+    code: str = ""
+    message: str = ""
 
 
 ToPrefixCache: TypeAlias = ReadPrefix | ForgetPrefixFiles

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from serve.core.config import TRAINING_JOIN_SECONDS, Cluster
-from serve.core.errors import ClusterError
+from serve.core.errors import BrigadeError, ClusterError
 from serve.ring.peers import Grid, first_addresses, meet_all
 from serve.ring.transport import among, form_group
 from serve.tune.layout import Layout
@@ -39,8 +39,8 @@ class Subset:
     def receive(self, tag: str) -> Payload:
         return self._links.receive(f"{self._name} {tag}")
 
-    def close(self) -> None:
-        self._links.close()
+    def close(self, error: BrigadeError | None = None) -> None:
+        self._links.close(error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from serve.core.config import TRAINING_JOIN_SECONDS, Cluster
-from serve.core.errors import EngineError, LostRankError
+from serve.core.errors import BrigadeError, ClusterError, EngineError, LostRankError
 from serve.core.messages import NumTrained, OpTimes, Probe, Reached
 from serve.ring.peers import RingLostError
 from serve.tune import saving
@@ -54,10 +54,31 @@ def run(
     is_return = cluster.num_returns > 0
     patience = _RETURN_SECONDS if is_return else TRAINING_JOIN_SECONDS
     groups = join(cluster, layout, config.stall_timeout, patience)
-    links = groups.everybody
+    failure: BrigadeError | None = ClusterError("It has ended: look at its log.", code="lost_rank")
+    try:
+        folder = _run_to_the_end(config, groups, show, command, is_return=is_return)
+        failure = None
+        return folder
+    except BrigadeError as error:
+        failure = error
+        raise
+    finally:
+        groups.everybody.close(failure)
+
+
+def _run_to_the_end(
+    config: FineTuneConfig,
+    groups: Groups,
+    show: Show,
+    command: str,
+    *,
+    is_return: bool,
+) -> Path:
+    """Returns as `run` when all ranks have done their parts. Raises LostRankError if one is
+    gone."""
     try:
         folder = run_rank(config, groups, show, command, is_return=is_return)
-        exchange(links, Reached("the end"))
+        exchange(groups.everybody, Reached("the end"))
         return folder
     except RingLostError as error:
         raise LostRankError(f"{error} {_ADVICE}") from error
@@ -65,8 +86,6 @@ def run(
         if "[ring]" not in str(error):
             raise
         raise LostRankError(f"The ring of the shards broke: {error}. {_ADVICE}") from error
-    finally:
-        links.close()
 
 
 def run_rank(

@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import mlx.core as mx
 import numpy as np
 
-from serve.core.errors import ClusterError, LostRankError
+from serve.core.errors import BrigadeError, ClusterError, LostRankError, from_exit_code
 from serve.core.messages import (
     Alive,
     AnyNote,
@@ -55,23 +55,23 @@ class Inbox(Generic[Message]):
         self._num_peers = num_peers
         self._messages: dict[str, deque[Message]] = defaultdict(deque)
         self._changed = Condition()
-        self._error: ClusterError | None = None
+        self.error: BrigadeError | None = None
 
     def put(self, tag: str, message: Message) -> None:
         with self._changed:
             self._messages[tag].append(message)
             self._changed.notify_all()
 
-    def fail(self, error: ClusterError) -> None:
+    def fail(self, error: BrigadeError) -> None:
         """Makes each later `get` of a message that has not arrived raise this error."""
         with self._changed:
-            self._error = self._error or error
+            self.error = self.error or error
             self._changed.notify_all()
 
     @property
     def has_lost(self) -> bool:
         """Whether a neighbour or a link was lost."""
-        return isinstance(self._error, RingLostError)
+        return isinstance(self.error, RingLostError)
 
     def peer_finished(self, peer: int) -> None:
         """Records that a neighbour has finished. Other neighbours may still send messages."""
@@ -81,13 +81,13 @@ class Inbox(Generic[Message]):
                 self.fail(ClusterError(f"Rank {peer} has ended.", code="lost_rank"))
 
     def get(self, tag: str) -> Message:
-        """Waits for a message and removes it. Raises RingLostError if a neighbour is lost, and
-        ClusterError if a neighbour has ended by itself or something else is wrong."""
+        """Waits for a message and removes it. Raises RingLostError if a neighbour is lost, its
+        error if one has ended the run, and ClusterError if something else is wrong."""
         with self._changed:
             arrived = self._messages[tag]
             while not arrived:
-                if self._error:
-                    raise self._error
+                if self.error:
+                    raise self.error
                 self._changed.wait()
             return arrived.popleft()
 
@@ -103,7 +103,8 @@ class Links(Protocol):
 
     def receive(self, tag: str) -> Payload: ...
 
-    def close(self) -> None: ...
+    def close(self, error: BrigadeError | None = None) -> None:
+        """Ends this rank's part. Other ranks that wait for more of its messages raise error."""
 
 
 # --- what all ranks do together: every message goes to the left
@@ -230,9 +231,11 @@ class LocalLinks:
     def receive(self, tag: str) -> Payload:
         return self._inboxes[self.rank].get(tag)
 
-    def close(self) -> None:
+    def close(self, error: BrigadeError | None = None) -> None:
         """Ends this rank. Neighbours that wait for more of its messages get an error."""
         for peer in _neighbours(self.rank, self.num_ranks):
+            if error:
+                self._inboxes[peer].fail(error)
             self._inboxes[peer].peer_finished(self.rank)
 
 
@@ -281,6 +284,7 @@ class TcpLinks:
         self._stall_seconds = stall_seconds
         self._has_sums = has_sums
         self._is_closed = Event()
+        self._parting = Parting()
         self._inbox: Inbox[Encoded] = Inbox(len(connections))
         self._outboxes: dict[int, queue.SimpleQueue[tuple[str, Encoded] | None]] = {}
         self._senders: list[Thread] = []
@@ -303,10 +307,13 @@ class TcpLinks:
         notes, tensors = self._inbox.get(tag)
         return notes, [_array_of(spec, data) for spec, data in tensors]
 
-    def close(self) -> None:
+    def close(self, error: BrigadeError | None = None) -> None:
         """Closes the links, after it has sent all waiting messages to neighbours that still
-        receive. After a loss it closes them at once, so that the neighbours lose this rank too."""
+        receive, and the error that ends the run, if one does: heartbeats of the ranks that wait
+        would keep each other waiting. After a loss it closes them at once, so that the neighbours
+        lose this rank too."""
         self._is_closed.set()
+        self._parting = self._parting_with(error)
         if not self._inbox.has_lost:
             for outbox in self._outboxes.values():
                 outbox.put(None)
@@ -317,13 +324,21 @@ class TcpLinks:
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 
+    def _parting_with(self, error: BrigadeError | None) -> Parting:
+        if error is None:
+            return Parting()
+        message = str(error)
+        if error is not self._inbox.error:  # Otherwise it names the rank that ended first.
+            message = f"Rank {self.rank}: {message}"
+        return Parting(error.exit_code, error.code, message)
+
     # --- the threads of a link
 
     def _start(self, run: Callable[[int], None], peer: int) -> Thread:
         def top() -> None:
             try:
                 run(peer)
-            except RingLostError as error:
+            except BrigadeError as error:
                 self._lose(error)
             except OSError as error:
                 self._lose(RingLostError(f"The link to rank {peer} broke: {error}."))
@@ -334,13 +349,18 @@ class TcpLinks:
         thread.start()
         return thread
 
-    def _lose(self, error: RingLostError) -> None:
+    def _lose(self, error: BrigadeError) -> None:
         self._inbox.fail(error)
         if self._has_sums and not self._is_closed.wait(_STUCK_SECONDS):
             _logger.error("%s This rank is in a sum with it, and cannot interrupt that.", error)
-            os._exit(LostRankError.exit_code)
+            is_loss = isinstance(error, RingLostError)
+            os._exit(LostRankError.exit_code if is_loss else error.exit_code)
 
     def _send_all(self, peer: int) -> None:
+        with suppress(OSError):  # The receiving thread learns why the peer is gone.
+            self._send_until_closed(peer)
+
+    def _send_until_closed(self, peer: int) -> None:
         connection = self._connections[peer]
         while waiting := self._next(peer):
             tag, (notes, tensors) = waiting
@@ -350,7 +370,7 @@ class TcpLinks:
                 for start in range(0, len(data), _PART_BYTES):
                     connection.sendall(data[start : start + _PART_BYTES])
             del waiting, tensors  # Frees them before the wait for the next message.
-        connection.sendall(frame(Parting()))
+        connection.sendall(frame(self._parting))
 
     def _next(self, peer: int) -> tuple[str, Encoded] | None:
         """Waits for the next message to send, and tells the peer meanwhile that this rank is
@@ -360,9 +380,7 @@ class TcpLinks:
             try:
                 return self._outboxes[peer].get(timeout=beat_seconds)
             except queue.Empty:
-                # The receiving thread notices when the peer is gone.
-                with suppress(OSError):
-                    self._connections[peer].sendall(frame(Alive()))
+                self._connections[peer].sendall(frame(Alive()))
 
     def _receive_all(self, peer: int) -> None:
         frames: FrameReader[BetweenTrainers] = FrameReader(BetweenTrainers)
@@ -371,7 +389,9 @@ class TcpLinks:
             num_read = self._read_into(peer, memoryview(header))
             for message in frames.feed(header[:num_read]):
                 match message:
-                    case Parting():
+                    case Parting(exit_code, code, text):
+                        if exit_code:
+                            raise from_exit_code(exit_code, text, code)
                         self._inbox.peer_finished(peer)
                         return
                     case TaggedTensors(tag, notes, specs):

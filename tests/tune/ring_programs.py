@@ -10,9 +10,10 @@ import mlx.core as mx
 import numpy as np
 
 from serve.core.config import read_cluster
-from serve.core.errors import ClusterError
+from serve.core.errors import BrigadeError, ClusterError, PlanError
 from serve.core.messages import AnyNote, LossSum, NotFinite, NumTrained, Reached
-from serve.tune import mesh, transport
+from serve.tune import mesh, run, transport
+from serve.tune.config import FineTuneConfig
 from serve.tune.layout import Layout
 from serve.tune.schedule import SCHEDULES
 from serve.tune.transport import Links, exchange, gather, share, sum_arrays
@@ -159,6 +160,27 @@ def peer_ends() -> None:
     os._exit(0)
 
 
+def error_ends_all() -> None:
+    """Rank 1 ends by its own error while the others wait for each other, and send it much."""
+
+    def part(_: FineTuneConfig, groups: mesh.Groups, *__: object, **___: object) -> None:
+        if RANK == 1:
+            raise PlanError("Its disk is full.", code="no_memory")
+        large = mx.zeros((10 << 20,))
+        mx.eval(large)
+        for number in range(8 if RANK in (0, 2) else 0):
+            groups.everybody.send(1, f"{number}", (), [large])
+        groups.everybody.receive("never")
+
+    run.run_rank = part  # type: ignore[assignment]
+    config = FineTuneConfig(model=Path("m"), data=Path("d"))
+    try:
+        run.run(config, read_cluster(os.environ), lambda _: None)
+    except BrigadeError as error:
+        print(error.exit_code, error.code, error, flush=True)
+    os._exit(0)
+
+
 def gradients() -> None:
     """A diagonal through the table of test_gradients: every schedule and every kind."""
     links, worst = join(), 0.0
@@ -178,5 +200,5 @@ def gradients() -> None:
 
 
 if __name__ == "__main__":
-    programs = (both_ways, gradients, in_parts, peer_ends, sender_fails, silent)
+    programs = (both_ways, error_ends_all, gradients, in_parts, peer_ends, sender_fails, silent)
     {program.__name__: program for program in programs}[sys.argv[1]]()

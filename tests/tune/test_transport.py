@@ -56,6 +56,14 @@ def test_a_neighbour_that_ends_is_an_error_not_a_hang(tmp_path: Path) -> None:
     assert "Rank 1 has ended" in first or "link to rank 1 broke" in first
 
 
+def test_an_error_of_one_rank_ends_all(tmp_path: Path) -> None:
+    """The fourth rank is no neighbour of the one that ends."""
+    said = run_ring(tmp_path, "error_ends_all", 4, PROGRAMS)
+    assert said[1] == "4 no_memory Its disk is full."
+    for rank in (0, 2, 3):
+        assert said[rank] == "4 no_memory Rank 1: Its disk is full."
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_gradients_over_the_ring_are_exact(tmp_path: Path, num_ranks: int) -> None:
