@@ -338,6 +338,7 @@ class Fault(Message, frozen=True):
 
     exit_code: int
     message: str
+    code: str | None = None
 
 
 class RingLost(Message, frozen=True):

@@ -136,4 +136,4 @@ def engine_ended(rank: int, exit_code: int) -> Fault:
 
 def fault_of(error: BrigadeError) -> Fault:
     """Turns an error into a message, which from_exit_code turns back into one of its kind."""
-    return Fault(error.exit_code, str(error))
+    return Fault(error.exit_code, str(error), error.code)

@@ -84,15 +84,12 @@ def _plan(message: MakePlan) -> Planned:
 
 def fail(parent: Parent, error: BaseException, name: str = "The engine") -> NoReturn:
     """Reports an error to the parent, and ends the process without waiting for any thread."""
-    if isinstance(error, BrigadeError):
-        exit_code = error.exit_code
-        message = str(error)
-    else:
+    if not isinstance(error, BrigadeError):
         sys.excepthook(type(error), error, error.__traceback__)
-        exit_code = EngineError.exit_code
-        message = f"{name}: {type(error).__name__}: {error}"
+        error = EngineError(f"{name}: {type(error).__name__}: {error}")
+    exit_code = error.exit_code
     try:
-        parent.send(Fault(exit_code, message))
+        parent.send(Fault(exit_code, str(error), error.code))
     except OSError:
         exit_code = ClusterError.exit_code  # The parent is gone.
     os._exit(exit_code)

@@ -1,18 +1,21 @@
 """What an engine tells its parent."""
 
+import os
 import socket
 from pathlib import Path
 
 import msgspec
+import pytest
 
-from serve.core.messages import Activity, FromEngine, Leave, Left, Order, Status, ToEngine
+from serve.core.errors import EngineError, ModelError
+from serve.core.messages import Activity, Fault, FromEngine, Leave, Left, Order, Status, ToEngine
 from serve.core.ops import Guess
 from serve.core.outputs import Guesses
 from serve.core.plan import DraftSource
 from serve.core.types import Row, Sampling, Step
 from serve.core.wire import FrameReader, frame
 from serve.model.stage import Stage
-from serve.rank.parent import Parent
+from serve.rank.parent import Parent, fail
 from serve.rank.step_loop import StepLoop
 from serve.rank.worker import Worker
 from serve.ring.transport import LocalTransport
@@ -68,6 +71,21 @@ def test_engine_that_is_to_leave_reports_the_step_that_it_still_computes() -> No
         assert isinstance(left, Left)
         assert isinstance(status, Status)
         assert status.activity is None
+
+
+def test_an_engine_reports_the_code_of_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        fail(Parent(theirs), ModelError("Too few.", code="missing_tensor"))
+        fail(Parent(theirs), ValueError("odd"))
+        reported = FrameReader(Fault).feed(ours.recv(1 << 16))
+    assert list(reported) == [
+        Fault(ModelError.exit_code, "Too few.", "missing_tensor"),
+        Fault(EngineError.exit_code, "The engine: ValueError: odd", EngineError.code),
+    ]
+    assert ended == [ModelError.exit_code, EngineError.exit_code]
 
 
 def test_rank_0_loads_its_draft_model_and_reports_its_guesses(tmp_path: Path) -> None:

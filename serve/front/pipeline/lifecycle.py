@@ -107,8 +107,8 @@ class Lifecycle:
                 self._on_joined(rank, message)
             case Gone(reason):
                 self._on_gone(rank, reason)
-            case Report(life, Fault(exit_code, reason)):
-                self._on_reported_fault(rank, life, from_exit_code(exit_code, reason))
+            case Report(life, Fault(exit_code, reason, code)):
+                self._on_reported_fault(rank, life, from_exit_code(exit_code, reason, code))
             case Report(life, report):
                 if life == self.life:
                     self._on_report(self.membership.ranks[rank], report)

@@ -21,6 +21,7 @@ from serve.core.types import StageState
 from serve.front.pipeline import events
 from serve.front.pipeline.states import State
 from serve.parent.control import Joined
+from serve.parent.own_engine import fault_of
 from tests.front.pipeline.cluster_simulation import (
     FACTS,
     Asked,
@@ -331,9 +332,11 @@ def test_an_engine_that_never_says_that_it_joins_is_named() -> None:
 def test_a_fault_that_no_engine_can_mend_ends_the_cluster_at_once() -> None:
     cluster = begun()
     asked = cluster.ask(10, 500)
-    cluster.say(1, cluster.lifecycle.life, Fault(ModelError.exit_code, "Rank 1 cannot."))
+    error = ModelError("Rank 1 cannot.", code="missing_tensor")
+    cluster.say(1, cluster.lifecycle.life, fault_of(error))
     cluster.run(5)
-    assert str(cluster.failure) == "Rank 1 cannot."
+    assert isinstance(cluster.failure, ModelError)
+    assert (str(cluster.failure), cluster.failure.code) == (str(error), error.code)
     assert cluster.lifecycle.life == 0
     assert check_answer(asked)
 
