@@ -129,6 +129,11 @@ SEEN_BY_PARTS = ("serve.front.pipeline.interface", "serve.front.pipeline.status"
 # Everything else must work without a part, so it may import only these.
 OF_ALL_PARTS = tuple(FRONT + f"parts.{name}" for name in ("hooks", "interface", "registry"))
 
+# In a folder of parts, these modules are what parts share. Only registry knows the parts, and no
+# part knows another one: each can be removed.
+PARTS = ("serve.rank.parts.",)
+COMMON = {"interface", "dispatch", "registry"}
+
 
 def under(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
@@ -215,6 +220,24 @@ def room_broken(module: str, target: str) -> str | None:
     return None if other in allowed else f"{own} may import {', '.join(allowed)} only, not {other}"
 
 
+def part_of(module: str) -> str | None:
+    """The part that a module belongs to, or None."""
+    for folder in PARTS:
+        name = module.removeprefix(folder).partition(".")[0]
+        if module.startswith(folder) and name not in COMMON:
+            return folder + name
+    return None
+
+
+def part_broken(module: str, target: str) -> str | None:
+    part = part_of(target)
+    if part is None or under(module, part):
+        return None
+    if any(module == f"{folder}registry" for folder in PARTS):
+        return None
+    return f"only the registry may import the part {part}"
+
+
 def wall_broken(module: str, target: str) -> str | None:
     if target == "serve.__version__":
         return None
@@ -223,7 +246,7 @@ def wall_broken(module: str, target: str) -> str | None:
         return "no wall knows this module"
     allowed = WALLS[max(sides, key=len)]
     if any(under(target, name) for name in allowed):
-        return room_broken(module, target)
+        return room_broken(module, target) or part_broken(module, target)
     return f"may import {', '.join(allowed)} only, not {target}"
 
 
@@ -330,6 +353,9 @@ def test_walls_hold() -> None:
         ("serve/model/weights.py", "import huggingface_hub"),
         ("serve/hub/a.py", "import serve.model.trace"),
         ("serve/hub/a.py", "import mlx.core as mx"),
+        ("serve/rank/step_loop.py", "from serve.rank.parts.embeddings.part import part"),
+        ("serve/rank/parts/dispatch.py", "import serve.rank.parts.disk.store"),
+        ("serve/rank/parts/adapters/part.py", "import serve.rank.parts.disk.store"),
         ("serve/rank/a.py", "import llguidance"),
         ("serve/rank/a.py", "import mlx.core as mx\nmx.distributed.init()"),
         ("serve/rank/a.py", "import mlx.core as mx\ngetattr(mx, 'distributed')"),
@@ -375,6 +401,9 @@ def test_a_broken_wall_is_seen(path: str, source: str) -> None:
         ("serve/front/parts/a/part.py", "from serve.front.pipeline.interface import Prompt"),
         ("serve/front/http/server.py", "import uvicorn\nfrom serve import __version__"),
         ("serve/ring/transport.py", "import mlx.core as mx\nmx.distributed.init()\nmx.eval()"),
+        ("serve/rank/parts/registry.py", "from serve.rank.parts.disk.part import DiskPart"),
+        ("serve/rank/parts/disk/part.py", "from serve.rank.parts.disk import store"),
+        ("serve/rank/step_loop.py", "from serve.rank.parts.dispatch import Parts"),
         ("serve/rank/model.py", "import mlx.core as mx\nmx.zeros((1,))\nmodel.eval()"),
         ("serve/rank/model.py", "import importlib\nimportlib.import_module(f'mlx_lm.models.{x}')"),
         ("serve/hub/repo.py", "from huggingface_hub import HfApi\nimport serve.core.errors"),

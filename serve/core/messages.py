@@ -13,6 +13,7 @@ import msgspec
 from serve.core.layouts import Link as LinkSpeed
 from serve.core.outputs import AnyOutput, OutputT
 from serve.core.plan import DraftSource, PlanRequest, StagePlan
+from serve.core.sections import AnySection, SectionT, section_of
 from serve.core.types import Pooling, Sampling, StageState, Step, SumCounts
 
 
@@ -245,10 +246,8 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
     same on all shards of a stage ("" without shards). objection is the reason why the engine cannot
     outlive a fault, or None.
 
-    Only the last stage sets logits_bytes_per_token, scoring_bytes (the memory that scoring a prompt
-    needs in addition) and hidden_size (0 if the model shows no hidden states). Only rank 0 sets
-    draft_bytes (the draft model's weights), draft_seconds (the time of one guess), and
-    shared_head_tokens (the largest number of tokens of a step whose head is shared, 0 if none is).
+    Only the last stage sets logits_bytes_per_token and scoring_bytes, the memory that scoring a
+    prompt needs in addition. Each part of the engine may add a section.
     """
 
     bytes_owned: int
@@ -259,15 +258,16 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
     can_rewind: bool = False
     logits_bytes_per_token: int = 0
     scoring_bytes: int = 0
-    hidden_size: int = 0
     is_causal: bool = True
     files: str = ""
     objection: str | None = None
-    draft_bytes: int = 0
-    draft_seconds: float = 0.0
     sharding: str = ""
     bytes_kept: int = 0
-    shared_head_tokens: int = 0
+    sections: tuple[AnySection, ...] = ()
+
+    def section(self, kind: type[SectionT]) -> SectionT | None:
+        """Returns the section of one kind, if a part has added one."""
+        return section_of(self.sections, kind)
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -307,11 +307,11 @@ class Activity(msgspec.Struct, frozen=True, array_like=True):
     """The work of a stage since its start, and its spans since the last report. waits_on is the hop
     of a tensor that is on its way, as (from, to) in places of the ring; step is the one being
     computed; kv_bytes is None if it has not changed; sent_at is the time of the report on the clock
-    of the spans. sums is None if the stage has one shard."""
+    of the spans. sums is None if the stage has one shard. Each part of the engine may add a
+    section."""
 
     busy_seconds: float
     num_steps: int
-    adapter_bytes: int
     num_hops: int
     hop_seconds: float
     waits_on: tuple[int, int] | None
@@ -320,6 +320,11 @@ class Activity(msgspec.Struct, frozen=True, array_like=True):
     spans: list[Span]
     sent_at: float
     sums: SumCounts | None = None
+    sections: tuple[AnySection, ...] = ()
+
+    def section(self, kind: type[SectionT]) -> SectionT | None:
+        """Returns the section of one kind, if a part has added one."""
+        return section_of(self.sections, kind)
 
 
 class Status(Message, frozen=True):

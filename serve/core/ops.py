@@ -13,9 +13,12 @@ NO_CHECKPOINT = -1
 
 
 class Op(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The base of all operations. A step with one that must_come_last overtakes no other step."""
+    """The base of all operations. A step with one that must_come_last overtakes no other step. One
+    that is_answered comes after the rows: only rank 0 performs it, before the step's result leaves,
+    and adds an output to the result."""
 
     must_come_last: ClassVar[bool] = False
+    is_answered: ClassVar[bool] = False
 
     @property
     def touched(self) -> tuple[int, ...]:
@@ -115,6 +118,8 @@ class Write(Op, frozen=True):
 
 class Guess(Op, frozen=True):
     """Rank 0's draft model guesses the tokens that follow each row: num_tokens[i] of row i."""
+
+    is_answered: ClassVar[bool] = True
 
     num_tokens: tuple[int, ...]
 

@@ -13,13 +13,11 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from serve.core.errors import EngineError
-from serve.core.ops import NO_CHECKPOINT, Copy, Save, Write
+from serve.core.ops import NO_CHECKPOINT, Copy, Save
 from serve.core.types import Step
 from serve.rank import checkpoints
 from serve.rank.checkpoints import SavedState
 from serve.rank.merged import MergedBatch
-from serve.rank.prefixes import contents
-from serve.rank.prefixes.contents import FileContent
 from serve.rank.slots import SlotBatch
 
 Batch = MergedBatch | SlotBatch
@@ -77,15 +75,15 @@ class ForwardPass:
 
 class GroupCaches:
     """The caches of all sequences of a stage. It decides which rows of a step share a batch (none,
-    unless can_batch), and which move for that. make_cache returns those of a new row."""
+    unless can_batch), and which move for that. make_caches returns those of a new row."""
 
     def __init__(
         self,
-        make_cache: Callable[[], list[Any]],
+        make_caches: Callable[[], list[Any]],
         can_batch: bool = True,
     ) -> None:
-        self._make_cache = make_cache
-        caches = make_cache()
+        self.make_caches = make_caches
+        caches = make_caches()
         is_plain = all(type(cache) in _PLAIN_CACHES for cache in caches)
         self._can_cut = all(checkpoints.can_cut(cache) for cache in caches)
         self._can_batch = can_batch
@@ -196,29 +194,23 @@ class GroupCaches:
         self._batch_of(sequence).rewind(sequence, surplus)
         self._positions[sequence] = num_tokens
 
-    def content(self, write: Write) -> FileContent:
-        """Returns the content of a file of the prefix cache. Its arrays have to be evaluated.
-        Raises EngineError if its tokens or its checkpoint are not held here."""
-        sequence = write.sequence
-        has_checkpoint = write.checkpoint != NO_CHECKPOINT
-        num_held = self._positions.get(sequence, 0)
-        # The state of a sequence itself is that behind all its tokens.
-        is_behind = write.is_state and not has_checkpoint and num_held > write.end
-        if num_held < write.end or is_behind:
-            raise EngineError(
-                f"{write.end} tokens of sequence {sequence} are to be written, and {num_held} are "
-                "held here.",
-                code="out_of_step",
-            )
-        if write.is_state and has_checkpoint:
-            states = self._states(write.checkpoint, write.end, 0)
-            return contents.state(states, write.end)
-        batch = self._batch_of(sequence)
-        if write.is_state:
-            return contents.state(batch.states(sequence), write.end)
+    def extracted(self, sequence: int, num_tokens: int) -> list[Any]:
+        """Returns plain caches that begin with the first tokens of a sequence, and may have more of
+        them, lazily. Raises EngineError if fewer are held."""
+        self._check_held(sequence, num_tokens)
         # A row that runs stays in its batch: to take it out and back in would copy all rows.
-        caches = batch.extract(sequence, write.end)
-        return contents.segment(caches, write.start, write.end)
+        return self._batch_of(sequence).extract(sequence, num_tokens)
+
+    def states_at(self, sequence: int, num_tokens: int, checkpoint: int) -> list[Any]:
+        """Returns the states (`rank.checkpoints`) of a sequence behind its first tokens, lazily:
+        those of a checkpoint, or its own, which are behind all its tokens. Raises EngineError if
+        they are not held."""
+        self._check_held(sequence, num_tokens)
+        if checkpoint != NO_CHECKPOINT:
+            return self._states(checkpoint, num_tokens, 0)
+        if self._positions[sequence] > num_tokens:
+            raise self._not_held(sequence, num_tokens)
+        return self._batch_of(sequence).states(sequence)
 
     def moved(self) -> list[list[mx.array]]:
         """Returns each layer's arrays whose rows were copied. They are evaluated before the
@@ -245,6 +237,17 @@ class GroupCaches:
                 if not cache.empty():
                     num_bytes += cache.nbytes
         return num_bytes
+
+    def _check_held(self, sequence: int, num_tokens: int) -> None:
+        if self._positions.get(sequence, 0) < num_tokens:
+            raise self._not_held(sequence, num_tokens)
+
+    def _not_held(self, sequence: int, num_tokens: int) -> EngineError:
+        return EngineError(
+            f"{num_tokens} tokens of sequence {sequence} are to be written, and "
+            f"{self._positions.get(sequence, 0)} are held here.",
+            code="out_of_step",
+        )
 
     # --- decisions
 
@@ -382,10 +385,10 @@ class GroupCaches:
         """Makes a batch of new rows, and returns its key. lengths has the number of tokens that
         each is about to be fed."""
         if self._in_slots and len(lengths) > 1:
-            batch: Batch = SlotBatch.of_new(lengths, self._make_cache())
+            batch: Batch = SlotBatch.of_new(lengths, self.make_caches())
         else:
             batch = self._new_batch()
-            batch.add([(sequence, self._make_cache(), 0) for sequence in lengths])
+            batch.add([(sequence, self.make_caches(), 0) for sequence in lengths])
         key = self._add_batch(batch)
         for sequence in lengths:
             self._key_of[sequence] = key

@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import mlx.nn as nn
@@ -12,24 +11,26 @@ import msgspec
 from serve.core.errors import ClusterError, EngineError
 from serve.core.facts import stamp
 from serve.core.layouts import max_tokens_of_shared_head
-from serve.core.messages import FromPrefixCache, Loaded, Order
+from serve.core.messages import FromEngine, Loaded, Order
+from serve.model.caches import quantized
 from serve.model.head import SharedHead, share_head
 from serve.model.sharding import Sharding, shard
 from serve.model.stage import Stage
 from serve.model.trace import Arrays
 from serve.model.weights import LoadedStage, Progress, load_stage, open_model
 from serve.rank.batching import can_batch, is_causal
-from serve.rank.chooser import scoring_bytes
-from serve.rank.drafts.loading import LoadedDraft, load_drafter
+from serve.rank.cache import GroupCaches
+from serve.rank.chooser import Chooser, scoring_bytes
 from serve.rank.memory import free_bytes
-from serve.rank.prefixes.store import open_store
-from serve.rank.step_loop import StepLoop
+from serve.rank.parts.interface import Surroundings
+from serve.rank.parts.registry import build_parts
+from serve.rank.step_loop import StepLoop, has_head
 from serve.ring.grid import GridTransport
 from serve.ring.regroup import objection
 from serve.ring.transport import Transport
 
-Report = Callable[[FromPrefixCache], None]
-"""Sends a message about the prefix cache on disk to the parent."""
+Send = Callable[[FromEngine], None]
+"""Sends a message to the parent, from any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +44,24 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """The weights by their names and the draft model of an engine that gets other layers. files
-    identifies the model's files as they were read."""
+    """The weights by their names of an engine that gets other layers, and the leftovers of its
+    parts. files identifies the model's files as they were read."""
 
     model: ModelFacts
     weights: Arrays
-    draft: LoadedDraft | None
+    of_parts: list[object]
     files: str
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
     """An engine with everything that its order names: the loop has the stage, and loaded is the
-    report about it. draft is the draft model before it is bound to the stage."""
+    report about it."""
 
     order: Order
     model: ModelFacts
     loop: StepLoop
     loaded: Loaded
-    draft: LoadedDraft | None
 
     def take_apart(self, order: Order) -> Leftovers:
         """Returns what another order can keep, and ends the rest; keys and values belong to the old
@@ -71,12 +71,10 @@ class LoadedEngine:
                 f"{order.name} cannot follow its new order with what it has loaded: the orders "
                 "differ in more than their layers."
             )
-        if self.loop.prefix_store:
-            self.loop.prefix_store.close()
         return Leftovers(
             self.model,
             self.loop.stage.weights(),
-            self.draft,
+            self.loop.parts.leftovers(),
             self.loaded.files,
         )
 
@@ -85,7 +83,7 @@ def load(
     order: Order,
     transport: Transport,
     progress: Progress,
-    report: Report,
+    send: Send,
     leftovers: Leftovers | None = None,
 ) -> LoadedEngine:
     """Loads an order's layers, except those left over. progress is as for load_stage. Raises
@@ -104,32 +102,29 @@ def load(
             return shard(whole, transport.group)
         return None
 
-    draft = leftovers.draft if leftovers else None
-    if order.draft and not draft:
-        draft = load_drafter(order.draft, progress)
     weights = leftovers.weights if leftovers else None
     loaded = load_stage(opened, *order.layers, progress, try_and_shard, weights)
     assert model is not None
-    draft_model = draft.for_logits_of(loaded.stage) if draft else None
-    loop = StepLoop(
-        loaded.stage,
-        transport,
-        order.kv_bits,
-        folder,
-        Path(order.cache_dir) if order.cache_dir else None,
-        Path(order.copies),
-        batchable=model.batchable,
-        open_store=partial(open_store, order, report),
+    stage = loaded.stage
+    caches = GroupCaches(lambda: quantized(stage.make_cache(), order.kv_bits), model.batchable)
+    chooser = Chooser(folder)
+    surroundings = Surroundings(
+        order=order,
+        stage=stage,
         divisions=loaded.divisions,
-        draft_model=draft_model,
-        shared_head=_shared_head(loaded.stage, transport),
+        caches=caches,
+        chooser=chooser,
+        has_head=has_head(stage, transport),
+        send=send,
+        progress=progress,
+        leftovers=leftovers.of_parts if leftovers else (),
     )
+    parts = build_parts(surroundings)
+    loop = StepLoop(stage, transport, caches, chooser, parts, _shared_head(stage, transport))
     what_is_loaded = _what_is_loaded(order, loaded, loop, model)
     if leftovers:
         _check_files(order, leftovers.files, what_is_loaded.files)
-    if draft_model:
-        what_is_loaded = draft_model.noted(what_is_loaded, order.draft_bytes)
-    return LoadedEngine(order, model, loop, what_is_loaded, draft)
+    return LoadedEngine(order, model, loop, what_is_loaded)
 
 
 def _shared_head(stage: Stage, transport: Transport) -> SharedHead | None:
@@ -181,28 +176,24 @@ def _what_is_loaded(order: Order, loaded: LoadedStage, loop: StepLoop, model: Mo
     num_ranks_here = order.hosts.count(order.hosts[order.rank])
     logits_bytes_per_token = 0
     bytes_to_score = 0
-    hidden_size = 0
     if loaded.stage.is_last:
         logits = loaded.stage.logits()
         logits_bytes_per_token = logits.nbytes // logits[..., 0].size
         bytes_to_score = scoring_bytes(logits.shape)
-        hidden = loaded.stage.pop_hidden()
-        hidden_size = hidden.shape[-1] if hidden is not None else 0
+        loaded.stage.pop_hidden()
     return Loaded(
         bytes_owned=loaded.bytes_owned,
         bytes_read=loaded.bytes_read,
         bytes_fetched=loaded.bytes_fetched,
         bytes_kept=loaded.bytes_kept,
-        # The front end reserves memory for all adapters, also for those that are here already.
-        free_bytes=free_bytes() // num_ranks_here + loop.adapters.num_bytes,
+        free_bytes=max(0, free_bytes() // num_ranks_here - loop.parts.bytes_to_come()),
         reuse=loop.caches.reuse,
         can_rewind=loop.caches.can_rewind,
         logits_bytes_per_token=logits_bytes_per_token,
         scoring_bytes=bytes_to_score,
-        hidden_size=hidden_size,
         is_causal=model.causal,
         objection=why_it_cannot_stay(order),
         files=order.commit or stamp(Path(order.model)),
         sharding=loaded.sharding_digest,
-        shared_head_tokens=loop.shared_head.max_tokens if loop.shared_head else 0,
+        sections=(*loop.sums.loaded(), *loop.parts.loaded()),
     )

@@ -9,7 +9,6 @@ parent sends an order for another ring, perhaps with other layers, or kills it.
 """
 
 import faulthandler
-import logging
 import os
 import shutil
 import signal
@@ -17,39 +16,30 @@ import socket
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 import msgspec
 
 from serve.core.errors import ClusterError, EngineError
 from serve.core.messages import (
-    AdapterRead,
-    AdapterRefused,
     Admit,
-    Embed,
-    ForgetPrefixFiles,
+    FromEngine,
     Leave,
     Left,
-    LoadAdapter,
     Loaded,
     MakePlan,
     Order,
-    ReadPrefix,
     RingLost,
     Status,
     ToEngine,
 )
 from serve.core.types import StageState, Step
-from serve.lora.table import Adapters
 from serve.rank.joining import join
 from serve.rank.loading import LoadedEngine, load, why_it_cannot_stay
 from serve.rank.parent import Parent, fail, planned, wait_for_order
 from serve.rank.step_loop import StepLoop
 from serve.ring.peers import RingLostError
 from serve.ring.transport import Streams, Transport
-
-_logger = logging.getLogger(__name__)
 
 _STATUS_SECONDS = 0.25
 
@@ -61,8 +51,6 @@ class Worker:
         self.transport: Transport | None = None
         self.loop: StepLoop | None = None  # while it is in a ring, from READY on
         self.status = Status(StageState.JOINING)
-        # A thread of its own, so that no stream waits while an adapter is read.
-        self.reader = ThreadPoolExecutor(1, "adapters")
         self._engine: LoadedEngine | None = None
         self._orders: SimpleQueue[Order | MakePlan] = SimpleQueue()
         self._leaves: SimpleQueue[Leave] = SimpleQueue()
@@ -86,14 +74,6 @@ class Worker:
                 self._running_loop().chooser.admit(
                     message.sequence, message.sampling, message.num_prompt, message.tokens
                 )
-            case Embed(sequence, pooling, num_tokens):
-                self._running_loop().embedder.admit(sequence, pooling, num_tokens)
-            case LoadAdapter():
-                self.reader.submit(self._read_adapter, message, self._running_loop().adapters)
-            case ReadPrefix() | ForgetPrefixFiles():
-                store = self._running_loop().prefix_store
-                if store is not None:
-                    store.obey(message)
             case Leave():
                 self._leave(message)
             case MakePlan() if self._is_leaving:
@@ -103,6 +83,8 @@ class Worker:
                 self._orders.put(message)
             case Order() | MakePlan():
                 raise EngineError(f"The parent sent a second {type(message).__name__}.")
+            case _:
+                self._running_loop().parts.obey(message)
 
     def _take_step(self, step: Step) -> None:
         loop = self._running_loop()
@@ -117,21 +99,6 @@ class Worker:
         self._leaves.put(message)
         if self.transport:
             self.transport.close()
-
-    def _read_adapter(self, message: LoadAdapter, adapters: Adapters) -> None:
-        """Reads an adapter and answers rank 0. No step uses it yet, so an error ends nothing."""
-        answer: AdapterRead | AdapterRefused
-        try:
-            answer = adapters.answer(message)
-        except Exception as error:  # The top of this thread's work: nobody sees what it raises.
-            _logger.exception("event=adapter_failed version=%d", message.version)
-            reason = f"reading failed ({type(error).__name__})"
-            answer = AdapterRefused(message.version, reason, 500)
-        try:
-            self.parent.send(answer)
-        except OSError as error:
-            fail(self.parent, error, self.order.name)
-        adapters.copy()
 
     def _running_loop(self) -> StepLoop:
         if self.loop is None or self._is_leaving:
@@ -170,10 +137,7 @@ class Worker:
             self.parent.send(RingLost(reason))
         loop.transport.leave()
         leave = self._leaves.get()
-        # No answer of an earlier life may come after Left.
-        self.reader.submit(lambda: None).result()
-        if loop.prefix_store:
-            loop.prefix_store.wait()
+        loop.parts.wait()  # No answer of an earlier life may come after Left.
         with self._reports:
             self.status = Status(StageState.STARTING)
             self.loop = None
@@ -186,14 +150,14 @@ class Worker:
         self.status = Status(StageState.LOADING)
         engine, self._engine = self._engine, None
         if engine is None:
-            engine = load(order, transport, self._loading, self.parent.send)
+            engine = load(order, transport, self._loading, self._send)
         elif order.loads_the_same(engine.order):
             engine.loop.rejoin(transport, order)
         else:
             leftovers = engine.take_apart(order)
             # Nothing may refer to the old stage while the other layers are read.
             engine = None
-            engine = load(order, transport, self._loading, self.parent.send, leftovers)
+            engine = load(order, transport, self._loading, self._send, leftovers)
         self._engine = engine
         self._be_ready(engine.loop, engine.loaded)
         return engine.loop
@@ -205,8 +169,7 @@ class Worker:
         return message
 
     def _be_ready(self, loop: StepLoop, loaded: Loaded) -> None:
-        if loop.prefix_store:
-            self.parent.send(loop.prefix_store.files())
+        loop.parts.announce()
         self.loop = loop
         self.status = Status(StageState.READY, loaded=loaded)
 
@@ -214,6 +177,14 @@ class Worker:
         self.status = Status(StageState(state), done, total)
 
     # --- reports to the parent
+
+    def _send(self, message: FromEngine) -> None:
+        """Sends a message of any thread of the engine's parts. Ends the process if the parent is
+        gone."""
+        try:
+            self.parent.send(message)
+        except OSError as error:
+            fail(self.parent, error, self.order.name)
 
     def _watch(self) -> None:
         """Sends reports while the other threads are busy: they show rank 0 which rank is behind."""

@@ -22,7 +22,7 @@ from tests.cluster.questions import QUESTIONS
 from tests.cluster.servers import TINY_CHAT, Server, alone, serve_flags, started
 from tests.ports import free_ports
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.uses("adapters")]
 
 NAMES = ["a", "b", "c"]
 ALL = [f"self_attn.{x}_proj" for x in "qkvo"] + ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]

@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster.servers import TINY_CHAT, Server, quick, running
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.uses("embeddings")]
 
 TEXTS = ["Hello", "How are you today?", "The bridge. " * 40, "12 + 30", "a"]
 Embed = Callable[[list[int]], np.ndarray]

@@ -35,7 +35,7 @@ from tests.cluster.servers import (
 )
 from tests.ports import free_ports
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600), pytest.mark.uses("drafts")]
 
 ADAPTERS = ROOT / "examples" / "adapters"
 FLAGS = ("--lora-modules", f"pirate={ADAPTERS / 'pirate'}", quick(max_restarts=1000))

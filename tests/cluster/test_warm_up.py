@@ -10,6 +10,8 @@ import pytest
 from tests.cluster.servers import ROOT, TINY_CHAT, Server, brigade_launch, started
 from tests.ports import free_ports
 
+pytestmark = pytest.mark.uses("adapters")
+
 ADAPTER = ROOT / "examples" / "adapters" / "pirate"
 
 

@@ -26,7 +26,11 @@ ADAPTERS = TINY_CHAT.parent / "adapters"
 LEAVING_SHARE = 0.2
 MAX_GROWTH_BYTES = 30 << 20
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(int(SOAK_SECONDS * 7 / 6) + 300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(int(SOAK_SECONDS * 7 / 6) + 300),
+    pytest.mark.uses("adapters"),
+]
 
 
 @dataclass

@@ -179,6 +179,7 @@ async def test_a_refusal_of_the_hub_keeps_its_http_status(
 
 
 @pytest.mark.long
+@pytest.mark.uses("adapters")
 def test_a_cluster_loads_an_adapter_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

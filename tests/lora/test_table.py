@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,13 +20,10 @@ from mlx_lm.tuner.utils import load_adapters
 from serve.core.errors import AdapterError, EngineError
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
 from serve.core.types import Row, Step
-from serve.core.wire import FrameReader
 from serve.lora import files as files_module
 from serve.lora.files import read_adapter
 from serve.lora.table import Adapters
 from serve.model.stage import Stage
-from serve.rank.parent import Parent
-from serve.rank.worker import Order, Worker
 from tests import adapters
 from tests.errors import fails
 from tests.models import build
@@ -232,26 +228,6 @@ def test_a_step_with_an_unloaded_version_is_an_error(tmp_path: Path) -> None:
     pipeline.apply([0], unload=(1, 5))
     with fails(EngineError, "out_of_step", match="version 1"):
         pipeline.apply([1])
-
-
-def test_an_error_while_reading_an_adapter_does_not_end_the_engine() -> None:
-    """Not the engine's, which others use."""
-
-    class Broken:
-        def answer(self, _: LoadAdapter) -> AdapterRead:
-            raise BufferError("odd")
-
-        def copy(self) -> None:
-            """There is nothing."""
-
-    here, there = socket.socketpair()
-    with here, there:
-        order = Order(1, (0, 1), ("a", "b"), [], 0, ".", None, None, ".", (0, 2), None, 1.0)
-        worker = Worker(Parent(here), order)
-        asked = LoadAdapter(3, "a", None, None, [])
-        worker._read_adapter(asked, Broken())  # type: ignore[arg-type]
-        (answer,) = FrameReader(AdapterRefused).feed(there.recv(1 << 16))
-    assert answer == AdapterRefused(3, "reading failed (BufferError)", 500)
 
 
 @pytest.mark.parametrize("is_peft", [False, True])

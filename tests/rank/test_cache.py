@@ -16,7 +16,7 @@ from mlx_lm.models.cache import (
 )
 
 from serve.core.errors import EngineError
-from serve.core.ops import Copy, Drop, Write
+from serve.core.ops import NO_CHECKPOINT, Copy, Drop
 from serve.core.types import Row, Step
 from serve.model.caches import quantized
 from serve.model.stage import Stage
@@ -301,20 +301,16 @@ def feed_ones(caches: GroupCaches, step: Step) -> list[ForwardPass]:
     return passes
 
 
-def test_caches_have_no_content_for_tokens_that_are_not_held(rig: Rig) -> None:
+def test_caches_copy_only_tokens_that_are_held(rig: Rig) -> None:
     rig.step(0, {0: [1, 2, 3], 1: [4, 5, 6, 7, 8]})
     caches = rig.caches
-    array = caches.content(Write(0, "b", "a", 1, 3)).arrays["0.keys.0"]
-    assert array.shape[-2] == 2
-    for write in (
-        Write(0, "b", "a", 1, 4),  # The other row has as many.
-        Write(0, "b", "a", 3, 4),
-        Write(2, "b", "a", 0, 1),
-        Write(0, "b", "a", 4, 4),
-        Write(0, "b", "a", 2, 2),
-    ):
+    assert caches.extracted(0, 2)[0].offset >= 2
+    for sequence, num_tokens in ((0, 4), (2, 1)):  # The other row has as many.
         with fails(EngineError, "out_of_step"):
-            caches.content(write)
+            caches.extracted(sequence, num_tokens)
+    for num_tokens in (4, 2):  # too many, and not its last ones
+        with fails(EngineError, "out_of_step"):
+            caches.states_at(0, num_tokens, NO_CHECKPOINT)
 
 
 def test_caches_that_cannot_go_back_refuse_to() -> None:

@@ -5,7 +5,6 @@ The stages may be any part of the model here, because the ring has one rank.
 
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,59 +12,21 @@ import mlx.core as mx
 import msgspec
 import pytest
 
-from serve.core.checkpoint import read_checkpoint
 from serve.core.errors import ClusterError, EngineError
-from serve.core.messages import Leave, Left, Loaded, Order
-from serve.core.ops import Guess
-from serve.core.outputs import Guesses
-from serve.core.plan import DraftSource
+from serve.core.messages import Leave, Left, Order
 from serve.core.types import Row, Sampling, Step
 from serve.core.wire import FrameReader
-from serve.model.stage import Stage
 from serve.model.weights import load_stage
 from serve.rank.loading import why_it_cannot_stay
 from serve.rank.parent import Parent
 from serve.rank.worker import Worker
-from tests import heads
 from tests.errors import fails
 from tests.models import save
-from tests.rank.test_worker import ORDER
+from tests.rank.ordered import SIZES, Ordered
 
-SIZES = {"hidden_size": 128, "intermediate_size": 512}
 SMALL = 40_000  # bytes of headers, config and code; a layer has more
 # The whole model comes first, then fewer layers, more of them, none of the former, and all again.
 MOVES = [(0, 4), (0, 2), (1, 3), (3, 4), (0, 4), (2, 4)]
-
-
-class Ordered:
-    """A worker that gets one order after the other, without its threads."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
-
-    def load(self, **changes: Any) -> Loaded:
-        self.worker.order = msgspec.structs.replace(self.worker.order, **changes)
-        self.worker._start()
-        assert self.worker.status.loaded
-        return self.worker.status.loaded
-
-    @property
-    def stage(self) -> Stage:
-        assert self.worker.loop
-        return self.worker.loop.stage
-
-
-@pytest.fixture
-def order(tmp_path: Path) -> Order:
-    model = save(tmp_path / "model", "llama", **SIZES)
-    return msgspec.structs.replace(ORDER, model=str(model), copies=str(tmp_path))
-
-
-@pytest.fixture
-def ordered(order: Order) -> Iterator[Ordered]:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        yield Ordered(Worker(Parent(theirs), order))
 
 
 def num_bytes(weights: dict[str, mx.array], names: set[str]) -> int:
@@ -158,56 +119,6 @@ def test_engine_refuses_to_mix_layers_of_two_versions_of_the_files(
     os.utime(weights, (1, 1))
     with fails(ClusterError, "changed_file"):
         ordered.load(layers=(0, 4))
-
-
-def guesses(ordered: Ordered, prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens of the model and of its draft model behind a prompt."""
-    loop = ordered.worker.loop
-    assert loop
-    loop.chooser.admit(5, Sampling(temperature=0), len(prompt), list(prompt))
-    results = loop.run()
-    loop.transport.send(step(1, 0, prompt[:-1], sample=False), [])
-    asking = step(2, len(prompt) - 1, prompt[-1:], sample=True)
-    loop.transport.send(msgspec.structs.replace(asking, after=(Guess((4,)),)), [])
-    next(results)
-    result = next(results)
-    (output,) = result.outputs_of(Guesses)
-    (guessed,) = output.rows
-    assert len(guessed) == 4
-    return result.tokens + guessed
-
-
-@pytest.mark.parametrize("is_head", [False, True])
-def test_engine_keeps_its_draft_model(ordered: Ordered, tmp_path: Path, is_head: bool) -> None:
-    """Also a prediction head, which reads the hidden states of the new stage."""
-    model = heads.make(tmp_path / "model-with-head", "mimo")
-    num_layers = read_checkpoint(model).num_layers
-    draft = DraftSource(str(model), None, None, is_head)
-    order = {"model": str(model), "draft": draft, "draft_bytes": 1_000_000}
-    first = ordered.load(layers=(0, num_layers), **order)
-    expected = guesses(ordered, (5, 6, 7, 8))
-    fewer = ordered.load(layers=(1, num_layers), draft_bytes=1_100_000)
-    assert fewer.draft_bytes == first.draft_bytes > 0
-    assert fewer.bytes_kept == fewer.bytes_owned
-    again = ordered.load(layers=(0, num_layers))
-    assert 0 < again.bytes_kept < again.bytes_owned == first.bytes_owned
-    assert guesses(ordered, (5, 6, 7, 8)) == expected
-
-
-def test_engine_with_other_layers_has_other_files_in_the_same_folder(
-    ordered: Ordered, tmp_path: Path
-) -> None:
-    """The folder is locked, and the first store has to let it go."""
-    ordered.load(layers=(0, 2), prefix_dir=str(tmp_path / "prefixes"), prefix_bytes=1 << 20)
-    first = ordered.worker.loop
-    ordered.load(layers=(0, 4))
-    second = ordered.worker.loop
-    assert first
-    assert second
-    assert first.prefix_store
-    assert second.prefix_store
-    assert second.prefix_store.files().digest != first.prefix_store.files().digest
-    second.prefix_store.close()
 
 
 def test_engine_of_a_shard_says_that_it_cannot_stay(order: Order) -> None:

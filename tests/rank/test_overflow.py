@@ -4,7 +4,6 @@ or through an adapter. No other sequence says anything else than alone."""
 import itertools
 import random
 from functools import partial
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,9 +12,7 @@ import pytest
 from serve.core.messages import Result
 from serve.core.types import Event, Sampling, Sequence
 from serve.front.pipeline.scheduler import Scheduler
-from tests import adapters
 from tests.models import build
-from tests.rank.test_adapter_pipeline import AdapterPipeline
 from tests.rank.test_pipeline import GREEDY, LocalPipeline, Make, pipeline, whole_model
 
 BAD = 95
@@ -89,20 +86,3 @@ def test_overflow_changes_none_of_a_thousand_answers() -> None:
     expected = alone(make)
     with pipeline(2, make) as local:
         assert num_changed(local, expected, 1000) == 0
-
-
-def test_overflow_through_an_adapter_changes_no_other_answer(tmp_path: Path) -> None:
-    """Also after it is unloaded."""
-    make = partial(build, "llama")
-    folder = adapters.save_adapter(tmp_path / "huge", make(), size=3e19)
-    expected = alone(make)
-    with AdapterPipeline(2, make, {1: folder}) as local:
-        assert num_changed(local, expected, 80, adapter=1) == 0
-        local.scheduler.retire(1)
-        again = [
-            Sequence(900 + n, prompt, NUM_TOKENS, GREEDY, frozenset())
-            for n, prompt in enumerate(PROMPTS)
-        ]
-        local.answer(again)
-        assert not any(loop.adapters._slots for loop in local.loops)
-    assert [sequence.output for sequence in again] == expected

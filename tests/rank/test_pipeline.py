@@ -5,76 +5,65 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from pathlib import Path
+from typing import TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from serve.core.messages import PrefixFileWritten, PrefixRead, Result
+from serve.core.messages import Embed, FromEngine, Result
 from serve.core.outputs import Embedding, Scores
 from serve.core.plan import even_split
 from serve.core.types import Pooling, Sampling, Score, Sequence
 from serve.front.parts.interface import SchedulerPart
 from serve.front.pipeline.scheduler import Scheduler
-from serve.front.prefixes.disk import DiskCounts, DiskPrefixes, DiskRules
-from serve.front.prefixes.index import Reuse
 from serve.model.caches import quantized
 from serve.model.stage import Stage
 from serve.rank.batching import can_batch
-from serve.rank.chooser import Chooser
-from serve.rank.drafts.loading import LoadedDraft
-from serve.rank.embedder import Embedder
-from serve.rank.outbox import Outbox
-from serve.rank.prefixes.contents import MakeCaches
-from serve.rank.prefixes.store import PrefixStore
+from serve.rank.parts.interface import Surroundings
 from serve.rank.step_loop import StepLoop
 from serve.ring.transport import local_ring
 from tests import architectures
 from tests.front.pipeline.simulation import prompt_of
-from tests.front.prefixes.observing import is_busy
 from tests.models import build
+from tests.rank.loops import ORDER, loop_of, surroundings_of
 
 PROMPTS = [[1 + i, 2, 3, *range(i)] for i in range(16)] + [[5]]
 GREEDY = Sampling(temperature=0)
 Make = Callable[[], nn.Module]
-MakeDraft = Callable[[], LoadedDraft]
-FromStore = tuple[int, PrefixRead | PrefixFileWritten]
+FromPart = tuple[int, FromEngine]
+LocalPipelineT = TypeVar("LocalPipelineT", bound="LocalPipeline")
 LLAMA = partial(build, "llama")
 BUILDING = threading.Lock()
 
 
 class LocalPipeline:
+    """A scheduler, and a step loop on each rank. results has the results of rank 0, and beside its
+    rank every message that a part sends."""
+
     def __init__(
         self,
         num_ranks: int,
-        results: "queue.Queue[Result | FromStore]",
-        make: Make,
-        kv_bits: int | None,
+        make: Make = LLAMA,
+        kv_bits: int | None = None,
         parts: tuple[SchedulerPart, ...] = (),
         num_groups: int | None = None,
-        prefix_dir: Path | None = None,
-        make_draft: MakeDraft | None = None,
     ) -> None:
         self.make, self.kv_bits = make, kv_bits
-        self.make_draft = make_draft
-        self.prefix_dir = prefix_dir
-        self.stores: dict[int, PrefixStore] = {}
         self.ring = local_ring(num_ranks)
-        self.results = results
+        self.loops: dict[int, StepLoop] = {}
+        self.results: queue.Queue[Result | FromPart] = queue.Queue()
         # Of the prompts of sequences that will be added, by their ids.
         self.boundaries: dict[int, tuple[int, ...]] = {}
-        self.chooser = Chooser()
-        self.embedder = Embedder()
-        self.poolings: dict[int, Pooling] = {}  # of prompts to embed, by sequence id
+        self.poolings: dict[int, Pooling] = {}
         self.embeddings: dict[int, bytes | None] = {}
         self.scores: dict[int, dict[int, Score]] = defaultdict(dict)
-        self.outbox = Outbox(lambda step: self.ring[0].send(step, []))
         self.scheduler = Scheduler(
             num_ranks,
             max_num_sequences=32,
@@ -96,74 +85,44 @@ class LocalPipeline:
         with BUILDING:
             model = self.make()
             batchable = can_batch(model)
-            stage = Stage(model, *layers)
-            draft = self.make_draft() if rank == 0 and self.make_draft else None
-            draft_model = draft.for_logits_of(stage) if draft else None
-        open_store = partial(self._open_store, rank) if self.prefix_dir else None
-        loop = StepLoop(
-            stage,
-            self.ring[rank],
-            self.kv_bits,
-            batchable=batchable,
-            open_store=open_store,
-            draft_model=draft_model,
-        )
+            surroundings = self._surroundings(rank, Stage(model, *layers), batchable)
+            loop = self.loops[rank] = loop_of(surroundings, self.ring[rank])
+            self._built(loop)
         self.built.wait(60)
-        if rank == 0:  # Others forget what is dropped before rank 0 has done with it.
-            loop.outbox, loop.chooser = self.outbox, self.chooser
-            loop.embedder = self.embedder
         self.started.set()
         for result in loop.run():
             self.results.put(result)
 
-    def _open_store(self, rank: int, make_caches: MakeCaches) -> PrefixStore:
-        assert self.prefix_dir
-        self.stores[rank] = PrefixStore(
-            self.prefix_dir / f"rank-{rank}",
-            f"{self.kv_bits}",
-            1 << 30,
-            make_caches,
-            lambda message: self.results.put((rank, message)),
+    def _built(self, loop: StepLoop) -> None:
+        """Changes a loop before it runs."""
+
+    def _surroundings(self, rank: int, stage: Stage, batchable: bool) -> Surroundings:
+        order = msgspec.structs.replace(
+            ORDER,
+            rank=rank,
+            ring=tuple(range(len(self.ring))),
+            kv_bits=self.kv_bits,
         )
-        return self.stores[rank]
-
-    def open_disk(self, rules: DiskRules, reuse: Reuse) -> DiskCounts:
-        """Makes the scheduler use the files on disk, as serve.front.pipeline.requests does."""
-        assert self.started.wait(60)
-        counts = DiskCounts()
-        stored = {rank: store.files() for rank, store in self.stores.items()}
-        self.scheduler.reuse = reuse
-        self.scheduler.budget.disk = DiskPrefixes(
-            stored,
-            str,
-            counts,
-            has_states=reuse == "checkpoints",
-            rules=rules,
+        return surroundings_of(
+            stage,
+            self.ring[rank],
+            order,
+            batchable=batchable,
+            send=lambda message: self.results.put((rank, message)),
         )
-        return counts
 
-    def flush(self) -> None:
-        """Waits until no step and no read or write of a file is under way."""
-        disk = self.scheduler.budget.disk
-        assert disk
-        self._pump()
-        while is_busy(disk) or self.scheduler.num_in_flight:
-            self._take(self.results.get(timeout=30))
-            self._pump()
-
-    def _take(self, result: Result | FromStore) -> None:
-        if isinstance(result, Result):
-            for each in result.outputs_of(Scores):
-                self.scores[each.sequence] |= dict(enumerate(each.scores, each.position))
-            for embedding in result.outputs_of(Embedding):
-                self.embeddings[embedding.sequence] = embedding.numbers
-            self.scheduler.update(result)
+    def _take(self, result: Result | FromPart) -> None:
+        if not isinstance(result, Result):
+            self._take_message(*result)
             return
-        rank, message = result
-        if isinstance(message, PrefixRead):
-            self.scheduler.on_prefix_read(rank, message)
-        elif self.scheduler.budget.disk:
-            self.scheduler.budget.disk.on_written(rank, message)
+        for each in result.outputs_of(Scores):
+            self.scores[each.sequence] |= dict(enumerate(each.scores, each.position))
+        for embedding in result.outputs_of(Embedding):
+            self.embeddings[embedding.sequence] = embedding.numbers
+        self.scheduler.update(result)
+
+    def _take_message(self, rank: int, message: FromEngine) -> None:
+        raise AssertionError(f"rank {rank} sent {message}")
 
     def _add(self, sequences: list[Sequence]) -> None:
         prompts = {s.id: prompt_of(s, self.boundaries.get(s.id, ())) for s in sequences}
@@ -183,26 +142,6 @@ class LocalPipeline:
             self._take(self.results.get(timeout=30))
             self._pump()
 
-    def interrupt(self, sequences: list[Sequence], num_tokens: int) -> None:
-        """Runs sequences until the answer of each has num_tokens tokens and all their files are
-        written. Takes no result after that."""
-        disk = self.scheduler.budget.disk
-        assert disk
-        self._add(sequences)
-        self._pump()
-        held: list[Result] = []
-        while is_busy(disk) or min(len(sequence.output) for sequence in sequences) < num_tokens:
-            result = self.results.get(timeout=30)
-            # On a slow disk, the answers would otherwise end before their files are written.
-            if disk._writing and isinstance(result, Result):
-                held.append(result)
-                continue
-            for each in (*held, result):
-                self._take(each)
-            held.clear()
-            self._pump()
-        assert all(sequence.num_left > 0 for sequence in sequences)
-
     def answer(self, sequences: list[Sequence]) -> dict[int, list[int]]:
         """Runs the sequences to their end, as serve.front.pipeline.engine does."""
         self._add(sequences)
@@ -213,36 +152,29 @@ class LocalPipeline:
         return {sequence.id: sequence.output for sequence in sequences}
 
     def _pump(self) -> None:
+        assert self.started.wait(60)
         while True:
             step = self.scheduler.schedule()
-            disk = self.scheduler.budget.disk
-            for message in disk.take_messages() if disk else ():
-                for store in self.stores.values():
-                    store.obey(message)
+            self._tell_parts()
             if step is None:
                 return
             for id in step.begun:
-                sequence = self.scheduler.sequence(id)
-                if pooling := self.poolings.get(id):
-                    self.embedder.admit(id, pooling, len(sequence.prompt))
-                    continue
-                self.chooser.admit(id, sequence.sampling, len(sequence.prompt), sequence.tokens)
-            self.outbox.put(self.chooser.cut_drafts(step))
+                self._begin(self.scheduler.sequence(id))
+            self.loops[0].put(step)
+
+    def _tell_parts(self) -> None:
+        """Passes on messages to the parts of all ranks."""
+
+    def _begin(self, sequence: Sequence) -> None:
+        num_prompt = len(sequence.prompt)
+        if pooling := self.poolings.get(sequence.id):
+            self.loops[0].parts.obey(Embed(sequence.id, pooling, num_prompt))
+        else:
+            self.loops[0].chooser.admit(sequence.id, sequence.sampling, num_prompt, sequence.tokens)
 
 
 @contextmanager
-def pipeline(
-    num_ranks: int,
-    make: Make = LLAMA,
-    kv_bits: int | None = None,
-    parts: tuple[SchedulerPart, ...] = (),
-    num_groups: int | None = None,
-    prefix_dir: Path | None = None,
-    make_draft: MakeDraft | None = None,
-) -> Iterator[LocalPipeline]:
-    local = LocalPipeline(
-        num_ranks, queue.Queue(), make, kv_bits, parts, num_groups, prefix_dir, make_draft
-    )
+def running(local: LocalPipelineT) -> Iterator[LocalPipelineT]:
     for thread in local.threads:
         thread.start()
     try:
@@ -253,8 +185,16 @@ def pipeline(
         for thread in local.threads:
             thread.join(10)
             assert not thread.is_alive()
-        for store in local.stores.values():
-            store.close()
+
+
+def pipeline(
+    num_ranks: int,
+    make: Make = LLAMA,
+    kv_bits: int | None = None,
+    parts: tuple[SchedulerPart, ...] = (),
+    num_groups: int | None = None,
+) -> AbstractContextManager[LocalPipeline]:
+    return running(LocalPipeline(num_ranks, make, kv_bits, parts, num_groups))
 
 
 def whole_model(

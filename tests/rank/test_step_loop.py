@@ -1,110 +1,17 @@
-"""A stage sends its outputs before it copies what goes to its disk, and no later step changes the
-copies."""
+"""What a step loop adds to steps, and what it does with those that ask for a missing part."""
 
-import queue
-from functools import partial
-from pathlib import Path
-from typing import Any
-
-import mlx.core as mx
 import pytest
 
-from serve.core.ops import Drop, ShareHead, Write
-from serve.core.types import Row, Step
+from serve.core.errors import EngineError
+from serve.core.messages import Embed, Message
+from serve.core.ops import AnyOp, Guess, Load, ShareHead, Unload, Write
+from serve.core.types import Pooling, Row, Step
 from serve.model.head import share_head
 from serve.model.stage import Stage
-from serve.rank.prefixes.contents import FileContent, MakeCaches
-from serve.rank.prefixes.store import PrefixStore
-from serve.rank.step_loop import StepLoop
 from serve.ring.transport import LocalTransport, local_ring
+from tests.errors import fails
 from tests.models import build
-
-TOKENS = (3, 1, 4, 1, 5)
-OTHER_TOKENS = (2, 7, 1, 8, 2)
-
-
-class ObservedStore(PrefixStore):
-    """A store that also notes its contents, and whether the stage had sent something by then."""
-
-    def __init__(
-        self, folder: Path, outbox: "queue.SimpleQueue[Any]", make_caches: MakeCaches
-    ) -> None:
-        super().__init__(folder, "0", 1 << 30, make_caches, lambda message: None)
-        self.outbox = outbox
-        self.contents: list[FileContent] = []
-        self.has_sent: list[bool] = []
-
-    def write(self, write: Write, content: FileContent) -> None:
-        self.has_sent.append(not self.outbox.empty())
-        self.contents.append(content)
-        super().write(write, content)
-
-
-def make_loop(folder: Path, layers: tuple[int, int], transport: LocalTransport) -> StepLoop:
-    open_store = partial(ObservedStore, folder, transport._left._inbox)
-    stage = Stage(build("llama"), *layers)
-    return StepLoop(stage, transport, batchable=True, open_store=open_store)
-
-
-def prefill(number: int, sequence: int, tokens: tuple[int, ...], **fields: Any) -> Step:
-    row = Row(sequence, 0, len(tokens))
-    return Step(number, -1, (row,), tokens, sample=False, **fields)
-
-
-def write_of(sequence: int) -> Write:
-    return Write(sequence, "a" * 32, "b" * 32, 0, len(TOKENS))
-
-
-def observed(loop: StepLoop) -> ObservedStore:
-    assert isinstance(loop.prefix_store, ObservedStore)
-    return loop.prefix_store
-
-
-@pytest.fixture
-def expected(tmp_path: Path) -> FileContent:
-    """The file of a sequence to which no other step came."""
-    last, first = local_ring(2)
-    loop = make_loop(tmp_path / "expected", (0, 2), first)
-    last.send(prefill(1, 1, TOKENS, after=(write_of(1),)), [])
-    first.close()
-    assert not list(loop.run())
-    (content,) = observed(loop).contents
-    observed(loop).close()
-    return content
-
-
-def test_step_loop_sends_before_it_writes(tmp_path: Path, expected: FileContent) -> None:
-    """The next steps wait already: one drops the sequence, and another takes its place."""
-    last, first = local_ring(2)
-    loop = make_loop(tmp_path / "first", (0, 2), first)
-    last.send(prefill(1, 1, TOKENS, after=(write_of(1),)), [])
-    last.send(prefill(2, 2, OTHER_TOKENS, before=(Drop(1),)), [])
-    last.send(prefill(3, 3, OTHER_TOKENS), [])
-    first.close()
-    assert not list(loop.run())
-    store = observed(loop)
-    store.close()
-    assert store.has_sent == [True]
-    (content,) = store.contents
-    assert content.arrays.keys() == expected.arrays.keys()
-    for name, array in content.arrays.items():
-        assert mx.array_equal(array, expected.arrays[name]).item(), name
-
-
-def test_step_loop_yields_a_result_before_it_writes(tmp_path: Path) -> None:
-    (only,) = local_ring(1)
-    loop = make_loop(tmp_path / "only", (0, 4), only)
-    only.send(prefill(1, 1, TOKENS, after=(write_of(1),)), [])
-    only.close()
-    results = loop.run()
-    next(results)
-    store = observed(loop)
-    assert not store.contents
-    busy_seconds = loop.busy_seconds
-    assert not list(results)
-    store.close()
-    assert len(store.contents) == 1
-    assert loop.busy_seconds > busy_seconds
+from tests.rank.loops import loop_of, surroundings_of
 
 
 def test_put_says_which_steps_share_the_head() -> None:
@@ -115,7 +22,7 @@ def test_put_says_which_steps_share_the_head() -> None:
     head = share_head(stage, 0, 1, lambda own: own)
     assert head is not None
     head.max_tokens = 2
-    loop = StepLoop(stage, transport, batchable=True, shared_head=head)
+    loop = loop_of(surroundings_of(stage), transport, shared_head=head)
     for num_rows, sample, is_shared in (
         (1, True, True),
         (2, True, True),
@@ -128,3 +35,31 @@ def test_put_says_which_steps_share_the_head() -> None:
         assert message is not None
         step, _ = message
         assert bool(step.ops(ShareHead)) == is_shared
+
+
+@pytest.mark.parametrize(
+    "op", [Load(5, 1), Unload(1), Write(5, "a", "b", 0, 1), Guess((1,))], ids=repr
+)
+def test_operation_of_a_missing_part_is_an_error(op: AnyOp) -> None:
+    transport = LocalTransport()
+    loop = loop_of(surroundings_of(Stage(build("llama"), 0, 4)), transport, parts=[])
+    before = (op,) if isinstance(op, Load | Unload) else ()
+    after = () if before else (op,)
+    transport.send(Step(1, 0, (), (), False, before=before, after=after), [])
+    with fails(EngineError, "missing_part", match=f"{type(op).__name__} of step 1"):
+        list(loop.run())
+
+
+def test_row_with_an_adapter_is_an_error_without_that_part() -> None:
+    loop = loop_of(surroundings_of(Stage(build("llama"), 0, 4)), LocalTransport(), parts=[])
+    plain, adapted = (Row(5, 0, 1, adapter_version=version) for version in (0, 3))
+    loop.parts.prepare(Step(1, 0, (plain,), (7,), False))
+    with fails(EngineError, "missing_part", match="adapter_version of step 2"):
+        loop.parts.prepare(Step(2, 0, (plain, adapted), (7, 7), False))
+
+
+def test_message_for_a_missing_part_is_an_error() -> None:
+    loop = loop_of(surroundings_of(Stage(build("llama"), 0, 4)), LocalTransport(), parts=[])
+    message: Message = Embed(5, Pooling("mean"), 2)
+    with fails(EngineError, "missing_part", match="Embed"):
+        loop.parts.obey(message)

@@ -2,31 +2,19 @@
 
 import os
 import socket
-from pathlib import Path
 
-import msgspec
 import pytest
 
 from serve.core.errors import EngineError, ModelError
-from serve.core.messages import Activity, Fault, FromEngine, Leave, Left, Order, Status, ToEngine
-from serve.core.ops import Guess
-from serve.core.outputs import Guesses
-from serve.core.plan import DraftSource
+from serve.core.messages import Activity, Fault, FromEngine, Leave, Left, Status
 from serve.core.types import Row, Sampling, Step
-from serve.core.wire import FrameReader, frame
+from serve.core.wire import FrameReader
 from serve.model.stage import Stage
 from serve.rank.parent import Parent, fail
-from serve.rank.step_loop import StepLoop
 from serve.rank.worker import Worker
 from serve.ring.transport import LocalTransport
-from tests.models import build, save
-from tests.rank.test_pipeline import whole_model
-
-ORDER = Order(
-    **{"rank": 0, "ring": (0,), "hosts": ("127.0.0.1",), "addresses": [[]], "nonce": 1},
-    **{"model": ".", "commit": None, "cache_dir": None, "copies": "."},
-    **{"layers": (0, 4), "kv_bits": None, "join_timeout": 1.0},
-)
+from tests.models import build
+from tests.rank.loops import ORDER, loop_of, surroundings_of
 
 
 def test_caches_are_looked_at_after_steps_alone() -> None:
@@ -34,7 +22,8 @@ def test_caches_are_looked_at_after_steps_alone() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         worker = Worker(Parent(theirs), ORDER)
-        worker.loop = loop = StepLoop(Stage(build("llama"), 0, 4), LocalTransport(), batchable=True)
+        surroundings = surroundings_of(Stage(build("llama"), 0, 4))
+        worker.loop = loop = loop_of(surroundings, LocalTransport())
 
         def activity() -> Activity:
             worker._report()
@@ -57,9 +46,9 @@ def test_engine_that_is_to_leave_reports_the_step_that_it_still_computes() -> No
     with ours, theirs:
         worker = Worker(Parent(theirs), ORDER)
         transport = LocalTransport()
-        loop = StepLoop(Stage(build("llama"), 0, 4), transport, batchable=True)
+        loop = loop_of(surroundings_of(Stage(build("llama"), 0, 4)), transport)
         worker.loop = loop
-        loop.step = 7
+        loop.work.step = 7
         worker._leave(Leave(1))
         worker._report()
         (status,) = FrameReader(Status).feed(ours.recv(1 << 16))
@@ -86,41 +75,3 @@ def test_an_engine_reports_the_code_of_its_error(monkeypatch: pytest.MonkeyPatch
         Fault(EngineError.exit_code, "The engine: ValueError: odd", EngineError.code),
     ]
     assert ended == [ModelError.exit_code, EngineError.exit_code]
-
-
-def test_rank_0_loads_its_draft_model_and_reports_its_guesses(tmp_path: Path) -> None:
-    """From the order to the result, as another process would see it."""
-    draft = DraftSource(str(save(tmp_path / "draft", "llama")), None, None)
-    planned_bytes = 10_000_000
-    sent = msgspec.structs.replace(
-        ORDER,
-        model=str(save(tmp_path / "model", "llama")),
-        copies=str(tmp_path),
-        draft=draft,
-        draft_bytes=planned_bytes,
-    )
-    (order,) = FrameReader(ToEngine).feed(frame(sent))
-    assert isinstance(order, Order)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        worker = Worker(Parent(theirs), order)
-        loop = worker._start()
-        loaded = worker.status.loaded
-        assert loaded
-        assert planned_bytes > loaded.draft_bytes > 0
-        assert loaded.draft_seconds > 0
-        prompt = [5, 6, 7]
-        loop.chooser.admit(5, Sampling(temperature=0), 3, prompt)
-        loop.transport.send(Step(1, 7, (Row(5, 0, 2),), (5, 6), False), [])
-        asking = Step(2, 0, (Row(5, 2, 1),), (7,), True, after=(Guess((3,)),))
-        loop.transport.send(asking, [])
-        results = loop.run()
-        assert next(results).outputs == ()
-        result = next(results)
-        expected = tuple(whole_model(prompt, 4))
-        assert (result.tokens, result.outputs) == (expected[:1], (Guesses((expected[1:],)),))
-        worker._report()
-        (status,) = FrameReader(Status).feed(ours.recv(1 << 16))
-        assert status.activity
-        kinds = [span.kind for span in status.activity.spans]
-        assert kinds == ["prefill", "decode", "draft"]

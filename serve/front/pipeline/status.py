@@ -14,6 +14,7 @@ import msgspec
 from serve.core.errors import PlanError
 from serve.core.messages import Activity, Loaded, Span, Status
 from serve.core.plan import StagePlan
+from serve.core.sections import AdapterMemory, DraftCosts, SharedHeadLimit
 from serve.core.types import StageState, Step
 from serve.front.pipeline.step_cost import StepCost
 
@@ -99,7 +100,6 @@ NOTHING_LOADED = Loaded(bytes_owned=0, bytes_read=None, bytes_fetched=0, free_by
 NO_ACTIVITY = Activity(
     busy_seconds=0.0,
     num_steps=0,
-    adapter_bytes=0,
     num_hops=0,
     hop_seconds=0.0,
     waits_on=None,
@@ -197,8 +197,9 @@ class StageStatus:
 
     def _note_loaded(self, loaded: Loaded) -> None:
         self.loaded = loaded
-        if loaded.draft_bytes and not self.pace.draft_cost.is_known:
-            self.pace.draft_cost.add_step(1, loaded.draft_seconds)
+        draft = loaded.section(DraftCosts)
+        if draft and not self.pace.draft_cost.is_known:
+            self.pace.draft_cost.add_step(1, draft.guess_seconds)
 
     def _note_activity(self, activity: Activity, ring: Sequence[int], now: float) -> None:
         waits_on = None
@@ -227,7 +228,7 @@ class StageStatus:
         self.latest = Status(StageState.RENEWING)
         self.stays.positions = None
         self.activity = msgspec.structs.replace(
-            self.activity, kv_bytes=0, adapter_bytes=0, num_steps=0, waits_on=None, step=None
+            self.activity, kv_bytes=0, num_steps=0, waits_on=None, step=None, sections=()
         )
         self.timeline.renew()
 
@@ -272,7 +273,7 @@ class StageStatus:
                 "bytes_read": self.loaded.bytes_read,
                 "bytes_fetched": self.loaded.bytes_fetched,
                 "bytes_kept": self.loaded.bytes_kept,
-                "shared_head_tokens": self.loaded.shared_head_tokens,
+                "shared_head_tokens": self._shared_head_tokens,
             }
             words += [f"{name}={value}" for name, value in counts.items() if value]
         return " ".join(words)
@@ -300,12 +301,22 @@ class StageStatus:
             "busy_seconds": round(activity.busy_seconds, 3),
             "decode_seconds": self.pace.decode_seconds and round(self.pace.decode_seconds, 5),
             "kv_bytes": activity.kv_bytes,
-            "adapter_bytes": activity.adapter_bytes,
+            "adapter_bytes": self._adapter_bytes,
             "num_hops": activity.num_hops,
             "hop_seconds": round(activity.hop_seconds, 5),
             "all_reduce": activity.sums and activity.sums.to_json(),
-            "shared_head_tokens": loaded.shared_head_tokens,
+            "shared_head_tokens": self._shared_head_tokens,
         }
+
+    @property
+    def _adapter_bytes(self) -> int:
+        memory = self.activity.section(AdapterMemory)
+        return memory.num_bytes if memory else 0
+
+    @property
+    def _shared_head_tokens(self) -> int:
+        limit = self.loaded.section(SharedHeadLimit)
+        return limit.max_tokens if limit else 0
 
 
 def first_shards(stages: Sequence[StageStatus]) -> list[StageStatus]:

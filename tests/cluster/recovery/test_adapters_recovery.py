@@ -15,7 +15,7 @@ from tests.cluster.servers import Server
 from tests.cluster.test_adapters import Whole, answer, ask, folders, load, running, wait_until
 from tests.kernels import share_kernels
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.uses("adapters")]
 
 __all__ = ["answer", "folders"]  # fixtures of others
 

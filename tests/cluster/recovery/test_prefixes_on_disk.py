@@ -13,6 +13,8 @@ import pytest
 
 from tests.cluster.servers import LOG_SECONDS, Server, quick, running
 
+pytestmark = pytest.mark.uses("disk")
+
 TEXT = "Once upon a time there was a fox who counted all the stars, one after the other. " * 20
 
 

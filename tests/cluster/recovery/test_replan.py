@@ -15,7 +15,7 @@ from tests.cluster.recovery.test_recovery import check_same, run_streams
 from tests.cluster.servers import TINY_CHAT, Server, started
 from tests.ports import free_ports
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.uses("adapters", "disk")]
 
 POET = TINY_CHAT.parent / "adapters" / "poet"
 SMALL = 60_000  # bytes of headers, config and code; a layer has ten times as many

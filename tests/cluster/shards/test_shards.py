@@ -118,6 +118,7 @@ def test_shards_of_two_stages_answer_as_mlx_lm(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "num_shards"), [(2, 2), (3, 3), (4, 2)])
+@pytest.mark.uses("drafts")
 def test_shards_share_the_head(
     num_ranks: int,
     num_shards: int,
@@ -195,6 +196,7 @@ def mlx_lm_with_adapter(folder: Path | None, question: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.uses("adapters")
 def test_shards_mix_and_swap_adapters_as_mlx_lm(tmp_path: Path) -> None:
     settings = {"a": {"keys": ALL, "rank": 8}, "b": {"rank": 4, "num_layers": 5, "size": 0.6}}
     for seed, (name, options) in enumerate(settings.items()):
@@ -275,6 +277,7 @@ def wait_for_restart(server: Server, num_restarts: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.uses("drafts")
 def test_shards_verify_drafts_as_one_rank_does() -> None:
     text = "red green blue red green blue one two three one two three"
     body: dict[str, Any] = {

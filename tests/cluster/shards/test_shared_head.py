@@ -31,7 +31,11 @@ from tests.cluster.test_speculation import (
     save_first_layers,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.uses("adapters", "drafts", "embeddings"),
+]
 
 INSIDE = str(Path(__file__).parent / "inside")
 NONE, SOME, ALL = 0, 4, 1000  # the largest number of tokens in a step that shares the head

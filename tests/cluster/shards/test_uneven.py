@@ -68,6 +68,7 @@ def test_two_shards_of_three_kv_heads_answer_as_mlx_lm(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.uses("adapters", "disk")
 def test_three_shards_of_eight_kv_heads_answer_as_mlx_lm(tmp_path: Path) -> None:
     """With an adapter, after the loss of a shard, and after a restart from prefixes on disk."""
     sizes = {"num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 50}

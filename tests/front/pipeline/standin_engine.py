@@ -36,7 +36,7 @@ from serve.rank.outbox import Outbox
 from tests.front.pipeline.simulation import StageModel, next_token, result_of
 
 STATUS_SECONDS = 0.1
-COMPUTING = Activity(0.0, 0, 0, 0, 0.0, None, 1, None, [], 0.0)
+COMPUTING = Activity(0.0, 0, 0, 0.0, None, 1, None, [], 0.0)
 
 
 class Standin:

@@ -29,7 +29,7 @@ from tests.configs import serve_config
 from tests.errors import fails
 
 
-def load(stage: StageStatus, **changes: int) -> None:
+def load(stage: StageStatus, **changes: Any) -> None:
     """Changes what loading a stage has found."""
     stage.loaded = msgspec.structs.replace(stage.loaded, **changes)
 
@@ -206,7 +206,7 @@ def test_stall_cause_and_stuck_ranks(
 
 
 def ready(**changes: Any) -> Status:
-    idle = Activity(0.0, 0, 0, 0, 0.0, None, None, None, [], 1.0)
+    idle = Activity(0.0, 0, 0, 0.0, None, None, None, [], 1.0)
     return Status(StageState.READY, activity=msgspec.structs.replace(idle, **changes))
 
 

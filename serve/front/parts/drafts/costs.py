@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as ReadableList
 
+from serve.core.sections import DraftCosts
 from serve.front.parts.drafts.model_guesses import ModelCosts
 from serve.front.pipeline.status import StageStatus
 
@@ -22,8 +23,8 @@ def token_cost(stages: ReadableList[StageStatus]) -> float | None:
 
 def draft_model_costs(stages: ReadableList[StageStatus]) -> ModelCosts | None:
     """Returns what the draft model costs, by measurement or size; None without one."""
-    draft_bytes = stages[0].loaded.draft_bytes
-    if not draft_bytes:
+    draft = stages[0].loaded.section(DraftCosts)
+    if not draft:
         return None
     pace = stages[0].pace
     seconds = sum(stage.pace.decode_cost.seconds(1) for stage in stages)
@@ -32,7 +33,7 @@ def draft_model_costs(stages: ReadableList[StageStatus]) -> ModelCosts | None:
         guess = guess_seconds / seconds
     else:
         model_bytes = sum(stage.loaded.bytes_owned for stage in stages)
-        guess = draft_bytes / model_bytes
+        guess = draft.num_bytes / model_bytes
     if seconds and pace.reading_seconds_per_token is not None:
         reading = pace.reading_seconds_per_token / seconds
     else:

@@ -5,6 +5,7 @@ from collections.abc import Sequence as ReadableList
 from serve.core.config import ServeConfig
 from serve.core.errors import RequestError
 from serve.core.messages import Embed
+from serve.core.sections import HiddenSize
 from serve.core.types import Pooling, Sequence
 from serve.front.parts.interface import SchedulerPart
 from serve.front.pipeline.interface import Prompt
@@ -20,7 +21,8 @@ class Embeddings(SchedulerPart):
         self._poolings: dict[int, Pooling] = {}
 
     def settle(self, stages: ReadableList[StageStatus]) -> None:
-        self._hidden_size = stages[0].loaded.hidden_size
+        hidden = stages[0].loaded.section(HiddenSize)
+        self._hidden_size = hidden.size if hidden else 0
 
     def takes(self, prompt: Prompt) -> bool:
         if prompt.pooling is None:

@@ -3,6 +3,7 @@
 import pytest
 
 from serve.core.messages import Span
+from serve.core.sections import DraftCosts
 from serve.front.parts.drafts.costs import draft_model_costs, token_cost
 from serve.front.pipeline.status import StageStatus
 from tests.front.pipeline.test_stages import load, make_stage
@@ -18,7 +19,7 @@ def test_token_cost_is_a_share_of_a_step_and_unknown_without_steps_on_all_stages
 def test_draft_model_costs_are_shares_of_a_step_of_all_stages() -> None:
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
     assert draft_model_costs(stages) is None
-    load(stages[0], bytes_owned=1000, draft_bytes=100)
+    load(stages[0], bytes_owned=1000, sections=(DraftCosts(100, 0.0),))
     load(stages[1], bytes_owned=1000)
     assert draft_model_costs(stages) == pytest.approx((0.05, 0.005))
     runs = [Span(n, 0, 1, 3, 0.0, 0.06, 3, is_draft=True) for n in range(20)]

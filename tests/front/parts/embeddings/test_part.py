@@ -6,6 +6,7 @@ import pytest
 
 from serve.core.errors import RequestError
 from serve.core.messages import Embed, Loaded
+from serve.core.sections import HiddenSize
 from serve.core.types import Pooling, Sampling
 from serve.front.parts.embeddings.part import Embeddings
 from serve.front.pipeline.interface import Prompt
@@ -16,8 +17,9 @@ from tests.front.pipeline.simulation import make_sequence
 
 def on_model(hidden_size: int) -> Embeddings:
     part = Embeddings(serve_config(model=Path("model")))
-    stage = StageStatus(0, "h", loaded=Loaded(0, None, 0, 0, "none", hidden_size=hidden_size))
-    part.settle([stage])
+    sections = (HiddenSize(hidden_size),) if hidden_size else ()
+    loaded = Loaded(0, None, 0, 0, "none", sections=sections)
+    part.settle([StageStatus(0, "h", loaded=loaded)])
     return part
 
 

@@ -19,14 +19,15 @@ from serve.core.types import Row, Sampling, Step
 from serve.model.mtp import FAMILIES, PredictionHead
 from serve.model.stage import Stage
 from serve.model.weights import build_model
-from serve.rank.drafts.draft_model import NUM_TOKENS_READ
-from serve.rank.drafts.loading import load_drafter
-from serve.rank.drafts.mtp import HeadDrafter, HiddenStates
-from serve.rank.step_loop import StepLoop
+from serve.rank.parts.drafts.draft_model import NUM_TOKENS_READ
+from serve.rank.parts.drafts.loading import load_drafter
+from serve.rank.parts.drafts.mtp import HeadDrafter, HiddenStates
+from serve.rank.parts.drafts.part import DraftsPart
 from serve.ring.transport import LocalTransport
 from tests import heads
 from tests.errors import fails
-from tests.rank.drafts.guessed_answers import check_that_guesses_change_no_answer
+from tests.rank.loops import loop_of, surroundings_of
+from tests.rank.parts.drafts.guessed_answers import check_that_guesses_change_no_answer
 
 GREEDY = Sampling(temperature=0)
 VOCABULARY = 8  # so small that random guesses are often right
@@ -47,13 +48,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def no_progress(*_: Any) -> None:
     return
-
-
-def load(folder: Path, stage: Stage) -> HeadDrafter:
-    source = DraftSource(str(folder), None, None, is_head=True)
-    drafter = load_drafter(source, no_progress).for_logits_of(stage)
-    assert isinstance(drafter, HeadDrafter)
-    return drafter
 
 
 class Reference:
@@ -125,9 +119,14 @@ class Engine:
     def __init__(self, folder: Path) -> None:
         model = build_model(folder)
         stage = Stage(model, 0, len(model.layers))
-        self.drafter = load(folder, stage)
+        source = DraftSource(str(folder), None, None, is_head=True)
+        draft = load_drafter(source, no_progress)
         self.transport = LocalTransport()
-        self.loop = StepLoop(stage, self.transport, batchable=True, draft_model=self.drafter)
+        surroundings = surroundings_of(stage)
+        self.drafter = draft.for_logits_of(stage)
+        assert isinstance(self.drafter, HeadDrafter)
+        part = DraftsPart(draft, self.drafter, surroundings.chooser, 0)
+        self.loop = loop_of(surroundings, self.transport, [part])
         self.results = self.loop.run()
         self.number = 0
 

@@ -27,16 +27,17 @@ from serve.core.types import Row, Sampling, Sequence, Step
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.prefixes.disk import DiskRules
 from serve.model.stage import Stage
-from serve.rank.prefixes import contents
-from serve.rank.prefixes.contents import MakeCaches
-from serve.rank.prefixes.store import PrefixStore, open_store
-from serve.rank.prefixes.stored_files import UNFINISHED
-from serve.rank.step_loop import StepLoop
+from serve.rank.parts.disk import contents
+from serve.rank.parts.disk.part import DiskPart
+from serve.rank.parts.disk.store import PrefixStore, open_store
+from serve.rank.parts.disk.stored_files import UNFINISHED
 from serve.ring.transport import LocalTransport
 from tests import architectures
 from tests.models import build
 from tests.models_page import reuse_of
-from tests.rank.test_pipeline import LocalPipeline, pipeline
+from tests.rank.loops import loop_of, surroundings_of
+from tests.rank.parts.disk.disk_pipeline import disk_pipeline
+from tests.rank.test_pipeline import LocalPipeline
 from tests.rank.test_reuse import ALL, DEPENDS_ON_CHUNKS, make_in_two_stages
 
 SHORT = DiskRules(segment=16, min_segment=4, min_gain=8)
@@ -81,14 +82,14 @@ def test_prefix_store_serves_a_second_turn_after_a_restart(
 ) -> None:
     make = make_in_two_stages(name, monkeypatch)
     reuse = reuse_of(name)
-    with pipeline(2, make, prefix_dir=tmp_path) as local:
+    with disk_pipeline(2, make, tmp_path) as local:
         local.scheduler = Scheduler(2, max_num_sequences=32, max_queue=64, prefill_chunk=32)
         expected = scores(local, second_turn(local, 5))
         counts = local.open_disk(SHORT, reuse)
         scores(local, first_turn(local, 0))
         local.flush()
         assert counts.num_written_files
-    with pipeline(2, make, prefix_dir=tmp_path) as local:
+    with disk_pipeline(2, make, tmp_path) as local:
         local.scheduler = Scheduler(2, max_num_sequences=32, max_queue=64, prefill_chunk=32)
         counts = local.open_disk(SHORT, reuse)
         second = second_turn(local, 1)
@@ -108,14 +109,14 @@ def test_prefix_store_has_the_contexts_of_answers_that_the_end_of_an_engine_inte
     engines."""
     make = make_in_two_stages(name, monkeypatch)
     reuse = reuse_of(name)
-    with pipeline(2, make, prefix_dir=tmp_path) as local:
+    with disk_pipeline(2, make, tmp_path) as local:
         local.scheduler = Scheduler(2, max_num_sequences=32, max_queue=64, prefill_chunk=32)
         whole = local.answer(long_answers(10))
         counts = local.open_disk(SHORT_RUNNING, reuse)
         begun = long_answers(0)
         local.interrupt(begun, 40)
         assert counts.num_written_files
-    with pipeline(2, make, prefix_dir=tmp_path) as local:
+    with disk_pipeline(2, make, tmp_path) as local:
         local.scheduler = Scheduler(2, max_num_sequences=32, max_queue=64, prefill_chunk=32)
         counts = local.open_disk(SHORT_RUNNING, reuse)
         for sequence in begun:
@@ -230,10 +231,11 @@ def test_prefix_store_refuses_what_a_stage_does_not_hold_and_steps_go_on(
     stage = Stage(build("llama"), 0, 4)
     transport = LocalTransport()
 
-    def open_own(make_own: MakeCaches) -> PrefixStore:
-        return PrefixStore(tmp_path / "rank-0", "a" * 32, 1 << 20, make_own, reports.put)
-
-    loop = StepLoop(stage, transport, batchable=True, open_store=open_own)
+    surroundings = surroundings_of(stage)
+    caches = surroundings.caches
+    folder = tmp_path / "rank-0"
+    store = PrefixStore(folder, "a" * 32, 1 << 20, caches.make_caches, reports.put)
+    loop = loop_of(surroundings, transport, [DiskPart(store, caches, reports.put)])
     loop.chooser.admit(1, Sampling(temperature=0), 4, [1, 2, 3, 4])
     results = loop.run()
     transport.send(Step(1, 0, (Row(1, 0, 3),), (1, 2, 3), False), [])
@@ -247,8 +249,7 @@ def test_prefix_store_refuses_what_a_stage_does_not_hold_and_steps_go_on(
     written = [reports.get(timeout=60) for _ in range(3)]
     assert [report.num_bytes > 0 for report in written] == [True, False, True]
     assert "4 tokens of sequence 1 are to be written, and 3 are held here" in caplog.text
-    assert loop.prefix_store
-    loop.prefix_store.close()
+    store.close()
 
 
 def test_prefix_store_leaves_nothing_of_a_write_that_fails(

@@ -33,9 +33,9 @@ from serve.core.messages import (
     ReadPrefix,
 )
 from serve.core.ops import Write
-from serve.rank.prefixes import contents, stored_files
-from serve.rank.prefixes.contents import FileContent, MakeCaches
-from serve.rank.prefixes.stored_files import SUFFIX, UNFINISHED, StoredFile
+from serve.rank.parts.disk import contents, stored_files
+from serve.rank.parts.disk.contents import FileContent, MakeCaches
+from serve.rank.parts.disk.stored_files import SUFFIX, UNFINISHED, StoredFile
 
 _logger = logging.getLogger(__name__)
 
@@ -97,7 +97,9 @@ class PrefixStore:
         return PrefixFiles(files, self._max_bytes, self._digest)
 
     def write(self, write: Write, content: FileContent) -> None:
-        """Writes a file in the background. The arrays have to be evaluated."""
+        """Writes a file in the background. Evaluates its arrays at once, because the next step
+        changes the buffers that they come from."""
+        mx.eval(content.arrays)
         self._writer.submit(self._write, write, content)
 
     def refuse(self, write: Write, error: EngineError) -> None:

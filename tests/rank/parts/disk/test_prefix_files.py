@@ -17,9 +17,9 @@ from serve.core.messages import (
     PrefixRead,
     ReadPrefix,
 )
-from serve.rank.prefixes.store import PrefixStore
-from tests.faults import prefix_writer
-from tests.faults.prefix_writer import DIGEST, NUM_TOKENS, make_caches
+from serve.rank.parts.disk.store import PrefixStore
+from tests.rank.parts.disk import prefix_writer
+from tests.rank.parts.disk.prefix_writer import DIGEST, NUM_TOKENS, make_caches
 
 NUM_KILLS = 100
 MAX_WRITE_SECONDS = 0.3  # before a writer is killed

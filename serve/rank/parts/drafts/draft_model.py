@@ -12,14 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
-import msgspec
 
 from serve.core.errors import PlanError
-from serve.core.messages import Loaded, Result, Span
-from serve.core.ops import Guess
-from serve.core.outputs import Guesses
+from serve.core.messages import Span
 from serve.core.plan import MAX_DRAFT_ROWS, MAX_DRAFT_TOKENS
-from serve.core.types import FIRST_WARM_UP_STEP, NUM_SEQUENCE_IDS, Row, Sampling, Step
+from serve.core.types import NUM_SEQUENCE_IDS, Row, Sampling, Step
 from serve.model.stage import Stage
 from serve.rank.cache import ForwardPass, GroupCaches
 from serve.rank.chooser import Chooser
@@ -74,18 +71,10 @@ class Drafter(ABC):
         self._gone: list[int] = []
         self._runs: list[Span] = []
 
-    def noted(self, loaded: Loaded, planned_bytes: int) -> Loaded:
-        """Returns what a stage has loaded with what this model takes beside it, now and later, when
-        it has keys and values. planned_bytes is the sum of both. It tries the model out."""
-        num_bytes = sum(array.nbytes for array in self._weights())
-        num_later_bytes = max(0, planned_bytes - num_bytes)
-        free_bytes = max(0, loaded.free_bytes - num_later_bytes)
-        return msgspec.structs.replace(
-            loaded,
-            free_bytes=free_bytes,
-            draft_bytes=num_bytes,
-            draft_seconds=self.try_out(),
-        )
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its own weights."""
+        return sum(array.nbytes for array in self._weights())
 
     def try_out(self) -> float:
         """Guesses a few tokens. Returns the time of one guess in seconds."""
@@ -119,30 +108,6 @@ class Drafter(ABC):
         """Returns the runs since the last call, which belong to no step yet."""
         runs, self._runs = self._runs, []
         return runs
-
-    def guess_after(
-        self,
-        step: Step,
-        result: Result,
-        chooser: Chooser,
-    ) -> tuple[Result, list[Span]]:
-        """Returns the result of a step with guesses, as many as the step asks for, and the spans of
-        the runs that it took; none for a warm-up."""
-        asked = step.ops(Guess)
-        if not asked:
-            return result, []
-        requests: list[GuessRequest] = []
-        for row, num_guesses in zip(step.rows, asked[0].num_tokens, strict=True):
-            sampler = chooser.sampler(row.sequence)
-            each = GuessRequest(row.sequence, sampler.tokens, sampler.sampling, num_guesses)
-            requests.append(each)
-        guesses = self.guess(step.group, requests)
-        outputs = (*result.outputs, Guesses(tuple(guesses)))
-        result = msgspec.structs.replace(result, outputs=outputs)
-        runs = self.take_runs()
-        if step.number >= FIRST_WARM_UP_STEP:
-            return result, []
-        return result, [msgspec.structs.replace(run, step=step.number) for run in runs]
 
     def guess(self, group: int, requests: list[GuessRequest]) -> list[tuple[int, ...]]:
         """Returns guesses of the tokens that follow each text: up to num_guesses, and none for rows

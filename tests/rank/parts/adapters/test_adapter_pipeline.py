@@ -1,7 +1,6 @@
 """Scheduler, step loops and adapters in one process: sequences with different adapters join and
 leave groups, share slots with rows that only fill up, and say what mlx_lm says alone."""
 
-import queue
 import random
 from functools import partial
 from pathlib import Path
@@ -11,12 +10,12 @@ import pytest
 from mlx_lm.tuner.utils import load_adapters
 
 from serve.core.types import Sequence
-from serve.model.stage import Stage
-from serve.rank.batching import can_batch
+from serve.rank.parts.adapters.part import AdapterPart
 from serve.rank.step_loop import StepLoop
 from tests import adapters
 from tests.models import build
-from tests.rank.test_pipeline import BUILDING, GREEDY, LocalPipeline, Make, whole_model
+from tests.rank.loops import part_of
+from tests.rank.test_pipeline import GREEDY, LocalPipeline, Make, running, whole_model
 
 NUM_TOKENS = 8
 
@@ -25,34 +24,12 @@ class AdapterPipeline(LocalPipeline):
     """Each stage has read the adapters in folders, by version."""
 
     def __init__(self, num_ranks: int, make: Make, folders: dict[int, Path]) -> None:
-        super().__init__(num_ranks, queue.Queue(), make, None)
+        super().__init__(num_ranks, make)
         self.folders = folders
-        self.loops: list[StepLoop] = []
 
-    def _run(self, rank: int, layers: tuple[int, int]) -> None:
-        with BUILDING:
-            model = self.make()
-            batchable = can_batch(model)
-            loop = StepLoop(Stage(model, *layers), self.ring[rank], batchable=batchable)
-            for version, folder in self.folders.items():
-                loop.adapters.read(version, str(folder), None)
-        if rank == 0:
-            loop.outbox, loop.chooser = self.outbox, self.chooser
-        self.loops.append(loop)
-        for result in loop.run():
-            self.results.put(result)
-
-    def __enter__(self) -> "AdapterPipeline":
-        for thread in self.threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for transport in self.ring:
-            transport.close()
-        for thread in self.threads:
-            thread.join(10)
-            assert not thread.is_alive()
+    def _built(self, loop: StepLoop) -> None:
+        for version, folder in self.folders.items():
+            part_of(loop, AdapterPart).adapters.read(version, str(folder), None)
 
 
 def adapted(make: Make, folder: Path | None) -> nn.Module:
@@ -86,12 +63,13 @@ def test_each_sequence_says_what_its_adapter_says(tmp_path: Path, case: str) -> 
         sequences.append(
             Sequence(id, prompt, num_tokens, GREEDY, frozenset(), adapter_version=id % 4)
         )
-    with AdapterPipeline(num_ranks, make, folders) as local:
+    with running(AdapterPipeline(num_ranks, make, folders)) as local:
         together = local.answer(sequences)
         local.scheduler.retire(1)
         local.scheduler.retire(3)
         local.answer([Sequence(50, [7, 7], 3, GREEDY, frozenset(), adapter_version=2)])
-        left = [set(loop.adapters._slots) for loop in local.loops]
+        tables = [part_of(loop, AdapterPart).adapters for loop in local.loops.values()]
+        left = [set(table._slots) for table in tables]
     models = {version: adapted(make, folders.get(version)) for version in range(4)}
     alone = {
         s.id: whole_model(s.prompt, s.max_tokens, lambda m=models[s.adapter_version]: m)

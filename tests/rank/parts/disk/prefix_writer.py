@@ -12,8 +12,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from serve.core.ops import Write
-from serve.rank.prefixes import contents
-from serve.rank.prefixes.store import PrefixStore
+from serve.rank.parts.disk import contents
+from serve.rank.parts.disk.store import PrefixStore
 
 NUM_TOKENS = 64
 DIGEST = "a" * 32

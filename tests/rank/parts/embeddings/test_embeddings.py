@@ -9,11 +9,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from serve.core.messages import Embed, Result
 from serve.core.types import Pooling, Row, Sequence, Step
 from serve.front.pipeline.scheduler import Scheduler
 from serve.model.stage import Stage
 from serve.rank.cache import ForwardPass
-from serve.rank.embedder import Embedder
+from serve.rank.parts.embeddings.part import EmbeddingsPart
 from tests import architectures
 from tests.models import build
 from tests.rank.test_pipeline import GREEDY, LLAMA, LocalPipeline, pipeline, whole_model
@@ -121,20 +122,32 @@ def test_pop_hidden_gives_the_hidden_states_once() -> None:
 # --- one prompt in steps
 
 
-def feed(embedder: Embedder, row: Row, hidden: mx.array) -> dict[int, bytes | None]:
+STAGE = Stage(LLAMA(), 0, 4)
+
+
+def begun(kind: Kind, num_tokens: int) -> EmbeddingsPart:
+    """A part that is about to embed a prompt."""
+    part = EmbeddingsPart(STAGE)
+    begin(part, kind, num_tokens)
+    return part
+
+
+def begin(part: EmbeddingsPart, kind: Kind, num_tokens: int) -> None:
+    part.obey(Embed(5, Pooling(kind), num_tokens))
+
+
+def feed(part: EmbeddingsPart, row: Row, hidden: mx.array) -> dict[int, bytes | None]:
     step = Step(1, 0, (row,), (1,) * row.num_tokens, sample=False)
     only = ForwardPass((0,), [])
-    outputs = embedder.pool(step, [only], [hidden[None, row.position :][:, : row.num_tokens]])
-    mx.eval(outputs)
-    return {each.sequence: each.numbers for each in embedder.result(outputs)}
+    mx.eval(part.after_rows(step, [only], [hidden[None, row.position :][:, : row.num_tokens]]))
+    outputs = part.outputs(step, Result(1, ()))
+    return {each.sequence: each.numbers for each in outputs}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pool_adds_the_chunks_of_a_prompt_up(kind: Kind) -> None:
     hidden = mx.random.normal((9, 4), key=mx.random.key(3))
-    whole, parts = Embedder(), Embedder()
-    for embedder in (whole, parts):
-        embedder.admit(5, Pooling(kind), 9)
+    whole, parts = begun(kind, 9), begun(kind, 9)
     assert feed(parts, Row(5, 0, 4), hidden) == {}
     assert feed(parts, Row(5, 4, 1), hidden) == {}
     got = numbers_of(feed(parts, Row(5, 5, 4), hidden)[5])
@@ -145,25 +158,21 @@ def test_pool_adds_the_chunks_of_a_prompt_up(kind: Kind) -> None:
 def test_pool_leaves_out_the_chunks_of_an_earlier_try(kind: Kind) -> None:
     """The prompt went back to the queue while its second chunk was under way."""
     hidden = mx.random.normal((9, 4), key=mx.random.key(4))
-    embedder, fresh = Embedder(), Embedder()
-    embedder.admit(5, Pooling(kind), 9)
-    feed(embedder, Row(5, 0, 4), hidden)
-    embedder.admit(5, Pooling(kind), 9)
-    assert feed(embedder, Row(5, 4, 4), hidden) == {}
-    embedder.forget(5)
-    fresh.admit(5, Pooling(kind), 9)
-    assert feed(embedder, Row(5, 0, 9), hidden) == feed(fresh, Row(5, 0, 9), hidden)
+    part, fresh = begun(kind, 9), begun(kind, 9)
+    feed(part, Row(5, 0, 4), hidden)
+    begin(part, kind, 9)
+    assert feed(part, Row(5, 4, 4), hidden) == {}
+    part.dropped(5)
+    assert feed(part, Row(5, 0, 9), hidden) == feed(fresh, Row(5, 0, 9), hidden)
 
 
 def test_pool_gives_no_embedding_of_numbers_that_are_not_finite() -> None:
-    embedder = Embedder()
-    embedder.admit(5, Pooling("mean"), 2)
-    assert feed(embedder, Row(5, 0, 2), mx.array([[1.0, mx.nan], [1, 2]])) == {5: None}
+    part = begun("mean", 2)
+    assert feed(part, Row(5, 0, 2), mx.array([[1.0, mx.nan], [1, 2]])) == {5: None}
 
 
-def test_forget_leaves_nothing() -> None:
-    embedder = Embedder()
-    embedder.admit(5, Pooling("mean"), 2)
+def test_dropped_leaves_nothing() -> None:
+    part = begun("mean", 2)
     for sequence in (4, 5):
-        embedder.forget(sequence)
-    assert feed(embedder, Row(5, 0, 2), mx.ones((2, 2))) == {}
+        part.dropped(sequence)
+    assert feed(part, Row(5, 0, 2), mx.ones((2, 2))) == {}

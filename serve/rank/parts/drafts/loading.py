@@ -11,8 +11,8 @@ from serve.model.mtp import HeadInputs, PredictionHead, load_head
 from serve.model.stage import Stage
 from serve.model.weights import Progress, load_stage, open_model
 from serve.rank.batching import can_batch
-from serve.rank.drafts.draft_model import Drafter, DraftModel
-from serve.rank.drafts.mtp import HeadDrafter
+from serve.rank.parts.drafts.draft_model import Drafter, DraftModel
+from serve.rank.parts.drafts.mtp import HeadDrafter
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Reduces the hidden states of prompts to embeddings. Only rank 0 uses it.
+"""Embeddings as a part: rank 0 reduces the hidden states of prompts.
 
 A prompt may come in several steps, so each keeps what it needs of the steps before: a sum, or one
 hidden state. Everything is float32.
@@ -6,13 +6,19 @@ hidden state. Everything is float32.
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import mlx.core as mx
 
+from serve.core.messages import Embed, Message, Order, Result
 from serve.core.outputs import Embedding
+from serve.core.sections import HiddenSize
 from serve.core.types import Pooling, Row, Step
+from serve.model.stage import Stage
 from serve.rank.cache import ForwardPass
+from serve.rank.parts.interface import RankPart, Surroundings
 
 
 @dataclass(slots=True)
@@ -53,23 +59,31 @@ class _Pool:
         return cut / mx.maximum(mx.linalg.norm(cut), 1e-12)
 
 
-class Embedder:
-    """Holds the state of each prompt to embed. Call pool and result from one thread; admit and
-    forget may be called from any."""
+class EmbeddingsPart(RankPart):
+    """Holds the state of each prompt to embed, from its message to its drop."""
 
-    def __init__(self) -> None:
+    messages = (Embed,)
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
         self._pools: dict[int, _Pool] = {}
         self._num_begun: Counter[int] = Counter()
         self._done: list[int] = []  # sequences of the step under way
+        self._embeddings: list[mx.array] = []  # theirs
         self._lock = threading.Lock()
 
-    def admit(self, sequence: int, pooling: Pooling, num_tokens: int) -> None:
-        """Begins a prompt, perhaps before the drop of an earlier try of the same sequence."""
-        with self._lock:
-            self._pools[sequence] = _Pool(pooling, num_tokens)
-            self._num_begun[sequence] += 1
+    @classmethod
+    def build(cls, surroundings: Surroundings) -> Self | None:
+        return cls(surroundings.stage) if surroundings.has_head else None
 
-    def forget(self, sequence: int) -> None:
+    def obey(self, message: Message) -> None:
+        """Begins a prompt, perhaps before the drop of an earlier try of the same sequence."""
+        assert isinstance(message, Embed)
+        with self._lock:
+            self._pools[message.sequence] = _Pool(message.pooling, message.num_tokens)
+            self._num_begun[message.sequence] += 1
+
+    def dropped(self, sequence: int) -> None:
         """Counts one try of a sequence as ended."""
         with self._lock:
             if sequence not in self._pools:
@@ -78,18 +92,16 @@ class Embedder:
             if self._num_begun[sequence] <= 0:
                 del self._num_begun[sequence], self._pools[sequence]
 
-    def pool(
+    def after_rows(
         self,
         step: Step,
         passes: list[ForwardPass],
         hidden: list[mx.array | None],
-    ) -> list[mx.array]:
-        """Returns the arrays to evaluate after a step, from the hidden states (B, L, D) of its
-        passes: the embeddings of prompts that are whole with it, and the states of others."""
-        self._done = []
+    ) -> Sequence[mx.array]:
+        """Returns the embeddings of prompts that are whole with this step, and the states of
+        others."""
         if not self._pools:
-            return []
-        embeddings: list[mx.array] = []
+            return ()
         states: list[mx.array] = []
         for each, output in zip(passes, hidden, strict=True):
             for i, n in enumerate(each.rows):
@@ -101,16 +113,33 @@ class Embedder:
                     continue
                 if pool.is_done:
                     self._done.append(row.sequence)
-                    embeddings.append(pool.embedding())
+                    self._embeddings.append(pool.embedding())
                 elif pool.state is not None:
                     states.append(pool.state)
-        return embeddings + states
+        return self._embeddings + states
 
-    def result(self, outputs: list[mx.array]) -> tuple[Embedding, ...]:
-        """Returns the finished embeddings. outputs are the arrays from pool, evaluated."""
-        done, self._done = self._done, []
+    def outputs(self, step: Step, result: Result) -> Sequence[Embedding]:
+        """Returns the finished embeddings, whose arrays have been evaluated."""
+        if not self._done:
+            return ()
         embeddings: list[Embedding] = []
-        for sequence, numbers in zip(done, outputs, strict=False):
+        for sequence, numbers in zip(self._done, self._embeddings, strict=True):
             is_finite = bool(mx.isfinite(numbers).all().item())
             embeddings.append(Embedding(sequence, bytes(numbers) if is_finite else None))
-        return tuple(embeddings)
+        self._done = []
+        self._embeddings = []
+        return embeddings
+
+    def rejoin(self, order: Order) -> Sequence[mx.array]:
+        with self._lock:
+            self._pools.clear()
+            self._num_begun.clear()
+        self._done = []
+        self._embeddings = []
+        return ()
+
+    def loaded(self) -> Sequence[HiddenSize]:
+        """Runs the stage lazily, for the size of its hidden states."""
+        self._stage.logits()
+        hidden = self._stage.pop_hidden()
+        return () if hidden is None else [HiddenSize(hidden.shape[-1])]

@@ -11,12 +11,12 @@ from serve.core.plan import MAX_DRAFT_ROWS, MAX_DRAFT_TOKENS
 from serve.core.types import Sampling, Sequence
 from serve.model.stage import Stage
 from serve.rank.batching import can_batch
-from serve.rank.drafts.draft_model import NUM_TOKENS_READ, DraftModel, GuessRequest
-from serve.rank.drafts.loading import LoadedDraft
+from serve.rank.parts.drafts.draft_model import NUM_TOKENS_READ, DraftModel, GuessRequest
+from serve.rank.parts.drafts.loading import LoadedDraft
 from tests import architectures
 from tests.errors import fails
 from tests.models import build
-from tests.rank.drafts.guessed_answers import check_that_guesses_change_no_answer
+from tests.rank.parts.drafts.guessed_answers import check_that_guesses_change_no_answer
 from tests.rank.test_pipeline import LLAMA, pipeline, whole_model
 
 GREEDY = Sampling(temperature=0)

@@ -15,7 +15,7 @@ from serve.core.types import NUM_SEQUENCE_IDS, Step
 from serve.model.mtp import HeadInputs, PredictionHead
 from serve.rank.cache import ForwardPass
 from serve.rank.chooser import Chooser
-from serve.rank.drafts.draft_model import NUM_TOKENS_READ, Drafter, GuessRequest
+from serve.rank.parts.drafts.draft_model import NUM_TOKENS_READ, Drafter, GuessRequest
 
 
 class HiddenStates:

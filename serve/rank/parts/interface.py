@@ -1,0 +1,134 @@
+"""What a part of an engine is: one feature, in a folder beside this one, and in `registry`.
+Nothing else imports it, and without it everything else works.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Self, TypeVar
+
+import mlx.core as mx
+
+from serve.core.messages import FromEngine, Message, Order, Result, Span
+from serve.core.ops import AnyOp, Op
+from serve.core.outputs import AnyOutput
+from serve.core.sections import AnySection
+from serve.core.types import Step
+from serve.model.sharding import Divisions
+from serve.model.stage import Stage
+from serve.model.weights import Progress
+from serve.rank.cache import ForwardPass, GroupCaches
+from serve.rank.chooser import Chooser
+
+LeftoverT = TypeVar("LeftoverT")
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a part can use of its engine. has_head: this is rank 0, whose chooser chooses tokens.
+    send sends a message to the parent, from any thread. progress is as for load_stage. leftovers
+    are those of an earlier engine's parts."""
+
+    order: Order
+    stage: Stage
+    divisions: Divisions
+    caches: GroupCaches
+    chooser: Chooser
+    has_head: bool
+    send: Callable[[FromEngine], None]
+    progress: Progress
+    leftovers: Sequence[object] = field(default=())
+
+    def leftover(self, kind: type[LeftoverT]) -> LeftoverT | None:
+        """Returns what an earlier engine has left of this type."""
+        for each in self.leftovers:
+            if isinstance(each, kind):
+                return each
+        return None
+
+
+class RankPart:
+    """The base of all parts, which does nothing. The thread that has all of MLX calls its methods,
+    except those that say otherwise.
+
+    ops are the operations that the part performs, messages those of the parent that it obeys, and
+    row_fields the optional fields of a row that it reads.
+    """
+
+    ops: ClassVar[tuple[type[Op], ...]] = ()
+    messages: ClassVar[tuple[type[Message], ...]] = ()
+    row_fields: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def build(cls, surroundings: Surroundings) -> Self | None:
+        """Makes the part of an engine. Returns None if its order does not ask for it."""
+        raise NotImplementedError
+
+    # --- in each step, in this order
+
+    def perform(self, op: AnyOp, step: Step) -> None:
+        """Performs an operation of the part's ops. Raises EngineError."""
+
+    def dropped(self, sequence: int) -> None:
+        """Frees what the part has of a sequence. The sequence may have begun again, but no step of
+        its new beginning has run."""
+
+    def prepare(self, step: Step) -> Sequence[mx.array]:
+        """Prepares for the rows of a step. Returns arrays to evaluate before they run."""
+        return ()
+
+    def select(self, step: Step, rows: Sequence[int | None]) -> None:
+        """Prepares for a forward pass of these rows of a step; None only pads the batch."""
+
+    def after_rows(
+        self,
+        step: Step,
+        passes: list[ForwardPass],
+        hidden: list[mx.array | None],
+    ) -> Sequence[mx.array]:
+        """Takes the hidden states (B, L, D) of each forward pass of a last stage, not evaluated;
+        None where the stage has none. Returns arrays to evaluate with the outputs of the step."""
+        return ()
+
+    def outputs(self, step: Step, result: Result) -> Sequence[AnyOutput]:
+        """Returns what the part adds to the result of a step on rank 0."""
+        return ()
+
+    def take_spans(self) -> Sequence[Span]:
+        """Returns the runs of models of its own since the last call, which count as work."""
+        return ()
+
+    # --- the life of an engine
+
+    def obey(self, message: Message) -> None:
+        """Obeys a message of the part's messages, in the thread that talks to the parent."""
+
+    def announce(self) -> None:
+        """Sends what rank 0 has to know before this rank is ready."""
+
+    def rejoin(self, order: Order) -> Sequence[mx.array]:
+        """Begins again in another ring with the same layers, and keeps what the order names.
+        Returns arrays to evaluate."""
+        return ()
+
+    def wait(self) -> None:
+        """Waits until nothing is under way that would send a message."""
+
+    def leftovers(self) -> Sequence[object]:
+        """Ends the part, whose engine gets other layers. Returns what the new engine's part can
+        use, without anything that belongs to a layer."""
+        return ()
+
+    # --- reports
+
+    def loaded(self) -> Sequence[AnySection]:
+        """Returns its sections of the report about what is loaded."""
+        return ()
+
+    def activity(self) -> Sequence[AnySection]:
+        """Returns its sections of the regular report. It is called in a thread of its own."""
+        return ()
+
+    def bytes_to_come(self) -> int:
+        """Returns how much less memory is free than it seems: bytes that the part will take, minus
+        those that it has of an amount that rank 0 reserves for it as a whole."""
+        return 0

@@ -1,0 +1,25 @@
+"""What the part for adapters answers."""
+
+from typing import Any
+
+from serve.core.messages import AdapterRefused, LoadAdapter
+from serve.lora.table import Adapters
+from serve.model.stage import Stage
+from serve.rank.parts.adapters.part import AdapterPart
+from tests.models import build
+
+
+class Broken(Adapters):
+    """Adapters that meet a mistake of ours."""
+
+    def answer(self, asked: LoadAdapter) -> Any:
+        raise BufferError("odd")
+
+
+def test_a_mistake_in_reading_is_that_adapters_alone() -> None:
+    """Not the engine's, which others use."""
+    sent: list[Any] = []
+    part = AdapterPart(Broken(Stage(build("llama"), 0, 4)), sent.append)
+    part.obey(LoadAdapter(3, "a", None, None, []))
+    part.wait()
+    assert sent == [AdapterRefused(3, "reading failed (BufferError)", 500)]
