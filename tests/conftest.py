@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,8 +66,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FilesAndC
     return FilesAndClusters(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest groups first, so that no worker ends long after the others."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--without", help="leave out tests of a part that has been removed")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out the files that cannot even be imported without a part: those in folders of its
+    name, and those of which all tests use it."""
+    name = config.getoption("--without")
+    if not name:
+        return None
+    if collection_path.is_dir():
+        return (collection_path.parent.name, collection_path.name) == ("parts", name) or None
+    is_test = collection_path.suffix == ".py" and collection_path.is_file()
+    marks = r"^pytestmark = (\[[^]]*\]|.*)"
+    found = re.search(marks, collection_path.read_text(), re.M) if is_test else None
+    return bool(found and re.search(rf'\buses\([^)]*"{name}"', found[1])) or None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out tests that use a part that has been removed. Puts the longest groups first, so
+    that no worker ends long after the others."""
+    without = config.getoption("--without")
+    items[:] = [item for item in items if without not in _parts_of(item)]
     # The workers of pytest-xdist collect tests on their own and must find the same names.
     with_address = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if with_address:
@@ -75,6 +97,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     first = [*CLUSTERS, *sorted(long - CLUSTERS.keys())]
     place = {scope: number for number, scope in enumerate(first)}
     items.sort(key=lambda item: place.get(scope_of(item.nodeid), len(first)))
+
+
+def _parts_of(item: pytest.Item) -> list[str]:
+    return [name for mark in item.iter_markers("uses") for name in mark.args]
 
 
 def pytest_collection_finish() -> None:

@@ -7,7 +7,7 @@ from serve.front.parts.interface import SchedulerPart
 
 # They are asked in this order.
 PARTS: list[type[SchedulerPart]] = [
-    embeddings.Embeddings,
+    embeddings.EmbeddedPrompts,
     drafts.Speculation,
 ]
 

@@ -120,7 +120,7 @@ class Requests:
         raise RequestError(
             "This server only generates answers: it has no part that makes anything else of a "
             "prompt, such as an embedding.",
-            code="unsupported_by_server",
+            code="missing_part",
         )
 
     def _sequences(self, prompt: Prompt, adapter_version: int) -> list[Sequence]:

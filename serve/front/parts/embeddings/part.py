@@ -12,7 +12,7 @@ from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.status import StageStatus
 
 
-class Embeddings(SchedulerPart):
+class EmbeddedPrompts(SchedulerPart):
     """Checks what is asked for, and tells rank 0's engine. The embedding comes as an output."""
 
     def __init__(self, config: ServeConfig) -> None:

@@ -8,15 +8,15 @@ from serve.core.errors import RequestError
 from serve.core.messages import Embed, Loaded
 from serve.core.sections import HiddenSize
 from serve.core.types import Pooling, Sampling
-from serve.front.parts.embeddings.part import Embeddings
+from serve.front.parts.embeddings.part import EmbeddedPrompts
 from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.status import StageStatus
 from tests.configs import serve_config
 from tests.front.pipeline.simulation import make_sequence
 
 
-def on_model(hidden_size: int) -> Embeddings:
-    part = Embeddings(serve_config(model=Path("model")))
+def on_model(hidden_size: int) -> EmbeddedPrompts:
+    part = EmbeddedPrompts(serve_config(model=Path("model")))
     sections = (HiddenSize(hidden_size),) if hidden_size else ()
     loaded = Loaded(0, None, 0, 0, "none", sections=sections)
     part.settle([StageStatus(0, "h", loaded=loaded)])
