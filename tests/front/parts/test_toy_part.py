@@ -4,6 +4,8 @@ a client finds the number in the usage of its chat completion."""
 import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import httpx2
 import pytest
@@ -20,6 +22,7 @@ from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.requests import Requests
 from serve.front.pipeline.status import StageStatus
 from serve.front.text.tokens import Tokenizer
+from serve.parent.engines import Engines
 from tests.configs import serve_config
 from tests.front.fakes import MAX_CONTEXT, FakeEngine, Running, byte_level, save
 from tests.front.pipeline.simulation import result_of
@@ -47,14 +50,8 @@ class SchedulingEngine(FakeEngine):
     def __init__(self, tokenizer: Tokenizer, answer_ids: list[int]) -> None:
         super().__init__(tokenizer)
         self.answer_ids = answer_ids
-        self.requests = Requests(
-            serve_config(model=Path("model")),
-            1,
-            send=self._send,
-            adapter_name=lambda version: None,
-            send_to_all=lambda message: None,
-            adapter_contents=lambda version: None,
-        )
+        engines = cast(Engines, SimpleNamespace(send=self._send))
+        self.requests = Requests(serve_config(model=Path("model")), 1, engines)
         stage = StageStatus(0, "h", StagePlan(0, (0, 4), 0, 0, 10, 0, 0, 0.5, None))
         stage.loaded = Loaded(0, None, 0, 10**6, "none")
         self.requests.settle([stage])
@@ -99,3 +96,12 @@ def test_a_toy_part_forgets_what_has_ended(server: Running) -> None:
     parts = server.engine.requests.scheduler.parts  # type: ignore[attr-defined]
     (toy,) = [part for part in parts if isinstance(part, RepeatedTokens)]
     assert not toy.latest
+
+
+def test_a_prompt_that_no_part_takes_is_refused(server: Running) -> None:
+    parts = server.engine.requests.scheduler.parts  # type: ignore[attr-defined]
+    parts[:] = [part for part in parts if isinstance(part, RepeatedTokens)]
+    asked = {"model": "tiny", "input": "hello"}
+    reply = httpx2.post(f"{server.url}/v1/embeddings", json=asked, timeout=10)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["code"] == "missing_part"
