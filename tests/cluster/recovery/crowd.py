@@ -12,7 +12,7 @@ import psutil
 
 from tests.cluster.recovery.proxy import Proxy
 from tests.cluster.recovery.test_links import Ranks
-from tests.cluster.recovery.test_recovery import Stream
+from tests.cluster.recovery.test_recovery import ANSWER_TOKENS, Stream
 from tests.cluster.servers import TINY_CHAT, Server, started
 from tests.ports import free_ports
 
@@ -53,10 +53,11 @@ def run_crowd(
     server: Server,
     disturb: Callable[[list[AnyStream]], None],
     numbers: Sequence[int] = range(NUM_STREAMS),
+    num_tokens: int = ANSWER_TOKENS,
 ) -> list[AnyStream]:
     """Starts the streams of these numbers and disturbs them. Returns them when all have ended, or
     when no token has come for four minutes: a machine with other work may be very slow."""
-    streams = [AnyStream(server, number) for number in numbers]
+    streams = [AnyStream(server, number, num_tokens) for number in numbers]
     for stream in streams:
         stream.start()
     disturb(streams)

@@ -53,6 +53,7 @@ class LinkFaults:
     cluster: Pair
     expected: list[AnyStream]
     num_faults: int
+    num_tokens: int
     chance: random.Random
     outages: list[Outage] = field(default_factory=list)
     pauses: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
@@ -64,7 +65,7 @@ class LinkFaults:
         while len(self.outages) < self.num_faults:
             num_before = len(self.outages)
             began = time.time()
-            streams = run_crowd(self.cluster.server, self.disturb)
+            streams = run_crowd(self.cluster.server, self.disturb, num_tokens=self.num_tokens)
             self.prefilled.append(num_prefilled(self.cluster, began))
             assert len(self.outages) > num_before, "the streams end before anything disturbs them"
             for outage in self.outages[num_before:]:
@@ -155,29 +156,31 @@ def tiny_chat_in_bfloat16(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_faults"),
+    ("dtype", "num_faults", "num_tokens"),
     [
-        ("float32", 2),
-        pytest.param("float32", 4, marks=pytest.mark.slow),
-        pytest.param("float32", 100, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
-        pytest.param("bfloat16", 100, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+        ("float32", 2, 150),
+        pytest.param("float32", 4, 300, marks=pytest.mark.slow),
+        pytest.param("float32", 100, 300, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
+        pytest.param("bfloat16", 100, 300, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],
 )
 def test_links_that_break_cost_nothing_but_a_pause(
     tmp_path: Path,
     dtype: str,
     num_faults: int,
+    num_tokens: int,
 ) -> None:
     model = TINY_CHAT if dtype == "float32" else tiny_chat_in_bfloat16(tmp_path / "tiny-chat")
     flags = (quick(max_restarts=100_000), "--no-enable-prefix-caching")
     with pair(tmp_path, *flags, model=model) as cluster:
         began = time.time()
-        expected = run_crowd(cluster.server, wait_for_first_tokens)
+        expected = run_crowd(cluster.server, wait_for_first_tokens, num_tokens=num_tokens)
         assert not [stream.number for stream in expected if is_lost(stream)], cluster.server.text
         prefilled_once = num_prefilled(cluster, began)
         engines = list(cluster.engines().values())
         num_bytes = num_read_bytes(engines)
-        faults = LinkFaults(cluster, expected, num_faults, random.Random(num_faults))
+        chance = random.Random(num_faults)
+        faults = LinkFaults(cluster, expected, num_faults, num_tokens, chance)
         faults.run()
         num_read = num_read_bytes(engines) - num_bytes
         report(faults, dtype, num_read)

@@ -48,6 +48,7 @@ class Stream(threading.Thread):
 
     server: Server
     number: int
+    num_tokens: int = ANSWER_TOKENS
     text: str = ""
     scores: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -64,7 +65,7 @@ class Stream(threading.Thread):
         fields: dict[str, Any] = {
             "model": "tiny-chat",
             "messages": [{"role": "user", "content": question}],
-            "max_tokens": ANSWER_TOKENS,
+            "max_tokens": self.num_tokens,
             "stream": True,
             "temperature": 0 if self.number % 2 else 1.1,
             "seed": self.number,
@@ -96,9 +97,12 @@ class Stream(threading.Thread):
 
 
 def run_streams(
-    server: Server, disturb: Any = lambda: None, num_streams: int = NUM_STREAMS
+    server: Server,
+    disturb: Any = lambda: None,
+    num_streams: int = NUM_STREAMS,
+    num_tokens: int = ANSWER_TOKENS,
 ) -> list[Stream]:
-    streams = [Stream(server, number) for number in range(num_streams)]
+    streams = [Stream(server, number, num_tokens) for number in range(num_streams)]
     for stream in streams:
         stream.start()
     disturb()
@@ -171,14 +175,15 @@ def check_kills(
     launch: Any,
     first_seed: int = 0,
     whole: bool = False,
+    num_tokens: int = ANSWER_TOKENS,
 ) -> None:
     with running(num_ranks, WITHOUT_LIMIT, launch=launch) as server:
-        expected, seconds = run_streams(server), []
+        expected, seconds = run_streams(server, num_tokens=num_tokens), []
         num_processes = len(server.family())
         num_others = num_stayed = 0
         for seed in range(num_rounds):
             killer = Killer(server, kills_of_a_round, first_seed + seed, whole)
-            streams = run_streams(server, killer)
+            streams = run_streams(server, killer, num_tokens=num_tokens)
             check_same(streams, expected)
             seconds += killer.seconds_to_next_token(streams)
             num_others += killer.num_others
@@ -198,18 +203,20 @@ def check_kills(
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_kills", "launch"),
+    ("num_ranks", "num_kills", "num_tokens", "launch"),
     [
-        (2, 2, brigade_launch),
-        pytest.param(2, 4, brigade_launch, marks=pytest.mark.slow),
-        pytest.param(1, 4, alone, marks=pytest.mark.slow),
-        pytest.param(3, 4, brigade_launch, marks=pytest.mark.slow),
-        pytest.param(2, 4, mlx_launch, marks=pytest.mark.slow),
+        (2, 2, 120, brigade_launch),
+        pytest.param(2, 4, 300, brigade_launch, marks=pytest.mark.slow),
+        pytest.param(1, 4, 300, alone, marks=pytest.mark.slow),
+        pytest.param(3, 4, 300, brigade_launch, marks=pytest.mark.slow),
+        pytest.param(2, 4, 300, mlx_launch, marks=pytest.mark.slow),
     ],
 )
-def test_streams_go_on_after_kills(num_ranks: int, num_kills: int, launch: Any) -> None:
+def test_streams_go_on_after_kills(
+    num_ranks: int, num_kills: int, num_tokens: int, launch: Any
+) -> None:
     """With this seed the ranks are killed in turn."""
-    check_kills(num_ranks, 1, num_kills, launch, first_seed=3)
+    check_kills(num_ranks, 1, num_kills, launch, first_seed=3, num_tokens=num_tokens)
 
 
 @pytest.mark.slow
