@@ -22,7 +22,7 @@ _CAUSE_SECONDS = 0.05
 _SIGN_SECONDS = 2.0  # between two signs to rank 0 while an engine computes before it leaves
 
 
-class Phase(Enum):
+class EnginePhase(Enum):
     """What the process of an engine is doing."""
 
     NEW = "it has got no message yet"
@@ -37,7 +37,7 @@ class OwnEngine:
     def __init__(self, rank: int, keeps_spare: bool, report: Callable[[Report], None]) -> None:
         self._rank, self._report = rank, report
         self.life = 0
-        self.phase = Phase.ENDED
+        self.phase = EnginePhase.ENDED
         self.process: EngineProcess | None = None
         self._reading: asyncio.Task[None] | None = None
         self._left: Left | None = None  # the answer of an engine that has left its ring
@@ -46,24 +46,24 @@ class OwnEngine:
     async def start(self) -> None:
         """Starts a process. Raises EngineError."""
         process = self.process = await self.spare.take()
-        self.phase = Phase.NEW
+        self.phase = EnginePhase.NEW
         self._reading = asyncio.create_task(self._read(process))
 
     def send(self, message: ToEngine) -> None:
         """Sends a message to the engine. If it has ended, the message is lost."""
         assert self.process is not None
-        if self.phase in (Phase.NEW, Phase.LEFT):
-            self.phase = Phase.BUSY
+        if self.phase in (EnginePhase.NEW, EnginePhase.LEFT):
+            self.phase = EnginePhase.BUSY
         self.process.link.send(message)
 
     async def renew(self, message: Renew) -> None:
         """Finds an engine that is in no ring, and reports it as Renew says. Raises EngineError."""
         # A new engine has nothing to show, and the signal would end one that still imports MLX.
-        if message.dump and self.process and self.phase is not Phase.NEW:
+        if message.dump and self.process and self.phase is not EnginePhase.NEW:
             await self.process.dump()
         if message.keep and await self._try_to_keep(message.life):
             return
-        if self.phase is not Phase.NEW:
+        if self.phase is not EnginePhase.NEW:
             # If the engine has ended already, its reason is reported first: it may be the cause.
             if self._reading:
                 await asyncio.wait({self._reading}, timeout=_CAUSE_SECONDS)
@@ -80,10 +80,10 @@ class OwnEngine:
 
     async def _try_to_keep(self, life: int) -> bool:
         """Has the engine leave its ring, unless it has left. Returns whether it is in no ring."""
-        is_used = self.phase in (Phase.BUSY, Phase.LEFT)
+        is_used = self.phase in (EnginePhase.BUSY, EnginePhase.LEFT)
         if not is_used or self.process is None or not self.process.is_alive:
             return False
-        if self.phase is Phase.LEFT and self._left:
+        if self.phase is EnginePhase.LEFT and self._left:
             self.life = life
             self._tell(msgspec.structs.replace(self._left, life=life))
             return True
@@ -91,7 +91,7 @@ class OwnEngine:
         try:
             while not leaving.done():
                 await asyncio.wait({leaving}, timeout=_SIGN_SECONDS)
-                if not leaving.done() and self.phase is Phase.BUSY:
+                if not leaving.done() and self.phase is EnginePhase.BUSY:
                     # It may compute for long, and rank 0 has to know that this parent lives.
                     self._report(Report(life, Status(StageState.LEAVING)))
         finally:
@@ -112,15 +112,15 @@ class OwnEngine:
             while message := await process.receive():
                 if isinstance(message, Fault):
                     has_said_why = True
-                    self.phase = Phase.ENDED
+                    self.phase = EnginePhase.ENDED
                 if isinstance(message, Left):
                     self.life = message.life
-                    self.phase = Phase.LEFT
+                    self.phase = EnginePhase.LEFT
                     self._left = message
                 self._tell(message)
         except ClusterError as error:
             self._tell(fault_of(error))
-        self.phase = Phase.ENDED
+        self.phase = EnginePhase.ENDED
         if not has_said_why:
             self._tell(engine_ended(self._rank, await process.wait()))
 

@@ -20,7 +20,7 @@ from serve.parent.control import ControlServer, Identity
 from serve.parent.engine import EngineProcess
 from serve.parent.link import Link
 from serve.parent.member import _Member, run_member
-from serve.parent.own_engine import Phase
+from serve.parent.own_engine import EnginePhase
 from tests.configs import serve_config
 from tests.errors import fails
 from tests.ports import free_ports
@@ -150,7 +150,7 @@ class Played:
 
     def give_order(self) -> None:
         """As if the engine had an order."""
-        self.member._engine.phase = Phase.BUSY
+        self.member._engine.phase = EnginePhase.BUSY
 
     async def leave_ring(self) -> None:
         self.give_order()

@@ -1,8 +1,8 @@
 """The life of the engines: they start, join a ring, load and work until a fault. Pure.
 
-A state machine that answers each event with one `Ready`. All engines live together, and the ranks'
-parents outlive a life, with the sequences and connections that they hold. So do engines that can
-leave a ring in time. `serve.front.pipeline.membership` decides who is in the ring.
+A state machine that answers each event with one `Reaction`. All engines live together, and the
+ranks' parents outlive a life, with the sequences and connections that they hold. So do engines that
+can leave a ring in time. `serve.front.pipeline.membership` decides who is in the ring.
 docs/design/lifecycle.md shows the states.
 """
 
@@ -14,8 +14,8 @@ from serve.core.messages import Fault, FromEngine, Left, Planned, Report, RingLo
 from serve.core.plan import StagePlan
 from serve.core.types import StageState
 from serve.front.pipeline import actions, events
-from serve.front.pipeline.actions import Action, Ready, warning
-from serve.front.pipeline.membership import CannotForm, Membership, Outcome, Waiting
+from serve.front.pipeline.actions import Action, Reaction, warning
+from serve.front.pipeline.membership import CannotForm, Membership, NotYetFormed, Outcome
 from serve.front.pipeline.recovery import LastFault, Recovery
 from serve.front.pipeline.states import FORMING, OVER, State
 from serve.front.pipeline.status import StageStatus, shard_disagreement
@@ -58,14 +58,14 @@ class Lifecycle:
 
     # --- events
 
-    def on(self, event: events.Event, now: float) -> Ready:
+    def on(self, event: events.Event, now: float) -> Reaction:
         """Returns what follows from an event. now is a time of the monotonic clock."""
         if self.state not in OVER:
             self._now = now
             self._on(event)
         collected = tuple(self._actions)
         self._actions.clear()
-        return Ready(self.life, collected, self.deadline)
+        return Reaction(self.life, collected, self.deadline)
 
     def _on(self, event: events.Event) -> None:
         if isinstance(event, events.Answer) and self._is_outdated(event):
@@ -224,13 +224,13 @@ class Lifecycle:
 
     def _form(self, outcome: Outcome) -> None:
         """Does what follows for the ring. A fault that has waited for its ranks is handled now."""
-        is_gathered = not isinstance(outcome, Waiting) or outcome.state is not State.GATHERING
+        is_gathered = not isinstance(outcome, NotYetFormed) or outcome.state is not State.GATHERING
         if isinstance(outcome, CannotForm):
             self._actions += outcome.actions
             self._fail(outcome.error)
         elif self.recovery.reason and is_gathered:
             self._end_life()
-        elif isinstance(outcome, Waiting):
+        elif isinstance(outcome, NotYetFormed):
             self._enter(outcome.state, outcome.seconds)
             self._actions += outcome.actions
         else:

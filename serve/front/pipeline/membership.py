@@ -25,7 +25,7 @@ from serve.parent.control import Joined
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class NotYetFormed:
     """The ring is not formed yet. The state says what it waits for, for at most these seconds."""
 
     state: State
@@ -48,8 +48,8 @@ class CannotForm:
     actions: tuple[Action, ...] = ()
 
 
-Outcome: TypeAlias = Waiting | Formed | CannotForm
-AnyOutcome = TypeVar("AnyOutcome", Waiting | Formed, Outcome)
+Outcome: TypeAlias = NotYetFormed | Formed | CannotForm
+AnyOutcome = TypeVar("AnyOutcome", NotYetFormed | Formed, Outcome)
 
 
 class Membership:
@@ -141,10 +141,10 @@ class Membership:
             return self.decide()
         seconds = self._return_seconds
         if self._config.replan or not self.is_restart:
-            return Waiting(State.GATHERING, seconds)
+            return NotYetFormed(State.GATHERING, seconds)
         ranks = ",".join(map(str, self.missing))
         log = Log(logging.WARNING, f"event=waiting ranks={ranks} timeout={seconds:g}")
-        return Waiting(State.GATHERING, seconds, (log,))
+        return NotYetFormed(State.GATHERING, seconds, (log,))
 
     def decide(self) -> Outcome:
         """Decides what follows when the ranks of the ring are there, or are awaited no longer."""
@@ -183,7 +183,7 @@ class Membership:
             return self._config.join_timeout
         return self._config.constants.return_timeout
 
-    def replan(self) -> Waiting | Formed:
+    def replan(self) -> NotYetFormed | Formed:
         """Divides the layers among the ranks that are there, if they have the memory. Their stages
         have at most as many shards as the user has chosen. With --tensor-parallel-size auto, the
         engine chooses again."""
@@ -203,11 +203,11 @@ class Membership:
         """Whether a rank is there that was not when the latest plan was asked for."""
         return not self.fit.issubset(self._planned_ring)
 
-    def _wait_for_more(self, error: PlanError) -> Waiting | Formed:
+    def _wait_for_more(self, error: PlanError) -> NotYetFormed | Formed:
         log = warning("event=waiting", error)
         if self.can_replan:  # A rank has come while the plan was made.
             return _after(log, self.replan())
-        return Waiting(State.TOO_FEW_RANKS, self._config.constants.return_timeout, (log,))
+        return NotYetFormed(State.TOO_FEW_RANKS, self._config.constants.return_timeout, (log,))
 
     # --- plans
 
@@ -230,14 +230,14 @@ class Membership:
         self._link = link
         return self._ask_for_plan()
 
-    def _ask_for_plan(self) -> Waiting:
+    def _ask_for_plan(self) -> NotYetFormed:
         """Asks for a plan of all ranks. If a link is known, the engine also chooses the layout."""
         self._planned_ring = self.ring
         request = plan_request(self._config, len(self.ring))
         return self._wait_for_engine(State.PLANNING, AskForPlan(request, self._link))
 
-    def _wait_for_engine(self, state: State, action: Action) -> Waiting:
-        return Waiting(state, self._config.constants.load_timeout, (action,))
+    def _wait_for_engine(self, state: State, action: Action) -> NotYetFormed:
+        return NotYetFormed(state, self._config.constants.load_timeout, (action,))
 
     def on_planned(self, planned: Planned) -> Outcome:
         """Takes the plan that was asked for, or the reason why there is none."""
