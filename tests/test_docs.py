@@ -14,7 +14,6 @@ from serve.front.api.openai import ChatBody, CompletionBody
 from serve.front.api.responses.body import ResponsesBody
 from serve.front.http.metrics import Metrics
 from serve.front.prefixes.counts import PrefixCounts
-from serve.front.prefixes.disk import DiskCounts
 from serve.front.prefixes.index import PrefixIndex
 from tests import figures, flags_page
 
@@ -158,7 +157,9 @@ def test_pages_for_operators_name_flags_and_metrics_that_there_are() -> None:
     state = {"stages": [stage], "adapters": counted, "num_restarts": 1, "recovery_seconds": 1.0}
     state["drafts"] = {"suffixes": {"drafted": 1, "accepted": 1}}
     kept = {**PrefixCounts().to_json(), "num_bytes": 0, **PrefixIndex().to_json()}
-    disk = {**DiskCounts().to_json(), "num_bytes": 0}
+    files = ("written_files", "failed_writes", "evicted_files", "damaged_files")
+    names = ("reads", "read_tokens", *files, "bytes")
+    disk = {f"num_{name}": 0 for name in names}
     state["prefix_cache"] = {**kept, "disk": disk}
     metrics = Metrics(lambda: {"num_running": 0, "num_waiting": 0, **state}).render("")[0].decode()
     named = set(re.findall(r"\bbrigade_\w+", text))

@@ -29,7 +29,6 @@ from serve.front.http.listening import bind
 from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.status import StageSpan
 from serve.front.prefixes.counts import PrefixCounts
-from serve.front.prefixes.disk import DiskCounts
 from serve.front.prefixes.index import PrefixIndex
 from serve.front.text.tokens import Tokenizer
 from serve.parent.engines import Engines
@@ -176,6 +175,7 @@ class AdapterRanks(Protocol):
     """Ranks that an adapter loader can be tested with."""
 
     ring: tuple[int, ...]
+    contents: dict[int, str]
 
     def send_to_all(self, message: LoadAdapter) -> None: ...
     def retire_adapter(self, version: int) -> None: ...
@@ -189,6 +189,7 @@ def loader_over(ranks: AdapterRanks, **flags: Any) -> AdapterLoader:
     config = changed(CONFIG, **{"adapter_root": Path("/adapters"), **flags})
     requests = SimpleNamespace(
         adapters=AdapterRegistry(config, ranks.num_with_adapter),
+        identify_adapter=ranks.contents.__setitem__,
         retire_adapter=ranks.retire_adapter,
         end_with_adapter=ranks.end_with_adapter,
     )
@@ -202,6 +203,7 @@ class FakeRanks:
 
     def __init__(self, **flags: Any) -> None:
         self.ring: tuple[int, ...] = (0, 1)
+        self.contents: dict[int, str] = {}  # of the versions that were read
         self.adapters = loader_over(self, **flags)
         self.held: set[int] = set()
         self.running: Counter[int] = Counter()
@@ -342,7 +344,6 @@ class FakeEngine:
         }
         recovery: dict[str, Any] = {"num_restarts": 4, "recovery_seconds": 9.5}
         kept = {**PrefixCounts().to_json(), "num_bytes": 0, **PrefixIndex().to_json()}
-        kept["disk"] = {**DiskCounts().to_json(), "num_files": 0, "num_bytes": 0}
         recovery["prefix_cache"] = kept
         return {"model": "m", "num_ranks": 1, "stages": [], **counts, **recovery}
 

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from serve.core.messages import Embed, FromEngine, Result
 from serve.core.outputs import Embedding, Scores
 from serve.core.plan import even_split
-from serve.core.types import Pooling, Sampling, Score, Sequence
+from serve.core.types import Pooling, Sampling, Score, Sequence, Step
 from serve.front.parts.interface import SchedulerPart
 from serve.front.pipeline.scheduler import Scheduler
 from serve.model.caches import quantized
@@ -113,16 +113,13 @@ class LocalPipeline:
 
     def _take(self, result: Result | FromPart) -> None:
         if not isinstance(result, Result):
-            self._take_message(*result)
+            self.scheduler.on_message(*result)
             return
         for each in result.outputs_of(Scores):
             self.scores[each.sequence] |= dict(enumerate(each.scores, each.position))
         for embedding in result.outputs_of(Embedding):
             self.embeddings[embedding.sequence] = embedding.numbers
         self.scheduler.update(result)
-
-    def _take_message(self, rank: int, message: FromEngine) -> None:
-        raise AssertionError(f"rank {rank} sent {message}")
 
     def _add(self, sequences: list[Sequence]) -> None:
         prompts = {s.id: prompt_of(s, self.boundaries.get(s.id, ())) for s in sequences}
@@ -155,15 +152,15 @@ class LocalPipeline:
         assert self.started.wait(60)
         while True:
             step = self.scheduler.schedule()
-            self._tell_parts()
             if step is None:
                 return
+            if not isinstance(step, Step):
+                for loop in self.loops.values():
+                    loop.parts.obey(step)
+                continue
             for id in step.begun:
                 self._begin(self.scheduler.sequence(id))
             self.loops[0].put(step)
-
-    def _tell_parts(self) -> None:
-        """Passes on messages to the parts of all ranks."""
 
     def _begin(self, sequence: Sequence) -> None:
         num_prompt = len(sequence.prompt)

@@ -42,6 +42,9 @@ class AdapterUsers(Protocol):
 
     adapters: AdapterRegistry
 
+    def identify_adapter(self, version: int, contents: str) -> None:
+        """Takes a text that identifies the contents of a version."""
+
     def retire_adapter(self, version: int) -> None:
         """Frees the version on all stages once its last sequence has ended."""
 
@@ -233,7 +236,7 @@ class AdapterLoader:
             _logger.warning("event=adapter_refused version=%d error=%s", version, kind)
             raise
         seconds = time.monotonic() - started
-        self.registry.hold(version, loaded)
+        self._hold(version, loaded)
         self.registry.statistics.num_loaded += 1
         self.registry.statistics.load_seconds += seconds
         _logger.info(
@@ -329,7 +332,7 @@ class AdapterLoader:
                 answers = await self._ask(version, loaded.source)
                 if not loaded.is_same(answers):
                     raise AdapterError(f"The files in {loaded.source} have changed.")
-                self.registry.hold(version, LoadedVersion(loaded.source, answers))
+                self._hold(version, LoadedVersion(loaded.source, answers))
             except _Late as error:
                 raise ClusterError(
                     str(error), code=error.code
@@ -347,6 +350,10 @@ class AdapterLoader:
         """Lets loads ask the engines, which have the wanted versions."""
         self._could_ask = True
         self._can_ask.set()
+
+    def _hold(self, version: int, loaded: LoadedVersion) -> None:
+        self.registry.hold(version, loaded)
+        self._requests.identify_adapter(version, loaded.contents)
 
     def _lose(self, version: int, error: AdapterError) -> None:
         _logger.error("event=adapter_lost version=%d reason=%s", version, json.dumps(str(error)))

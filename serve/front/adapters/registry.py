@@ -109,12 +109,6 @@ class AdapterRegistry:
         loaded = self.versions.get(version)
         return str(loaded.source) if loaded else f"version {version}"
 
-    def contents(self, version: int) -> str | None:
-        """Identifies the contents of a version: the checksums of what all ranks have read. None if
-        it is not held any more."""
-        loaded = self.versions.get(version)
-        return loaded.contents if loaded else None
-
     def described(self) -> list[dict[str, Any]]:
         return [self._described(adapter) for adapter in self.by_name.values()]
 

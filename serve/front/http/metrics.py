@@ -117,7 +117,8 @@ class _Pipeline(Collector):
         yield from _adapter_families(state["adapters"])
         yield from _draft_families(state.get("drafts", {}))
         yield from _prefix_families(state["prefix_cache"])
-        yield from _disk_families(state["prefix_cache"]["disk"])
+        if disk := state["prefix_cache"].get("disk"):
+            yield from _disk_families(disk)
         yield _counter("restarts", "Restarts of the engines after faults", state["num_restarts"])
         recovery = "Time from faults until the engines worked again"
         yield _counter("recovery_seconds", recovery, state["recovery_seconds"])

@@ -17,6 +17,7 @@ class Hooks:
         self.before = [part.before for part in _overriding(parts, base.before)]
         self.after = [part.after for part in _overriding(parts, base.after)]
         self.took = [part.took for part in _overriding(parts, base.took)]
+        self.ready = [part.ready for part in _overriding(parts, base.ready)]
         self.on_result = [part.on_result for part in _overriding(parts, base.on_result)]
 
 

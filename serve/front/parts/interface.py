@@ -3,14 +3,17 @@ if the stages take part in it, a folder of the same name in serve.rank.parts."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as ReadableList
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from serve.core.config import ServeConfig
-from serve.core.messages import Result, ToEngine
+from serve.core.messages import Result, ToEngine, ToPrefixCache
 from serve.core.ops import AnyOp
 from serve.core.types import Group, Sequence
 from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.status import StageStatus
+from serve.front.prefixes.index import Admission, Reuse
+from serve.front.prefixes.kv_budget import KvBudget
 
 # Each sequence of a warm-up samples this many tokens in steps without the shapes of any part. Later
 # ones would have the same shapes as the second.
@@ -30,16 +33,34 @@ class Fed(NamedTuple):
     is_prefilling: bool
 
 
+@dataclass(frozen=True, slots=True)
+class PartReady:
+    """What follows from something that a part was told, beyond the rows of steps: operations of a
+    step without rows, messages to the engines of all ranks, and sequences that need not wait for
+    the part any longer."""
+
+    before: tuple[AnyOp, ...] = ()
+    after: tuple[AnyOp, ...] = ()
+    messages: tuple[ToPrefixCache, ...] = ()
+    unblocked: tuple[Sequence, ...] = ()
+
+
+NOTHING = PartReady()
+
+
 class SchedulerPart:
     """A feature that the scheduler consults. It is pure: no clock, socket or array. What it knows
     about a sequence is kept by the sequence's id, from `added` to `ended`, and what a client may
     see of it is counted in `Sequence.usage`.
 
-    A part overrides the methods that it needs: the others do nothing.
+    A part overrides the methods that it needs: the others do nothing. hears has the types of the
+    messages of engines that it takes.
     """
 
     # How many more tokens the sequences of a warm-up sample for this part.
     num_warm_up_steps: ClassVar[int] = 0
+    hears: ClassVar[tuple[type, ...]] = ()
+    budget: KvBudget  # of the scheduler, from the start
 
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
@@ -48,6 +69,19 @@ class SchedulerPart:
     def reads_tokens(self) -> bool:
         """Whether rank 0's engine needs the tokens of all sequences for it."""
         return False
+
+    # --- the engines
+
+    def start(self, ranks: ReadableList[int], reuse: Reuse) -> PartReady:
+        """Begins with engines of these ranks, which hold nothing of any sequence that is new."""
+        return NOTHING
+
+    def stop(self) -> None:
+        """Forgets the engines, which have ended. `reset` comes after it, for each sequence."""
+
+    def on_message(self, rank: int, message: Any) -> PartReady:
+        """Takes a message of the engine of a rank, of a type in hears."""
+        return NOTHING
 
     # --- the stages
 
@@ -91,6 +125,29 @@ class SchedulerPart:
 
     def ended(self, sequence: Sequence) -> None:
         """Forgets a sequence."""
+
+    # --- prefixes and room
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens whose keys and values the stages are about to hold for the part."""
+        return 0
+
+    def blocks(self, admission: Admission, num_free: int | None) -> PartReady | None:
+        """Has a sequence that would begin wait for the part, unless the result is None. num_free
+        is the number of tokens for which there is room beside it (None: no limit)."""
+        return None
+
+    def kept(self, sequence: Sequence) -> None:
+        """Takes note that the stages keep a sequence for later prompts. `ended` comes after it."""
+
+    def clear(self) -> PartReady:
+        """Drops all that is kept for later prompts."""
+        return NOTHING
+
+    def ready(self) -> PartReady:
+        """Returns what else is to be done. It is asked after each step."""
+        return NOTHING
 
     # --- a step
 

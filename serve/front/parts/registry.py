@@ -1,6 +1,7 @@
 """The parts of the scheduler: each has its line here, and nothing else imports a part."""
 
 from serve.core.config import ServeConfig
+from serve.front.parts.disk import part as disk
 from serve.front.parts.drafts import speculation as drafts
 from serve.front.parts.embeddings import part as embeddings
 from serve.front.parts.interface import SchedulerPart
@@ -9,6 +10,7 @@ from serve.front.parts.interface import SchedulerPart
 PARTS: list[type[SchedulerPart]] = [
     embeddings.EmbeddedPrompts,
     drafts.Speculation,
+    disk.DiskPrefixes,
 ]
 
 

@@ -146,8 +146,8 @@ class Engine:
             "num_waiting": scheduler.num_waiting,
             "kv_tokens": scheduler.num_held_tokens,
             "max_kv_tokens": scheduler.budget.max_tokens,
+            "prefix_cache": self._prefix_cache() | of_parts.pop("prefix_cache", {}),
             **of_parts,
-            "prefix_cache": self._prefix_cache(),
             "better_split": better_split(first_shards(membership.stages)),
             "adapters": self.adapters.registry.statistics.to_json(),
             "num_restarts": lifecycle.life,
@@ -155,17 +155,14 @@ class Engine:
         }
 
     def _prefix_cache(self) -> dict[str, Any]:
-        requests = self._requests
-        scheduler = requests.scheduler
+        scheduler = self._requests.scheduler
         kept = scheduler.budget.kept
         counts = scheduler.prefix_counts.to_json()
-        disk = requests.disk_counts.to_json() | requests.disk_state()
         return {
             "reuse": scheduler.reuse,
             **counts,
             "num_bytes": kept_bytes(kept, self._membership.stages),
             **kept.to_json(),
-            "disk": disk,
         }
 
     def clear_prefixes(self) -> None:

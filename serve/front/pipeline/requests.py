@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ReadableList
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 from serve.core.config import ServeConfig
 from serve.core.errors import (
@@ -21,10 +21,6 @@ from serve.core.errors import (
 )
 from serve.core.messages import (
     Admit,
-    FromPrefixCache,
-    PrefixFiles,
-    PrefixFileWritten,
-    PrefixRead,
     Result,
 )
 from serve.core.outputs import SequenceOutput
@@ -44,8 +40,6 @@ from serve.front.pipeline.queues import common_position
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.pipeline.status import StageStatus, StepLog, first_shards
 from serve.front.pipeline.warm_up import WarmUp
-from serve.front.prefixes.checkpoints import PrefixKey
-from serve.front.prefixes.disk import DiskCounts, DiskPrefixes
 from serve.front.prefixes.index import Reuse
 from serve.parent.engines import Engines
 
@@ -53,9 +47,8 @@ _logger = logging.getLogger(__name__)
 
 
 class Requests:
-    """All requests that run or wait, and the adapters that they may have."""
-
-    hears = (Result, PrefixFiles, PrefixRead, PrefixFileWritten)
+    """All requests that run or wait, and the adapters that they may have. hears has the types of
+    the messages that `on_message` takes."""
 
     def __init__(
         self,
@@ -65,9 +58,6 @@ class Requests:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._engines, self._clock = config, engines, clock
-        self._stored: dict[int, PrefixFiles] = {}  # the files that each rank has on its disk
-        self.disk_counts = DiskCounts()
-        self._must_clear_disk = False
         self.scheduler = Scheduler(
             num_stages,
             max_num_sequences=config.max_num_seqs,
@@ -77,6 +67,7 @@ class Requests:
             cuts_short_prompts=config.max_inter_token is not None,
             parts=make_parts(config),
         )
+        self.hears = (Result, *(kind for part in self.scheduler.parts for kind in part.hears))
         self.adapters = AdapterRegistry(config, self.scheduler.num_with_adapter)
         self.step_log = StepLog()
         self._ranks: list[int] = []  # that take part
@@ -225,7 +216,7 @@ class Requests:
         """Starts sending steps to engines that hold nothing but what `keep` has returned."""
         self._is_running = True
         self._adapt_to_pace()  # to that of the warm-up
-        self._open_disk()
+        self.scheduler.start(self._ranks)
         for sequence in self.scheduler.waiting:
             if sequence.is_held:
                 self._admit(sequence)
@@ -264,59 +255,18 @@ class Requests:
             )
         return positions
 
-    def _open_disk(self) -> None:
-        """Uses the prefix cache on disk, if all ranks that take part have one."""
-        present = {rank: self._stored[rank] for rank in self._ranks if rank in self._stored}
-        if not present or self.scheduler.reuse == "none":
-            return
-        if missing := sorted(set(self._ranks) - present.keys()):
-            _logger.warning("event=prefix_cache_disk_off ranks_without=%s", missing)
-            return
-        has_states = self.scheduler.reuse == "checkpoints"
-        disk = DiskPrefixes(present, self._contents, self.disk_counts, has_states=has_states)
-        if self._must_clear_disk:
-            disk.clear()
-            self._must_clear_disk = False
-        self.scheduler.budget.disk = disk
-        _logger.info("event=prefix_cache_disk files=%d", disk.num_files)
-
-    def _contents(self, key: PrefixKey) -> str | None:
-        if not key.adapter_version:
-            return json.dumps(["", key.scope])
-        adapter = self.adapters.contents(key.adapter_version)
-        return None if adapter is None else json.dumps([adapter, key.scope])
-
-    def on_message(self, rank: int, message: Result | FromPrefixCache) -> None:
-        """Takes a message of the engine of a rank."""
+    def on_message(self, rank: int, message: object) -> None:
+        """Takes a message of the engine of a rank, of a type in hears."""
         if isinstance(message, Result):
             self.on_result(message)
-        else:
-            self.on_prefix_cache(rank, message)
-
-    def on_prefix_cache(self, rank: int, message: FromPrefixCache) -> None:
-        """Takes what a rank reports about its prefix cache on disk."""
-        match message:
-            case PrefixFiles():
-                self._stored[rank] = message
-            case PrefixRead():
-                self.scheduler.on_prefix_read(rank, message)
-            case PrefixFileWritten():
-                if self.scheduler.budget.disk:
-                    self.scheduler.budget.disk.on_written(rank, message)
+            return
+        self.scheduler.on_message(rank, message)
         self._pump()
 
-    def disk_state(self) -> dict[str, Any]:
-        """Describes the prefix cache on disk for people."""
-        disk = self.scheduler.budget.disk
-        if disk is None:
-            names = ("num_files", "num_unwritten_files", "num_bytes", "max_bytes")
-            return {**dict.fromkeys(names, 0), "is_writing": False}
-        return disk.to_json()
-
     def clear_prefixes(self) -> None:
-        """Drops all that is kept, in memory and on disk, or else on disk after the restart."""
-        self.scheduler.budget.drop_all()
-        self._must_clear_disk = self.scheduler.budget.disk is None
+        """Drops all that is kept for later prompts. What only a restart makes possible is done
+        after the restart."""
+        self.scheduler.clear_prefixes()
         self._pump()
 
     def interrupt(self) -> int:
@@ -328,7 +278,6 @@ class Requests:
             sequences = [self.scheduler.sequence(id) for id in self._generations]
             held = [sequence.id for sequence in sequences if sequence.is_held]
         self._is_running = False
-        self._stored.clear()
         blame = self._fault_blame.on_fault(held)
         self.scheduler.restart()
         if blame:
@@ -361,6 +310,10 @@ class Requests:
         self._generations.clear()
 
     # --- adapters
+
+    def identify_adapter(self, version: int, contents: str) -> None:
+        """Notes a text that identifies what the ranks have read as this version."""
+        self.scheduler.budget.identify_adapter(version, contents)
 
     def retire_adapter(self, version: int) -> None:
         """Notes that no new sequence has the version. The stages free it after its last one."""
@@ -445,14 +398,15 @@ class Requests:
         while self._is_running:
             if not self.scheduler.num_in_flight:
                 self._progress_at = self._clock()
-            step = self.scheduler.schedule()
-            if self.scheduler.budget.disk:
-                for message in self.scheduler.budget.disk.take_messages():
-                    self._engines.send_to_all(message)
-            if step is None:
+            output = self.scheduler.schedule()
+            if output is None:
                 return
-            self.step_log.note(step)
-            self._send_step(step, [self.scheduler.sequence(id) for id in step.begun])
+            if isinstance(output, Step):
+                self.step_log.note(output)
+                begun = [self.scheduler.sequence(id) for id in output.begun]
+                self._send_step(output, begun)
+            else:
+                self._engines.send_to_all(output)
 
     def _send_step(self, step: Step, begun: ReadableList[Sequence]) -> None:
         for sequence in begun:

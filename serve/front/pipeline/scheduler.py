@@ -22,7 +22,7 @@ from types import MappingProxyType
 from msgspec.structs import replace
 
 from serve.core.errors import OverloadedError, RequestError
-from serve.core.messages import PrefixRead, Result
+from serve.core.messages import Result, ToPrefixCache
 from serve.core.ops import AnyOp, Copy, Drop, Forget, Unload
 from serve.core.types import (
     FAILURES,
@@ -36,7 +36,7 @@ from serve.core.types import (
     tokens_of_rows,
 )
 from serve.front.parts.hooks import Hooks
-from serve.front.parts.interface import Fed, SchedulerPart
+from serve.front.parts.interface import Fed, PartReady, SchedulerPart
 from serve.front.pipeline import chunks
 from serve.front.pipeline.chunks import next_chunk
 from serve.front.pipeline.interface import Prompt
@@ -78,6 +78,8 @@ class Scheduler:
         self.num_steps = 0
         self.prefix_counts = PrefixCounts()
         self.budget = KvBudget(self.prefix_counts)
+        for part in parts:
+            part.budget = self.budget
         self.reuse: Reuse = "none"
         self.chunk_beside_decoding = prefill_chunk
         self.chunk_without_decoding = prefill_chunk
@@ -88,7 +90,7 @@ class Scheduler:
         self._leaving: list[Sequence] = []  # out of all groups, but steps of it are under way
         self._in_flight: dict[int, InFlight] = {}
         self._retired: set[int] = set()
-        self._ready: deque[Step] = deque()
+        self._outputs: deque[Step | ToPrefixCache] = deque()
         self._alone: int | None = None
         self._num_groups = num_groups
         self._cuts_short_prompts = cuts_short_prompts
@@ -114,10 +116,10 @@ class Scheduler:
 
     @property
     def _num_running_tokens(self) -> int:
-        """The tokens that running sequences take, and prefixes that are being read from disk."""
+        """The tokens that running sequences take, or parts are about to."""
         ended = (s for s in self._leaving if s.id not in self._live)
         num_computed = sum(s.num_computed for s in itertools.chain(self._live.values(), ended))
-        return num_computed + (self.budget.disk.num_reading_tokens if self.budget.disk else 0)
+        return num_computed + sum(part.num_tokens for part in self.parts)
 
     def sequence(self, sequence_id: int) -> Sequence:
         return self._live[sequence_id]
@@ -191,6 +193,23 @@ class Scheduler:
             self._leaving.append(sequence)
             self._let_go()
 
+    def start(self, ranks: ReadableList[int]) -> None:
+        """Begins with the engines of these ranks."""
+        for part in self.parts:
+            self._perform(part.start(ranks, self.reuse))
+
+    def on_message(self, rank: int, message: object) -> None:
+        """Takes a message of the engine of a rank, for the part that hears it."""
+        for part in self.parts:
+            if isinstance(message, part.hears):
+                self._perform(part.on_message(rank, message))
+
+    def clear_prefixes(self) -> None:
+        """Drops all that is kept for later prompts."""
+        self.budget.drop_all()
+        for part in self.parts:
+            self._perform(part.clear())
+
     def run_alone(self, sequence_id: int | None) -> None:
         """Makes all other sequences wait, even running ones. None lets all run."""
         if sequence_id == self._alone:
@@ -202,13 +221,15 @@ class Scheduler:
                 if sequence.id not in idle and sequence.id != sequence_id:
                     self._send_back(sequence)
 
-    def schedule(self) -> Step | None:
-        """Returns the next step, or None until another result or sequence comes."""
-        if not self._ready:
+    def schedule(self) -> Step | ToPrefixCache | None:
+        """Returns what is to be sent next: a step to the first stage, or a message to the engines
+        of all ranks. None until another result, message or sequence comes."""
+        if not self._outputs:
             self._admit()
             self._emit(self._decode() or self._prefill())
-            self._write_to_disk()
-        return self._ready.popleft() if self._ready else None
+            for ready in self._hooks.ready:
+                self._perform(ready())
+        return self._outputs.popleft() if self._outputs else None
 
     def update(self, result: Result) -> list[Event]:
         """Returns the events that follow from the result of a step."""
@@ -239,11 +260,13 @@ class Scheduler:
         sequences return to the front of the queue, in the order in which they came, to be computed
         again from their prompts and their answers so far."""
         self._in_flight.clear()
-        self._ready.clear()
+        self._outputs.clear()
         for sequence in self._leaving:
             if sequence.id not in self._live:
                 self._forget(sequence)
         self._leaving.clear()
+        for part in self.parts:
+            part.stop()
         self.budget.clear()
         self.prefilling.clear()
         for group in self.groups:
@@ -349,9 +372,19 @@ class Scheduler:
         ops += [Forget(id) for id in gone.checkpoints]
         ops += [Unload(version) for version in self._unused_adapters()]
         if ops:
-            self._ready.append(replace(self._step([], []), before=tuple(ops)))
+            self._outputs.append(replace(self._step([], []), before=tuple(ops)))
         if step:
-            self._ready.append(step)
+            self._outputs.append(step)
+
+    def _perform(self, ready: PartReady) -> None:
+        """Does what a part wants done."""
+        self._outputs.extend(ready.messages)
+        if ready.before or ready.after:
+            step = self._step([], [])
+            self._emit(replace(step, before=ready.before, after=ready.after))
+            self.budget.make(self._num_running_tokens)
+        for sequence in ready.unblocked:
+            self.waiting.unblock(sequence)
 
     def _unused_adapters(self) -> tuple[int, ...]:
         """Returns the retired adapter versions that no running or future step uses, once each."""
@@ -387,7 +420,6 @@ class Scheduler:
             tokens += draft
             sequence.num_computed += count
             sequence.is_held = True
-            self.budget.write_running(sequence)
         num_drafts = tuple(map(len, drafts))
         under_way = InFlight(group, tuple(fed), tuple(s.num_computed for s in fed), num_drafts)
         self._in_flight[self.num_steps] = under_way
@@ -419,7 +451,7 @@ class Scheduler:
         while (sequence := self._next()) and self.num_running < self._num_at_once:
             if not sequence.is_held:  # Otherwise it goes on where the stages hold it.
                 admission = self._admission(sequence)
-                if self._read_from_disk(admission):
+                if self._waits_for_part(admission):
                     continue
                 if not self._make_room_for(admission):
                     return
@@ -459,30 +491,18 @@ class Scheduler:
         self.budget.kept.share_checkpoints(sequence.id, match)
         self._emit(replace(self._step([], []), before=(Copy(sequence.id, *match),)))
 
-    def _read_from_disk(self, admission: Admission) -> bool:
-        """Whether a sequence waits from here on until its prefix has been read from disk."""
+    def _waits_for_part(self, admission: Admission) -> bool:
+        """Whether a sequence waits for a part from here on."""
         sequence = admission.sequence
-        # It begins as a copy of what is read, so there has to be room for both.
-        num_tokens = self._num_running_tokens + sequence.num_tokens + _SPARE_TOKENS
-        if not self.budget.read(admission, num_tokens):
-            return False
-        self.waiting.block(sequence)
-        return True
-
-    def on_prefix_read(self, rank: int, answer: PrefixRead) -> None:
-        """Takes a rank's answer to a read. After the last one the sequence may begin."""
-        if self.budget.disk is None or (read := self.budget.disk.on_read(rank, answer)) is None:
-            return
-        sequence, load = read
-        if load:
-            self._emit(replace(self._step([], []), before=(load,)))
-            self.budget.keep_loaded(sequence, load, self._num_running_tokens)
-        self.waiting.unblock(sequence)
-
-    def _write_to_disk(self) -> None:
-        """Has the stages write the next file, in a step of its own."""
-        if self.budget.disk and (write := self.budget.disk.next_write(self.budget.holds)):
-            self._emit(replace(self._step([], []), after=(write,)))
+        num_tokens = sequence.num_tokens + _SPARE_TOKENS
+        num_free = self.budget.num_free(self._num_running_tokens + num_tokens)
+        for part in self.parts:
+            if (ready := part.blocks(admission, num_free)) is not None:
+                self._perform(ready)
+                self.budget.make(self._num_running_tokens + num_tokens)
+                self.waiting.block(sequence)
+                return True
+        return False
 
     def _join_if_prefilled(self, sequence: Sequence) -> None:
         if sequence.num_computed == sequence.num_to_prefill:
@@ -613,7 +633,9 @@ class Scheduler:
         """Has the stages keep a sequence that has ended, or drop it."""
         is_current = sequence.adapter_version not in self._retired
         may_keep = self.reuse != "none" and is_current
-        self.budget.end(sequence, self._num_running_tokens, may_keep)
+        if self.budget.end(sequence, self._num_running_tokens, may_keep):
+            for part in self.parts:
+                part.kept(sequence)
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:

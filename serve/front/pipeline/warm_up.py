@@ -184,5 +184,6 @@ class WarmUp:
 
     def _pump(self) -> None:
         while step := self._scheduler.schedule():
+            assert isinstance(step, Step), "no part sends a message"
             self._num_steps += 1
             self._send(step, [self._live[id] for id in step.begun if id in self._live])

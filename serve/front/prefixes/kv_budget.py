@@ -1,12 +1,11 @@
 """The budget for keys and values on the stages: decides what is kept for later prompts, and what is
 dropped when running sequences need the room. Pure."""
 
-from serve.core.ops import Load, Save, Write
+from serve.core.ops import Load, Save
 from serve.core.types import Sequence
 from serve.front.prefixes.checkpoints import NO_SHARING, PrefixKey, Sharing, Stops
 from serve.front.prefixes.counts import PrefixCounts
-from serve.front.prefixes.disk import DiskPrefixes
-from serve.front.prefixes.index import Admission, Gone, PrefixIndex
+from serve.front.prefixes.index import Gone, PrefixIndex
 
 _MAX_STATE_SHARE = 0.25  # of all room: larger checkpoints would push out everything that is kept
 
@@ -21,6 +20,7 @@ class KvBudget:
     def __init__(self, counts: PrefixCounts) -> None:
         self._counts = counts
         self._sharing: dict[int, Sharing] = {}
+        self._adapter_contents = {0: ""}
         self.max_tokens: int | None = None
         self.state_tokens = 0
         self.resize(None)
@@ -35,11 +35,8 @@ class KvBudget:
         """Forgets all that the stages held, because they were started again."""
         self.kept = PrefixIndex(self.state_tokens)
         self.stops = Stops()
-        self.disk: DiskPrefixes | None = None
         self._gone = Gone([], [])
         self._discarded: set[int] = set()
-        # Running sequences that are being written, with the number of tokens that may be.
-        self._written: dict[int, int] = {}
 
     def take_gone(self) -> Gone:
         """Returns what the stages have to drop since the last call."""
@@ -73,8 +70,9 @@ class KvBudget:
         """Has a sequence dropped when it ends, even if later prompts could use it."""
         self._discarded.add(sequence_id)
 
-    def end(self, sequence: Sequence, num_running_tokens: int, may_keep: bool) -> None:
-        """Keeps a sequence that has ended if later prompts can use it, or else drops it."""
+    def end(self, sequence: Sequence, num_running_tokens: int, may_keep: bool) -> bool:
+        """Keeps a sequence that has ended if later prompts can use it, or else drops it. Returns
+        whether it is kept."""
         may_keep = may_keep and sequence.id not in self._discarded
         # If two more steps are under way, it is not known which token the last one feeds.
         is_known = 0 < sequence.num_computed <= sequence.num_tokens
@@ -82,70 +80,43 @@ class KvBudget:
         is_wanted = may_keep and sequence.has_answer
         if not (is_wanted and is_known):
             self.forget(sequence)
-            return
+            return False
         held = sequence.tokens[: sequence.num_computed]
-        key = self.key(sequence)
-        self._written.pop(sequence.id, None)
-        self._drop(self.kept.keep(sequence.id, held, key))
-        if self.disk:
-            checkpoints = self.kept.checkpoints.of_sequence(sequence.id)
-            self.disk.keep(sequence.id, held, key, checkpoints, len(sequence.prompt))
+        self._drop(self.kept.keep(sequence.id, held, self.key(sequence)))
         self.make(num_running_tokens)
+        return True
 
-    def write_running(self, sequence: Sequence) -> None:
-        """Has the ranks write what they hold of a running sequence, once it is long enough."""
-        # A prompt whose numbers have overflowed never gets a first token.
-        if self.disk is None or not sequence.output:
-            return
-        checkpoints = self.kept.checkpoints.of_sequence(sequence.id)
-        end = self.disk.num_to_write(sequence, checkpoints)
-        if end > self._written.get(sequence.id, 0):
-            self._written[sequence.id] = end
-            held = sequence.tokens[:end]
-            num_prompt = len(sequence.prompt)
-            self.disk.keep(sequence.id, held, self.key(sequence), checkpoints, num_prompt)
-
-    def holds(self, write: Write) -> bool:
-        """Whether the stages still hold the content of a file that is to be written."""
-        return self.kept.holds(write, self._written.get(write.sequence, 0))
-
-    def keep_loaded(self, sequence: Sequence, load: Load, num_running_tokens: int) -> None:
-        """Keeps a prefix that was read from disk, for the sequence that waited for it."""
+    def keep_loaded(self, sequence: Sequence, load: Load) -> None:
+        """Keeps a prefix that the stages load for a sequence that waits."""
         tokens = sequence.tokens[: load.num_tokens]
         self._drop(self.kept.keep(load.sequence, tokens, self.key(sequence)))
-        self.make(num_running_tokens)
 
-    def read(self, admission: Admission, num_running_tokens: int) -> bool:
-        """Whether the longest prefix of a sequence is read from disk from here on."""
-        if self.disk is None:
-            return False
-        num_free = None
-        if self.max_tokens is not None:
-            num_free = self.max_tokens - num_running_tokens - self.state_tokens
-        num_tokens = self.disk.read(admission, num_free)
-        if num_tokens:
-            self.make(num_running_tokens + num_tokens)
-        return num_tokens > 0
+    def checkpoints_of(self, sequence_id: int) -> dict[int, int]:
+        """Returns the checkpoints of a sequence, by their positions."""
+        return self.kept.checkpoints.of_sequence(sequence_id)
 
     def drop_all(self) -> None:
-        """Drops all that is kept, in memory and on disk."""
+        """Drops all that is kept."""
         while self._evict():
             pass
-        if self.disk:
-            self.disk.clear()
 
     def forget(self, sequence: Sequence) -> None:
         """Has the stages drop a sequence, if they hold any of it."""
-        if self._written.pop(sequence.id, None) and self.disk:
-            # When it begins again, the stages hold less of it than these files need.
-            self.disk.forget_writes(sequence.id)
-        if self.disk:
-            self.disk.forget(sequence.id)
         if sequence.is_held:
             self._drop(Gone([sequence.id], self.kept.leave(sequence.id)))
 
+    def identify_adapter(self, adapter_version: int, contents: str) -> None:
+        """Notes a text that identifies the contents of an adapter version."""
+        self._adapter_contents[adapter_version] = contents
+
+    def adapter_contents(self, adapter_version: int) -> str | None:
+        """Identifies the contents of an adapter version: the empty text without an adapter, and
+        None if they are not known."""
+        return self._adapter_contents.get(adapter_version)
+
     def drop_adapter(self, adapter_version: int) -> None:
         """Drops the kept sequences of an adapter version."""
+        self._adapter_contents.pop(adapter_version, None)
         for id in self.kept.with_adapter(adapter_version):
             self._drop(Gone([id], self.kept.forget(id)))
 
@@ -171,6 +142,13 @@ class KvBudget:
         return self._gone.still_wanted(saves)
 
     # --- room
+
+    def num_free(self, num_running_tokens: int) -> int | None:
+        """Returns the room beside running sequences for the tokens of another one, if all that is
+        kept is dropped. None: no limit."""
+        if self.max_tokens is None:
+            return None
+        return self.max_tokens - num_running_tokens - self.state_tokens
 
     def fits(self, num_running_tokens: int) -> bool:
         """Whether there is room for these tokens beside everything that is kept."""

@@ -40,6 +40,7 @@ class RandomRanks:
         self.pipeline = AdapterPipeline(num_stages, max_num_sequences=6, prefill_chunk=8)
         self.pipeline.scheduler.reuse = "any"
         self.ring = tuple(range(num_stages))
+        self.contents: dict[int, str] = {}  # of the versions that were read
         self.adapters = loader_over(self, adapter_memory=MEMORY)
         self.asked: list[tuple[int, LoadAdapter, bool]] = []
         self.path_of = {0: "base"}

@@ -14,13 +14,12 @@ import hypothesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from serve.core.messages import Result
-from serve.core.ops import NO_CHECKPOINT, Copy, Drop, Forget, Load, Save, Write
+from serve.core.messages import Result, ToPrefixCache
+from serve.core.ops import NO_CHECKPOINT, Copy, Drop, Forget, Load, Save
 from serve.core.types import FAILURES, OVERFLOWED_TOKEN, Event, Sampling, Sequence, Step
 from serve.front.parts.interface import SchedulerPart
 from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.scheduler import Scheduler
-from serve.front.prefixes.disk_index import segment_name
 from serve.rank.outbox import Outbox
 
 VOCABULARY = 997
@@ -101,16 +100,6 @@ class StageModel:
         for save in step.ops(Save):
             assert save.checkpoint not in self.checkpoints
             self.checkpoints[save.checkpoint] = list(self.held[save.sequence])
-        for write in step.ops(Write):
-            held = self.held[write.sequence]
-            assert len(held) >= write.end, f"{write} of {len(held)} tokens"
-            if write.is_state:
-                own = held
-                if write.checkpoint != NO_CHECKPOINT:
-                    own = self.checkpoints[write.checkpoint]
-                assert len(own) == write.end, f"{write} of {len(own)} tokens"
-            else:
-                assert write.name == segment_name(write.parent, held[write.start : write.end])
 
 
 def result_of(step: Step, draw: Callable[[int, int], int]) -> Result:
@@ -194,8 +183,15 @@ class Pipeline:
         self.scheduler.add(sequence, prompts={sequence.id: prompt})
 
     def pump(self) -> None:
-        while step := self.scheduler.schedule():
-            self.outbox.put(step)
+        while output := self.scheduler.schedule():
+            if isinstance(output, Step):
+                self.outbox.put(output)
+            else:
+                self.send_to_all(output)
+
+    def send_to_all(self, message: ToPrefixCache) -> None:
+        """Takes a message to the engines of all ranks, which only parts send."""
+        raise NotImplementedError
 
     def _send(self, step: Step) -> None:
         self.steps.append(step)

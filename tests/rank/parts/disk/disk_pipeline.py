@@ -7,15 +7,18 @@ from pathlib import Path
 
 import msgspec
 
-from serve.core.messages import FromEngine, PrefixFileWritten, PrefixRead, Result
+from serve.core.messages import Result
 from serve.core.types import Sequence
-from serve.front.prefixes.disk import DiskCounts, DiskPrefixes, DiskRules
+from serve.front.parts.disk.cache import DiskRules
+from serve.front.parts.disk.part import DiskPrefixes
+from serve.front.pipeline.scheduler import Scheduler
 from serve.front.prefixes.index import Reuse
 from serve.model.stage import Stage
 from serve.rank.parts.disk.part import DiskPart
 from serve.rank.parts.disk.store import PrefixStore
 from serve.rank.parts.interface import Surroundings
-from tests.front.prefixes.observing import is_busy
+from tests.configs import serve_config
+from tests.front.parts.disk.observing import is_busy, is_writing
 from tests.rank.loops import part_of
 from tests.rank.test_pipeline import LocalPipeline, Make, running
 
@@ -38,41 +41,44 @@ class DiskPipeline(LocalPipeline):
         parts = {rank: part_of(loop, DiskPart) for rank, loop in self.loops.items()}
         return {rank: part.store for rank, part in parts.items() if part.store}
 
-    def open_disk(self, rules: DiskRules, reuse: Reuse) -> DiskCounts:
-        """Makes the scheduler use the files on disk, as serve.front.pipeline.requests does."""
-        counts = DiskCounts()
-        stored = {rank: store.files() for rank, store in self.stores.items()}
-        self.scheduler.reuse = reuse
-        self.scheduler.budget.disk = DiskPrefixes(
-            stored,
-            str,
-            counts,
-            has_states=reuse == "checkpoints",
-            rules=rules,
+    def use_disk(self, rules: DiskRules) -> DiskPrefixes:
+        """Gives the pipeline a scheduler that can use the files on disk."""
+        self.disk = DiskPrefixes(serve_config(), rules)
+        self.scheduler = Scheduler(
+            len(self.ring),
+            max_num_sequences=32,
+            max_queue=64,
+            prefill_chunk=32,
+            parts=[self.disk],
         )
-        return counts
+        return self.disk
+
+    def open_disk(self, reuse: Reuse) -> None:
+        """Makes the scheduler use the files on disk, as serve.front.pipeline.requests does."""
+        self.scheduler.reuse = reuse
+        for rank, store in self.stores.items():
+            self.scheduler.on_message(rank, store.files())
+        self.scheduler.start([*self.stores])
 
     def flush(self) -> None:
         """Waits until no step and no read or write of a file is under way."""
-        disk = self.scheduler.budget.disk
-        assert disk
         self._pump()
-        while is_busy(disk) or self.scheduler.num_in_flight:
+        while is_busy(self.disk) or self.scheduler.num_in_flight:
             self._take(self.results.get(timeout=30))
             self._pump()
 
     def interrupt(self, sequences: list[Sequence], num_tokens: int) -> None:
         """Runs sequences until the answer of each has num_tokens tokens and all their files are
         written. Takes no result after that."""
-        disk = self.scheduler.budget.disk
-        assert disk
         self._add(sequences)
         self._pump()
         held: list[Result] = []
-        while is_busy(disk) or min(len(sequence.output) for sequence in sequences) < num_tokens:
+        while (
+            is_busy(self.disk) or min(len(sequence.output) for sequence in sequences) < num_tokens
+        ):
             result = self.results.get(timeout=30)
             # On a slow disk, the answers would otherwise end before their files are written.
-            if disk._writing and isinstance(result, Result):
+            if is_writing(self.disk) and isinstance(result, Result):
                 held.append(result)
                 continue
             for each in (*held, result):
@@ -80,20 +86,6 @@ class DiskPipeline(LocalPipeline):
             held.clear()
             self._pump()
         assert all(sequence.num_left > 0 for sequence in sequences)
-
-    def _take_message(self, rank: int, message: FromEngine) -> None:
-        if isinstance(message, PrefixRead):
-            self.scheduler.on_prefix_read(rank, message)
-            return
-        assert isinstance(message, PrefixFileWritten)
-        if self.scheduler.budget.disk:
-            self.scheduler.budget.disk.on_written(rank, message)
-
-    def _tell_parts(self) -> None:
-        disk = self.scheduler.budget.disk
-        for message in disk.take_messages() if disk else ():
-            for loop in self.loops.values():
-                loop.parts.obey(message)
 
 
 @contextmanager

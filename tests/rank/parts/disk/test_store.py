@@ -24,8 +24,7 @@ from serve.core.messages import (
 )
 from serve.core.ops import Write
 from serve.core.types import Row, Sampling, Sequence, Step
-from serve.front.pipeline.scheduler import Scheduler
-from serve.front.prefixes.disk import DiskRules
+from serve.front.parts.disk.cache import DiskRules
 from serve.model.stage import Stage
 from serve.rank.parts.disk import contents
 from serve.rank.parts.disk.part import DiskPart
@@ -83,15 +82,15 @@ def test_prefix_store_serves_a_second_turn_after_a_restart(
     make = make_in_two_stages(name, monkeypatch)
     reuse = reuse_of(name)
     with disk_pipeline(2, make, tmp_path) as local:
-        local.scheduler = Scheduler(2, max_num_sequences=32, max_queue=64, prefill_chunk=32)
+        counts = local.use_disk(SHORT).counts
         expected = scores(local, second_turn(local, 5))
-        counts = local.open_disk(SHORT, reuse)
+        local.open_disk(reuse)
         scores(local, first_turn(local, 0))
         local.flush()
         assert counts.num_written_files
     with disk_pipeline(2, make, tmp_path) as local:
-        local.scheduler = Scheduler(2, max_num_sequences=32, max_queue=64, prefill_chunk=32)
-        counts = local.open_disk(SHORT, reuse)
+        counts = local.use_disk(SHORT).counts
+        local.open_disk(reuse)
         second = second_turn(local, 1)
         got = scores(local, second)
     assert counts.num_reads == 1
@@ -110,15 +109,15 @@ def test_prefix_store_has_the_contexts_of_answers_that_the_end_of_an_engine_inte
     make = make_in_two_stages(name, monkeypatch)
     reuse = reuse_of(name)
     with disk_pipeline(2, make, tmp_path) as local:
-        local.scheduler = Scheduler(2, max_num_sequences=32, max_queue=64, prefill_chunk=32)
+        counts = local.use_disk(SHORT_RUNNING).counts
         whole = local.answer(long_answers(10))
-        counts = local.open_disk(SHORT_RUNNING, reuse)
+        local.open_disk(reuse)
         begun = long_answers(0)
         local.interrupt(begun, 40)
         assert counts.num_written_files
     with disk_pipeline(2, make, tmp_path) as local:
-        local.scheduler = Scheduler(2, max_num_sequences=32, max_queue=64, prefill_chunk=32)
-        counts = local.open_disk(SHORT_RUNNING, reuse)
+        counts = local.use_disk(SHORT_RUNNING).counts
+        local.open_disk(reuse)
         for sequence in begun:
             sequence.reset()
         continued = local.answer(begun)

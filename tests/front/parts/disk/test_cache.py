@@ -13,14 +13,12 @@ from serve.core.messages import (
     PrefixRead,
     ReadPrefix,
 )
-from serve.core.ops import Load, Write
+from serve.core.ops import Write
 from serve.core.types import Sampling, Sequence
-from serve.front.prefixes.checkpoints import PrefixKey
-from serve.front.prefixes.disk import DiskCounts, DiskPrefixes, DiskRules
-from serve.front.prefixes.index import Admission, PrefixIndex, PrefixMatch
+from serve.front.parts.disk.cache import DiskCache, DiskCounts, DiskRules, Read
 
 RULES = DiskRules(segment=16, min_segment=4, min_gain=8)
-KEY = PrefixKey()
+CONTENTS = "a scope"
 BYTES_PER_TOKEN = 10
 
 
@@ -28,20 +26,13 @@ def tokens(start: int, count: int) -> list[int]:
     return [(start * 7 + i) % 1000 for i in range(count)]
 
 
-def admission(
-    prompt: list[int],
-    num_in_memory: int = 0,
-    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
-    key: PrefixKey = KEY,
-) -> Admission:
-    sequence = Sequence(99, [*prompt, 1], 5, sampling, frozenset())
-    in_memory = PrefixMatch(1, num_in_memory) if num_in_memory else None
-    return Admission(sequence, key, PrefixIndex(), "any", in_memory)
+def asking(prompt: list[int]) -> Sequence:
+    return Sequence(99, [*prompt, 1], 5, Sampling(), frozenset())
 
 
 @dataclass
 class Ranks:
-    """The disks of two ranks, and the DiskPrefixes that decides about them."""
+    """The disks of two ranks, and the DiskCache that decides about them."""
 
     max_bytes: int = 10**6
     has_states: bool = False
@@ -59,23 +50,26 @@ class Ranks:
             rank: PrefixFiles(list(own.values()), self.max_bytes, self.digests[rank])
             for rank, own in self.files.items()
         }
-        self.disk = DiskPrefixes(stored, str, self.counts, has_states=self.has_states, rules=RULES)
-        self.obey()
+        self.disk = DiskCache(stored, self.counts, has_states=self.has_states, rules=RULES)
+        self.obey(self.disk.useless_files)
 
     def keep(
         self,
         held: list[int],
         checkpoints: dict[int, int] | None = None,
-        key: PrefixKey = KEY,
+        contents: str = CONTENTS,
         num_prompt: int = 1,
     ) -> None:
         """Keeps a sequence on all stages, which write the files that rank 0 asks for."""
-        self.disk.keep(1, held, key, checkpoints or {}, num_prompt)
-        while write := self.disk.next_write(lambda _: True):
-            self.obey()
+        self.disk.write(1, held, contents, checkpoints or {}, num_prompt)
+        while write := self.next_write():
             for rank in self.files:
                 self.write(rank, write)
-            self.obey()
+
+    def next_write(self) -> Write | None:
+        write, forget = self.disk.next_write(lambda _: True)
+        self.obey(forget)
+        return write
 
     def write(self, rank: int, write: Write) -> None:
         size = max(1, write.end - write.start) * BYTES_PER_TOKEN
@@ -84,34 +78,41 @@ class Ranks:
         else:
             file = PrefixFile(write.name, write.parent, write.start, write.end, size)
             self.files[rank][write.name] = file
-        self.disk.on_written(rank, PrefixFileWritten(write.name, size))
+        self.obey(self.disk.on_written(rank, PrefixFileWritten(write.name, size)))
 
-    def read(self, prompt: list[int], key: PrefixKey = KEY) -> int | None:
+    def ask(
+        self,
+        prompt: list[int],
+        contents: str = CONTENTS,
+        num_in_memory: int = 0,
+        room: int | None = None,
+    ) -> ReadPrefix | None:
+        found = self.disk.find(asking(prompt), contents)
+        return found and self.disk.read(asking(prompt), found, num_in_memory, room)
+
+    def read(self, prompt: list[int], contents: str = CONTENTS) -> int | None:
         """Returns the number of tokens that were read: 0 if a file was damaged, and None if no file
         matches the prompt."""
-        self.disk.forget(99)
-        if not self.disk.read(admission(prompt, key=key), None):
+        message = self.ask(prompt, contents)
+        if message is None:
             return None
-        (message,) = self.disk.take_messages()
-        assert isinstance(message, ReadPrefix)
         names = [*message.names, message.state] if message.state else message.names
-        read: tuple[Sequence, Load | None] | None = None
+        read: Read | None = None
         for rank, own in self.files.items():
             damaged = next((name for name in names if name not in own), None)
             read = self.disk.on_read(rank, PrefixRead(message.sequence, damaged))
-        self.obey()
         assert read
-        _, load = read
-        return load.num_tokens if load else 0
+        self.obey(read.forget)
+        return read.load.num_tokens if read.load else 0
 
-    def obey(self) -> None:
-        for message in self.disk.take_messages():
-            assert isinstance(message, ForgetPrefixFiles)
-            for own in self.files.values():
-                if message.everything:
-                    own.clear()
-                for name in message.names:
-                    own.pop(name, None)
+    def obey(self, message: ForgetPrefixFiles | None) -> None:
+        if message is None:
+            return
+        for own in self.files.values():
+            if message.everything:
+                own.clear()
+            for name in message.names:
+                own.pop(name, None)
 
     def num_bytes(self, rank: int) -> int:
         return sum(file.num_bytes for file in self.files[rank].values())
@@ -158,13 +159,13 @@ def test_disk_prefixes_of_a_running_sequence_have_its_prompt_and_whole_parts(
     running = Sequence(1, tokens(1, 5000), 9999, Sampling(), frozenset())
     running.output = [1] * num_answered
     running.num_computed = num_computed
-    disk = DiskPrefixes({0: PrefixFiles([], 100, "a")}, str, DiskCounts(), has_states=False)
+    disk = DiskCache({0: PrefixFiles([], 100, "a")}, DiskCounts(), has_states=False)
     assert disk.num_to_write(running, {}) == expected
 
 
 def test_disk_prefixes_of_a_running_sequence_end_at_a_checkpoint_if_caches_cannot_be_cut() -> None:
     running = Sequence(1, tokens(1, 5000), 9999, Sampling(), frozenset(), num_computed=3000)
-    disk = DiskPrefixes({0: PrefixFiles([], 100, "a")}, str, DiskCounts(), has_states=True)
+    disk = DiskCache({0: PrefixFiles([], 100, "a")}, DiskCounts(), has_states=True)
     assert disk.num_to_write(running, {70: 1}) == 0, "too few to save anything"
     assert disk.num_to_write(running, {70: 1, 2048: 2, 3500: 3}) == 2048
 
@@ -175,10 +176,9 @@ def test_disk_prefixes_do_not_write_a_short_rest() -> None:
     assert [file.end for file in ranks.files[0].values()] == [16]
 
 
-@pytest.mark.parametrize("other", [PrefixKey(scope="b"), PrefixKey(adapter_version=1)])
-def test_disk_prefixes_are_kept_apart(other: PrefixKey) -> None:
+def test_disk_prefixes_are_kept_apart() -> None:
     ranks = Ranks()
-    ranks.keep(tokens(1, 64), key=other)
+    ranks.keep(tokens(1, 64), contents="another scope")
     assert ranks.read(tokens(1, 64)) is None
 
 
@@ -277,8 +277,7 @@ def test_disk_prefixes_are_not_written_to_a_full_disk_until_they_are_cleared() -
     assert ranks.counts.num_failed_writes == 1
     assert ranks.files[0].keys() == ranks.files[1].keys()
     assert ranks.read(tokens(1, 32)) == 32
-    ranks.disk.clear()
-    ranks.obey()
+    ranks.obey(ranks.disk.clear())
     assert not ranks.files[0]
     ranks.keep(tokens(3, 32))
     assert ranks.counts.num_written_files == 4
@@ -286,15 +285,13 @@ def test_disk_prefixes_are_not_written_to_a_full_disk_until_they_are_cleared() -
 
 def test_disk_prefixes_that_were_cleared_during_a_write_are_deleted() -> None:
     ranks = Ranks()
-    ranks.disk.keep(1, tokens(1, 16), KEY, {}, 16)
-    write = ranks.disk.next_write(lambda _: True)
+    ranks.disk.write(1, tokens(1, 16), CONTENTS, {}, 16)
+    write = ranks.next_write()
     assert write
-    ranks.disk.clear()
-    ranks.obey()
-    for rank in ranks.files:
-        ranks.write(rank, write)
+    ranks.obey(ranks.disk.clear())
+    ranks.write(0, write)
     assert ranks.files[0], "the message to delete everything came before the step"
-    ranks.obey()
+    ranks.write(1, write)
     assert not ranks.files[0]
     assert not ranks.disk.num_files
 
@@ -322,13 +319,7 @@ def test_disk_prefixes_are_read_only_if_that_saves_enough() -> None:
     ranks = Ranks()
     ranks.keep(tokens(1, 64))
     prompt = tokens(1, 64)
-    for refused, room in (
-        (admission(prompt, num_in_memory=60), None),
-        (admission(prompt), 63),
-        (admission(prompt, sampling=Sampling(prompt_logprobs=1)), None),
-    ):
-        assert ranks.disk.read(refused, room) == 0
-        ranks.disk.forget(99)
-    assert ranks.disk.read(admission(prompt, num_in_memory=56), 64) == 64
-    assert ranks.disk.read(admission(prompt), 64) == 0, "there is one try"
+    assert ranks.ask(prompt, num_in_memory=60) is None, "memory has nearly all of it"
+    assert ranks.ask(prompt, room=63) is None, "there is no room"
+    assert ranks.ask(prompt, num_in_memory=56, room=64)
     assert ranks.disk.num_reading_tokens == 64

@@ -1,10 +1,11 @@
-"""Decides which prefixes the ranks write to their disks, read from there, and delete. Pure."""
+"""Decides which prefixes the ranks write to their disks, read from there, and delete. Pure: what is
+to be done is returned."""
 
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from serve.core.messages import (
     ForgetPrefixFiles,
@@ -16,19 +17,13 @@ from serve.core.messages import (
 )
 from serve.core.ops import NO_CHECKPOINT, Load, Write
 from serve.core.types import FIRST_LOADED, NUM_LOADED_IDS, Sequence
-from serve.front.prefixes.checkpoints import PrefixKey
-from serve.front.prefixes.disk_index import (
+from serve.front.parts.disk.index import (
     DiskIndex,
     Found,
     root_name,
     segment_name,
     state_name,
 )
-from serve.front.prefixes.index import Admission, may_begin_as_copy
-
-Contents = Callable[[PrefixKey], str | None]
-"""Identifies what the keys and values of a key depend on besides tokens and stages. With None, its
-prefixes are neither written nor read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +64,22 @@ class _Reading:
     damaged: str | None = None
 
 
+class Read(NamedTuple):
+    """What has come of reading a prefix: what the stages hold for the sequence that waited, or None
+    if a rank could not read it, and the files to delete."""
+
+    sequence: Sequence
+    load: Load | None
+    forget: ForgetPrefixFiles | None
+
+
+class NextWrite(NamedTuple):
+    """The next file that all ranks write, and the files that they delete to make room."""
+
+    write: Write | None
+    forget: ForgetPrefixFiles | None
+
+
 @dataclass(slots=True)
 class _Writing:
     """A file that is being written. awaited has the ranks that have not answered yet. is_wanted is
@@ -80,31 +91,31 @@ class _Writing:
     is_wanted: bool = True
 
 
-class DiskPrefixes:
+class DiskCache:
     """The prefix cache on disk in one life of the engines. stored has the files that each rank has
-    at the start. With has_states, sequences can begin only where there is a state."""
+    at the start. With has_states, sequences can begin only where there is a state.
+
+    contents identifies what keys and values depend on besides tokens and stages.
+    """
 
     def __init__(
         self,
         stored: Mapping[int, PrefixFiles],
-        contents: Contents,
         counts: DiskCounts,
         has_states: bool,
         rules: DiskRules = DiskRules(),  # noqa: B008 - frozen
     ) -> None:
-        self._contents, self._counts = contents, counts
-        self.has_states, self._rules = has_states, rules
+        self._counts, self._rules = counts, rules
+        self.has_states = has_states
         self._digests = [own.digest for own in stored.values()]
         max_bytes = {rank: own.max_bytes for rank, own in stored.items()}
         self._index = DiskIndex(max_bytes)
         self._readings: dict[int, _Reading] = {}
-        self._tried: set[int] = set()  # sequences whose prefix is not read once more
         self._writing: _Writing | None = None
         self._wanted: deque[Write] = deque()
         self._ids = itertools.count()
-        self._messages: list[ReadPrefix | ForgetPrefixFiles] = []
         self._can_write = True
-        self._forget(self._index.take_stored(stored))
+        self.useless_files = _forget(self._index.take_stored(stored))
 
     @property
     def num_files(self) -> int:
@@ -116,19 +127,14 @@ class DiskPrefixes:
         """The tokens that are being read: the stages hold no sequence with them yet."""
         return sum(reading.found.num_tokens for reading in self._readings.values())
 
-    def take_messages(self) -> list[ReadPrefix | ForgetPrefixFiles]:
-        """Returns the messages to all ranks since the last call."""
-        messages, self._messages = self._messages, []
-        return messages
-
-    def clear(self) -> None:
+    def clear(self) -> ForgetPrefixFiles:
         """Has the ranks delete everything. Files are written again, also after a failed write."""
         self._index = DiskIndex(self._index.max_bytes)
         self._wanted.clear()
         if self._writing:
             self._writing.is_wanted = False
         self._can_write = True
-        self._messages.append(ForgetPrefixFiles(everything=True))
+        return ForgetPrefixFiles(everything=True)
 
     def to_json(self) -> dict[str, Any]:
         """Describes the cache for people."""
@@ -142,34 +148,35 @@ class DiskPrefixes:
 
     # --- reading
 
-    def read(self, admission: Admission, room: int | None) -> int:
-        """Has all ranks read the longest prefix of a sequence, if that saves enough tokens and fits
-        into room, a number of tokens (None: no limit). Returns the number of its tokens, or 0.
-        There is one try for each sequence in a life of the engines."""
-        sequence = admission.sequence
-        root = self._root(admission.key)
-        if sequence.id in self._tried or root is None or not may_begin_as_copy(sequence):
-            return 0
-        self._tried.add(sequence.id)
+    def find(self, sequence: Sequence, contents: str) -> Found | None:
+        """Finds the longest prefix of a sequence that is worth reading if memory has none."""
+        root = root_name([*self._digests, contents])
         found = self._index.find(root, sequence.tokens[:-1], self.has_states)
-        if found is None:
-            return 0
-        num_in_memory = admission.match.num_tokens if admission.match else 0
+        if found is None or found.num_tokens < self._rules.min_gain:
+            return None
+        return found
+
+    def read(
+        self,
+        sequence: Sequence,
+        found: Found,
+        num_in_memory: int,
+        room: int | None,
+    ) -> ReadPrefix | None:
+        """Has all ranks read a prefix, if that saves enough tokens over what memory has, and fits
+        into room, a number of tokens (None: no limit)."""
         if found.num_tokens < num_in_memory + self._rules.min_gain:
-            return 0
+            return None
         if room is not None and found.num_tokens > room:
-            return 0
+            return None
         id = FIRST_LOADED + next(self._ids) % NUM_LOADED_IDS
         self._use(found)
         ranks = set(self._index.max_bytes)
         self._readings[id] = _Reading(sequence, found, ranks)
-        message = ReadPrefix(id, found.num_tokens, found.names, found.state)
-        self._messages.append(message)
-        return found.num_tokens
+        return ReadPrefix(id, found.num_tokens, found.names, found.state)
 
-    def on_read(self, rank: int, answer: PrefixRead) -> tuple[Sequence, Load | None] | None:
-        """Takes a rank's answer. After the last one, returns the sequence that waits, and what the
-        stages hold for it, or None if a rank could not read."""
+    def on_read(self, rank: int, answer: PrefixRead) -> Read | None:
+        """Takes a rank's answer. Returns None before the last one."""
         reading = self._readings.get(answer.sequence)
         if reading is None:
             return None
@@ -181,32 +188,33 @@ class DiskPrefixes:
         if reading.damaged is not None:
             self._counts.num_damaged_files += 1
             names = self._index.remove(reading.damaged)
-            self._forget([reading.damaged, *names], (answer.sequence,))
-            return reading.sequence, None
+            forget = _forget([reading.damaged, *names], (answer.sequence,))
+            return Read(reading.sequence, None, forget)
         num_tokens = reading.found.num_tokens
         self._counts.num_reads += 1
         self._counts.num_read_tokens += num_tokens
-        return reading.sequence, Load(answer.sequence, num_tokens)
+        return Read(reading.sequence, Load(answer.sequence, num_tokens), None)
 
     # --- writing
 
-    def keep(
+    def write(
         self,
         sequence_id: int,
         tokens: list[int],
-        key: PrefixKey,
+        contents: str,
         checkpoints: Mapping[int, int],
         num_prompt: int,
     ) -> None:
-        """Notes that the stages keep a sequence, and that the part of it that is not on disk is to
-        be written. checkpoints has its checkpoints by their positions. The first num_prompt tokens
-        are its prompt, which may come again with any answer."""
-        root = self._root(key)
-        if root is not None and self._can_write:
-            if found := self._index.find(root, tokens, with_state=False):
-                self._use(found)
-            writes = self._writes(sequence_id, tokens, root, checkpoints, num_prompt, found)
-            self._wanted.extend(writes)
+        """Has the ranks write the part of a sequence that is not on disk. checkpoints has its
+        checkpoints by their positions. The first num_prompt tokens are its prompt, which may come
+        again with any answer."""
+        if not self._can_write:
+            return
+        root = root_name([*self._digests, contents])
+        if found := self._index.find(root, tokens, with_state=False):
+            self._use(found)
+        writes = self._writes(sequence_id, tokens, root, checkpoints, num_prompt, found)
+        self._wanted.extend(writes)
 
     def num_to_write(self, sequence: Sequence, checkpoints: Collection[int]) -> int:
         """Returns how many of the first tokens of a running sequence are to be on disk: all of its
@@ -229,51 +237,52 @@ class DiskPrefixes:
             return 0
         return end
 
-    def forget(self, sequence_id: int) -> None:
-        """Forgets a sequence that has ended or begins again."""
-        self._tried.discard(sequence_id)
-
     def forget_writes(self, sequence_id: int) -> None:
         """Forgets the files of a sequence that are still to be written."""
         others = (write for write in self._wanted if write.sequence != sequence_id)
         self._wanted = deque(others)
 
-    def next_write(self, is_held: Callable[[Write], bool]) -> Write | None:
-        """Returns the next file that all ranks are to write, or None if there is none, or the
-        previous one is not done. is_held says whether the stages still hold a file's content."""
+    def next_write(self, is_held: Callable[[Write], bool]) -> NextWrite:
+        """Returns the next file that all ranks are to write, unless the previous one is not done.
+        is_held says whether the stages still hold a file's content."""
         while self._wanted and self._writing is None:
             write = self._wanted.popleft()
             is_first = not write.start and not write.is_state
             follows = is_first or write.parent in self._index
             is_new = write.name not in self._index
-            if is_new and follows and is_held(write) and self._make_room(write.parent):
-                self._writing = _Writing(write, set(self._index.max_bytes))
-                return write
-        return None
+            if not (is_new and follows and is_held(write)):
+                continue
+            removed = self._index.make_room(write.parent)
+            if removed is None:
+                continue
+            self._counts.num_evicted_files += len(removed)
+            self._writing = _Writing(write, set(self._index.max_bytes))
+            return NextWrite(write, _forget(removed))
+        return NextWrite(None, None)
 
-    def on_written(self, rank: int, answer: PrefixFileWritten) -> None:
+    def on_written(self, rank: int, answer: PrefixFileWritten) -> ForgetPrefixFiles | None:
         """Takes a rank's answer. If a rank could not write, nothing is written until `clear`."""
         writing = self._writing
         if writing is None or writing.write.name != answer.name:
-            return
+            return None
         writing.awaited.discard(rank)
         writing.num_bytes[rank] = answer.num_bytes
         if writing.awaited:
-            return
+            return None
         self._writing = None
         write = writing.write
         if not writing.is_wanted:
             # Some ranks may have deleted everything before they wrote this file, others after.
-            self._forget([write.name])
-        elif all(writing.num_bytes.values()):
+            return _forget([write.name])
+        if all(writing.num_bytes.values()):
             file = PrefixFile(write.name, write.parent, write.start, write.end, 0)
             self._index.add(file, writing.num_bytes)
             self._counts.num_written_files += 1
-        else:
-            self._counts.num_failed_writes += 1
-            self._can_write = False
-            self._wanted.clear()
-            self._forget([write.name])
+            return None
+        self._counts.num_failed_writes += 1
+        self._can_write = False
+        self._wanted.clear()
+        return _forget([write.name])
 
     def _writes(
         self,
@@ -325,26 +334,14 @@ class DiskPrefixes:
                 yield stop
                 start = stop
 
-    # --- small steps
-
-    def _root(self, key: PrefixKey) -> str | None:
-        contents = self._contents(key)
-        return None if contents is None else root_name([*self._digests, contents])
-
     def _use(self, found: Found) -> None:
         self._index.use(found.state or found.names[-1])
 
-    def _make_room(self, parent: str) -> bool:
-        removed = self._index.make_room(parent)
-        if removed is None:
-            return False
-        self._counts.num_evicted_files += len(removed)
-        self._forget(removed)
-        return True
 
-    def _forget(self, names: list[str], sequences: tuple[int, ...] = ()) -> None:
-        if names or sequences:
-            self._messages.append(ForgetPrefixFiles(tuple(names), sequences))
+def _forget(names: list[str], sequences: tuple[int, ...] = ()) -> ForgetPrefixFiles | None:
+    if names or sequences:
+        return ForgetPrefixFiles(tuple(names), sequences)
+    return None
 
 
 def _state(sequence_id: int, segment: str, end: int, checkpoints: Mapping[int, int]) -> Write:
