@@ -3,6 +3,7 @@ or through an adapter. No other sequence says anything else than alone."""
 
 import itertools
 import random
+from collections.abc import Sequence as ReadableList
 from functools import partial
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ import pytest
 
 from serve.core.messages import Result
 from serve.core.types import Event, Sampling, Sequence
+from serve.front.parts.interface import SchedulerPart
 from serve.front.pipeline.scheduler import Scheduler
 from tests.models import build
 from tests.rank.test_pipeline import GREEDY, LocalPipeline, Make, pipeline, whole_model
@@ -31,8 +33,8 @@ def model(name: str, **config: int) -> nn.Module:
 class Watched(Scheduler):
     """Remembers how sequences end."""
 
-    def __init__(self) -> None:
-        super().__init__(2, max_num_sequences=12, max_queue=64, prefill_chunk=24)
+    def __init__(self, parts: ReadableList[SchedulerPart]) -> None:
+        super().__init__(2, max_num_sequences=12, max_queue=64, prefill_chunk=24, parts=parts)
         self.reuse = "any"
         self.ends: dict[int, str] = {}
 
@@ -49,7 +51,7 @@ def alone(make: Make, kv_bits: int | None = None) -> list[list[int]]:
 def num_changed(local: LocalPipeline, expected: list[list[int]], num: int, adapter: int = 0) -> int:
     """Counts the answers, out of num, that change while half as many sequences overflow: through a
     token, or through an adapter."""
-    local.scheduler = scheduler = Watched()
+    local.scheduler = scheduler = Watched(local.scheduler.parts)
     ids, wrong = itertools.count(), 0
     chance = random.Random(7)
     for _ in range(0, num, AT_ONCE):

@@ -126,6 +126,9 @@ class SchedulerPart:
     def ended(self, sequence: Sequence) -> None:
         """Forgets a sequence."""
 
+    def retired(self, adapter_version: int) -> None:
+        """Takes note that no new sequence has a version of an adapter any more."""
+
     # --- prefixes and room
 
     @property

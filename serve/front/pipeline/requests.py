@@ -68,7 +68,7 @@ class Requests:
             parts=make_parts(config),
         )
         self.hears = (Result, *(kind for part in self.scheduler.parts for kind in part.hears))
-        self.adapters = AdapterRegistry(config, self.scheduler.num_with_adapter)
+        self.adapters = AdapterRegistry(config, self.num_with_adapter)
         self.step_log = StepLog()
         self._ranks: list[int] = []  # that take part
         self._stages: list[StageStatus] = []  # one status for each stage
@@ -314,6 +314,11 @@ class Requests:
     def identify_adapter(self, version: int, contents: str) -> None:
         """Notes a text that identifies what the ranks have read as this version."""
         self.scheduler.budget.identify_adapter(version, contents)
+
+    def num_with_adapter(self, version: int) -> int:
+        """Counts the sequences that run or wait with this version of an adapter."""
+        generations = self._generations.values()
+        return sum(generation.adapter_version == version for generation in generations)
 
     def retire_adapter(self, version: int) -> None:
         """Notes that no new sequence has the version. The stages free it after its last one."""

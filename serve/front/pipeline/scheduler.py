@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from serve.core.errors import OverloadedError, RequestError
 from serve.core.messages import Result, ToPrefixCache
-from serve.core.ops import AnyOp, Copy, Drop, Forget, Unload
+from serve.core.ops import AnyOp, Copy, Drop, Forget
 from serve.core.types import (
     FAILURES,
     FIRST_WARM_UP_STEP,
@@ -89,7 +89,6 @@ class Scheduler:
         self._live: dict[int, Sequence] = {}
         self._leaving: list[Sequence] = []  # out of all groups, but steps of it are under way
         self._in_flight: dict[int, InFlight] = {}
-        self._retired: set[int] = set()
         self._outputs: deque[Step | ToPrefixCache] = deque()
         self._alone: int | None = None
         self._num_groups = num_groups
@@ -177,12 +176,9 @@ class Scheduler:
         self.budget.resize(max_held_tokens, state_tokens)
 
     def retire(self, adapter_version: int) -> None:
-        """Has the stages free an adapter version after its last sequence. No new one has it."""
-        self._retired.add(adapter_version)
-        self.budget.drop_adapter(adapter_version)
-
-    def num_with_adapter(self, adapter_version: int) -> int:
-        return sum(sequence.adapter_version == adapter_version for sequence in self._live.values())
+        """Notes that no new sequence has a version of an adapter any more."""
+        for part in self.parts:
+            part.retired(adapter_version)
 
     def drop(self, sequence_id: int, may_keep: bool = False) -> None:
         """Ends a sequence, if it is known. With may_keep, later prompts can begin as its copy."""
@@ -278,7 +274,6 @@ class Scheduler:
             self._reset(sequence)
         running = [s for s in self._live.values() if s not in self.waiting]
         self.waiting.put_back(running)
-        self._retired.intersection_update([s.adapter_version for s in self._live.values()])
 
     # --- steps
 
@@ -365,12 +360,11 @@ class Scheduler:
         return not self._in_flight or all(group.num_chunks < max_chunks for group in decoding)
 
     def _emit(self, step: Step | None) -> None:
-        """Emits a step. Drops and unloads go first, because their room may be needed, and in a
-        separate step, which waits for no other step."""
+        """Emits a step. Drops go first, because their room may be needed, and in a separate step,
+        which waits for no other step."""
         gone = self.budget.take_gone()
         ops: list[AnyOp] = [Drop(id) for id in gone.sequences]
         ops += [Forget(id) for id in gone.checkpoints]
-        ops += [Unload(version) for version in self._unused_adapters()]
         if ops:
             self._outputs.append(replace(self._step([], []), before=tuple(ops)))
         if step:
@@ -385,16 +379,6 @@ class Scheduler:
             self.budget.make(self._num_running_tokens)
         for sequence in ready.unblocked:
             self.waiting.unblock(sequence)
-
-    def _unused_adapters(self) -> tuple[int, ...]:
-        """Returns the retired adapter versions that no running or future step uses, once each."""
-        if not self._retired:
-            return ()
-        under_way = (s for step in self._in_flight.values() for s in step.sequences)
-        sequences = itertools.chain(self._live.values(), under_way)
-        unused = self._retired.difference([sequence.adapter_version for sequence in sequences])
-        self._retired -= unused
-        return tuple(unused)
 
     def _step(
         self,
@@ -631,8 +615,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         """Has the stages keep a sequence that has ended, or drop it."""
-        is_current = sequence.adapter_version not in self._retired
-        may_keep = self.reuse != "none" and is_current
+        may_keep = self.reuse != "none"
         if self.budget.end(sequence, self._num_running_tokens, may_keep):
             for part in self.parts:
                 part.kept(sequence)

@@ -20,6 +20,7 @@ class KvBudget:
     def __init__(self, counts: PrefixCounts) -> None:
         self._counts = counts
         self._sharing: dict[int, Sharing] = {}
+        self._discarded: set[int] = set()
         self._adapter_contents = {0: ""}
         self.max_tokens: int | None = None
         self.state_tokens = 0
@@ -36,7 +37,6 @@ class KvBudget:
         self.kept = PrefixIndex(self.state_tokens)
         self.stops = Stops()
         self._gone = Gone([], [])
-        self._discarded: set[int] = set()
 
     def take_gone(self) -> Gone:
         """Returns what the stages have to drop since the last call."""

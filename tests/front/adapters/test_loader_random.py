@@ -22,9 +22,9 @@ from serve.core.errors import (
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
 from serve.front.pipeline.driver import cancelled
 from tests.front.fakes import CONFIG, loader_over
+from tests.front.parts.adapters.test_scheduling import AdapterPipeline, AdapterStage, drain
 from tests.front.pipeline.simulation import expected, make_sequence
 from tests.front.pipeline.test_scheduler import check_all_ended
-from tests.front.pipeline.test_scheduler_adapters import AdapterPipeline, AdapterStage, drain
 
 NUM_BYTES, MEMORY, MAX_HELD = 100_000, "250KB", 2
 NAMES = "wxyz"
@@ -123,7 +123,8 @@ class RandomRanks:
         self.pipeline.scheduler.retire(version)
 
     def num_with_adapter(self, version: int) -> int:
-        return self.pipeline.scheduler.num_with_adapter(version)
+        live = self.pipeline.scheduler._live.values()
+        return sum(sequence.adapter_version == version for sequence in live)
 
 
 class Life:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from serve.core.ops import Drop, Unload
+from serve.core.ops import Drop
 from serve.core.types import LAST_TOKEN, Sampling, Sequence
 from serve.front.pipeline.prefill_order import PrefillOrder
 from serve.front.pipeline.queues import Waiting
@@ -99,25 +99,6 @@ def test_one_that_is_dropped_while_there_are_no_engines_is_not_run() -> None:
     assert fed == {0, 2}
     assert not any(step.before == (Drop(1),) for step in pipeline.steps[num_before:])
     check_all_ended(pipeline)
-
-
-def test_adapters_that_nobody_uses_any_more_are_not_unloaded_where_they_are_not() -> None:
-    pipeline = Pipeline(2)
-    pipeline.add(
-        Sequence(0, [1] * 10, 5, make_sequence(0, 1, 1).sampling, frozenset(), adapter_version=3)
-    )
-    for _ in range(8):
-        pipeline.tick()
-    pipeline.scheduler.retire(3)
-    pipeline.scheduler.retire(4)
-    pipeline.kill()
-    num_before = len(pipeline.steps)
-    pipeline.run()
-    unloaded = [
-        op.adapter_version for step in pipeline.steps[num_before:] for op in step.ops(Unload)
-    ]
-    assert unloaded == [3], "version 4 died with its engines, 3 goes after its last sequence"
-    check_whole(pipeline)
 
 
 LIVES = st.tuples(

@@ -10,9 +10,11 @@ import pytest
 from mlx_lm.tuner.utils import load_adapters
 
 from serve.core.types import Sequence
+from serve.front.parts.adapters.part import AdapterVersions
 from serve.rank.parts.adapters.part import AdapterPart
 from serve.rank.step_loop import StepLoop
 from tests import adapters
+from tests.configs import serve_config
 from tests.models import build
 from tests.rank.loops import part_of
 from tests.rank.test_pipeline import GREEDY, LocalPipeline, Make, running, whole_model
@@ -24,7 +26,7 @@ class AdapterPipeline(LocalPipeline):
     """Each stage has read the adapters in folders, by version."""
 
     def __init__(self, num_ranks: int, make: Make, folders: dict[int, Path]) -> None:
-        super().__init__(num_ranks, make)
+        super().__init__(num_ranks, make, parts=(AdapterVersions(serve_config()),))
         self.folders = folders
 
     def _built(self, loop: StepLoop) -> None:

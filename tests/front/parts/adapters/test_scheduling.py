@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 
 from serve.core.ops import Copy, Unload
 from serve.core.types import Sequence, Step
+from serve.front.parts.adapters.part import AdapterVersions
 from serve.front.pipeline.scheduler import Reuse
 from serve.front.prefixes.checkpoints import PrefixKey
 from serve.front.prefixes.index import Gone, PrefixIndex, PrefixMatch
+from tests.configs import serve_config
 from tests.front.pipeline.simulation import (
     Pipeline,
     StageModel,
     check_examples,
+    check_outputs,
     expected,
     make_sequence,
     next_token,
@@ -53,6 +56,7 @@ class AdapterStage(StageModel):
 
 class AdapterPipeline(Pipeline):
     def __post_init__(self) -> None:
+        self.parts = (AdapterVersions(serve_config()),)
         super().__post_init__()
         self.versions: Iterator[int] = count(1)
         self.current: dict[str, int] = {"base": 0}
@@ -192,3 +196,23 @@ def test_only_the_same_version_begins_alike() -> None:
     assert index.longest([5] * 40) is None
     assert index.keep(3, [5] * 35, PrefixKey(adapter_version=1)) == Gone([1], [])
     assert set(index.with_adapter(1)) == {3}
+
+
+def test_adapters_that_nobody_uses_any_more_are_not_unloaded_where_they_are_not() -> None:
+    pipeline = Pipeline(2, parts=(AdapterVersions(serve_config()),))
+    sequence = make_sequence(0, 10, 5)
+    sequence.adapter_version = 3
+    pipeline.add(sequence)
+    for _ in range(8):
+        pipeline.tick()
+    pipeline.scheduler.retire(3)
+    pipeline.scheduler.retire(4)
+    pipeline.kill()
+    num_before = len(pipeline.steps)
+    pipeline.run()
+    unloaded = [
+        op.adapter_version for step in pipeline.steps[num_before:] for op in step.ops(Unload)
+    ]
+    assert unloaded == [3], "version 4 died with its engines, 3 goes after its last sequence"
+    check_outputs(pipeline, dropped=set())
+    check_all_ended(pipeline)
