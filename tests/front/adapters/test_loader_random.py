@@ -27,6 +27,8 @@ from tests.front.pipeline.simulation import expected, make_sequence
 from tests.front.pipeline.test_scheduler import check_all_ended
 
 NUM_BYTES, MEMORY, MAX_HELD = 100_000, "250KB", 2
+pytestmark = pytest.mark.uses("adapters")
+
 NAMES = "wxyz"
 
 
