@@ -11,24 +11,24 @@ from serve.front.pipeline.prefill_order import PrefillOrder
 
 class Waiting:
     """The sequences that wait. Those that were put back come first, in this order. Two kinds are
-    blocked: copies, until the prompt of their original is prefilled, and sequences whose prefix is
-    being read from disk."""
+    blocked: copies, until the prompt of their original is prefilled, and sequences that wait for a
+    part of the scheduler."""
 
     def __init__(self, order: PrefillOrder) -> None:
         self._order = order
         self.new: list[Sequence] = []  # the oldest first
         self._put_back: deque[Sequence] = deque()
         self._copies: list[Sequence] = []
-        self._reading: list[Sequence] = []
+        self._blocked: list[Sequence] = []
 
     def __len__(self) -> int:
-        return len(self._put_back) + len(self.new) + len(self._copies) + len(self._reading)
+        return len(self._put_back) + len(self.new) + len(self._copies) + len(self._blocked)
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._put_back
         yield from self.new
         yield from self._copies
-        yield from self._reading
+        yield from self._blocked
 
     def next(self, prefilling: list[Sequence], sequence_id: int | None = None) -> Sequence | None:
         """Returns the next sequence that is not blocked, or the one with this id, if any."""
@@ -50,19 +50,19 @@ class Waiting:
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence if it waits."""
-        for queue in (self._put_back, self.new, self._copies, self._reading):
+        for queue in (self._put_back, self.new, self._copies, self._blocked):
             if sequence in queue:
                 queue.remove(sequence)
 
     def block(self, sequence: Sequence) -> None:
-        """Blocks a sequence while its prefix is read from disk."""
+        """Blocks a sequence that waits for a part."""
         self.remove(sequence)
-        self._reading.append(sequence)
+        self._blocked.append(sequence)
 
     def unblock(self, sequence: Sequence) -> None:
-        """Moves a sequence whose prefix was read to the front of the queue, if it still waits."""
-        if sequence in self._reading:
-            self._reading.remove(sequence)
+        """Moves a blocked sequence to the front of the queue, if it still waits."""
+        if sequence in self._blocked:
+            self._blocked.remove(sequence)
             self.put_back([sequence])
 
     def free_copies(self, original: Sequence) -> None:
@@ -73,9 +73,9 @@ class Waiting:
         self.put_back(copies)
 
     def restart(self) -> None:
-        """Unblocks the sequences whose prefix was being read: no engine reads it any more."""
-        self.put_back(self._reading)
-        self._reading.clear()
+        """Unblocks the sequences that wait for parts: these have no engines any more."""
+        self.put_back(self._blocked)
+        self._blocked.clear()
 
 
 def smallest(groups: Iterable[Group]) -> Group:
