@@ -31,7 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "b": {"rank": 4, "num_layers": 5, "size": 0.6},
     "c": {"dora": True, "rank": 2, "keys": ALL, "size": 0.3},
 }
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 NUM_STREAMS = 16
 Tensors, Config = dict[str, mx.array], dict[str, Any]
 
@@ -219,7 +219,7 @@ def check_logits(server: Server, answer: Whole) -> None:
 
 
 def scores(server: Server, model: str, prompt: list[int]) -> dict[str, Any]:
-    body = {"model": model, "prompt": prompt, "echo": True, "max_tokens": 8, "temperature": 0}
+    body = {"model": model, "prompt": prompt, "echo": True, "max_tokens": 2, "temperature": 0}
     more = {"logprobs": 20, "return_tokens_as_token_ids": True}
     logprobs = post(server, "/v1/completions", **body, **more).json()["choices"][0]["logprobs"]
     number = len("token_id:")

@@ -65,7 +65,7 @@ FIELDS: list[dict[str, Any]] = [
     {"temperature": 0.7, "model": "pirate", "prediction": {"type": "content", "content": TEXT}},
     {"temperature": 0, "prediction": {"type": "content", "content": TEXT}},
     {"temperature": 0.2, "max_tokens": 5},
-    {"temperature": 0.2, "ignore_eos": True, "max_tokens": 90},
+    {"temperature": 0.2, "ignore_eos": True, "max_tokens": 60},
 ]
 
 
@@ -73,7 +73,7 @@ def bodies() -> Iterator[dict[str, Any]]:
     questions = itertools.cycle([*QUESTIONS, f"Say this twice: {TEXT}", f"Repeat: {TEXT}"])
     for seed, fields in enumerate(FIELDS):
         message = {"role": "user", "content": next(questions)}
-        body = {"model": "tiny-chat", "messages": [message], "max_tokens": 40, "seed": seed}
+        body = {"model": "tiny-chat", "messages": [message], "max_tokens": 32, "seed": seed}
         yield body | fields
 
 

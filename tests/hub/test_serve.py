@@ -30,7 +30,7 @@ def tiny_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHu
 
 
 def command(port: int, num_ranks: int, *more: str) -> list[str]:
-    return brigade_launch(num_ranks, ["--model", REPO, "--port", str(port), *more])
+    return brigade_launch(num_ranks, ["--model", REPO, "--port", str(port), "--quick-start", *more])
 
 
 def answer(server: Server, model: str) -> str | None:
