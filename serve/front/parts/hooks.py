@@ -25,4 +25,5 @@ def _overriding(
     parts: ReadableList[SchedulerPart],
     method: Callable[..., object],
 ) -> list[SchedulerPart]:
-    return [part for part in parts if getattr(type(part), method.__name__) is not method]
+    active = [part for part in parts if part.is_on]
+    return [part for part in active if getattr(type(part), method.__name__) is not method]

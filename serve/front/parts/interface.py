@@ -64,6 +64,7 @@ class SchedulerPart:
 
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
+        self.is_on = True  # Otherwise no step asks the part.
 
     @property
     def reads_tokens(self) -> bool:

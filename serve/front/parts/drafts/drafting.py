@@ -46,6 +46,7 @@ class Drafting(SchedulerPart, ABC):
         self.counts = DraftCounts()
         self.drafted: dict[int, Drafted] = {}  # by sequence id
         self._awaited: set[int] = set()  # sequences with drafts or guesses under way
+        self._guessed: set[int] = set()  # sequences with guesses
 
     # --- decisions
 
@@ -90,12 +91,13 @@ class Drafting(SchedulerPart, ABC):
     def reset(self, sequence: Sequence) -> None:
         self._awaited.discard(sequence.id)
         if drafted := self.drafted.get(sequence.id):
-            drafted.guesses = ()
+            self._store_guesses(sequence, drafted, ())
             if drafted.model:
                 drafted.model.reset()
 
     def ended(self, sequence: Sequence) -> None:
         self._awaited.discard(sequence.id)
+        self._guessed.discard(sequence.id)
         self.drafted.pop(sequence.id, None)
 
     # --- a step
@@ -103,7 +105,7 @@ class Drafting(SchedulerPart, ABC):
     def must_wait(self, group: Group, is_prefilling: bool) -> bool:
         if self._awaited and any(s.id in self._awaited for s in group.sequences):
             return True
-        if not self.is_on or is_prefilling or not group.num_in_flight:
+        if is_prefilling or not group.num_in_flight:
             return False
         return self.is_worth_waiting(group.sequences)
 
@@ -112,7 +114,7 @@ class Drafting(SchedulerPart, ABC):
         sequences: ReadableList[Sequence],
         is_prefilling: bool,
     ) -> list[ReadableList[int]] | None:
-        if not self.is_on or is_prefilling:
+        if is_prefilling:
             return None
         drafts: list[ReadableList[int]] = []
         for sequence, draft in zip(sequences, self.propose(sequences), strict=True):
@@ -125,7 +127,7 @@ class Drafting(SchedulerPart, ABC):
         return drafts
 
     def after(self, fed: Fed) -> list[Guess]:
-        if not self.is_on or fed.group is None:
+        if fed.group is None:
             return []
         if fed.drafts:
             pairs = zip(fed.sequences, fed.drafts, strict=True)
@@ -143,12 +145,26 @@ class Drafting(SchedulerPart, ABC):
     def on_result(self, sequences: ReadableList[Sequence], result: Result) -> None:
         """Takes the guesses of the draft model, for which only the latest step of a row may ask."""
         outputs = result.outputs_of(Guesses)
+        if not outputs and not self._awaited and not self._guessed:
+            return  # as in most steps
         for n, sequence in enumerate(sequences):
             if sequence.num_pending:
                 continue
             self._awaited.discard(sequence.id)
             if drafted := self.drafted.get(sequence.id):
-                drafted.guesses = outputs[0].rows[n] if outputs else ()
+                self._store_guesses(sequence, drafted, outputs[0].rows[n] if outputs else ())
+
+    def _store_guesses(
+        self,
+        sequence: Sequence,
+        drafted: Drafted,
+        guesses: tuple[int, ...],
+    ) -> None:
+        drafted.guesses = guesses
+        if guesses:
+            self._guessed.add(sequence.id)
+        else:
+            self._guessed.discard(sequence.id)
 
     # --- what others see
 
