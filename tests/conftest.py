@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 import httpcore2
 import httpx2
+import hypothesis
 import pytest
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
@@ -27,6 +28,10 @@ httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
 # By default httpx2 gives up after 5 seconds, and a busy machine may need longer for any answer.
 for phase in ("connect", "read", "write", "pool"):
     setattr(httpx2._config.DEFAULT_TIMEOUT_CONFIG, phase, 60.0)
+
+# An example takes as long as a busy machine needs for it.
+hypothesis.settings.register_profile("brigade", deadline=None)
+hypothesis.settings.load_profile("brigade")
 
 # The tests that start clusters, in two halves. A half runs on one worker, so that its files can
 # share fixtures that keep a cluster running.

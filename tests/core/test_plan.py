@@ -63,7 +63,7 @@ def every_split(num_layers: int, num_ranks: int) -> list[list[tuple[int, int]]]:
     return [[(b[i + 1], b[i]) for i in range(num_ranks)] for b in bounds]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.integers(1, 50), min_size=2, max_size=8),
     st.integers(1, 4),
@@ -160,7 +160,6 @@ demands = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(tied_models(), demands, st.integers(1, 3))
 def test_the_search_finds_a_split_exactly_where_the_stages_of_one_fit(
     cost: ModelCost, demand: Demand, num_ranks: int
@@ -180,7 +179,6 @@ def test_the_search_finds_a_split_exactly_where_the_stages_of_one_fit(
             balanced_split(cost, num_ranks, demand, [smallest - 1] * num_ranks)
 
 
-@settings(deadline=None)
 @given(tied_models(), demands, st.integers(1, 3), st.integers(1, 10**6))
 def test_there_is_room_for_what_fits_and_for_no_more(
     cost: ModelCost, demand: Demand, num_ranks: int, memory: int

@@ -109,7 +109,7 @@ def test_any_message_has_all_types_and_each_names_its_sender() -> None:
 
 
 @pytest.mark.parametrize("kind", LINES, ids=lambda kind: kind.__name__)
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_every_message_of_a_launcher_survives_as_one_line(kind: type, data: st.DataObject) -> None:
     finite = st.floats(allow_nan=False, allow_infinity=False)  # JSON has no others.
@@ -135,7 +135,7 @@ def test_a_line_with_a_field_of_another_version_is_read() -> None:
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_every_type_of_message_survives(kind: type, data: st.DataObject) -> None:
     message = data.draw(built(kind))
@@ -143,7 +143,7 @@ def test_every_type_of_message_survives(kind: type, data: st.DataObject) -> None
 
 
 @pytest.mark.parametrize("kind", NOTES, ids=lambda kind: kind.__name__)
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_every_note_of_training_survives(kind: type, data: st.DataObject) -> None:
     message = messages.TaggedTensors("tag", (data.draw(st.builds(kind)),), ())

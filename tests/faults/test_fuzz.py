@@ -204,7 +204,6 @@ def run(server: Server, num_bodies: int) -> None:
 
         @settings(
             max_examples=num_bodies // BODIES_AT_ONCE,
-            deadline=None,
             database=None,
             suppress_health_check=list(HealthCheck),
         )

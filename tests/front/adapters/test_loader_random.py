@@ -254,7 +254,7 @@ class Life:
 
 
 @pytest.mark.long
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 3), st.integers(0, 2**32), st.sampled_from([0.0, 0.05, 0.2]))
 def test_each_request_sees_what_its_name_stood_for(
     num_stages: int, seed: int, fault_share: float

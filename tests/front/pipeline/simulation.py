@@ -309,4 +309,4 @@ def check_examples(
         test = hypothesis.seed(seed)(test)
     # A busy machine is no reason to fail.
     slow_is_fine = [HealthCheck.too_slow]
-    settings(max_examples=num_examples, deadline=None, suppress_health_check=slow_is_fine)(test)()
+    settings(max_examples=num_examples, suppress_health_check=slow_is_fine)(test)()

@@ -105,7 +105,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ACTIONS)
 def test_prefix_index_gives_what_comparing_with_all_gives(
     actions: list[tuple[str, list[int], str]],
@@ -131,7 +131,7 @@ def test_prefix_index_gives_what_comparing_with_all_gives(
         assert fast.num_tokens == sum(len(tokens) for _, tokens in slow.kept.values())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(SIMILAR, min_size=1, max_size=12), SIMILAR, st.data())
 def test_prefix_tree_gives_what_comparing_with_all_gives(
     lists: list[list[int]], tokens: list[int], data: st.DataObject

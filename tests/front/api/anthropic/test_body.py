@@ -422,7 +422,7 @@ turns = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(
     st.lists(turns, max_size=4),
     st.dictionaries(st.sampled_from(sorted(MessagesBody.model_fields)), anything, max_size=2),
