@@ -94,7 +94,7 @@ class Silent:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ServerReady:
     """Rank 0 has logged that the server is ready."""
 
 
@@ -105,7 +105,7 @@ class Asked:
     signum: int | None
 
 
-Event: TypeAlias = Ended | Returned | Silent | Ready | Asked
+Event: TypeAlias = Ended | Returned | Silent | ServerReady | Asked
 
 
 def write_line(line: str) -> None:
@@ -262,7 +262,7 @@ class Supervisor:
                 self._returned(event)
             case Silent():
                 self._replace(event)
-            case Ready():
+            case ServerReady():
                 self._has_been_ready = True
             case Asked(signum):
                 if signum is not None:
@@ -532,7 +532,7 @@ class Supervisor:
         prefix = self._prefix(rank)
         for line in process.lines():
             if rank == 0 and _READY_EVENT.fullmatch(line):
-                self._events.put(Ready())
+                self._events.put(ServerReady())
             self._write_reason(rank)
             error = _ERROR.fullmatch(line)
             if error:
