@@ -184,4 +184,13 @@ def running(
 
 
 def gone(processes: list[psutil.Process], seconds: float) -> bool:
-    return not psutil.wait_procs(processes, timeout=seconds)[1]
+    """Whether processes have ended. init may leave a zombie of an orphan for a while."""
+    _, others = psutil.wait_procs(processes, timeout=seconds)
+    return not [each for each in others if _runs(each)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

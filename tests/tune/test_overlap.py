@@ -39,7 +39,7 @@ class Sleeping:
 
 
 class SleepingPass(Pass):
-    def give(self, dy: Any) -> None:
+    def set_output_gradients(self, dy: Any) -> None:
         time.sleep(BACKWARD)
 
 

@@ -396,7 +396,7 @@ def test_a_folder_with_another_run_is_not_touched(
     before = arrays_of(alone[0])
     mx.eval(before)
     for changes, said in (
-        ({}, "holds a run"),
+        ({}, "contains a run"),
         ({"resume": True, "iters": 16, "batch_size": 8}, "other settings: batch_size was 4"),
         ({"resume": True, "iters": 16, "seed": 1}, "seed was 0"),
         ({"resume": True, "iters": 16, "micro_batches": 2}, "micro_batches was 1"),
