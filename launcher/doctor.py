@@ -147,7 +147,7 @@ def examine_hops(connections: Sequence[AgentConnection], tell: Tell) -> Iterator
     """Measures both directions of each hop, one after the other, because they may share a cable."""
     pairs = list(pairwise([*connections, connections[0]]))
     if len(connections) == 2:
-        pairs.pop()  # This is the same pair again.
+        pairs.pop()  # Of two hosts, the second pair is the first one reversed.
     for one, other in pairs:
         for here, there in ((one, other), (other, one)):
             for ip in there.host.ips:

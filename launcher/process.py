@@ -94,7 +94,8 @@ class LocalProcess:
                 os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         else:  # macOS before Python 3.13. It does not reuse a process id soon.
             self._process.wait()
-        # Kills what the rank left behind. The id is still the rank's, so no other process is hit.
+        # Kills processes that the rank left behind. The id is still the rank's, so no other process
+        # is hit.
         self.kill()
         return self._process.wait()
 

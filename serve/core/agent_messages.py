@@ -103,10 +103,11 @@ class PrefixFolder(msgspec.Struct, frozen=True):
 
 class HostFacts(AgentMessage, frozen=True):
     """An agent reports the facts of its host. max_files is negative if there is no limit. blas
-    replaces MLX's own library. interfaces has the network interface of each requested address, and
-    unusable the reason why an address cannot be used. model has the digests of the model's files;
-    model_error says why there are none. hub_model is the id of a model on the hub. time is in
-    seconds since the epoch. port is the one asked for, and port_holder who listens on it, if any.
+    replaces MLX's own library. interfaces maps each requested address to its network interface, and
+    unusable maps an address to the reason why it cannot be used. model holds the digests of the
+    model's files; model_error says why there are none. hub_model is the id of a model on the hub.
+    time is in seconds since the epoch. port is the one asked for, and port_holder who listens on
+    it, if any.
     """
 
     host: str
@@ -165,7 +166,7 @@ class RankEnded(AgentMessage, frozen=True):
 
 
 class AgentError(AgentMessage, frozen=True):
-    """An agent reports why it could not do what the launcher asked for."""
+    """An agent reports why it could not fulfil the launcher's request."""
 
     reason: str
 

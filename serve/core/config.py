@@ -34,7 +34,7 @@ KV_BITS_HELP = "quantise keys and values to 8 or 4 bits"
 TRAINING_JOIN_SECONDS = 60.0  # how long a rank of a training run waits for the others at its start
 TENSOR_PARALLEL_HELP = "ranks that share each layer; must divide the number of ranks"
 DRAFT_MODEL_HELP = (
-    "what guesses the next tokens: a small model with the same vocabulary (a folder on rank 0's "
+    "source of guessed tokens: a small model with the same vocabulary (a folder on rank 0's "
     "host, or org/name[@REVISION]), or mtp, the model's own prediction head"
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -62,7 +62,7 @@ class ModelSource:
         heading="model",
     )
     cache_dir: Path | None = flag(
-        "folder for what is fetched from the hub (default: HF_HOME/brigade)",
+        "folder for files fetched from the hub (default: HF_HOME/brigade)",
         None,
     )
 
@@ -80,14 +80,14 @@ class ServeConfig(ModelSource):
         heading=FIRST_HEADING,
     )
     host: str = flag("address of the server", "127.0.0.1")
-    port: int = flag("its port; 0 picks a free one", 8080, min=0, max=65535)
+    port: int = flag("port of the server; 0 picks a free one", 8080, min=0, max=65535)
     api_key: tuple[str, ...] = flag(
         "API key that clients must send; also read from BRIGADE_API_KEY. Users of this host see it "
         "in the list of processes: prefer --api-key-file",
         (),
         secret=True,
     )
-    memory: str | None = flag(f"{MEMORY_HELP} (default: what is free)", None, metavar="SIZE")
+    memory: str | None = flag(f"{MEMORY_HELP} (default: the free memory)", None, metavar="SIZE")
     max_model_len: int | None = flag(
         "tokens that prompt and answer may have together (default: the model's context)",
         None,
@@ -144,7 +144,7 @@ class ServeConfig(ModelSource):
         heading="common prefixes",
     )
     prefix_cache_scope: str = flag(
-        "share them among all clients, or only with one API key",
+        "share prefixes among all clients, or only within one API key",
         "all",
         among=("all", "key"),
         metavar="all|key",
@@ -154,7 +154,7 @@ class ServeConfig(ModelSource):
         None,
     )
     prefix_cache_disk: str = flag(
-        "maximum size of that folder: 50GB, or 50GB,20GB by rank",
+        "maximum size of --prefix-cache-dir: 50GB, or 50GB,20GB by rank",
         "50GB",
         metavar="SIZE",
     )
@@ -302,7 +302,8 @@ def hub_id(path: Path, root: Path = Path()) -> str | None:
 def draft_on_hub(draft_model: str | None) -> tuple[str, str | None] | None:
     """Returns `org/name` and the revision of a draft model on the hub. None if it is a folder, or
     if --draft-model names no model."""
-    if draft_model is None or os.path.exists(draft_model):  # Unlike Path's, for any text.
+    # Path.exists() raises OSError for a long text.
+    if draft_model is None or os.path.exists(draft_model):
         return None
     repo, _, revision = draft_model.partition("@")
     return (repo, revision or None) if hub_id(Path(repo)) else None

@@ -48,7 +48,7 @@ class UsageError(BrigadeError):
 
 class RequestError(UsageError):
     """An error of one request. It is reported to the client and never ends a process. The message
-    may quote what the client wrote, so it is not logged; code must not, and is."""
+    may quote what the client wrote, so it is not logged; code must not quote it, and is logged."""
 
     code = "invalid_value"
 

@@ -19,7 +19,8 @@ _UNLOCKED_SECONDS = 60.0  # far more than it takes to lock a folder that was jus
 class OwnFolder:
     """A folder that is locked as long as this process lives: the system releases the lock. It gets
     its final name after the lock, so an unlocked folder of that name has no owner. systemd-tmpfiles
-    does not remove locked folders. macOS does, so it must not hold what is needed for days."""
+    does not remove locked folders. macOS does, so it must not hold files that are needed for
+    days."""
 
     def __init__(self) -> None:
         unlocked = tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX)

@@ -21,8 +21,8 @@ class HelperMessage(
 
 
 class ModelNames(msgspec.Struct, frozen=True, array_like=True):
-    """The names that a request may give: the model's and those of its adapters. default is what a
-    request means that gives none."""
+    """The names that a request may give: the model's and those of its adapters. default is used by
+    a request that gives none."""
 
     names: tuple[str, ...]
     default: str
@@ -54,7 +54,7 @@ class ReadBody(HelperMessage, frozen=True):
     BodyRefused or BodyNotRead.
 
     kind is a name in serve.front.api.reading.kinds. The bytes of the body, and of anything else
-    that the reader of this kind takes, follow the message; sizes has the length of each.
+    that the reader of this kind takes, follow the message; sizes lists the length of each.
     finds_boundaries asks for those of the prompt.
     """
 

@@ -60,8 +60,8 @@ def forecast(
     num_clients: int,
     speeds: Speeds,
 ) -> Forecast:
-    """Forecasts a layout. stages has the plan of every rank; hop_bytes_per_token is the size of one
-    token's hidden state. Clients are divided among as many groups as there are stages."""
+    """Forecasts a layout. stages lists the plan of every rank; hop_bytes_per_token is the size of
+    one token's hidden state. Clients are divided among as many groups as there are stages."""
     first = [stage for stage in stages if stage.shard == 0]
     num_stages = len(first)
     num_shards = len(stages) // num_stages

@@ -2,7 +2,7 @@
 
 They travel as MessagePack arrays that begin with the name of their type. Both ends match on the
 types; a body of a type that is not expected there is an error. The unions at the end of this file
-have the messages of each direction. Those of agents and helper processes are JSON, and defined in
+list the messages of each direction. Those of agents and helper processes are JSON, and defined in
 serve.core.agent_messages and serve.core.helper_messages.
 """
 
@@ -60,7 +60,7 @@ class Refused(Message, frozen=True):
 class Order(Message, frozen=True):
     """A parent tells its engine which layers of which model to load, and which ring to form.
 
-    ring lists the ranks of the launch that take part, hosts has one address for each of them, and
+    ring lists the ranks of the launch that take part, hosts gives one address for each of them, and
     rank is this engine's place among them. addresses are those of the whole launch. With a commit,
     model is `org/name` on the hub, and cache_dir is where parts of it are kept (None: under
     HF_HOME). copies is a folder that the parent keeps from one engine to the next. layers is
@@ -68,11 +68,11 @@ class Order(Message, frozen=True):
     of stage r // num_shards. prefix_dir is the folder of the prefix cache on disk (None: there is
     none), which may hold up to prefix_bytes.
 
-    An engine that has left a ring keeps what it has for its next order. If that order differs from
-    the earlier one only in nonce, adapters and positions, it keeps its layers, the adapters of
-    these versions, and the keys and values of the first tokens of each sequence, as many as
-    positions says. If the order has another ring or other layers, it keeps the weights and adapters
-    of the layers that are its own again, and positions is empty. It drops everything else.
+    An engine that has left a ring keeps its weights, keys and values for the next order. If that
+    order differs from the earlier one only in nonce, adapters and positions, it keeps its layers,
+    the adapters of these versions, and the keys and values of the first tokens of each sequence, as
+    many as positions says. If the order has another ring or other layers, it keeps the weights and
+    adapters of the layers that are its own again, and positions is empty. It drops everything else.
     """
 
     rank: int
@@ -213,7 +213,7 @@ class ReadPrefix(Message, frozen=True):
 
 class ForgetPrefixFiles(Message, frozen=True):
     """A parent asks its engine to delete files of the prefix cache, or everything in it, and to
-    free what it has read for these sequences."""
+    free the files that it has read for these sequences."""
 
     names: tuple[str, ...] = ()
     sequences: tuple[int, ...] = ()
@@ -353,8 +353,8 @@ class RingLost(Message, frozen=True):
 
 
 class Left(Message, frozen=True):
-    """An engine has left its ring and waits for an order. All later messages belong to this
-    life. positions has the number of tokens whose keys and values it holds, by sequence."""
+    """An engine has left its ring and waits for an order. All later messages belong to this life.
+    positions maps each sequence to the number of tokens whose keys and values it holds."""
 
     life: int
     positions: dict[int, int] = {}
@@ -397,7 +397,7 @@ class PrefixFile(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_state(self) -> bool:
-        """Whether it has the caches that cannot be cut."""
+        """Whether it contains the caches that cannot be cut."""
         return self.start == self.end
 
 
@@ -427,11 +427,12 @@ class PrefixFileWritten(Message, frozen=True):
 
 
 class Result(Message, frozen=True):
-    """Rank 0's engine returns the tokens of a step and its other outputs. tokens has one token for
-    each row (or one of FAILURES), and is empty if the step did not sample. If the step fed drafts,
-    num_drafts has their number for each row, and num_accepted how many of them were right: each row
-    has that many tokens more, one row after the other. A row with -1 has no token: its drafts may
-    have made its numbers overflow, and it has to be computed again without drafts."""
+    """Rank 0's engine returns the tokens of a step and its other outputs. tokens lists one token
+    for each row (or one of FAILURES), and is empty if the step did not sample. If the step fed
+    drafts, num_drafts gives their number for each row, and num_accepted how many of them were
+    right: tokens then lists that many more for the row, one row after the other. A row with -1 has
+    no token: its drafts may have made its numbers overflow, and it has to be computed again without
+    drafts."""
 
     number: int
     tokens: tuple[int, ...]
@@ -559,9 +560,9 @@ class ResumePoint(Note, frozen=True):
 class Probe(Note, frozen=True):
     """Every rank of a training run sends the bytes and times of its largest micro-batch. base is
     held without any micro-batch: weights, float32 master weights and the optimizer's state.
-    gradients are the sums of all micro-batches. A micro-batch holds `held` from F to W; extra is
-    what each kind of op, and an update, need beside what there is before it. means has the stage,
-    the kind and the seconds of each op."""
+    gradients are the sums of all micro-batches. A micro-batch holds `held` from F to W; extra maps
+    each kind of op, and an update, to the bytes that it needs in addition. means lists the stage,
+    the kind and the mean seconds of each op."""
 
     base: int
     gradients: int

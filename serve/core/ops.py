@@ -53,7 +53,7 @@ class Copy(Op, frozen=True):
 
 
 class Drop(Op, frozen=True):
-    """The stages free what they hold of a sequence."""
+    """The stages free the caches of a sequence."""
 
     sequence: int
 
@@ -95,9 +95,9 @@ class Save(Op, frozen=True):
 
 class Write(Op, frozen=True):
     """The stages write a file of the prefix cache: the keys and values of the tokens [start, end)
-    of a sequence. If start is end, the file has the caches that cannot be cut at that position,
-    from a checkpoint if the sequence has more tokens. name identifies the first end tokens of the
-    sequence, and parent the first start tokens."""
+    of a sequence. If start is end, the file contains the caches that cannot be cut at that
+    position, from a checkpoint if the sequence has more tokens. name identifies the first end
+    tokens of the sequence, and parent the first start tokens."""
 
     sequence: int
     name: str
@@ -108,7 +108,7 @@ class Write(Op, frozen=True):
 
     @property
     def is_state(self) -> bool:
-        """Whether it has the caches that cannot be cut."""
+        """Whether it contains the caches that cannot be cut."""
         return self.start == self.end
 
     @property

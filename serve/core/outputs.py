@@ -1,4 +1,4 @@
-"""What a step makes besides tokens. A result lists these outputs, and each is for the part of the
+"""The outputs of a step other than tokens. A result lists them, and each is for the part of the
 front end that asked for it.
 """
 

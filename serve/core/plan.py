@@ -1,4 +1,4 @@
-"""Assigns layers to ranks and computes what that costs. All functions are pure.
+"""Assigns layers to ranks and computes the costs. All functions are pure.
 
 The order is reversed: rank 0 gets the last layers, because it samples. Costs are measured by
 serve.model.costs; here they are numbers.
@@ -20,7 +20,7 @@ MAX_KV_TOKENS = 2**31 - 1
 _SHRINKAGE = 4  # the factor between two demands that are tried one after the other
 MIN_KV_TOKENS = 256  # Nothing starts with less room than this for keys and values.
 MAX_DRAFT_ROWS = 8  # sequences whose keys and values the draft model holds at a time
-MAX_DRAFT_TOKENS = 1024  # tokens that it holds of each of them
+MAX_DRAFT_TOKENS = 1024  # tokens of each such sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class LayerCost:
 class ModelCost:
     """The cost of a model: its layers, and the weights outside of them. The rank with layer 0 also
     holds first (the embedding), rank 0 holds last (norm and head), and every rank holds shared.
-    tied is part of both first and last, and held once. hop_bytes_per_token is what one token sends
-    across a cut. head_bytes is the size of a head that shards can share, and logits_bytes that of
-    the logits of one token; else both are 0."""
+    tied is part of both first and last, and held once. hop_bytes_per_token is the size of the
+    hidden state that one token sends across a cut. head_bytes is the size of a head that shards can
+    share, and logits_bytes that of the logits of one token; else both are 0."""
 
     layers: tuple[LayerCost, ...]
     first: LayerCost

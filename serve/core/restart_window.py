@@ -1,4 +1,4 @@
-"""Counts restarts within a window of time. Pure: the caller has the clock."""
+"""Counts restarts within a window of time. Pure: the caller passes the time."""
 
 from collections import deque
 

@@ -1,4 +1,4 @@
-"""What a stage reports besides what all stages do. A report lists these sections, and each is for
+"""The sections of a stage's report that only some stages have. A report lists them, and each is for
 the part of the front end that reads it.
 """
 

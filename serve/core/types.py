@@ -128,13 +128,14 @@ class Score(msgspec.Struct, frozen=True, array_like=True):
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The tokens of one request, and how many of them the stages have computed. max_tokens is 0 if
-    it has no answer: then something else is made of its whole prompt.
+    it has no answer: then the request wants another output of the whole prompt, such as an
+    embedding.
 
     Once every step issued so far has run, the stages hold keys and values of num_computed tokens,
     and num_pending more tokens are sampled. The steps of num_done tokens have run. is_held says
     whether they hold anything. The first num_cached tokens were copied from another sequence.
-    adapter_version is 0 without an adapter. original has the same prompt, which is computed once
-    for both. usage has what parts of the scheduler count for the client, by name.
+    adapter_version is 0 without an adapter. original is a sequence with the same prompt, which is
+    computed once for both. usage holds the counts of the scheduler's parts for the client, by name.
     """
 
     id: int
@@ -240,9 +241,9 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     A stage performs the operations of before, in their order. After that, group holds exactly rows,
     in this order: a stage moves a row from the group in which it finds it, and starts a row at
-    position 0 with an empty cache. tokens has the tokens of all rows, one row after the other. When
-    the rows have run, the stage performs the operations of after. A step that does not sample only
-    fills caches; its rows that have begun feed the same number of tokens, new rows may differ.
+    position 0 with an empty cache. tokens lists the tokens of all rows, one row after the other.
+    When the rows have run, the stage performs the operations of after. A step that does not sample
+    only fills caches; its rows that have begun feed the same number of tokens, new rows may differ.
 
     A step that samples does so at each token that it feeds. A row feeds one token, and may feed
     drafts behind it: guesses of the tokens that follow. The next step of the sequence says by its
@@ -305,7 +306,8 @@ def tokens_of_rows(tokens: tuple[int, ...], num_accepted: tuple[int, ...]) -> li
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event of a sequence: a token, its end, or both. It has a score if one was asked for."""
+    """An event of a sequence: a token, its end, or both. It carries a score if the request asked
+    for one."""
 
     sequence: int
     token: int | None = None
@@ -314,7 +316,7 @@ class Event:
 
 
 class StageState(StrEnum):
-    """What the engine of a stage does."""
+    """The state of a stage's engine."""
 
     RENEWING = "renewing"  # It is asked to end or to leave its ring.
     LEAVING = "leaving"  # It waits for its last step to end.

@@ -64,7 +64,7 @@ class PartialModel:
         progress: Progress,
         parts: Iterable[TensorPart] = (),
     ) -> int:
-        """Fetches what is missing of these tensors and parts of tensors; returns the number of
+        """Fetches the missing bytes of these tensors and parts of tensors; returns the number of
         bytes received.
 
         Raises ModelError. Bytes that have arrived by then are kept, and are not fetched again.
@@ -155,7 +155,7 @@ def _make(folder: Path, snapshot: Snapshot, kind: RepoKind) -> list[RemoteFile]:
         remotes.append(RemoteFile(snapshot.repo, snapshot.commit, snapshot.files[name]))
     make = functools.partial(_make_weight_file, folder, snapshot)
     with ThreadPoolExecutor(_NUM_HEADER_CONNECTIONS, "header") as pool:
-        list(pool.map(make, remotes))  # A list, to raise the first error.
+        list(pool.map(make, remotes))  # list() raises the first error.
     return remotes
 
 

@@ -70,7 +70,7 @@ _PEFT_HARMLESS = {
     "eva_config",
     "fan_in_fan_out",  # The adapter's own matrices are stored in the same way.
     "inference_mode",
-    "layers_pattern",  # The model itself says what its layers are.
+    "layers_pattern",  # The model itself defines its layers.
     "loftq_config",
     "lora_dropout",
     "lora_ga_config",

@@ -155,7 +155,7 @@ class Adapted:
             self._empty()
 
     def move(self, sources: list[int]) -> None:
-        """Rearranges the slots: sources has the old slot of each new one, 0 for a free one."""
+        """Rearranges the slots: sources gives the old slot of each new one, 0 for a free one."""
         held = self._held
         self._held = {new for new, old in enumerate(sources) if old in held}
         index = mx.array(sources)

@@ -32,7 +32,7 @@ from serve.model.sharding import (
 
 @dataclass(frozen=True, slots=True)
 class ArrayDivision:
-    """The division of one axis of a trained array, of which this shard holds a part."""
+    """The division of one axis of a trained array, and this shard's part."""
 
     division: Division
     axis: int

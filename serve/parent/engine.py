@@ -146,7 +146,7 @@ class EngineProcess:
 def _signals_blocked() -> Iterator[None]:
     """Blocks the signals of a terminal or a launcher, for this thread and for processes that it
     starts. An engine ignores them, but only once it has imported MLX. Two engines may start at the
-    same time, so what was blocked before is not restored."""
+    same time, so the earlier mask is not restored."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)
     try:
         yield

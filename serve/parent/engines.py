@@ -24,7 +24,7 @@ from serve.parent.own_engine import OwnEngine
 
 
 class Engines:
-    """The engines of a launch. facts are those of rank 0. ring has the ranks that got the latest
+    """The engines of a launch. facts are those of rank 0. ring lists the ranks that got the latest
     orders, or all ranks before that."""
 
     def __init__(self, cluster: Cluster, facts: dict[str, str], keeps_spare: bool) -> None:
@@ -76,15 +76,15 @@ class Engines:
             self._control.send(rank, Start(order))
 
     async def renew_own(self, message: Renew) -> None:
-        """Finds an engine of rank 0 that is in no ring. Raises EngineError."""
+        """Provides an engine of rank 0 that is in no ring. Raises EngineError."""
         await self._own.renew(message)
 
     def renew(self, rank: int, message: Renew) -> None:
-        """Has another rank find an engine that is in no ring."""
+        """Tells another rank to provide an engine that is in no ring."""
         self._control.send(rank, message)
 
     def prepare_spares(self) -> None:
-        """Has each rank that takes part start a spare engine, unless it has one."""
+        """Tells each rank that takes part to start a spare engine, unless it has one."""
         self._own.spare.prepare()
         for rank in self.ring[1:]:
             self._control.send(rank, PrepareSpare())

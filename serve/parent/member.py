@@ -109,7 +109,7 @@ async def _unless_signalled(
 
 
 class _Member:
-    """Does what rank 0 says. When its engine ends or loses its ring, it reports that and waits,
+    """Follows rank 0's messages. When its engine ends or loses its ring, it reports that and waits,
     because all engines form the next ring together. Its engine outlives the connection to rank
     0."""
 
@@ -130,7 +130,7 @@ class _Member:
                     return True
                 await self._obey(message)
         finally:
-            # The life of what comes next is known when rank 0 sends Renew over another connection.
+            # The next life is known when rank 0 sends Renew over another connection.
             self._engine.life = _NO_LIFE
             await control.close()
         return False

@@ -23,7 +23,7 @@ _SIGN_SECONDS = 2.0  # between two signs to rank 0 while an engine computes befo
 
 
 class EnginePhase(Enum):
-    """What the process of an engine is doing."""
+    """The state of an engine's process."""
 
     NEW = "it has got no message yet"
     BUSY = "it obeys its messages"

@@ -1,4 +1,4 @@
-"""Decides whether and when engines start again after a fault. Pure: the caller has the clock."""
+"""Decides whether and when engines start again after a fault. Pure: the caller passes the time."""
 
 from serve.core.errors import BrigadeError, ClusterError, DisagreementError, EngineError
 from serve.core.restart_window import RestartWindow

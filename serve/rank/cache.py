@@ -1,7 +1,7 @@
 """Keeps the key-value caches of a stage's sequences, and arranges them for each step.
 
-Rank 0 decides. This module does what a step says. A row that its group no longer lists is kept
-until a later step asks for it.
+Rank 0 decides. This module follows its steps. A row that its group no longer lists is kept until a
+later step asks for it.
 """
 
 from collections.abc import Callable, Mapping
@@ -92,15 +92,16 @@ class GroupCaches:
         self._next_key = 0
         self._key_of: dict[int, int] = {}  # the key of each sequence's batch
         self._keys_of_group: dict[int, list[int]] = {}
-        self._positions: dict[int, int] = {}  # the tokens that are held of each sequence
-        # Positions before the last step, of sequences that it fed drafts: they can go back to them.
+        self._positions: dict[int, int] = {}  # the number of held tokens by sequence
+        # Positions before the last step, for sequences that it fed drafts: they can be cut to
+        # these.
         self._floors: dict[int, int] = {}
         self._checkpoints: dict[int, SavedState] = {}
         self._moved: set[int] = set()  # keys of batches whose rows were copied
 
     def arrange(self, step: Step) -> list[ForwardPass]:
         """Arranges the rows of a step, and returns the passes in which they run. Raises EngineError
-        if the step does not fit what this stage holds."""
+        if the step does not fit this stage's caches."""
         self._check(step)
         for row in step.rows:
             if self._positions.get(row.sequence, 0) > row.position:
@@ -148,7 +149,7 @@ class GroupCaches:
         return arrays
 
     def drop(self, sequence: int) -> None:
-        """Frees what is held of a sequence, if anything is."""
+        """Frees the caches of a sequence, if there are any."""
         self._leave(sequence)
         self._positions.pop(sequence, None)
         self._floors.pop(sequence, None)
@@ -166,14 +167,14 @@ class GroupCaches:
 
     @property
     def positions(self) -> dict[int, int]:
-        """The number of tokens that are held of each sequence."""
+        """The number of tokens in the caches of each sequence."""
         return dict(self._positions)
 
     def keep_only(self, positions: Mapping[int, int]) -> None:
         """Keeps the first tokens of these sequences, as many as positions says, and nothing else.
-        Raises EngineError if fewer are held, or if one cannot go back that far. Each gets a batch
-        of its own: when a ring is lost, ranks may have run different steps, and later steps need
-        the same rows in the same order on all of them."""
+        Raises EngineError if fewer are held, or if a sequence cannot be cut that far. Each gets a
+        batch of its own: when a ring is lost, ranks may have run different steps, and later steps
+        need the same rows in the same order on all of them."""
         for sequence in self._positions.keys() - positions.keys():
             self.drop(sequence)
         for sequence, num_tokens in sorted(positions.items()):
@@ -252,7 +253,7 @@ class GroupCaches:
     # --- decisions
 
     def _check(self, step: Step) -> None:
-        """Raises EngineError if the rows of a step do not fit what this stage holds."""
+        """Raises EngineError if the rows of a step do not fit this stage's caches."""
         lengths = {row.num_tokens for row in step.rows}
         continues_any = any(row.position for row in step.rows)
         # Drafts differ in number. Rows in slots can, and so can rows that run one by one.
@@ -382,7 +383,7 @@ class GroupCaches:
     # --- moves
 
     def _begun(self, lengths: dict[int, int]) -> int:
-        """Makes a batch of new rows, and returns its key. lengths has the number of tokens that
+        """Makes a batch of new rows, and returns its key. lengths lists the number of tokens that
         each is about to be fed."""
         if self._in_slots and len(lengths) > 1:
             batch: Batch = SlotBatch.of_new(lengths, self.make_caches())

@@ -1,7 +1,7 @@
 """Copies of a sequence's caches that cannot be cut to an earlier position.
 
 Keys and values of plain attention are cut where a shared prefix ends. A window, a chunk or the
-state of a recurrent layer is not what it was at an earlier position, so a copy is kept of it.
+state of a recurrent layer cannot return to an earlier position, so a copy of it is kept.
 """
 
 import copy
@@ -26,7 +26,7 @@ class SavedState:
 
 
 def can_cut(cache: Any) -> bool:
-    """Whether a cache with more tokens can become what it was with fewer."""
+    """Whether a cache can be cut to an earlier position."""
     parts = getattr(cache, "caches", None)
     if parts is not None:
         return all(can_cut(part) for part in parts)
@@ -46,8 +46,8 @@ def state_of(cache: Any, row: int | None) -> Any:
 
 
 def restored(cache: Any, state: Any, num_surplus: int) -> Any:
-    """Returns a plain cache that continues from a state. What can be cut comes from cache, a copy
-    that the caller gives away, without its last num_surplus tokens."""
+    """Returns a plain cache that continues from a state. The parts that can be cut come from cache,
+    a copy that the caller gives away, without its last num_surplus tokens."""
     parts = getattr(cache, "caches", None)
     if parts is not None:
         pairs = zip(parts, state or [None] * len(parts), strict=True)

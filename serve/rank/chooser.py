@@ -52,7 +52,7 @@ class _Scoring:
 
 class Chooser:
     """Keeps a sampler for each sequence that the parent has admitted. Call choose and result from
-    one thread; admit and forget may be called from any. folder has the model's tokenizer."""
+    one thread; admit and forget may be called from any. folder contains the model's tokenizer."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._grammars = GrammarCompiler(folder) if folder else None

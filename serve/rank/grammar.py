@@ -1,7 +1,7 @@
 """Computes which tokens a sequence may continue with under a grammar. Only rank 0 has logits.
 
-A mask is computed in a thread as soon as its token is known, while other groups run:
-llguidance gives Python's lock back meanwhile.
+A mask is computed in a thread as soon as its token is known, while other groups run: llguidance
+releases the GIL meanwhile.
 """
 
 import json
@@ -238,7 +238,7 @@ class Constraint:
         return self._matcher
 
     def _check_some_are_left(self, mask: Mask) -> None:
-        """Raises RequestError if the request allows nothing of what its grammar does."""
+        """Raises RequestError if the request bans every token that its grammar allows."""
         allowed = [id for id in self._sampling.allowed_ids if id < mask.size]
         if allowed and not mask[allowed].any():
             raise RequestError("The grammar allows none of allowed_token_ids.", code=CONFLICT)

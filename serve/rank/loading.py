@@ -1,4 +1,4 @@
-"""Loads what an order names, and takes over what an engine holds already from an earlier order."""
+"""Loads the layers and adapters of an order, and reuses those that the engine already holds."""
 
 import gc
 from collections.abc import Callable
@@ -55,7 +55,7 @@ class Leftovers:
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine with everything that its order names: the loop has the stage, and loaded is the
+    """An engine with the layers and adapters of its order. loop runs the stage, and loaded is the
     report about it."""
 
     order: Order
@@ -64,8 +64,9 @@ class LoadedEngine:
     loaded: Loaded
 
     def take_apart(self, order: Order) -> Leftovers:
-        """Returns what another order can keep, and ends the rest; keys and values belong to the old
-        layers. The caller drops this object. Raises EngineError if nothing can be kept."""
+        """Returns the objects that another order can keep, and ends the rest; keys and values
+        belong to the old layers. The caller drops this object. Raises EngineError if nothing can be
+        kept."""
         if order.positions or not _can_keep_layers(order, self.order):
             raise EngineError(
                 f"{order.name} cannot follow its new order with what it has loaded: the orders "

@@ -58,7 +58,7 @@ class MergedBatch:
 
     def rewind(self, sequence: int, num_tokens: int) -> None:
         if self._batched:
-            raise EngineError(f"Sequence {sequence} cannot go back in a batch with such caches.")
+            raise EngineError(f"Sequence {sequence} cannot be cut: it shares a batch.")
         _trim(self.caches, num_tokens)
 
     def extract(self, sequence: int, _: int) -> list[Any]:
@@ -88,7 +88,9 @@ class MergedBatch:
 
 def _trim(caches: list[Any], num_tokens: int) -> None:
     if not can_trim_prompt_cache(caches):
-        raise EngineError("A sequence with such caches cannot go back.", code="cannot_rewind")
+        raise EngineError(
+            "These caches cannot be cut to an earlier position.", code="cannot_rewind"
+        )
     trim_prompt_cache(caches, num_tokens)
 
 

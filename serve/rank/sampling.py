@@ -27,7 +27,8 @@ _MIN_TOP_P = 1e-30  # 0 in float32 would leave no token
 
 class Sampler:
     """Chooses the tokens of one sequence, and adds them to tokens: its prompt and its answer, or
-    nothing if the sampling does not read them. grammars is needed if it has a grammar."""
+    nothing if the sampling does not read them. grammars is required if the sampling names a
+    grammar."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Evaluates what the shards of a stage compute together.
+"""Evaluates arrays that the shards of a stage compute together.
 
 Shards match their sums only by the order of evaluation, and only rank 0 knows whether the head is
 needed. So all shards evaluate one forward pass after the other, each up to the head, or with a head

@@ -320,8 +320,8 @@ class SlotBatch:
 
     @classmethod
     def of_new(cls, lengths: dict[int, int], plain: list[Any]) -> "SlotBatch":
-        """Makes a batch of new rows. lengths has the number of tokens that each of them is about to
-        be fed; shorter ones are padded on the left. plain are new caches of one row."""
+        """Makes a batch of new rows. lengths lists the number of tokens that each of them is about
+        to be fed; shorter ones are padded on the left. plain are new caches of one row."""
         batch = cls()
         batch._slots = list(lengths)
         longest = max(lengths.values())

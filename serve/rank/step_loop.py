@@ -1,5 +1,6 @@
-"""The step loop of a rank: receive, forward, send. It owns what the engine holds of sequences, and
-keeps it from one ring to the next. Features are in `serve.rank.parts`, none of which it knows.
+"""The step loop of a rank: receive, forward, send. It owns the caches of the sequences, and keeps
+them from one ring to the next. Features are parts (`serve.rank.parts`): the loop knows none of them
+by name.
 """
 
 import time
@@ -59,8 +60,8 @@ class StepLoop:
         self.work.clear()
 
     def rejoin(self, transport: Transport, order: Order) -> None:
-        """Begins again in another ring, with what the order names. Raises EngineError if fewer
-        tokens of a sequence are held."""
+        """Begins again in another ring, with the sequences that the order names. Raises EngineError
+        if fewer tokens of a sequence are held."""
         self._begin(transport)
         self.caches.keep_only(order.positions)
         self._evaluate_moved()
@@ -85,8 +86,8 @@ class StepLoop:
             self._finish(step)
 
     def forward(self, step: Step, received: list[mx.array]) -> list[mx.array]:
-        """Runs the rows of a step, and what comes before them. Returns arrays for the next stage,
-        one forward pass after the other; on rank 0 the tokens (B,) and their scores."""
+        """Performs the operations before a step's rows, then runs the rows. Returns arrays for the
+        next stage, one forward pass after the other; on rank 0 the tokens (B,) and their scores."""
         self.sums.begin_step()
         for op in step.before:
             self._perform(op, step)
@@ -127,8 +128,8 @@ class StepLoop:
         passes: list[ForwardPass],
         outputs: list[mx.array],
     ) -> list[mx.array]:
-        """Returns what leaves this stage, lazily: on rank 0 what the chooser makes of the logits.
-        The other shards of the last stage have nothing to send."""
+        """Returns the arrays that leave this stage, lazily: on rank 0 those of the chooser. The
+        other shards of the last stage have nothing to send."""
         if not self.stage.is_last:
             return outputs
         if not self.has_head or not passes:
@@ -205,7 +206,7 @@ class StepLoop:
     # --- reports
 
     def activity(self) -> Activity:
-        """Returns what the loop has done so far, with the spans since the last call."""
+        """Returns the counts of the work so far, and the spans since the last call."""
         spans = self.work.take_spans()
         transport = self.transport
         kv_bytes = self.caches.num_bytes if spans else None

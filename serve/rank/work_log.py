@@ -1,4 +1,4 @@
-"""Counts what a stage has done in its ring, for the reports to its parent."""
+"""Counts the work of a stage in its ring, for the reports to its parent."""
 
 import time
 from collections import deque
@@ -31,7 +31,7 @@ class WorkLog:
         self._started = time.monotonic()
 
     def end(self, step: Step) -> float:
-        """Ends what begin began. Returns the time."""
+        """Ends the step. Returns the time."""
         ended = time.monotonic()
         self.step = None
         if step.number < FIRST_WARM_UP_STEP:

@@ -1,11 +1,11 @@
 """The engine child of a rank: it receives steps, runs its stage, and sends the results. It uses MLX
 and no HTTP.
 
-The main thread talks to the parent, because a process whose main thread is inside
-MLX cannot answer. One other thread has all of MLX: it makes the streams, loads the
-stage and runs the step loop. When the parent goes, this process ends at once. When
-a neighbour goes, it leaves the ring, keeps what it has loaded, and waits until its
-parent sends an order for another ring, perhaps with other layers, or kills it.
+The main thread talks to the parent, because a process whose main thread is inside MLX cannot
+answer. One other thread runs MLX: it makes the streams, loads the stage and runs the step loop.
+When the parent goes, this process ends at once. When a neighbour is lost, the rank leaves the ring,
+keeps its layers, and waits until its parent sends an order for another ring, perhaps with other
+layers, or kills it.
 """
 
 import faulthandler
@@ -55,7 +55,7 @@ class Worker:
         self._orders: SimpleQueue[Order | MakePlan] = SimpleQueue()
         self._leaves: SimpleQueue[Leave] = SimpleQueue()
         self._is_leaving = False  # from Leave to the next order: no step comes
-        self._streams: Streams | None = None  # made by the thread that has all of MLX
+        self._streams: Streams | None = None  # made by the thread that runs MLX
         self._reports = threading.Lock()
 
     def run(self) -> None:
@@ -144,7 +144,7 @@ class Worker:
             self.parent.send(Left(leave.life, loop.caches.positions))
 
     def _start(self) -> StepLoop:
-        """Joins the ring of the order, and loads what the order names and is not loaded yet."""
+        """Joins the ring of the order, and loads everything in the order that is not loaded yet."""
         order = self.order
         transport = self.transport = join(order, self._streams)
         self.status = Status(StageState.LOADING)

@@ -81,7 +81,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The run has written files for its user. without says what was left out, and why."""
+    """The run has written files for its user. without names the files that were left out, and
+    why."""
 
     paths: list[Path]
     without: str | None

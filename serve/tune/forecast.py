@@ -123,7 +123,7 @@ def peak_bytes(probe: Probe, num_in_flight: int, *, adds_up: bool = True) -> int
 
 @dataclass(frozen=True, slots=True)
 class TrainingForecast:
-    """The forecast of a run. in_flight and peak_bytes have one number for each rank."""
+    """The forecast of a run. in_flight and peak_bytes hold one number for each rank."""
 
     utilisation: float
     in_flight: list[int]

@@ -63,7 +63,7 @@ def _bytes_of(array: mx.array) -> memoryview:
 class UpdateMetrics:
     """The metrics of one update, equal on all ranks except for records. loss is the mean over the
     learned tokens. is_skipped says that something was not finite, so no parameter has changed.
-    busy_seconds and peak_bytes have one number for each rank."""
+    busy_seconds and peak_bytes hold one number for each rank."""
 
     loss: float
     gradient_norm: float

@@ -219,8 +219,8 @@ def prepare(config: FineTuneConfig, draw: DropoutKeys, model: nn.Module) -> None
 
 
 def adapter_config(config: FineTuneConfig, num_layers: int) -> dict[str, Any]:
-    """Returns the contents of an adapter's config file: what mlx_lm reads beside the weights, and
-    the settings of the run."""
+    """Returns the contents of an adapter's config file: the fields that mlx_lm reads, and the
+    settings of the run."""
     settings = asdict(config)
     for name, value in settings.items():
         if isinstance(value, Path):

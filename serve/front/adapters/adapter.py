@@ -35,7 +35,7 @@ class LoadedVersion:
 
     @property
     def contents(self) -> str:
-        """Identifies the contents: the checksums of what the ranks have read."""
+        """Identifies the contents: the checksums of the files that the ranks have read."""
         return " ".join(answer.checksum for _, answer in sorted(self.answers.items()))
 
     def is_same(self, answers: dict[int, AdapterRead]) -> bool:
@@ -52,8 +52,8 @@ def _checksums(answers: dict[int, AdapterRead]) -> dict[int, str]:
 
 @dataclass(slots=True)
 class Adapter:
-    """An adapter by its name, and what ranks have read of it. version is 0 while no stage holds
-    it."""
+    """An adapter by its name, and the files of it that ranks have read. version is 0 while no stage
+    holds it."""
 
     name: str
     version: int

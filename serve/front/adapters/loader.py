@@ -38,7 +38,7 @@ _MAX_TRIES = 2
 
 
 class AdapterUsers(Protocol):
-    """The requests, and the adapters that they may have."""
+    """The requests, as far as they use adapters."""
 
     adapters: AdapterRegistry
 
@@ -211,7 +211,7 @@ class AdapterLoader:
     async def _load(
         self, name: str, source: Source, instead_of: Adapter | None = None
     ) -> tuple[int, LoadedVersion]:
-        """Has all ranks read the files as a new version of an adapter. Raises AdapterError."""
+        """Makes all ranks read the files as a new version of an adapter. Raises AdapterError."""
         started = time.monotonic()
         self._last_version += 1
         version = self._last_version
@@ -302,7 +302,8 @@ class AdapterLoader:
             raise
 
     def on_message(self, rank: int, answer: AdapterRead | AdapterRefused) -> None:
-        """Takes a rank's answer. One that comes too late frees what the rank has read."""
+        """Takes a rank's answer. If it comes too late, the rank frees the files that it has
+        read."""
         if answer.version in self._answers:
             self._answers[answer.version][rank] = answer
             self._answered.set()
@@ -347,7 +348,7 @@ class AdapterLoader:
             _logger.warning('event=over_adapter_memory reason="all are pinned or in use"')
 
     def resume(self) -> None:
-        """Lets loads ask the engines, which have the wanted versions."""
+        """Lets loads continue: the engines hold the current versions again."""
         self._could_ask = True
         self._can_ask.set()
 

@@ -215,7 +215,7 @@ class Templated(Body):
 
     @property
     def functions_of_tools(self) -> list[Tool]:
-        """All tools as functions, which are what a model knows."""
+        """All tools as functions, the only kind that a model knows."""
         tools = self.tools or ()
         return [tool if isinstance(tool, Tool) else tool.as_tool() for tool in tools]
 

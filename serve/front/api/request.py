@@ -72,7 +72,8 @@ class ChatPrompt:
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """The tools that the model may call, and whether it has to. If is_raw, the whole answer is a
-    tool's input. inputs are grammars of inputs by tool; those in lark_inputs are optional."""
+    tool's input. inputs maps tools to the grammars of their inputs; the grammars of the tools in
+    lark_inputs are optional."""
 
     tools: list[Tool] = field(default_factory=list)
     choice: ToolChoice = "auto"

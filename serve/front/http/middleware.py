@@ -29,7 +29,7 @@ PACE = "brigade.pace"
 POLICY = "brigade.policy"
 CLIENT_LEFT = 499
 MAX_JOINED_BYTES = 64 << 10
-MAX_FREE_BYTES = 64 << 10  # of each body; its rest takes turns with other bodies
+MAX_FREE_BYTES = 64 << 10  # of each body, free of the shared pace
 
 _OF_BROWSERS = {b"origin", b"sec-fetch-site"}
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}

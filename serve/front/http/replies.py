@@ -35,7 +35,7 @@ def encode(body: Mapping[str, Any] | Sequence[Any]) -> bytes:
 
 
 def encode_in_slices(body: Mapping[str, Any]) -> bytes:
-    """Encodes a long reply in a thread, in parts, because json holds Python's lock in each."""
+    """Encodes a long reply in a thread, in parts, because json holds the GIL during each call."""
     return "".join(_slices(body)).encode()
 
 

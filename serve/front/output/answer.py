@@ -145,7 +145,7 @@ class RunningAnswer(RunningRequest):
         self._num_tokens = 0
 
     async def updates(self) -> AsyncIterator[Update]:
-        """Yields what each event of the engine adds. Raises BrigadeError if the engine breaks."""
+        """Yields the updates of each engine event. Raises BrigadeError if the engine breaks."""
         try:
             events: AsyncIterator[tuple[int, Event] | PromptProgress] = aiter(self._generation)
             if self._lists_progress:

@@ -32,7 +32,7 @@ Reason = Literal["stop", "length", "tool_calls"]
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
     """The token counts of a request so far. cached_tokens are among its prompts' tokens,
-    reasoning_tokens among its answers'. of_parts has what the parts of the scheduler count."""
+    reasoning_tokens among its answers'. of_parts holds the counts of the scheduler's parts."""
 
     prompt_tokens: int
     completion_tokens: int

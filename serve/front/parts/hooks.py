@@ -1,5 +1,5 @@
-"""What is called in each step: the methods that parts override, and no others, because a call that
-does nothing takes time too."""
+"""The calls of each step: the methods that parts override, and no others, because a call that does
+nothing takes time too."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as ReadableList
@@ -8,7 +8,7 @@ from serve.front.parts.interface import SchedulerPart
 
 
 class Hooks:
-    """For each of these methods, those of the parts that have their own, in their order."""
+    """For each of these methods, the overriding ones of the parts, in the parts' order."""
 
     def __init__(self, parts: ReadableList[SchedulerPart]) -> None:
         base = SchedulerPart

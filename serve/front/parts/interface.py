@@ -1,5 +1,5 @@
-"""What the scheduler asks its parts. A part is one feature of the engine: it has a folder here and,
-if the stages take part in it, a folder of the same name in serve.rank.parts."""
+"""The interface of the scheduler's parts. A part is one feature of the engine: it has a folder here
+and, if the stages take part in it, a folder of the same name in serve.rank.parts."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as ReadableList
@@ -53,8 +53,8 @@ class SchedulerPart:
     about a sequence is kept by the sequence's id, from `added` to `ended`, and what a client may
     see of it is counted in `Sequence.usage`.
 
-    A part overrides the methods that it needs: the others do nothing. hears has the types of the
-    messages of engines that it takes.
+    A part overrides the methods that it needs: the others do nothing. hears lists the types of
+    engine messages that it takes.
     """
 
     # How many more tokens the sequences of a warm-up sample for this part.
@@ -87,11 +87,11 @@ class SchedulerPart:
     # --- the stages
 
     def settle(self, stages: ReadableList[StageStatus]) -> None:
-        """Adapts to other stages, of which these are all shards, before any step runs on them.
-        Raises PlanError if they cannot do what the flags demand."""
+        """Adapts to new stages, given as all their shards, before any step runs on them. Raises
+        PlanError if they cannot do what the flags demand."""
 
     def measured(self, stages: ReadableList[StageStatus]) -> None:
-        """Takes the latest measured speed of the stages, of which these are the first shards."""
+        """Takes the latest measured speed of the stages, given as the first shard of each."""
 
     def for_warm_up(self) -> "SchedulerPart | None":
         """Returns a part that gives the steps of a warm-up the shapes that this one gives to those
@@ -109,8 +109,8 @@ class SchedulerPart:
         """Takes a new sequence, which belongs to prompt."""
 
     def begun(self, sequence: Sequence) -> ReadableList[ToEngine]:
-        """Returns what rank 0's engine has to know when the stages begin a sequence, also when they
-        begin it again."""
+        """Returns the messages for rank 0's engine that belong to the start of a sequence on the
+        stages, also when the sequence starts again."""
         return ()
 
     def took(self, sequence: Sequence, tokens: ReadableList[int]) -> None:
@@ -128,7 +128,7 @@ class SchedulerPart:
         """Forgets a sequence."""
 
     def retired(self, adapter_version: int) -> None:
-        """Takes note that no new sequence has a version of an adapter any more."""
+        """Notes that no new sequence will use this version of an adapter."""
 
     # --- prefixes and room
 
@@ -150,7 +150,7 @@ class SchedulerPart:
         return NOTHING
 
     def ready(self) -> PartReady:
-        """Returns what else is to be done. It is asked after each step."""
+        """Returns further work, if there is any. It is called after each step."""
         return NOTHING
 
     # --- a step

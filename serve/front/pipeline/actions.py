@@ -61,7 +61,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Lets the scheduler send steps. seconds is what the recovery took; None at the start."""
+    """Lets the scheduler send steps. seconds is the duration of the recovery; None at the start."""
 
     seconds: float | None
 

@@ -123,7 +123,7 @@ def kept_bytes(kept: PrefixIndex, stages: list[StageStatus]) -> int:
 
 
 def _less(amounts: list[int], kept: list[int]) -> list[int]:
-    """Subtracts what is kept on each rank from its amount."""
+    """Subtracts the reserved bytes of each rank from its amount."""
     pairs = zip(amounts, kept, strict=True)
     return [amount - own for amount, own in pairs]
 

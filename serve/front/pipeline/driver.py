@@ -1,7 +1,7 @@
 """Drives the front end: hands each message of the engines to its part, and performs what follows.
 
-What happens in the life of the engines is decided in `serve.front.pipeline.lifecycle`. The driver
-has the clock, and the tasks that take time.
+`serve.front.pipeline.lifecycle` makes the decisions about the engines. The driver owns the clock,
+and the tasks that take time.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ class Part(Protocol):
 
 
 class Driver:
-    """Runs the engines for requests and adapters. folder has the model's config."""
+    """Runs the engines for requests and adapters. folder contains the model's config."""
 
     def __init__(
         self,

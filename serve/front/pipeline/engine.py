@@ -37,8 +37,8 @@ from serve.parent.engines import Engines
 class Engine:
     """The engines of all ranks. Requests that come while engines restart wait for them.
 
-    folder has the model's config, facts are those of this rank, and view shows the progress of the
-    start.
+    folder contains the model's config, facts are those of this rank, and view shows the progress of
+    the start.
     """
 
     def __init__(
@@ -190,8 +190,8 @@ class Engine:
         }
 
     def spans_after(self, numbers: Mapping[int, int], seconds: float) -> list[StageSpan]:
-        """Returns the spans of the stages in the last seconds that have a higher number than
-        numbers has for their rank, the latest first. Their times are seconds since 1970."""
+        """Returns the spans of the stages in the last seconds whose number is higher than that of
+        their rank in numbers, the latest first. Their times are seconds since 1970."""
         now = time.monotonic()
         since_1970 = time.time() - now
         found = spans_after(

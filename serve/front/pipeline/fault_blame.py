@@ -57,8 +57,8 @@ class FaultBlame:
             self._queue.remove(sequence_id)
 
     def clear_if_further(self, sequence_id: int, num_tokens: int) -> None:
-        """Clears a sequence of which all engines hold num_tokens tokens after a fault, if these are
-        more than after an earlier fault. Its steps have succeeded since then, and a long prompt may
+        """Clears a sequence if all engines hold num_tokens of its tokens after a fault, and held
+        fewer after each earlier fault. Its steps have succeeded since then, and a long prompt may
         be computed for minutes before its first token."""
         if num_tokens > self._num_kept.get(sequence_id, 0):
             self._num_kept[sequence_id] = num_tokens
@@ -73,8 +73,8 @@ class FaultBlame:
             self._explained.clear()
 
     def on_fault(self, running: Iterable[int]) -> Blame | None:
-        """Counts a fault. running has the sequences of which the stages held something, the oldest
-        first. Returns the sequence to give up, which the caller ends and removes, or None."""
+        """Counts a fault. running lists the sequences in the stages' caches, the oldest first.
+        Returns the sequence to give up, which the caller ends and removes, or None."""
         ids = list(running)
         self._num_faults += 1
         for id in ids:

@@ -59,7 +59,7 @@ class Generation:
         return replace(event, score=self._scores[id].get(position))
 
     def put_output(self, output: SequenceOutput) -> None:
-        """Stores what was made of a sequence besides tokens. It may come twice. Scores come before
+        """Stores the outputs of a sequence other than tokens. It may come twice. Scores come before
         the events of their tokens."""
         if not isinstance(output, Scores):
             self._outputs[output.sequence].append(output)
@@ -102,7 +102,7 @@ class Generation:
 
     @property
     def usage(self) -> Counter[str]:
-        """What the parts of the scheduler have counted, by name."""
+        """The counts of the scheduler's parts, by name."""
         total: Counter[str] = Counter()
         for sequence in self._sequences:
             total.update(sequence.usage)

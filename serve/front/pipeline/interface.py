@@ -11,11 +11,11 @@ Phase: TypeAlias = Literal["waiting", "prefill", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt in tokens. One answer is generated for each sampling. text is what an echo returns.
+    """A prompt in tokens. One answer is generated for each sampling. text is returned by an echo.
     has_marks says whether the answers are searched for tool calls and thoughts. With pooling the
-    prompt is embedded instead; then it has no samplings, and its only event has the embedding.
-    prediction has the tokens of the answer that the client expects. boundaries are the positions
-    after which later prompts of the same chat may differ."""
+    prompt is embedded instead; then it has no samplings, and its only event carries the embedding.
+    prediction is the answer that the client expects, in tokens. boundaries are the positions after
+    which later prompts of the same chat may differ."""
 
     ids: list[int]
     max_tokens: int

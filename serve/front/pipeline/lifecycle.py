@@ -246,7 +246,7 @@ class Lifecycle:
             self._await_stages(State.STARTING)
 
     def _await_stages(self, state: State) -> None:
-        """Waits until every stage has reached what a state waits for."""
+        """Waits until every stage has reached the condition of a state."""
         stages = self.membership.stages
         self._enter(state, patience_seconds(state, stages, self._config))
         if late_stages(state, stages):
@@ -334,7 +334,7 @@ class Lifecycle:
 
     def _on_fault(self, error: BrigadeError, stuck: frozenset[int] | None = None) -> None:
         """Takes the reason of a fault, which ends the life if the engines have orders. After a
-        stall, stuck has the ranks whose engines are stuck."""
+        stall, stuck holds the ranks whose engines are stuck."""
         self.recovery.add(error, self._now)
         if self.state not in FORMING and self.state is not State.HANDLING_FAULT:
             self._end_life(stuck)

@@ -26,7 +26,8 @@ from serve.parent.control import Joined
 
 @dataclass(frozen=True, slots=True)
 class NotYetFormed:
-    """The ring is not formed yet. The state says what it waits for, for at most these seconds."""
+    """The ring is not formed yet. state names the condition that it waits for, for at most these
+    seconds."""
 
     state: State
     seconds: float
@@ -53,7 +54,7 @@ AnyOutcome = TypeVar("AnyOutcome", NotYetFormed | Formed, Outcome)
 
 
 class Membership:
-    """The ranks of a launch, and which of them take part. hosts has the host of each rank; facts
+    """The ranks of a launch, and which of them take part. hosts gives the host of each rank; facts
     are those of rank 0. is_launched says that `brigade launch` has started the ranks."""
 
     def __init__(

@@ -36,7 +36,7 @@ def replan_request(
     known: Sequence[int],
 ) -> PlanRequest:
     """Makes the request for a plan over these ranks, whose memory must hold the weights and one
-    conversation. known has the measured memory of each rank in bytes, or 0 if it is unknown."""
+    conversation. known gives the measured memory of each rank in bytes, or 0 if it is unknown."""
     memory = _of_ranks(config.memory, ranks)
     if memory is None and all(known):
         memory = _amounts_text(known)
@@ -61,7 +61,7 @@ def order(
     nonce: int,
     copies: str,
 ) -> Order:
-    """Makes the order for the engine of one rank. ring has the ranks that take part, in order.
+    """Makes the order for the engine of one rank. ring lists the ranks that take part, in order.
     Paths and addresses are those of rank 0; other ranks replace them by their own."""
     rank = stage.rank
     place = ring.index(rank)

@@ -1,4 +1,4 @@
-"""Chooses the prompt of which the next prefill step reads a chunk. Pure.
+"""Chooses the prompt whose next chunk is prefilled. Pure.
 
 Problem: in the order of arrival, 400 tokens that arrive behind 3,000 wait eight times as long as
 they would take alone. The shortest rest first gives the least mean wait of all orders, but a stream
@@ -9,9 +9,8 @@ equal, because several of them share a step, and their order matters little. A y
 overtakes an older one with all work that is done for it before the older one is finished. A prompt
 tolerates as much of this as its own work. When that is used up, only it and older prompts are read.
 
-So whatever arrives, at most as much work for younger prompts as its own, and that of one more step,
-comes before a prompt's end: it waits at most as long as alone beyond what it would wait in the
-order of arrival. Some prompt is always read, because the oldest one is never held back.
+So whatever arrives, a prompt waits for younger ones no longer than its own work takes, plus one
+step. Some prompt is always read, because the oldest one is never held back.
 
 The unit of work is one token at the beginning of a prompt; a token counts for more the more context
 it has. Tokens that are copied from the prefix cache are no work.
@@ -22,7 +21,7 @@ end late; in the simulation (tests/front/pipeline/arrivals.py) it is better to f
 tokens would count the next turn of a long chat, and a long prompt, for too little.
 
 Prompts without a slot or room on the stages wait under the same rule. A younger one is admitted
-before an older one only if the older one tolerates all of it, because what was admitted is read to
+before an older one only if the older one tolerates all of it, because an admitted prompt is read to
 its end even if nothing else fits beside it.
 """
 
@@ -47,8 +46,8 @@ def work(start: int, end: int) -> float:
 
 @dataclass(slots=True)
 class _Prompt:
-    """num_copied is the number of tokens that the prompt began with as a copy, or else could have
-    when it arrived. work_of_younger is what was done for younger prompts since then."""
+    """num_copied is the number of tokens that the prompt copied at its start, or could have copied
+    when it arrived. work_of_younger is the work done for younger prompts since then."""
 
     num_copied: int = 0
     work_of_younger: float = 0.0

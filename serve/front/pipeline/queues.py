@@ -100,9 +100,9 @@ def unfinished(group: Group) -> list[Sequence]:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A step whose result has not come back. group is None for prefill. ends has the number of
-    tokens of each sequence that are computed once it has run. num_drafts has the number of drafts
-    of each row, or nothing if there are none."""
+    """A step whose result has not come back. group is None for prefill. ends lists, for each
+    sequence, the number of tokens that are computed once the step has run. num_drafts lists the
+    number of drafts of each row; it is empty if there are none."""
 
     group: Group | None
     sequences: tuple[Sequence, ...]
@@ -122,11 +122,10 @@ def common_position(
     can_rewind: bool,
 ) -> int:
     """Returns the position from which a sequence can go on after a fault, or 0 if it has to be
-    computed again. held has what each stage holds: a number of tokens for each sequence.
+    computed again. held gives, for each stage, the number of tokens that it holds of each sequence.
 
     The newest token is fed again, because its result was lost. Stages that cannot forget tokens
-    have to agree. A prompt is computed again if something is made of all its hidden states or
-    logits.
+    have to agree. A prompt is computed again if its output needs all its hidden states or logits.
     """
     is_read_whole = not sequence.has_answer or (
         sequence.sampling.prompt_logprobs is not None and not sequence.output

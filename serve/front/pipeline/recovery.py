@@ -22,7 +22,7 @@ class LastFault:
 
 @dataclass(slots=True)
 class Judgement:
-    """Facts that have to be known before a fault is judged. After a stall, stuck has the ranks
+    """Facts that have to be known before a fault is judged. After a stall, stuck holds the ranks
     whose engines are stuck; after other faults it is None. num_explained is the number of faults
     that a request has caused. let_go are ranks whose connection ends even if they answer a probe,
     and without_ring those whose engine has reported that its ring broke."""
@@ -54,14 +54,15 @@ class Recovery:
         self._restarts = Restarts(config.constants.max_restarts, config.constants.restart_window)
 
     def add(self, error: BrigadeError, now: float) -> None:
-        """Takes what may be the reason of a fault."""
+        """Takes a possible reason of a fault."""
         reason = better_reason(self.reason, error)
         if reason is not self.reason:
             self.reason = reason
             self.last_fault = LastFault(str(error), now)
 
     def begin(self, was_working: bool, stuck: frozenset[int] | None, now: float) -> float:
-        """Begins to judge a fault. Returns for how many seconds to wait for a better reason."""
+        """Starts collecting reasons of a fault. Returns for how many seconds to wait for a better
+        reason."""
         if self._began_at is None:
             self._began_at = now
         self.judgement = Judgement(was_working, stuck)
@@ -84,9 +85,8 @@ class Recovery:
 
     def renew(self, num_shards: int) -> BrigadeError:
         """Begins the next life, and returns its reason. Engines that worked until the fault may
-        stay. After a stall, those that are stuck are replaced, or all if none is: then it is not
-        known what went wrong. Layers of shards use MLX's group, so their engines are replaced,
-        too."""
+        stay. After a stall, those that are stuck are replaced, or all if none is: then the cause is
+        unknown. Layers of shards use MLX's group, so their engines are replaced, too."""
         judgement, reason = self.judgement, self.reason
         assert reason is not None
         is_explained = judgement.stuck is None or bool(judgement.stuck)

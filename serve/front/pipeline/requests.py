@@ -47,7 +47,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Requests:
-    """All requests that run or wait, and the adapters that they may have. hears has the types of
+    """All requests that run or wait, and the adapters that they may use. hears lists the types of
     the messages that `on_message` takes."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Requests:
         return generation
 
     def _check(self, prompt: Prompt) -> None:
-        """Raises RequestError for a prompt of which nothing can be made."""
+        """Raises RequestError for a prompt without answers that no part takes."""
         if prompt.samplings or any(part.takes(prompt) for part in self.scheduler.parts):
             return
         raise RequestError(
@@ -213,7 +213,7 @@ class Requests:
         return self._warm_up is not None
 
     def resume(self) -> None:
-        """Starts sending steps to engines that hold nothing but what `keep` has returned."""
+        """Starts sending steps to engines that hold only the sequences returned by `keep`."""
         self._is_running = True
         self._adapt_to_pace()  # to that of the warm-up
         self.scheduler.start(self._ranks)
@@ -223,9 +223,9 @@ class Requests:
         self._pump()
 
     def keep(self, held: ReadableList[Mapping[int, int]]) -> dict[int, int]:
-        """Lets sequences go on from the last position that all stages hold. held has what each
-        stage holds, as in Left. Returns what the stages have to keep for the next life, in tokens
-        by sequence. Everything else is computed again.
+        """Lets sequences go on from the last position that all stages hold. held gives the
+        positions of each stage, as in Left. Returns the number of tokens of each sequence that the
+        stages have to keep for the next life. Everything else is computed again.
 
         These sequences come first in the queue. One that has to be computed again might otherwise
         wait for the room that they take.
@@ -256,7 +256,7 @@ class Requests:
         return positions
 
     def on_message(self, rank: int, message: object) -> None:
-        """Takes a message of the engine of a rank, of a type in hears."""
+        """Takes a message from a rank's engine. Its type is one of those in hears."""
         if isinstance(message, Result):
             self.on_result(message)
             return
@@ -264,8 +264,8 @@ class Requests:
         self._pump()
 
     def clear_prefixes(self) -> None:
-        """Drops all that is kept for later prompts. What only a restart makes possible is done
-        after the restart."""
+        """Drops everything that is kept for later prompts. Anything that only a restart can drop is
+        dropped after the next one."""
         self.scheduler.clear_prefixes()
         self._pump()
 
@@ -312,7 +312,7 @@ class Requests:
     # --- adapters
 
     def identify_adapter(self, version: int, contents: str) -> None:
-        """Notes a text that identifies what the ranks have read as this version."""
+        """Stores a text that identifies the files that the ranks have read as this version."""
         self.scheduler.budget.identify_adapter(version, contents)
 
     def num_with_adapter(self, version: int) -> int:
@@ -321,7 +321,8 @@ class Requests:
         return sum(generation.adapter_version == version for generation in generations)
 
     def retire_adapter(self, version: int) -> None:
-        """Notes that no new sequence has the version. The stages free it after its last one."""
+        """Notes that no new sequence will use the version. The stages free it after its last
+        one."""
         self.scheduler.retire(version)
         self._pump()
 
@@ -419,8 +420,8 @@ class Requests:
         self._engines.send(step)
 
     def _admit(self, sequence: Sequence) -> None:
-        """Tells rank 0's engine what to make of a sequence and how to choose its tokens. This comes
-        before its first step, and again whenever it begins again."""
+        """Tells rank 0's engine which outputs a sequence needs and how to choose its tokens. This
+        comes before its first step, and again whenever it begins again."""
         for part in self.scheduler.parts:
             for message in part.begun(sequence):
                 self._engines.send(message)

@@ -129,7 +129,7 @@ class Scheduler:
         prompts: Mapping[int, Prompt] = MappingProxyType({}),
         scope: str = "",
     ) -> None:
-        """Adds all of these sequences or none. prompts has their prompts by sequence id, as far as
+        """Adds all of these sequences or none. prompts maps sequence ids to prompts, as far as
         parts need them. Keys and values are shared only within scope. Raises OverloadedError if too
         many are waiting already, and RequestError if the stages could not hold one of them even
         alone."""
@@ -176,7 +176,7 @@ class Scheduler:
         self.budget.resize(max_held_tokens, state_tokens)
 
     def retire(self, adapter_version: int) -> None:
-        """Notes that no new sequence has a version of an adapter any more."""
+        """Notes that no new sequence will use this version of an adapter."""
         for part in self.parts:
             part.retired(adapter_version)
 
@@ -371,7 +371,7 @@ class Scheduler:
             self._outputs.append(step)
 
     def _perform(self, ready: PartReady) -> None:
-        """Does what a part wants done."""
+        """Performs the work that a part returned."""
         self._outputs.extend(ready.messages)
         if ready.before or ready.after:
             step = self._step([], [])
@@ -505,9 +505,9 @@ class Scheduler:
         num_drafts: int,
         num_verified: int,
     ) -> list[Event]:
-        """Takes what a step with num_drafts drafts has sampled for a row: its right drafts, and one
-        more token; or nothing, if the row has to be computed again without drafts. The stages have
-        verified num_verified drafts; the others were not fed."""
+        """Takes the tokens that a step with num_drafts drafts has sampled for a row: its right
+        drafts and one more token. There are none if the row has to be computed again without
+        drafts. The stages have verified num_verified drafts; the others were not fed."""
         sequence.num_pending -= 1 + num_drafts
         sequence.num_computed -= num_drafts
         num_right = len(sampled) - 1
@@ -629,7 +629,7 @@ class Scheduler:
             part.ended(sequence)
 
     def _reset(self, sequence: Sequence) -> None:
-        """Resets a live sequence of which the stages hold nothing any more."""
+        """Resets a live sequence after the stages have dropped it."""
         sequence.reset()
         self._order.note_copied(sequence.id, 0)
         for part in self.parts:

@@ -112,8 +112,8 @@ NO_ACTIVITY = Activity(
 
 @dataclass(slots=True)
 class Timeline:
-    """What the reports of a rank's engines say about time. heard_at is the time of the latest one,
-    and num_spans the number of spans since the server started, of which spans has the latest."""
+    """The times in the reports of a rank's engines. heard_at is the time of the latest report.
+    num_spans counts the spans since the server started; spans holds the latest of them."""
 
     heard_at: float = 0.0
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_NUM_SPANS))
@@ -157,9 +157,9 @@ class Timeline:
 
 @dataclass(slots=True)
 class Stays:
-    """The number of faults that engines of a rank have outlived. positions is what the engine held
-    of each sequence, in tokens, when it left its ring; None if it did not outlive the latest
-    fault."""
+    """The number of faults that engines of a rank have outlived. positions maps each sequence to
+    the number of tokens that the engine held when it left its ring; None if it did not outlive the
+    latest fault."""
 
     num: int = 0
     positions: Mapping[int, int] | None = None
@@ -187,7 +187,7 @@ class StageStatus:
         return self.latest.state
 
     def update(self, status: Status, ring: Sequence[int], now: float) -> None:
-        """Takes over a report. ring has the ranks that take part, in order; now is monotonic."""
+        """Takes over a report. ring lists the ranks that take part, in order; now is monotonic."""
         self.latest = status
         if status.loaded:
             self._note_loaded(status.loaded)
@@ -216,8 +216,8 @@ class StageStatus:
         self.pace.update(activity.spans)
 
     def assign(self, plan: StagePlan) -> None:
-        """Gives the stage a plan for another ring. What its engine holds of sequences belongs to
-        its earlier layers, so no sequence can go on with it."""
+        """Gives the stage a plan for another ring. The engine's keys and values belong to its
+        earlier layers, so no sequence can continue with them."""
         self.plan = plan
         self.pace = Pace()
         if self.has_stayed:
@@ -389,8 +389,8 @@ def spans_after(
     since: float,
     log: StepLog,
 ) -> list[StageSpan]:
-    """Returns the spans of each stage that end after `since` and have a higher number than numbers
-    has for its rank, the latest first. Times are those of rank 0's monotonic clock."""
+    """Returns the spans of each stage that end after `since` and whose number is higher than that
+    of their rank in numbers, the latest first. Times are those of rank 0's monotonic clock."""
     found: list[StageSpan] = []
     for stage in stages:
         number = stage.timeline.num_spans
@@ -404,7 +404,7 @@ def spans_after(
 
 def chrome_trace(stages: list[StageStatus], since: float, offset: float) -> dict[str, Any]:
     """Returns the steps that end after `since`, in the format of chrome://tracing and Perfetto: one
-    row for each stage, times in microseconds. offset is what turns a time of the monotonic clock
+    row for each stage, times in microseconds. Adding offset turns a time of the monotonic clock
     into seconds since 1970."""
     trace: list[dict[str, Any]] = []
     for stage in stages:

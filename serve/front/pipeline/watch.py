@@ -18,7 +18,7 @@ WATCH_SECONDS = 0.5  # between two looks at engines that work
 RENEW_SECONDS = 20.0
 _SILENT_SECONDS = 1.5
 # For states that wait for all stages: the states of a stage that count as done, and the words for
-# what a late rank has not done.
+# the task that a late rank has not finished.
 AWAITED = {
     State.STARTING: ({StageState.STARTING}, "start an engine"),
     State.JOINING: (
@@ -31,7 +31,7 @@ AWAITED = {
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A fault that no rank has reported. stuck has the ranks whose engines do not go on, or None if
+    """A fault that no rank has reported. stuck holds the ranks whose engines are stuck, or None if
     all are to be replaced anyway. The parents of suspects may hang: they are probed, and with
     disconnects they have to join again even if they answer."""
 

@@ -1,5 +1,5 @@
 """Finds sequences that the stages hold and that share a prefix with a new prompt. Only rank 0
-decides; the stages do what its steps say."""
+decides; the stages follow its steps."""
 
 import hashlib
 from collections import OrderedDict
@@ -25,8 +25,8 @@ MAX_KEPT = 256
 
 
 class PrefixMatch(NamedTuple):
-    """What a sequence can begin with as a copy: the first num_tokens tokens of source. Caches that
-    cannot be cut come from a checkpoint, or from source itself if it has no more tokens."""
+    """A prefix that a sequence can copy: the first num_tokens tokens of source. Caches that cannot
+    be cut come from a checkpoint, or from source itself if it has no more tokens."""
 
     source: int
     num_tokens: int
@@ -87,8 +87,8 @@ class PrefixIndex:
         return self._num_kept_tokens + num_states * self._state_tokens
 
     def keep(self, sequence_id: int, tokens: list[int], key: PrefixKey = _SHARED) -> Gone:
-        """Keeps a sequence. Returns what goes in return: sequences that are prefixes of this one,
-        or the least recently used one."""
+        """Keeps a sequence. Returns the sequences to drop for it: those that are prefixes of this
+        one, or the least recently used one."""
         tree = self._trees.setdefault(key, PrefixTree())
         prefixes = tree.prefixes(tokens)
         gone = Gone(sorted(prefixes, key=self._num_uses.__getitem__), [])
@@ -136,7 +136,8 @@ class PrefixIndex:
         return self._num_kept_tokens * bytes_per_token + num_states * bytes_per_state
 
     def to_json(self) -> dict[str, Any]:
-        """Describes what is kept, the latest use first. It does not show who sent a sequence."""
+        """Describes the kept sequences, the latest used first. It does not show who sent a
+        sequence."""
         kept: list[dict[str, Any]] = []
         for id, key in reversed(self._kept.items()):
             entry = {
@@ -183,7 +184,7 @@ class PrefixIndex:
         return id if is_new else None
 
     def share_checkpoints(self, sequence_id: int, match: PrefixMatch) -> None:
-        """Gives a sequence that begins as a copy the checkpoints of what it copies."""
+        """Gives a sequence that begins as a copy the checkpoints of the copied sequence."""
         self.checkpoints.share(sequence_id, match.source, match.num_tokens)
 
     def has_match(self, match: PrefixMatch) -> bool:
@@ -262,8 +263,8 @@ def match_original(sequence: Sequence, live: Collection[int]) -> PrefixMatch | N
 
 
 class Admission:
-    """A sequence that may begin, and its match: what it begins with as a copy. This is found when
-    it is first asked for, and then stays the same. A match of its original comes before others."""
+    """A sequence that may begin, and its match: the prefix that it copies. This is found when it is
+    first asked for, and then stays the same. A match of its original comes before others."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""The budget for keys and values on the stages: decides what is kept for later prompts, and what is
-dropped when running sequences need the room. Pure."""
+"""The budget for keys and values on the stages: decides which sequences are kept for later prompts,
+and which are dropped when running sequences need the room. Pure."""
 
 from serve.core.ops import Load, Save
 from serve.core.types import Sequence
@@ -39,7 +39,7 @@ class KvBudget:
         self._gone = Gone([], [])
 
     def take_gone(self) -> Gone:
-        """Returns what the stages have to drop since the last call."""
+        """Returns the sequences that the stages have to drop since the last call."""
         gone, self._gone = self._gone, Gone([], [])
         return gone
 

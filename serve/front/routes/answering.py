@@ -221,6 +221,6 @@ class Answering:
 
 
 def log_number(request: Request, event: str, number: int) -> None:
-    """Logs how many parts of a request were left out. Their names are a client's text."""
+    """Logs how many parts of a request were left out, but not their names, which a client chose."""
     record: AccessRecord = request.scope[middleware.RECORD]
     _logger.warning("request=%s event=%s num=%d", record.request, event, number)

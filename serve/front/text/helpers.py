@@ -1,6 +1,6 @@
 """Helper processes do slow work for the server outside its process, so that the work does not hold
-its Python lock and can be stopped. Both ends are here. Questions and answers are messages of
-serve.core.helper_messages in JSON, in frames over standard input and output."""
+its GIL and can be stopped. This module contains both ends of the connection. Questions and answers
+are messages of serve.core.helper_messages in JSON, in frames over standard input and output."""
 
 import os
 import signal
@@ -56,7 +56,7 @@ class Helpers(Generic[Answer]):
         self._idle.append(self._idle_or_new())
 
     def close(self) -> None:
-        """Ends the processes, and what they are asked, with UnavailableError."""
+        """Ends the processes, and the open questions with UnavailableError."""
         with self._lock:
             self._is_closed = True
         _end_all(self._all)
@@ -141,7 +141,7 @@ def answer_questions(
 
 
 def write_frame(file: IO[bytes], *parts: bytes) -> None:
-    """Writes the parts one by one: Python's lock is held while long ones are joined."""
+    """Writes the parts one by one: joining long ones would hold the GIL."""
     file.write(_LENGTH.pack(sum(map(len, parts))))
     for part in parts:
         file.write(part)

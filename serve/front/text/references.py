@@ -47,7 +47,8 @@ def references(schema: Any) -> Iterator[str]:
 
 
 def moved(schema: Any, place: str) -> Any:
-    """Returns the schema for use at this place in a document (`#/$defs/A`), references included."""
+    """Returns the schema with its references changed so that it can stand at this place of a
+    document (such as `#/$defs/A`)."""
     if isinstance(schema, list):
         return [moved(part, place) for part in schema]
     if not isinstance(schema, dict):

@@ -265,7 +265,7 @@ class Tokenizer:
         return ids
 
     def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        # By batch, because encoding a single text keeps Python's lock for all its time.
+        # As a batch, because encoding a single text holds the GIL for all its time.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 

@@ -1,5 +1,5 @@
-"""What a part of an engine is: one feature, in a folder beside this one, and in `registry`.
-Nothing else imports it, and without it everything else works.
+"""The interface of a part of an engine: one feature, in a folder beside this one, and in
+`registry`. Nothing else imports it, and without it everything else works.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +24,9 @@ LeftoverT = TypeVar("LeftoverT")
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a part can use of its engine. has_head: this is rank 0, whose chooser chooses tokens.
-    send sends a message to the parent, from any thread. progress is as for load_stage. leftovers
-    are those of an earlier engine's parts."""
+    """The parts of the engine that a feature can use. has_head is true on rank 0, whose chooser
+    chooses tokens. send sends a message to the parent, from any thread. progress is as for
+    load_stage. leftovers are those of an earlier engine's parts."""
 
     order: Order
     stage: Stage
@@ -39,7 +39,7 @@ class Surroundings:
     leftovers: Sequence[object] = field(default=())
 
     def leftover(self, kind: type[LeftoverT]) -> LeftoverT | None:
-        """Returns what an earlier engine has left of this type."""
+        """Returns the leftovers of this type from an earlier engine."""
         for each in self.leftovers:
             if isinstance(each, kind):
                 return each
@@ -47,8 +47,8 @@ class Surroundings:
 
 
 class RankPart:
-    """The base of all parts, which does nothing. The thread that has all of MLX calls its methods,
-    except those that say otherwise.
+    """The base of all parts, which does nothing. The thread that runs MLX calls its methods, except
+    those that say otherwise.
 
     ops are the operations that the part performs, messages those of the parent that it obeys, and
     row_fields the optional fields of a row that it reads.
@@ -69,7 +69,7 @@ class RankPart:
         """Performs an operation of the part's ops. Raises EngineError."""
 
     def dropped(self, sequence: int) -> None:
-        """Frees what the part has of a sequence. The sequence may have begun again, but no step of
+        """Frees the part's data about a sequence. The sequence may have begun again, but no step of
         its new beginning has run."""
 
     def prepare(self, step: Step) -> Sequence[mx.array]:
@@ -90,7 +90,7 @@ class RankPart:
         return ()
 
     def outputs(self, step: Step, result: Result) -> Sequence[AnyOutput]:
-        """Returns what the part adds to the result of a step on rank 0."""
+        """Returns the outputs that the part adds to a step's result on rank 0."""
         return ()
 
     def take_spans(self) -> Sequence[Span]:
@@ -103,25 +103,25 @@ class RankPart:
         """Obeys a message of the part's messages, in the thread that talks to the parent."""
 
     def announce(self) -> None:
-        """Sends what rank 0 has to know before this rank is ready."""
+        """Sends the messages that rank 0 needs before this rank is ready."""
 
     def rejoin(self, order: Order) -> Sequence[mx.array]:
-        """Begins again in another ring with the same layers, and keeps what the order names.
-        Returns arrays to evaluate."""
+        """Begins again in another ring with the same layers, and keeps the sequences and adapters
+        that the order names. Returns arrays to evaluate."""
         return ()
 
     def wait(self) -> None:
         """Waits until nothing is under way that would send a message."""
 
     def leftovers(self) -> Sequence[object]:
-        """Ends the part, whose engine gets other layers. Returns what the new engine's part can
-        use, without anything that belongs to a layer."""
+        """Ends the part, whose engine gets other layers. Returns data that the new engine's part
+        can reuse, without anything that belongs to a layer."""
         return ()
 
     # --- reports
 
     def loaded(self) -> Sequence[AnySection]:
-        """Returns its sections of the report about what is loaded."""
+        """Returns the part's sections of the report about the loaded stage."""
         return ()
 
     def activity(self) -> Sequence[AnySection]:
@@ -130,5 +130,5 @@ class RankPart:
 
     def bytes_to_come(self) -> int:
         """Returns how much less memory is free than it seems: bytes that the part will take, minus
-        those that it has of an amount that rank 0 reserves for it as a whole."""
+        those already taken from the amount that rank 0 reserves for it."""
         return 0

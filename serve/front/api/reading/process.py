@@ -1,5 +1,5 @@
 """The helper process that reads long bodies of requests: their JSON, fields, templates and tokens
-take seconds of a core, mostly under Python's lock, which would block the server's process."""
+take seconds of a core, mostly while holding the GIL, which would block the server's process."""
 
 import logging
 import sys

@@ -113,7 +113,7 @@ class Reader:
         return ReadMessage(job, body.offer.left_out, body.omits_thoughts)
 
     def response(self, data: bytes, earlier: bytes | None = None) -> ReadResponse | NeedsEarlier:
-        """Reads a response. earlier is what `Store.earlier` returned for it; without it, a response
+        """Reads a response. earlier is the result of `Store.earlier` for it; without it, a response
         that continues another one or refers to stored items is not read."""
         read = self._conversation(ResponsesBody, data, earlier)
         if isinstance(read, NeedsEarlier):

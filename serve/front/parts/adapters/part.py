@@ -1,4 +1,4 @@
-"""Versions of adapters: the part of the scheduler that has the stages free them."""
+"""Versions of adapters: the part of the scheduler that makes the stages free them."""
 
 from collections import defaultdict
 

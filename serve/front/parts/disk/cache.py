@@ -55,8 +55,8 @@ class DiskCounts:
 
 @dataclass(slots=True)
 class _Reading:
-    """A prefix that is being read. sequence waits for it. awaited has the ranks that have not
-    answered yet, damaged the name of a file that a rank could not read."""
+    """A prefix that is being read. sequence waits for it. awaited holds the ranks that have not
+    answered yet; damaged is the name of a file that a rank could not read."""
 
     sequence: Sequence
     found: Found
@@ -65,8 +65,8 @@ class _Reading:
 
 
 class Read(NamedTuple):
-    """What has come of reading a prefix: what the stages hold for the sequence that waited, or None
-    if a rank could not read it, and the files to delete."""
+    """The outcome of reading a prefix: the prefix for the sequence that waited, or None if a rank
+    could not read it, and the files to delete."""
 
     sequence: Sequence
     load: Load | None
@@ -82,8 +82,8 @@ class NextWrite(NamedTuple):
 
 @dataclass(slots=True)
 class _Writing:
-    """A file that is being written. awaited has the ranks that have not answered yet. is_wanted is
-    False if everything was cleared since the write began."""
+    """A file that is being written. awaited holds the ranks that have not answered yet. is_wanted
+    is False if everything was cleared since the write began."""
 
     write: Write
     awaited: set[int]
@@ -92,8 +92,8 @@ class _Writing:
 
 
 class DiskCache:
-    """The prefix cache on disk in one life of the engines. stored has the files that each rank has
-    at the start. With has_states, sequences can begin only where there is a state.
+    """The prefix cache on disk in one life of the engines. stored lists each rank's files at the
+    start. With has_states, sequences can begin only where there is a state.
 
     contents identifies what keys and values depend on besides tokens and stages.
     """
@@ -163,7 +163,7 @@ class DiskCache:
         num_in_memory: int,
         room: int | None,
     ) -> ReadPrefix | None:
-        """Has all ranks read a prefix, if that saves enough tokens over what memory has, and fits
+        """Makes all ranks read a prefix, if it is enough longer than the one in memory, and fits
         into room, a number of tokens (None: no limit)."""
         if found.num_tokens < num_in_memory + self._rules.min_gain:
             return None
@@ -205,9 +205,9 @@ class DiskCache:
         checkpoints: Mapping[int, int],
         num_prompt: int,
     ) -> None:
-        """Has the ranks write the part of a sequence that is not on disk. checkpoints has its
-        checkpoints by their positions. The first num_prompt tokens are its prompt, which may come
-        again with any answer."""
+        """Has the ranks write the part of a sequence that is not on disk. checkpoints maps
+        positions to the sequence's checkpoints. The first num_prompt tokens are its prompt, which
+        may come again with any answer."""
         if not self._can_write:
             return
         root = root_name([*self._digests, contents])

@@ -59,7 +59,7 @@ class _Entry:
 
 
 class DiskIndex:
-    """The files by name, the least recently used one first. max_bytes has the limit of each rank.
+    """The files by name, the least recently used one first. max_bytes gives the limit of each rank.
 
     To use a file is also to use all files before it in its sequence. So no other file needs the
     least recently used one.

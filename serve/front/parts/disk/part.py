@@ -1,4 +1,4 @@
-"""Prefixes on disk: the part of the scheduler that has the ranks write and read them."""
+"""Prefixes on disk: the part of the scheduler that makes the ranks write and read them."""
 
 import json
 import logging
@@ -121,7 +121,7 @@ class DiskPrefixes(SchedulerPart):
         return ()
 
     def _write_running(self, cache: DiskCache, sequence: Sequence) -> None:
-        """Has the ranks write what they hold of a running sequence, once it is long enough."""
+        """Makes the ranks write a running sequence to disk, once it is long enough."""
         # A prompt whose numbers have overflowed never gets a first token.
         if not sequence.output:
             return
@@ -163,8 +163,8 @@ class DiskPrefixes(SchedulerPart):
         return self.budget.kept.holds(write, self._written.get(write.sequence, 0))
 
     def _contents(self, sequence: Sequence) -> str | None:
-        """Identifies what the keys and values of a sequence depend on besides its tokens and the
-        stages. None if it is unknown: then the sequence is neither written nor read."""
+        """Identifies everything, besides its tokens and the stages, that a sequence's keys and
+        values depend on. None if it is unknown: then the sequence is neither written nor read."""
         key = self.budget.key(sequence)
         adapter = self.budget.adapter_contents(key.adapter_version)
         return None if adapter is None else json.dumps([adapter, key.scope])

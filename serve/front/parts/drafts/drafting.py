@@ -1,4 +1,4 @@
-"""Feeds drafts, takes the draft model's guesses, and counts what came of them."""
+"""Feeds drafts, takes the draft model's guesses, and counts how many were right."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

@@ -90,8 +90,8 @@ def best_number(
     guess_cost: float = 0.0,
     min_gain: float = _MIN_GAIN,
 ) -> tuple[int, float]:
-    """Returns the number of guesses per row that gives the most tokens per time, and the tokens
-    that a row then gets in the time of a step without guesses; 0 and 1 if not over min_gain. gains
+    """Returns the number of guesses per row that gives the most tokens per time, and the speed as a
+    multiple of that without guesses. Returns (0, 1.0) if that multiple is not above min_gain. gains
     are the chances of each row's guesses. token_cost, to verify a guess, and guess_cost, to make
     one for all rows, are shares of a step without guesses."""
     num_rows = len(gains)

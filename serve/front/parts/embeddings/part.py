@@ -13,7 +13,8 @@ from serve.front.pipeline.status import StageStatus
 
 
 class EmbeddedPrompts(SchedulerPart):
-    """Checks what is asked for, and tells rank 0's engine. The embedding comes as an output."""
+    """Checks requests for embeddings, and tells rank 0's engine which prompts to embed. The
+    embedding comes as an output."""
 
     def __init__(self, config: ServeConfig) -> None:
         super().__init__(config)

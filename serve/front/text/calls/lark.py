@@ -97,7 +97,7 @@ class Lark:
 
     def json(self, schema: dict[str, Any] | bool) -> str:
         """Returns the name of a rule for JSON by a tool's schema, with closed objects. It leaves
-        out what no grammar can express, so that other tools keep theirs."""
+        out schemas that no grammar can express, so that other tools keep theirs."""
         if not isinstance(schema, dict):
             schema = {}
         whole = closed(schema)

@@ -133,7 +133,8 @@ def _section(message: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Dsml:
-    """Calls between DSML's marks, whose `string` says whether a value is text or JSON."""
+    """Calls between DSML's marks. A parameter's attribute `string` says whether its value is text
+    or JSON."""
 
     section: str
 

@@ -20,7 +20,8 @@ def has_late_system(messages: Messages) -> bool:
 
 
 def with_early_system(messages: Messages) -> Messages:
-    """Joins the first system messages. Later ones join a user's, so that prefixes stay equal."""
+    """Joins the first system messages into one. Later ones become part of a user message, so that
+    the prefixes of a chat's turns stay equal."""
     is_first = True
     was_late = False
     found: Messages = []

@@ -87,7 +87,7 @@ class AdapterPart(RankPart):
         answer: AdapterRead | AdapterRefused
         try:
             answer = self.adapters.answer(message)
-        except Exception as error:  # The top of this thread's work: nobody sees what it raises.
+        except Exception as error:  # The top of this thread: an exception would be lost.
             _logger.exception("event=adapter_failed version=%d", message.version)
             reason = f"reading failed ({type(error).__name__})"
             answer = AdapterRefused(message.version, reason, 500)

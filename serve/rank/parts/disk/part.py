@@ -1,5 +1,5 @@
-"""Prefixes on disk as a part: a step says what to write and which sequence begins with what was
-read, and the parent says what to read and delete.
+"""Prefixes on disk as a part: a step says which file to write and which sequence begins with a file
+that was read, and the parent says which files to read and delete.
 """
 
 from collections.abc import Callable, Sequence

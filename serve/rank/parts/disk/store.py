@@ -1,9 +1,9 @@
 """The files of the prefix cache of one stage. Rank 0 decides which files are written, read and
 deleted.
 
-Threads of their own write and read files while steps run. A file gets its final name, which has its
-checksum, when it is completely on the disk. So a file that a kill left unfinished is deleted at the
-next start, and a damaged file is detected and deleted when it is read.
+Threads of their own write and read files while steps run. A file gets its final name, which
+contains its checksum, when it is completely on the disk. So a file that a kill left unfinished is
+deleted at the next start, and a damaged file is detected and deleted when it is read.
 """
 
 import fcntl
@@ -46,7 +46,7 @@ Report = Callable[[PrefixRead | PrefixFileWritten], None]
 
 
 class _DamagedFile(Exception):
-    """A file is missing, or is not what was written."""
+    """A file is missing or damaged."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -120,7 +120,7 @@ class PrefixStore:
             pool.submit(lambda: None).result()
 
     def forget_loaded(self) -> None:
-        """Forgets what was read for sequences."""
+        """Drops the files that were read for these sequences."""
         with self._lock:
             self._loaded.clear()
 
@@ -302,7 +302,7 @@ def open_store(order: Order, report: Report, make_caches: MakeCaches) -> PrefixS
 
 
 def _digest(order: Order) -> str:
-    """Identifies what the files of a stage depend on besides tokens and adapters."""
+    """Identifies everything, besides tokens and adapters, that a stage's files depend on."""
     facts = {
         "model": order.commit or stamp(Path(order.model)),
         "layers": order.layers,
@@ -324,8 +324,8 @@ def _locked(folder: Path) -> int:
 
 
 def _checked(stored: StoredFile) -> FileContent:
-    """Reads a file lazily, after a check of its checksum. Raises _DamagedFile if it is not right,
-    or does not have the keys and values of all its tokens."""
+    """Reads a file lazily, after a check of its checksum. Raises _DamagedFile if it is damaged, or
+    lacks keys and values of some of its tokens."""
     file = stored.file
     try:
         with stored.path.open("rb") as opened:

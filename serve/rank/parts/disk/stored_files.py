@@ -1,5 +1,5 @@
-"""The names of the files of the prefix cache. A name has a checksum, so a damaged file is detected
-when it is read."""
+"""The names of the files of the prefix cache. A name contains a checksum, so a damaged file is
+detected when it is read."""
 
 import os
 import re

@@ -90,18 +90,19 @@ class Drafter(ABC):
         return min(seconds)
 
     def forget(self, sequences: Collection[int]) -> None:
-        """Frees what is held of ended sequences. Unknown ones are ignored."""
+        """Frees the rows of ended sequences. Unknown ones are ignored."""
         for sequence in sequences:
             self._free(sequence)
 
     def clear(self) -> None:
-        """Frees what is held of all sequences, at once."""
+        """Frees the rows of all sequences, at once."""
         self._rows.clear()
         self._gone.clear()
         self._caches.keep_only({})
 
     def keep(self, _step: Step, _passes: list[ForwardPass], _chooser: Chooser) -> list[mx.array]:
-        """Takes what it needs of a step that has not run. Returns arrays to evaluate with it."""
+        """Takes the hidden states that it needs from a step that has not run. Returns arrays to
+        evaluate with it."""
         return []
 
     def take_runs(self) -> list[Span]:
@@ -163,7 +164,7 @@ class Drafter(ABC):
             self._gone.append(sequence)
 
     def _prepare(self, request: GuessRequest) -> None:
-        """Finds out what is held of a text, and forgets what differs from it."""
+        """Makes a row for a text, or cuts its row to the tokens that still agree with it."""
         row = self._rows.get(request.sequence)
         first = self._first_position(request)
         if row is not None:
@@ -282,7 +283,7 @@ class Drafter(ABC):
 
 
 class DraftModel(Drafter):
-    """A small model that guesses tokens. Its stage has all layers."""
+    """A small model that guesses tokens. Its stage contains all layers."""
 
     refusal = (
         "--draft-model: this model cannot forget wrong guesses, because its layers keep windows or "
@@ -317,7 +318,8 @@ def _common_prefix(held: list[int], text: list[int]) -> int:
 
 
 def _without_history(sampling: Sampling) -> Sampling:
-    """Returns the sampling without what depends on earlier tokens, which may not have been read."""
+    """Returns the sampling without the settings that depend on earlier tokens, which may not have
+    been read."""
     return replace(
         sampling,
         presence_penalty=0.0,

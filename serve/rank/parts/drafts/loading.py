@@ -1,4 +1,5 @@
-"""Loads what guesses tokens on rank 0: a draft model, or the model's own prediction head."""
+"""Loads the model that guesses tokens on rank 0: a draft model, or the model's own prediction
+head."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Embeddings as a part: rank 0 reduces the hidden states of prompts.
 
-A prompt may come in several steps, so each keeps what it needs of the steps before: a sum, or one
-hidden state. Everything is float32.
+A prompt may come in several steps. Between them, only a running sum or one hidden state is kept.
+Everything is float32.
 """
 
 import threading
