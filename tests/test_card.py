@@ -58,7 +58,7 @@ def faults(path: str, source: str) -> Iterator[str]:
             yield f"{path}:{line}: a TODO without an owner; write TODO(name)"
 
 
-def test_every_file_keeps_the_card() -> None:
+def test_every_file_keeps_the_style_rules() -> None:
     found = [fault for path, source in product().items() for fault in faults(path, source)]
     assert not found, "\n" + "\n".join(found)
 

@@ -52,7 +52,7 @@ class TensorRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The description of a model folder. The digest covers the config and the places of its
+    """The description of a model folder. The digest covers the config and the byte ranges of the
     tensors."""
 
     folder: Path

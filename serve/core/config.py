@@ -144,7 +144,7 @@ class ServeConfig(ModelSource):
         heading="common prefixes",
     )
     prefix_cache_scope: str = flag(
-        "share prefixes among all clients, or only within one API key",
+        "share prefixes among all clients, or only between requests with the same API key",
         "all",
         among=("all", "key"),
         metavar="all|key",

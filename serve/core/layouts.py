@@ -130,7 +130,8 @@ def max_tokens_of_shared_head(
 ) -> int:
     """Returns the largest number of tokens in a step for which the shards of the last stage compute
     the logits together. saved_seconds is the time that this saves for one token, and never less for
-    several. Gathering the logits, logits_bytes for each token, may take at most half of it."""
+    several. Gathering the logits, logits_bytes for each token, may take at most half of the saved
+    time."""
     fixed_seconds = _gather_seconds(0, num_shards, link)
     seconds_per_token = _gather_seconds(logits_bytes, num_shards, link) - fixed_seconds
     seconds_left = _MAX_GATHER_SHARE * saved_seconds - fixed_seconds

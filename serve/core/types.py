@@ -133,9 +133,10 @@ class Sequence:
 
     Once every step issued so far has run, the stages hold keys and values of num_computed tokens,
     and num_pending more tokens are sampled. The steps of num_done tokens have run. is_held says
-    whether they hold anything. The first num_cached tokens were copied from another sequence.
-    adapter_version is 0 without an adapter. original is a sequence with the same prompt, which is
-    computed once for both. usage holds the counts of the scheduler's parts for the client, by name.
+    whether the stages hold any of the sequence. The first num_cached tokens were copied from
+    another sequence. adapter_version is 0 without an adapter. original is a sequence with the same
+    prompt, which is computed once for both. usage holds the counts of the scheduler's parts for the
+    client, by name.
     """
 
     id: int

@@ -254,7 +254,8 @@ class _Caching:
                 own.add(j)
             elif not users:
                 own.add(j)
-        # For each kind, the first cache of an own layer, else the first cache, stands for others.
+        # One cache of each kind represents the others: the first of an own layer, or else the first
+        # of all.
         representative: dict[tuple[Any, ...], int] = {}
         for j in (*used_here, *range(len(kinds))):
             representative.setdefault(kinds[j], j)

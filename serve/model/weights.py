@@ -288,11 +288,12 @@ def _build(
     variant: Variant | None = None,
     own_parts: Callable[[Made, Arrays, Mapping[str, TensorRange]], Parts] = lambda *_: {},
 ) -> tuple[Made, int]:
-    """Builds the lazy model and applies make to it. raw is filled with the arrays of the files. In
-    a partial folder it fetches the tensors from which the weights are computed; for weights in
-    own_parts only the part of one tensor, if it is in few pieces. Returns the result of make, not
-    evaluated, and the bytes fetched. If the model's code evaluates early, it has read bytes that
-    were not there yet: then these are fetched too, and the model is built again."""
+    """Builds the lazy model and applies make to it. raw is filled with the arrays of the files.
+    From a partial folder, fetches the tensors that the weights are computed from. For a weight in
+    own_parts, only a part of its tensor is fetched, if that part is in few pieces. Returns the
+    result of make, not evaluated, and the bytes fetched. If the model's code evaluates arrays
+    early, it reads bytes that are not there yet: then these are fetched too, and the model is built
+    again."""
     if isinstance(model, Path):
         return make(build_model(model, raw, variant)), 0
     wanted: set[str] = set()

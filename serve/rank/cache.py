@@ -196,8 +196,8 @@ class GroupCaches:
         self._positions[sequence] = num_tokens
 
     def extracted(self, sequence: int, num_tokens: int) -> list[Any]:
-        """Returns plain caches that begin with the first tokens of a sequence, and may have more of
-        them, lazily. Raises EngineError if fewer are held."""
+        """Returns plain caches with the first num_tokens tokens of a sequence, lazily. They may
+        contain later tokens of it too. Raises EngineError if fewer are held."""
         self._check_held(sequence, num_tokens)
         # A row that runs stays in its batch: to take it out and back in would copy all rows.
         return self._batch_of(sequence).extract(sequence, num_tokens)

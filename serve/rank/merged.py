@@ -58,7 +58,9 @@ class MergedBatch:
 
     def rewind(self, sequence: int, num_tokens: int) -> None:
         if self._batched:
-            raise EngineError(f"Sequence {sequence} cannot be cut: it shares a batch.")
+            raise EngineError(
+                f"Sequence {sequence} cannot be cut: its caches are merged in a batch."
+            )
         _trim(self.caches, num_tokens)
 
     def extract(self, sequence: int, _: int) -> list[Any]:

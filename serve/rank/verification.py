@@ -14,7 +14,7 @@ Draw = Callable[[mx.array, list[Sampler], list[int]], mx.array]
 
 
 class Verification:
-    """The verification of one step, in which some rows have drafts. logits has an array
+    """The verification of one step, in which some rows have drafts. logits holds an array
     (num_tokens, vocabulary) for each row. If the sampling of a row depends on the tokens before it,
     `tokens` draws them one by one. All others are drawn at once, as part of `arrays`."""
 

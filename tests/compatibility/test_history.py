@@ -365,7 +365,9 @@ SAME_HISTORIES = [
 
 
 @pytest.mark.parametrize(("path", "field", "name"), SAME_HISTORIES)
-def test_history_changes_nothing(server: Server, path: str, field: str, name: str) -> None:
+def test_equivalent_histories_give_the_same_prompt(
+    server: Server, path: str, field: str, name: str
+) -> None:
     given, plain = (SAME_ITEMS if path == RESPONSES else SAME_TURNS)[name]
     asked = server.ask(path, {field: given})
     assert asked.prompt == server.plain(path, {field: plain}).prompt

@@ -118,7 +118,9 @@ def test_rows_share_a_grammar_and_not_how_far_they_are(grammars: GrammarCompiler
     assert all(end[-1] == END for end in ends)
 
 
-def test_what_does_not_fit_is_an_error_of_the_request(grammars: GrammarCompiler) -> None:
+def test_an_answer_that_breaks_its_grammar_is_an_error_of_the_request(
+    grammars: GrammarCompiler,
+) -> None:
     wrong = TOKENIZER.encode("no list", add_special_tokens=False).ids
     with fails(RequestError, "grammar"):
         allowed(begin(grammars, NUMBERS, wrong))

@@ -52,8 +52,8 @@ def _checksums(answers: dict[int, AdapterRead]) -> dict[int, str]:
 
 @dataclass(slots=True)
 class Adapter:
-    """An adapter by its name, and the files of it that ranks have read. version is 0 while no stage
-    holds it."""
+    """An adapter by its name, and the facts of its files as ranks have read them. version is 0
+    while no stage holds it."""
 
     name: str
     version: int

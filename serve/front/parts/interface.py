@@ -35,9 +35,9 @@ class Fed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PartReady:
-    """What follows from something that a part was told, beyond the rows of steps: operations of a
-    step without rows, messages to the engines of all ranks, and sequences that need not wait for
-    the part any longer."""
+    """The work that a part asks for, beyond the rows of steps: operations of a step without rows,
+    messages to the engines of all ranks, and sequences that need not wait for the part any
+    longer."""
 
     before: tuple[AnyOp, ...] = ()
     after: tuple[AnyOp, ...] = ()

@@ -135,8 +135,8 @@ Action: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Reaction:
-    """What follows from an event: the actions of a life, to be performed in this order, and the
-    time of the monotonic clock at which the next Ticked is due, or None."""
+    """The reaction to an event: the actions of a life, to be performed in this order, and the time
+    of the monotonic clock at which the next Ticked is due, or None."""
 
     life: int
     actions: tuple[Action, ...]

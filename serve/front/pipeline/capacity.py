@@ -14,12 +14,12 @@ from serve.front.prefixes.index import PrefixIndex
 # The time that a chunk of a long prompt may take without --max-inter-token, in decode steps. With
 # 2.2, a token takes 2.1 times as long as before on two or more stages.
 _CHUNK_BY_DECODE = 2.2
-# One stage has one chunk for each decode step. A smaller one would mostly read weights.
+# A single stage runs one chunk for each decode step. A smaller chunk would mostly read weights.
 _CHUNK_BY_DECODE_ALONE = 1.6
 # The time that a chunk may take while nobody decodes, if that is longer than _WAIT_SECONDS allow.
 # Reading the weights is then a tenth of it.
 _CHUNK_WITHOUT_DECODING = 10.0  # decode steps
-_WAIT_SECONDS = 1.0  # that chunks of other prompts cost a new prompt
+_WAIT_SECONDS = 1.0  # for which chunks of other prompts may delay a new prompt
 _MIN_CHUNK_BESIDE_DECODING = 8
 _UNKNOWN_CHUNK = 32
 _WARM_STEPS = 200

@@ -1,4 +1,4 @@
-"""Drives the front end: hands each message of the engines to its part, and performs what follows.
+"""Drives the front end: hands each message of the engines to its part, and performs the reactions.
 
 `serve.front.pipeline.lifecycle` makes the decisions about the engines. The driver owns the clock,
 and the tasks that take time.
@@ -118,7 +118,7 @@ class Driver:
                 self.on(events.Heard(rank, heard))
 
     def on(self, event: events.Event) -> None:
-        """Performs what follows from an event. An event that an action causes waits."""
+        """Performs the reaction to an event. An event that an action causes waits."""
         self._events.append(event)
         if self._is_performing:
             return

@@ -59,7 +59,7 @@ class Lifecycle:
     # --- events
 
     def on(self, event: events.Event, now: float) -> Reaction:
-        """Returns what follows from an event. now is a time of the monotonic clock."""
+        """Returns the reaction to an event. now is a time of the monotonic clock."""
         if self.state not in OVER:
             self._now = now
             self._on(event)
@@ -223,7 +223,8 @@ class Lifecycle:
     # --- from new engines to working ones
 
     def _form(self, outcome: Outcome) -> None:
-        """Does what follows for the ring. A fault that has waited for its ranks is handled now."""
+        """Performs the next step for the ring. A fault that has waited for its ranks is handled
+        now."""
         is_gathered = not isinstance(outcome, NotYetFormed) or outcome.state is not State.GATHERING
         if isinstance(outcome, CannotForm):
             self._actions += outcome.actions

@@ -131,7 +131,7 @@ class Membership:
     # --- who takes part
 
     def begin(self) -> Outcome:
-        """Decides what follows when rank 0's first engine is there."""
+        """Decides the next step when rank 0's first engine is there."""
         if self._has_to_measure:
             return self.gather()  # The links can be measured only then.
         return self._ask_for_plan()
@@ -148,7 +148,7 @@ class Membership:
         return NotYetFormed(State.GATHERING, seconds, (log,))
 
     def decide(self) -> Outcome:
-        """Decides what follows when the ranks of the ring are there, or are awaited no longer."""
+        """Decides the next step when the ranks of the ring are there, or are awaited no longer."""
         objection = self._objection()
         if self._config.replan and self.is_restart and self._plans:
             outcome = self.replan()

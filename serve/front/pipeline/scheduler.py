@@ -284,7 +284,8 @@ class Scheduler:
                     continue
                 if not self._make_room(len(unfinished(group))):
                     continue
-                sequences = unfinished(group)  # One of them may have had to make room itself.
+                # Making room may have sent one of them back to the queue.
+                sequences = unfinished(group)
                 if sequences:
                     drafts = self._drafts(sequences)
                     num_tokens = [1 + len(draft) for draft in drafts] or [1] * len(sequences)
@@ -318,7 +319,7 @@ class Scheduler:
                 for group in decoding:
                     group.num_chunks += 1
                 return self._read(sequences, num_tokens)
-            # One of them had to make room itself, so others are next.
+            # Making room sent one of them back to the queue, so others are next.
         return None
 
     def _next_prompts(self, is_beside_decoding: bool) -> tuple[list[Sequence], list[int]]:

@@ -98,7 +98,7 @@ class WarmUp:
         try:
             await self._run_rounds(started)
         finally:
-            self._show(0, 0)  # Before the next line of the log, which a live bar would disturb.
+            self._show(0, 0)  # A live bar would disturb the next line of the log.
         seconds = self._clock() - started
         _logger.info("event=warmed_up num_steps=%d seconds=%.2f", self._num_steps, seconds)
 

@@ -280,7 +280,7 @@ class Admission:
 
     @property
     def is_of_original(self) -> bool:
-        """Whether it begins with all that its original holds."""
+        """Whether the sequence begins as a copy of its whole original."""
         return self._original is not None
 
     @cached_property

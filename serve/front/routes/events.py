@@ -25,7 +25,7 @@ _WATCHING = Policy(access=Access.ADMIN, ignores_load=True, is_endless=True)
 
 
 class ServerState:
-    """The state for watchers, set part by part. doing says what happens until engine is set."""
+    """The state for watchers, set part by part. doing describes the start until engine is set."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config

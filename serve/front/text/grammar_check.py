@@ -88,7 +88,7 @@ def _checked(tokenizer: LLTokenizer, grammar: str) -> GrammarChecked:
 
 
 def _names(warning: str) -> list[str]:
-    """Returns the keywords that a warning of llguidance is about."""
+    """Returns the keywords named in a warning of llguidance."""
     if found := _UNIMPLEMENTED.fullmatch(warning):
         return _QUOTED.findall(found[1])
     if warning.startswith("Unknown format"):

@@ -154,7 +154,7 @@ def _number_or_bool(value: Any) -> Any:
 
 
 def _step(value: Any) -> Any:
-    """Returns a number above 0 whose digits a grammar can count."""
+    """Returns the number if a grammar can express its multiples, else None."""
     return value if _is_number(value) and _MIN_STEP <= value <= _MAX_STEP else None
 
 

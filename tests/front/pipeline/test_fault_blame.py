@@ -202,7 +202,7 @@ def test_fault_blame_finds_a_request_wherever_it_comes(num_stages: int, fatal_at
         pipeline.check()
 
 
-def test_fault_blame_lets_those_with_a_token_wait() -> None:
+def test_fault_blame_makes_other_requests_wait_for_the_suspect() -> None:
     pipeline = Fragile(2, {0: 14})
     for id in range(3):
         pipeline.add(make_sequence(id, 12, 500))

@@ -43,7 +43,7 @@ def test_stops_of_what_is_embedded_are_none() -> None:
     assert stops_of(embedded, 300) == []
 
 
-def test_a_checkpoint_goes_with_the_last_sequence_that_holds_it() -> None:
+def test_a_checkpoint_is_dropped_with_its_last_sequence() -> None:
     index = PrefixIndex(state_tokens=10)
     first = index.save(sequence(1, 200), 100)
     assert first is not None

@@ -37,7 +37,7 @@ def save(folder: Path, modules: list[str] | None, module: Any = None, **config: 
         ({"pooling_mode": "mean"}, "mean"),
     ],
 )
-def test_pooling_of_reads_what_sentence_transformers_writes(
+def test_pooling_of_reads_files_of_sentence_transformers(
     tmp_path: Path, pooling: Any, kind: str
 ) -> None:
     assert pooling_of(save(tmp_path, ["Transformer", "Pooling", "Normalize"], pooling)) == kind

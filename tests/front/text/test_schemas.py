@@ -162,7 +162,7 @@ PRINTED = {"a": "x  y", "b": [1, {}], "c": {"d": [[], {"e": None}]}}
 
 
 @pytest.mark.parametrize("grammar_of", [of_schema, of_tool_schema])
-def test_white_space_is_what_json_printers_write(
+def test_grammars_allow_the_white_space_of_json_printers(
     grammar_of: Callable[[dict[str, Any]], str], tokenizer: LLTokenizer
 ) -> None:
     schema = {**OBJECT, "properties": {"a": {"type": "string"}, "b": {}, "c": OBJECT}}

@@ -34,7 +34,7 @@ class AdapterVersions(SchedulerPart):
             self.budget.discard(sequence_id)
 
     def stop(self) -> None:
-        # Other engines load only versions that a name or a sequence has.
+        # New engines load only versions that a name or a sequence uses.
         self._retired &= self._sequences.keys()
 
     def ready(self) -> PartReady:

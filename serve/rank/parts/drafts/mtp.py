@@ -97,7 +97,7 @@ class HeadDrafter(Drafter):
                 row = step.rows[n]
                 num_known = chooser.num_known(row.sequence)
                 if num_known is None:
-                    continue  # Its prompt is embedded.
+                    continue  # A prompt to embed gets no guesses.
                 end = row.position + row.num_tokens
                 num_kept = min(row.num_tokens, end - (num_known - NUM_TOKENS_READ))
                 if num_kept > 0:

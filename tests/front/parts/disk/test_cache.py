@@ -296,7 +296,7 @@ def test_disk_prefixes_that_were_cleared_during_a_write_are_deleted() -> None:
     assert not ranks.disk.num_files
 
 
-def test_disk_prefixes_stay_if_a_file_has_no_room_even_without_them() -> None:
+def test_disk_prefixes_are_not_evicted_for_a_file_that_cannot_fit() -> None:
     ranks = Ranks(max_bytes=40 * BYTES_PER_TOKEN)
     ranks.keep(tokens(2, 4))
     ranks.keep(tokens(1, 48))

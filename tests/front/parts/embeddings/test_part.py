@@ -36,7 +36,7 @@ def test_takes_only_prompts_to_embed() -> None:
     ("hidden_size", "pooling", "param"),
     [(0, Pooling("mean"), "model"), (8, Pooling("mean", 9), "dimensions")],
 )
-def test_takes_refuses_what_the_model_cannot(
+def test_takes_refuses_embeddings_that_the_model_cannot_make(
     hidden_size: int, pooling: Pooling, param: str
 ) -> None:
     with pytest.raises(RequestError) as raised:

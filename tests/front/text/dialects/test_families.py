@@ -179,7 +179,7 @@ def stripped(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family[2]])
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=range(len(ARGUMENTS)))
-def test_a_call_is_what_mlx_lm_reads(name: str, arguments: Json) -> None:
+def test_calls_equal_those_that_mlx_lm_reads(name: str, arguments: Json) -> None:
     dialect, write, parser = FAMILIES[name]
     assert dialect.calls is not None
     assert parser is not None

@@ -174,7 +174,7 @@ def test_harmony_efforts_and_thoughts_of_the_history(tokenizers: dict[str, Token
     assert tokenizer.eos_ids == ids
 
 
-def test_harmony_answers_are_what_openai_harmony_reads() -> None:
+def test_harmony_answers_parse_as_openai_harmony_parses_them() -> None:
     """The cases were rendered and parsed by openai-harmony 0.0.8 with its own vocabulary, which is
     not in the package."""
     cases = json.loads(Path(__file__).with_name("harmony_cases.json").read_text())
