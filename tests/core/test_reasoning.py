@@ -45,7 +45,7 @@ def count_slowly(reasoning: Reasoning, tokens: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("is_open", [True, False])
 @pytest.mark.parametrize(("start", "end"), [(START, END), (LONG_START, LONG_END)])
-def test_tracker_counts_what_is_between_the_marks(
+def test_tracker_counts_the_tokens_between_the_marks(
     start: tuple[int, ...], end: tuple[int, ...], is_open: bool
 ) -> None:
     reasoning = Reasoning(start, end, is_open)

@@ -207,7 +207,7 @@ async def test_one_that_comes_again_takes_the_place_of_its_silent_connection(
         await fresh.close()
 
 
-async def test_without_a_secret_nobody_takes_anothers_place(
+async def test_without_a_secret_no_caller_replaces_a_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(control, "_PONG_SECONDS", 0.1)
@@ -232,7 +232,7 @@ async def nothing(writer: asyncio.StreamWriter) -> None:
 
 
 @pytest.mark.parametrize("say", [broken_frame, not_a_hello, nothing])
-async def test_a_stranger_disturbs_nobody(
+async def test_a_strangers_connection_disturbs_no_rank(
     say: Callable[[asyncio.StreamWriter], Awaitable[None]],
 ) -> None:
     async with control_server() as (centre, address, heard):

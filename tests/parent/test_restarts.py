@@ -44,7 +44,7 @@ def test_too_many_in_the_window_are_the_end_with_the_reason_and_its_code() -> No
     assert caught_lost.value.exit_code == 6
 
 
-def test_what_is_older_than_the_window_does_not_count() -> None:
+def test_restarts_older_than_the_window_do_not_count() -> None:
     restarts = Restarts(2, 60)
     for now in (0, 30, 60, 90, 120, 150):
         assert restarts.wait_seconds(KILLED, True, now) == 0
@@ -88,7 +88,7 @@ def test_no_restarts_at_all() -> None:
         BrigadeError("a fault of our own"),
     ],
 )
-def test_what_stays_wrong_is_not_tried_again(fault: BrigadeError) -> None:
+def test_permanent_faults_are_not_tried_again(fault: BrigadeError) -> None:
     with pytest.raises(type(fault)) as caught:
         Restarts(5, 60).wait_seconds(fault, True, 0)
     assert caught.value is fault

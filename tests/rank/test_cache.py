@@ -166,7 +166,7 @@ def test_a_step_that_does_not_fit_is_refused(rig: Rig) -> None:
         rig.step(0, {0: [3]})
 
 
-def test_new_rows_may_have_different_lengths_and_others_not(rig: Rig) -> None:
+def test_only_new_rows_may_have_different_lengths(rig: Rig) -> None:
     rig.step(0, {0: [3], 1: [4, 5], 2: [6, 7, 8, 9]})
     rig.step(1, {2: [1], 0: [2]})
     rows = (Row(0, 2, 1), Row(2, 5, 2))

@@ -129,7 +129,9 @@ def test_a_sequence_whose_client_has_left_is_continued(
         ("mamba2", "checkpoints", False),
     ],
 )
-def test_group_caches_say_what_they_allow(name: str, reuse: str, can_rewind: bool) -> None:
+def test_group_caches_report_how_they_can_be_reused(
+    name: str, reuse: str, can_rewind: bool
+) -> None:
     """In a batch, only rows in slots can forget tokens one by one."""
     model = architectures.build(name)
     caches = GroupCaches(Stage(model, 0, len(model.layers)).make_cache, can_batch=True)

@@ -170,7 +170,7 @@ def test_each_way_of_sampling_follows_its_definition(sampling: Sampling, count: 
             assert abs(found[token] / count - probability) <= spread + 1e-9, token
 
 
-def test_a_sampler_remembers_what_it_chose() -> None:
+def test_a_sampler_remembers_its_tokens() -> None:
     """It chooses the same tokens as a sampler that gets the whole history at once, as it does when
     a sequence begins again."""
     chance = random.Random(4)
@@ -192,7 +192,7 @@ def test_a_sampler_remembers_what_it_chose() -> None:
     assert len(set(chosen)) == len(LOGITS)
 
 
-def test_what_is_banned_comes_if_nothing_else_may() -> None:
+def test_banned_tokens_are_drawn_if_no_other_token_is_allowed() -> None:
     sampling = Sampling(0, allowed_ids=(3,), bad_words=((3,),))
     assert sample(mx.array([LOGITS]), [Sampler(sampling)], [0]).tolist() == [3]
     drawn = Sampler(replace(sampling, temperature=1.0, top_p=0.5))
@@ -220,7 +220,7 @@ def test_scores_are_the_log_softmax(num_top: int, dtype: mx.Dtype) -> None:
     assert np.allclose(values, np.take_along_axis(exact, best, axis=-1), atol=1e-5)
 
 
-def test_extremes_give_a_token_that_may_come() -> None:
+def test_extreme_parameters_give_an_allowed_token() -> None:
     """Whatever is in range must not break the engine, which all requests share."""
     chance = random.Random(6)
     choose = chance.choice

@@ -44,7 +44,7 @@ async def test_a_name_stands_for_its_newest_version() -> None:
     assert adapters.registry.statistics.to_json()["num_swapped"] == 1
 
 
-async def test_names_that_are_gone_are_not_counted() -> None:
+async def test_unloaded_names_are_not_counted() -> None:
     """Else each name that was ever loaded would be a label of a metric."""
     ranks = FakeRanks()
     for number in range(20):
@@ -180,7 +180,7 @@ async def test_what_is_pinned_or_in_use_stays() -> None:
     assert ranks.held == {4, 5}
 
 
-async def test_a_replacement_takes_the_room_of_the_old_one_if_nobody_uses_it() -> None:
+async def test_a_replacement_takes_the_memory_of_an_unused_old_version() -> None:
     ranks = FakeRanks(adapter_memory="100KB")
     await ranks.adapters.load("a", "a", in_place=False)
     await ranks.adapters.load("a", "b", in_place=True)
@@ -244,7 +244,7 @@ def restart(ranks: FakeRanks) -> None:
     ranks.adapters.interrupt()
 
 
-async def test_new_engines_hold_what_is_current_or_in_use_and_nothing_else() -> None:
+async def test_new_engines_hold_only_versions_that_are_current_or_in_use() -> None:
     ranks = FakeRanks()
     adapters = ranks.adapters
     for name in ("a", "b", "c"):
@@ -260,7 +260,7 @@ async def test_new_engines_hold_what_is_current_or_in_use_and_nothing_else() -> 
     assert (await adapters.version("a"), await adapters.version("c")) == (4, 3)
 
 
-async def test_a_ring_with_less_memory_evicts_what_is_idle(
+async def test_a_ring_with_less_memory_evicts_idle_adapters(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ranks = FakeRanks(adapter_memory="200KB")

@@ -106,7 +106,7 @@ def test_text_and_ids_may_be_mixed_in_one_request(tokenizer: Tokenizer) -> None:
     assert [prompt.ids for prompt in asked.prompts] == [tokenizer.encode("hello"), [5, 6]]
 
 
-def test_the_default_limit_is_sixteen_or_what_is_left(tokenizer: Tokenizer) -> None:
+def test_the_default_limit_is_sixteen_or_the_rest_of_the_context(tokenizer: Tokenizer) -> None:
     assert job(tokenizer).prompts[0].max_tokens == 16
     assert job(tokenizer, max_context=8, prompt=[5] * 5).prompts[0].max_tokens == 3
     with fails(RequestError, "context_length_exceeded"):
@@ -230,7 +230,7 @@ def test_prompt_logprobs_that_are_refused(prompt_logprobs: Any) -> None:
     assert caught.value.param == "prompt_logprobs"
 
 
-def test_prompt_logprobs_do_not_come_in_a_stream() -> None:
+def test_prompt_logprobs_are_refused_in_a_stream() -> None:
     with fails(RequestError, "invalid_value", match="stream=true") as caught:
         body(prompt_logprobs=0, stream=True)
     assert caught.value.param == "prompt_logprobs"

@@ -148,7 +148,7 @@ def test_parts_of_text_by_other_names(content: Any, text: str) -> None:
         {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "t"}]}, "a"]},
     ],
 )
-def test_thoughts_reach_the_template_by_whichever_name_they_come(said: Any) -> None:
+def test_thoughts_reach_the_template_under_every_field_name(said: Any) -> None:
     (message,) = messages({"role": "assistant", **said})
     assert message == {"role": "assistant", "content": "a", "reasoning_content": "t"}
 

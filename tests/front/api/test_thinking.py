@@ -64,7 +64,9 @@ def test_thinking_knows_a_prompt_that_ends_within_reasoning(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("effort", [*BUDGETS, "xhigh", "max"])
-def test_an_effort_is_a_budget_where_the_template_knows_none(qwen: Tokenizer, effort: str) -> None:
+def test_an_effort_becomes_a_budget_if_the_template_has_no_efforts(
+    qwen: Tokenizer, effort: str
+) -> None:
     text, reasoning = prepared(qwen, reasoning_effort=effort)
     assert reasoning
     assert reasoning.budget == BUDGETS.get(effort)

@@ -263,7 +263,7 @@ def test_every_kind_of_schema_has_its_words() -> None:
         (MessagesBody, {"max_tokens": None}, "The field 'max_tokens' is missing."),
     ],
 )
-def test_a_sentence_names_the_field_what_it_may_be_and_what_came(
+def test_a_sentence_names_the_field_its_type_and_the_given_value(
     kind: Any, fields: dict[str, Any], message: str
 ) -> None:
     good = dict(next(body for each, body in GOOD if each is kind))

@@ -470,7 +470,9 @@ def test_connections_beyond_twice_the_limit_are_closed(engine: FakeEngine) -> No
 
 
 @pytest.mark.long
-def test_draining_finishes_what_runs_and_then_ends(server: Running, engine: FakeEngine) -> None:
+def test_draining_finishes_running_requests_and_then_ends(
+    server: Running, engine: FakeEngine
+) -> None:
     engine.delay, engine.answer = 0.4, "hello world how are you"
     stream = httpx2.stream("POST", server.url + CHAT, json={**HELLO, "stream": True}, timeout=10)
     with stream as reply:

@@ -143,7 +143,7 @@ async def test_an_error_of_a_client_that_left_is_dropped(caplog: pytest.LogCaptu
     assert not caplog.records
 
 
-async def test_close_ends_what_waits_with_an_error() -> None:
+async def test_close_ends_waiting_work_with_an_error() -> None:
     works = Works()
     begun = works.send("a0")
     await works.until_begun(1)

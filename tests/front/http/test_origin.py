@@ -191,7 +191,7 @@ def test_hosts_beyond_loopback_are_addresses_and_aliases(
     assert not any(allows(hosts, name) for name in [*WRONG, "mac2.lan", "mac1.example"])
 
 
-def test_aliases_of_an_empty_name_are_none() -> None:
+def test_an_empty_name_has_no_aliases() -> None:
     assert aliases_of("") == set()
     assert aliases_of("Mac1") == {"mac1", "mac1.local"}
 

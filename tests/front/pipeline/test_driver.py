@@ -445,7 +445,7 @@ async def test_ranks_that_are_too_small_for_the_model_wait(
 
 
 @pytest.mark.long
-async def test_some_that_come_again_are_enough(
+async def test_enough_returning_ranks_form_a_ring(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MIN_RANKS", "2")
@@ -466,7 +466,7 @@ async def test_ranks_without_room_for_a_short_sequence_wait(
 
 
 @pytest.mark.long
-async def test_a_rank_that_comes_again_with_other_versions_stays_out(
+async def test_a_returning_rank_with_other_versions_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
@@ -494,7 +494,7 @@ async def refuse_rank_1(
 
 
 @pytest.mark.slow
-async def test_a_rank_that_comes_again_and_cannot_load_stays_out(
+async def test_a_returning_rank_that_cannot_load_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
@@ -530,7 +530,7 @@ async def test_rank_that_could_not_load_and_returns_is_enough_with_rank_0(
 
 
 @pytest.mark.long
-async def test_a_rank_that_comes_again_without_room_stays_out(
+async def test_a_returning_rank_without_memory_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another program has taken its memory meanwhile."""
@@ -581,7 +581,7 @@ async def test_a_parent_that_stands_still_is_a_fault_though_its_engine_works(
 
 
 @pytest.mark.long
-async def test_a_rank_that_comes_again_does_not_take_the_last_restart() -> None:
+async def test_a_returning_rank_does_not_use_up_the_last_restart() -> None:
     async with ranks(replan=True, join_timeout=2.0, max_restarts=1) as (engine, members, start):
         await ready(engine)
         await lose(members[1])
@@ -613,7 +613,7 @@ async def test_an_answer_from_before_a_fault_retires_no_version(
 
 
 @pytest.mark.long
-async def test_a_sequence_for_which_those_that_are_left_have_no_room_ends(
+async def test_a_sequence_that_the_remaining_ranks_cannot_hold_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And one that fits as far as it has come is shorter."""
@@ -675,7 +675,7 @@ async def test_driver_fails_if_one_of_its_tasks_has_a_bug(monkeypatch: pytest.Mo
 
 
 @pytest.mark.long
-async def test_a_request_that_breaks_engines_goes_and_the_others_stay(
+async def test_a_request_that_breaks_engines_is_ended_and_the_others_continue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("POISON", "996")

@@ -37,7 +37,7 @@ def test_fault_blame_runs_suspects_alone_the_youngest_first() -> None:
     assert fault_blame.alone is None
 
 
-def test_fault_blame_names_the_one_that_ran_alone() -> None:
+def test_fault_blame_names_the_request_that_ran_alone() -> None:
     fault_blame = FaultBlame(MAX_RESTARTS)
     for _ in range(MAX_SHARED_FAULTS):
         fault_blame.on_fault([1, 2])
@@ -89,7 +89,7 @@ def test_fault_blame_clears_a_long_prompt_that_gets_further_between_faults() -> 
     assert fault_blame.alone == 1, "it gets no further"
 
 
-def test_fault_blame_keeps_nothing_of_those_that_ended() -> None:
+def test_fault_blame_forgets_ended_sequences() -> None:
     fault_blame = FaultBlame(MAX_RESTARTS)
     for number in range(0, 900, 3):
         for _ in range(NUM_FAULTS):

@@ -109,7 +109,7 @@ def test_lives_that_a_request_ended_do_not_use_up_restarts(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_kills_that_nobody_is_to_blame_for_end_the_cluster_after_max_restarts(seed: int) -> None:
+def test_kills_without_a_suspect_end_the_cluster_after_max_restarts(seed: int) -> None:
     cluster = PlayedCluster(seed, max_restarts=seed % 4, restart_window=100_000.0)
     while not cluster.failure:
         assert cluster.run(60, lambda: cluster.lifecycle.is_working or bool(cluster.failure))
@@ -262,7 +262,7 @@ def test_a_rank_with_other_versions_stops_the_first_start() -> None:
     }
 
 
-def test_a_rank_that_comes_again_with_other_versions_stays_out() -> None:
+def test_a_returning_rank_with_other_versions_is_refused() -> None:
     cluster = begun(replan=True, join_timeout=2.0)
     cluster.facts[1] = {"mlx": "2"}
     cluster.lose(1)
@@ -273,7 +273,7 @@ def test_a_rank_that_comes_again_with_other_versions_stays_out() -> None:
 
 
 @pytest.mark.parametrize("replan", [True, False])
-def test_with_replan_a_rank_that_is_lost_again_and_again_ends_nobody_else(replan: bool) -> None:
+def test_with_replan_a_rank_that_is_lost_repeatedly_does_not_end_the_others(replan: bool) -> None:
     """Rank 0 gave up after max_restarts, although the others could do without that rank."""
     cluster = begun(replan=replan, max_restarts=3)
     for _ in range(8):
@@ -699,7 +699,7 @@ def test_lifecycle_judges_a_fault_that_was_noted_before_layers_change_owner(seed
     assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
 
 
-def test_a_process_that_stood_still_takes_nobody_for_silent() -> None:
+def test_a_paused_process_takes_no_rank_for_silent() -> None:
     """Rank 0's parent itself: what came meanwhile is read first."""
     cluster = begun()
     lifecycle = cluster.lifecycle

@@ -59,7 +59,7 @@ def test_a_token_behind_others_is_more_work() -> None:
     assert ids(order.in_order([behind_a_prefix, prompt(1, 2000)])) == [1, 0]
 
 
-def test_younger_prompts_wait_for_one_that_tolerates_no_more() -> None:
+def test_younger_prompts_wait_once_an_older_one_tolerates_no_more() -> None:
     prompts = [prompt(2, 10), prompt(1, 400, 100), prompt(0, 900)]
     order = PrefillOrder()
     order.note_overtaking(prompt(3, 600), 499, prompts)
@@ -97,7 +97,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(num_stages: int) -> None:
 
 
 @pytest.mark.parametrize("is_waiting", [False, True])
-def test_a_prompt_counts_by_what_is_left_behind_its_prefix(is_waiting: bool) -> None:
+def test_a_prompt_counts_only_the_tokens_after_its_prefix(is_waiting: bool) -> None:
     pipeline = Pipeline(2, max_num_sequences=1 if is_waiting else 8)
     pipeline.scheduler.reuse = "any"
     pipeline.add(make_sequence(0, [5] * 1000, 1))

@@ -66,7 +66,7 @@ def test_every_arrival_order_gives_the_same_tokens() -> None:
             check_all_ended(pipeline)
 
 
-def test_a_drop_at_every_tick_leaves_nothing_behind_and_harms_nobody() -> None:
+def test_a_drop_at_every_tick_frees_everything_and_changes_no_other_answer() -> None:
     for num_ticks in range(40):
         pipeline = Pipeline(3, max_num_sequences=4)
         for id in range(6):
@@ -159,7 +159,7 @@ def test_random_lives(num_examples: int) -> None:
 
 
 @pytest.mark.parametrize("reuse", ["any", "checkpoints"])
-def test_drop_keeps_what_is_computed_at_every_tick(reuse: Reuse) -> None:
+def test_drop_at_every_tick_keeps_the_computed_tokens(reuse: Reuse) -> None:
     """Of the prompt, and of the answer: also the tokens of steps that were under way."""
     num_kept_answers = 0
     for num_ticks in range(30):

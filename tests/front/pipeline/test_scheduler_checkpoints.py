@@ -98,7 +98,7 @@ def test_schedule_makes_checkpoints_at_fixed_distances_too() -> None:
     check_checkpoints(pipeline)
 
 
-def test_schedule_takes_a_checkpoint_of_one_that_is_still_decoded() -> None:
+def test_schedule_uses_a_checkpoint_of_a_decoding_sequence() -> None:
     pipeline = with_checkpoints()
     shared = tokens(1, 300)
     add_chat(pipeline, 0, [*shared, 7, 8], 300, max_tokens=400)

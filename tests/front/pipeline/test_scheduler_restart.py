@@ -57,7 +57,7 @@ def test_a_kill_at_every_tick_of_copies() -> None:
         check_whole(pipeline)
 
 
-def test_what_was_answered_is_prefilled_and_not_sampled_again() -> None:
+def test_earlier_answer_tokens_are_prefilled_and_not_sampled_again() -> None:
     pipeline = Pipeline(2)
     pipeline.add(make_sequence(0, 9, 10))
     while len(pipeline.output(0)) < 4:
@@ -85,7 +85,7 @@ def test_running_ones_go_before_waiting_ones_in_their_order() -> None:
     check_whole(pipeline)
 
 
-def test_one_that_is_dropped_while_there_are_no_engines_is_not_run() -> None:
+def test_a_sequence_dropped_without_engines_does_not_run() -> None:
     pipeline = Pipeline(2)
     for id in range(3):
         pipeline.add(make_sequence(id, 10, 5))

@@ -106,7 +106,7 @@ def test_room_is_that_of_the_rank_with_least() -> None:
     assert room(stages, adapter_memory="75KB") == 14_200
 
 
-def test_room_is_what_the_weights_leave_of_the_memory() -> None:
+def test_room_is_the_memory_minus_the_weights() -> None:
     """Each stage has 100 bytes of weights."""
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
     assert room(stages, memory="45.1KB") == 2_200
@@ -128,7 +128,7 @@ def test_fewer_sequences_run_where_each_holds_much_whatever_its_length() -> None
     assert room == KvRoom(1033, 3, state_tokens=100)
 
 
-def test_room_leaves_out_what_scoring_a_prompt_takes() -> None:
+def test_room_leaves_space_for_scoring_a_prompt() -> None:
     """On the rank with the head, for a chunk and the rest of a prompt that goes along."""
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
     flags: dict[str, Any] = {"prefill_chunk": 64}

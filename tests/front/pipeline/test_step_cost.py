@@ -7,7 +7,7 @@ import pytest
 from serve.front.pipeline.step_cost import StepCost
 
 
-def test_step_cost_finds_what_a_token_costs() -> None:
+def test_step_cost_finds_the_cost_of_a_token() -> None:
     cost, chance = StepCost(), random.Random(0)
     assert not cost.is_known
     for _ in range(200):

@@ -185,7 +185,7 @@ async def test_large_bodies_are_read_in_a_process_of_their_own(
     assert caught.value.code == "context_length_exceeded"
 
 
-async def test_a_large_body_may_name_what_exists_now(
+async def test_a_large_body_may_name_a_new_adapter(
     body_readers: BodyReaders, reader: Reader
 ) -> None:
     """Adapters come and go while the process runs."""
@@ -269,7 +269,7 @@ async def test_text_too_long_for_a_prompt_is_not_encoded(
         assert caught.value.code == "context_length_exceeded"
 
 
-async def test_large_bodies_take_turns_and_those_that_are_answered_come_first(
+async def test_large_bodies_take_turns_and_answered_ones_go_first(
     body_readers: BodyReaders, reader: Reader, slow: Slow
 ) -> None:
     def read(kind: kinds.BodyKind[Any], num_bytes: int, client: str) -> "asyncio.Task[Any]":

@@ -85,7 +85,7 @@ def test_writer_repeats_the_request_and_its_defaults() -> None:
 
 
 @pytest.mark.parametrize("deltas", [(Text("a"),), (CallBegin("c", "f"), CallText('{"x'))])
-def test_writer_says_what_was_cut(deltas: Any) -> None:
+def test_writer_reports_an_answer_that_was_cut(deltas: Any) -> None:
     *_, last = events_of(writer(), begin(*deltas), end("length"))
     assert last.type == "response.incomplete"
     assert last.response.incomplete_details.reason == "max_output_tokens"

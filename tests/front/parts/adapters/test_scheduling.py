@@ -170,7 +170,7 @@ def test_a_running_sequence_keeps_its_version_and_frees_it() -> None:
     assert versions == {old.adapter_version}
 
 
-def test_what_a_retired_version_has_kept_goes_at_once() -> None:
+def test_prefixes_of_a_retired_version_are_dropped_at_once() -> None:
     pipeline = AdapterPipeline(1)
     pipeline.scheduler.reuse = "any"
     pipeline.load("x")
@@ -198,7 +198,7 @@ def test_only_the_same_version_begins_alike() -> None:
     assert set(index.with_adapter(1)) == {3}
 
 
-def test_adapters_that_nobody_uses_any_more_are_not_unloaded_where_they_are_not() -> None:
+def test_adapters_are_not_unloaded_from_new_engines_that_never_held_them() -> None:
     pipeline = Pipeline(2, parts=(AdapterVersions(serve_config()),))
     sequence = make_sequence(0, 10, 5)
     sequence.adapter_version = 3

@@ -128,7 +128,7 @@ def test_disk_prefixes_are_found_after_a_restart() -> None:
     assert ranks.counts.num_reads == 2
 
 
-def test_disk_prefixes_write_what_is_new() -> None:
+def test_disk_prefixes_write_only_new_segments() -> None:
     ranks = Ranks()
     ranks.keep(tokens(1, 64))
     ranks.keep([*tokens(1, 64), *tokens(2, 32)])
@@ -137,7 +137,7 @@ def test_disk_prefixes_write_what_is_new() -> None:
     assert ranks.num_bytes(0) == BYTES_PER_TOKEN * (64 + 32 + 32)
 
 
-def test_disk_prefixes_end_where_a_prompt_ends_that_may_come_again() -> None:
+def test_disk_prefixes_end_at_the_end_of_a_prompt() -> None:
     ranks = Ranks()
     ranks.keep([*tokens(1, 56), *tokens(2, 20)], num_prompt=56)
     assert [file.end for file in ranks.files[0].values()] == [16, 32, 48, 55, 71, 76]

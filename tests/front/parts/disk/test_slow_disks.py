@@ -95,7 +95,7 @@ def test_disk_forgets_the_writes_of_a_sequence_that_begins_again() -> None:
     assert ends == list(range(256, 2049, 256))
 
 
-def test_stages_hold_of_a_running_sequence_only_what_is_to_be_written() -> None:
+def test_stages_hold_only_unwritten_tokens_of_a_running_sequence() -> None:
     disk = make_disk()
     sequence = running(3000, [1])
     feed(disk, sequence)

@@ -54,7 +54,7 @@ def test_match_is_quick_in_a_long_text_of_one_token() -> None:
     assert suffixes.match() == Match(32, 99_999)
 
 
-def test_draft_is_what_followed_the_match() -> None:
+def test_draft_is_the_text_after_the_match() -> None:
     suffixes = suffixes_of([1, 2, 3, 4, 5, 6, 7, 1, 2])
     match = suffixes.match()
     assert match == Match(2, 2)

@@ -179,7 +179,7 @@ def read(store: PrefixStore, asked: Write) -> None:
     store.obey(ReadPrefix(7, asked.end, (asked.name,)))
 
 
-def test_prefix_store_reads_what_it_has_written(tmp_path: Path, reports: queue.Queue) -> None:
+def test_prefix_store_reads_its_own_files(tmp_path: Path, reports: queue.Queue) -> None:
     with opened(tmp_path, reports) as store:
         asked = write(store, 5)
         written = reports.get(timeout=60)
@@ -224,7 +224,7 @@ def test_prefix_store_drops_a_file_without_the_keys_of_its_tokens(
         assert not list(tmp_path.glob("rank-0/*/*"))
 
 
-def test_prefix_store_refuses_what_a_stage_does_not_hold_and_steps_go_on(
+def test_prefix_store_refuses_tokens_that_are_not_held_and_steps_go_on(
     tmp_path: Path, reports: queue.Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage = Stage(build("llama"), 0, 4)
