@@ -60,11 +60,11 @@ class SchedulerPart:
     # How many more tokens the sequences of a warm-up sample for this part.
     num_warm_up_steps: ClassVar[int] = 0
     hears: ClassVar[tuple[type, ...]] = ()
-    budget: KvBudget  # of the scheduler, from the start
+    budget: KvBudget  # of the scheduler, which sets it after __init__
 
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
-        self.is_on = True  # Otherwise no step asks the part.
+        self.is_on = True  # Otherwise no step calls the methods in `Hooks`. Read only once.
 
     @property
     def reads_tokens(self) -> bool:
@@ -106,7 +106,8 @@ class SchedulerPart:
         return False
 
     def added(self, sequence: Sequence, prompt: Prompt) -> None:
-        """Takes a new sequence, which belongs to prompt."""
+        """Takes a new sequence, which belongs to prompt. The sequences of a warm-up have no prompt,
+        so they begin without it."""
 
     def begun(self, sequence: Sequence) -> ReadableList[ToEngine]:
         """Returns the messages for rank 0's engine that belong to the start of a sequence on the
@@ -114,7 +115,8 @@ class SchedulerPart:
         return ()
 
     def took(self, sequence: Sequence, tokens: ReadableList[int]) -> None:
-        """Takes tokens that became part of an answer. `ended` comes after the last of them."""
+        """Takes tokens that became part of an answer: the last ones of `sequence.output`, or none
+        after a failure. `ended` comes after the last of them."""
 
     def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int | None) -> None:
         """Takes how many drafts of a row the stages have verified, and how many of them became
@@ -184,5 +186,5 @@ class SchedulerPart:
     # --- what others see
 
     def to_json(self) -> Mapping[str, Any]:
-        """Returns the part's fields of /admin/pipeline."""
+        """Returns the part's fields of /admin/pipeline, beside those of the server."""
         return {}

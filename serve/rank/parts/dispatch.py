@@ -18,7 +18,8 @@ MISSING = "missing_part"
 
 
 class Parts:
-    """The parts of an engine. Each method is that of `RankPart`, for all of them."""
+    """The parts of an engine. Each method is that of `RankPart` for all of them, and add_to is
+    `outputs`."""
 
     def __init__(self, parts: Iterable[RankPart] = ()) -> None:
         self._all = tuple(parts)

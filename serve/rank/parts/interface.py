@@ -63,7 +63,7 @@ class RankPart:
         """Makes the part of an engine. Returns None if its order does not ask for it."""
         raise NotImplementedError
 
-    # --- in each step, in this order
+    # --- in each step, in this order; perform also comes after the rows
 
     def perform(self, op: AnyOp, step: Step) -> None:
         """Performs an operation of the part's ops. Raises EngineError."""
@@ -77,7 +77,8 @@ class RankPart:
         return ()
 
     def select(self, step: Step, rows: Sequence[int | None]) -> None:
-        """Prepares for a forward pass of these rows of a step; None only pads the batch."""
+        """Prepares for a forward pass. rows has indices into step.rows, and None for a row that
+        only pads the batch."""
 
     def after_rows(
         self,
@@ -89,12 +90,13 @@ class RankPart:
         None where the stage has none. Returns arrays to evaluate with the outputs of the step."""
         return ()
 
-    def outputs(self, step: Step, result: Result) -> Sequence[AnyOutput]:
-        """Returns the outputs that the part adds to a step's result on rank 0."""
+    def take_spans(self) -> Sequence[Span]:
+        """Returns the runs of models of its own since the last call, which count as work. Only rank
+        0 is asked."""
         return ()
 
-    def take_spans(self) -> Sequence[Span]:
-        """Returns the runs of models of its own since the last call, which count as work."""
+    def outputs(self, step: Step, result: Result) -> Sequence[AnyOutput]:
+        """Returns what the part adds to the result of a step. Only rank 0 is asked."""
         return ()
 
     # --- the life of an engine
@@ -125,7 +127,8 @@ class RankPart:
         return ()
 
     def activity(self) -> Sequence[AnySection]:
-        """Returns its sections of the regular report. It is called in a thread of its own."""
+        """Returns its sections of the regular report, four times a second. It is called in another
+        thread, while steps run."""
         return ()
 
     def bytes_to_come(self) -> int:

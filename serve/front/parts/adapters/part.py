@@ -17,7 +17,7 @@ class AdapterVersions(SchedulerPart):
         self._sequences: defaultdict[int, set[int]] = defaultdict(set)
         self._retired: set[int] = set()
 
-    def added(self, sequence: Sequence, prompt: Prompt) -> None:  # noqa: ARG002
+    def added(self, sequence: Sequence, prompt: Prompt) -> None:
         if sequence.adapter_version:
             self._sequences[sequence.adapter_version].add(sequence.id)
 
