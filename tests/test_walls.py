@@ -114,7 +114,6 @@ EVALUATIONS = {"mlx.core.eval", "mlx.core.async_eval"}
 ROOMS = [
     "http",
     "text",
-    "drafts",
     "prefixes",
     "adapters",
     "parts",
@@ -131,8 +130,8 @@ OF_ALL_PARTS = tuple(FRONT + f"parts.{name}" for name in ("hooks", "interface", 
 
 # In a folder of parts, these modules are what parts share. Only registry knows the parts, and no
 # part knows another one: each can be removed.
-PARTS = ("serve.rank.parts.",)
-COMMON = {"interface", "dispatch", "registry"}
+PARTS = ("serve.front.parts.", "serve.rank.parts.")
+COMMON = {"interface", "dispatch", "hooks", "registry"}
 
 
 def under(name: str, prefix: str) -> bool:

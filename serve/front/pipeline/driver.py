@@ -1,4 +1,5 @@
-"""Drives the front end: hands each message of the engines to its part, and performs the reactions.
+"""Drives the front end: hands each message of the engines to its receiver, and performs the
+reactions.
 
 `serve.front.pipeline.lifecycle` makes the decisions about the engines. The driver owns the clock,
 and the tasks that take time.
@@ -49,8 +50,8 @@ class StartView(Protocol):
     def ready(self) -> None: ...
 
 
-class Part(Protocol):
-    """A part of the front end to which the engines of a life send messages of some types."""
+class Receiver(Protocol):
+    """What takes the messages of some types that the engines of a life send."""
 
     @property
     def hears(self) -> tuple[type, ...]:
@@ -78,8 +79,8 @@ class Driver:
         self._engines, self._lifecycle = engines, lifecycle
         self._requests, self._adapters = requests, adapters
         self._view = view
-        parts: list[Part] = [requests, adapters]
-        self._parts = {kind: part for part in parts for kind in part.hears}
+        receivers: list[Receiver] = [requests, adapters]
+        self._receivers = {kind: each for each in receivers for kind in each.hears}
         self._copies = own_folder()
         self._preparing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -109,11 +110,11 @@ class Driver:
     # --- messages and events
 
     def hear(self, rank: int, heard: Heard) -> None:
-        """Hands a message of this life to its part, and all else to the life cycle."""
+        """Hands a message of this life to its receiver, and all else to the life cycle."""
         with self._failing_by_bugs():
-            if isinstance(heard, Report) and (part := self._parts.get(type(heard.message))):
+            if isinstance(heard, Report) and (to := self._receivers.get(type(heard.message))):
                 if self._lifecycle.is_current(heard.life):
-                    part.on_message(rank, heard.message)
+                    to.on_message(rank, heard.message)
             else:
                 self.on(events.Heard(rank, heard))
 
