@@ -121,8 +121,8 @@ class Engine:
     def _not_ready(self) -> str | None:
         if self._driver.failure.done():
             return "the cluster failed"  # The reason may name hosts, so only the log has it.
-        if late := self._membership.late():
-            return late
+        if awaited := self._membership.awaited():
+            return awaited
         if self._lifecycle.is_working:
             return None
         return "warming up" if self._requests.is_warming_up else "loading adapters"

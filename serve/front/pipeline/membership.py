@@ -110,7 +110,7 @@ class Membership:
             return plan.num_shards
         return self._config.num_shards or 1
 
-    def late(self) -> str | None:
+    def awaited(self) -> str | None:
         """Returns one line that says which rank is awaited, or None if all stages are ready."""
         if self.missing:
             return f"waiting for rank {self.missing[0]}"
