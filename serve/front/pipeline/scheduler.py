@@ -383,47 +383,49 @@ class Scheduler:
 
     def _step(
         self,
-        fed: list[Sequence],
+        sequences: list[Sequence],
         num_tokens: list[int],
         group: Group | None = None,
         drafts: ReadableList[ReadableList[int]] = (),
     ) -> Step:
-        """Makes a step that feeds num_tokens[i] tokens of fed[i], which end with drafts[i].
+        """Makes a step that feeds num_tokens[i] tokens of sequences[i], which end with drafts[i].
         drafts is empty if no row has any."""
         self.num_steps += 1
         if self.num_steps == FIRST_WARM_UP_STEP:
             self.num_steps = 1
-        made: list[Row] = []
+        rows: list[Row] = []
         tokens: list[int] = []
         sample = group is not None
-        no_drafts: ReadableList[tuple[int, ...]] = ((),) * len(fed)
-        ordered = Fed(fed, num_tokens, group, drafts, self.groups, bool(self.prefilling))
-        before = [op for ops_of in self._hooks.before for op in ops_of(ordered)] if fed else []
-        for sequence, count, draft in zip(fed, num_tokens, drafts or no_drafts, strict=True):
-            made.append(Row(sequence.id, sequence.num_computed, count, sequence.adapter_version))
+        no_drafts: ReadableList[tuple[int, ...]] = ((),) * len(sequences)
+        fed = Fed(sequences, num_tokens, group, drafts, self.groups, bool(self.prefilling))
+        before = [op for ops_of in self._hooks.before for op in ops_of(fed)] if sequences else []
+        for sequence, count, draft in zip(sequences, num_tokens, drafts or no_drafts, strict=True):
+            rows.append(Row(sequence.id, sequence.num_computed, count, sequence.adapter_version))
             tokens += sequence.next_tokens(count - len(draft))
             tokens += draft
             sequence.num_computed += count
             sequence.is_held = True
         num_drafts = tuple(map(len, drafts))
-        under_way = InFlight(group, tuple(fed), tuple(s.num_computed for s in fed), num_drafts)
+        ends = tuple(sequence.num_computed for sequence in sequences)
+        under_way = InFlight(group, tuple(sequences), ends, num_drafts)
         self._in_flight[self.num_steps] = under_way
-        for sequence in fed if sample else under_way.last_of:
+        for sequence in sequences if sample else under_way.last_of:
             sequence.num_pending += 1
-        for sequence, draft in zip(fed, drafts, strict=bool(drafts)):
+        for sequence, draft in zip(sequences, drafts, strict=bool(drafts)):
             sequence.num_pending += len(draft)
-        key = -1
+        group_id = -1
         if group:
-            key = group.id
+            group_id = group.id
             group.num_in_flight += 1
             group.num_chunks = 0
-        elif fed:
-            key = len(self.groups) + fed[0].id
-        after = [op for ops_of in self._hooks.after for op in ops_of(ordered)] if fed else []
+        elif sequences:
+            # The rows of a prefill step are a group of their own, named by the first of them.
+            group_id = len(self.groups) + sequences[0].id
+        after = [op for ops_of in self._hooks.after for op in ops_of(fed)] if sequences else []
         return Step(
             self.num_steps,
-            key,
-            tuple(made),
+            group_id,
+            tuple(rows),
             tuple(tokens),
             sample,
             tuple(before),
