@@ -81,6 +81,14 @@ class PlanConfig(ModelSource):
         max=10**6,
         metavar="GB/S",
     )
+    sum: float | None = flag(
+        "milliseconds that each sum between shards takes besides the link, because a GPU waits for "
+        "the CPU: about 0.2 on a Mac (default: measured on this machine)",
+        None,
+        min=0.0,
+        max=1000,
+        metavar="MS",
+    )
     draft_model: str | None = flag(
         f"{DRAFT_MODEL_HELP} (default: none)",
         None,
@@ -98,9 +106,10 @@ class PlanConfig(ModelSource):
                 "--link 0.2,1100: `brigade doctor --hostfile hosts.json` measures both.",
                 code="needs_flag",
             )
-        if not self.compares and (self.link or self.memory_speed):
+        if not self.compares and (self.link or self.memory_speed or self.sum is not None):
             raise UsageError(
-                "--link and --memory-speed are for --explain and --tensor-parallel-size auto.",
+                "--link, --memory-speed and --sum are for --explain and --tensor-parallel-size "
+                "auto.",
                 code="needs_flag",
             )
 
@@ -128,7 +137,7 @@ def run(argv: Sequence[str]) -> int:
     from serve.cli.layouts import layout_notes, layout_table
     from serve.model.layouts import Comparison, compare
     from serve.model.planning import make_plan
-    from serve.rank.memory import memory_speed
+    from serve.rank.memory import fence_seconds, memory_speed
 
     folder = config.model
     if config.hub_id:
@@ -152,7 +161,8 @@ def run(argv: Sequence[str]) -> int:
     comparison: Comparison | None = None
     if link:
         speed = config.memory_speed * 1e9 if config.memory_speed else memory_speed()
-        comparison = compare(folder, request, Speeds(speed, link))
+        fence = fence_seconds() if config.sum is None else config.sum / 1e3
+        comparison = compare(folder, request, Speeds(speed, link, fence))
     if comparison and config.plans_fastest:
         plan = comparison.plan
     else:

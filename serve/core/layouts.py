@@ -1,9 +1,9 @@
 """Forecasts how fast a layout of stages and shards decodes, from bytes and measured speeds. Pure.
 
-A decode step of few rows takes as long as reading the weights. Stages read their weights one after
-the other, shards at the same time. In each layer, the shards of a stage add up their results twice,
-which takes time on the link. They also share the head, if that saves more than gathering the logits
-takes.
+A decode step of few rows takes as long as reading the weights that it uses. Stages read their
+weights one after the other, shards at the same time. In each layer, the shards of a stage add up
+their results twice, which takes time on the link. They also share the head, if that saves more than
+gathering the logits takes.
 """
 
 from collections.abc import Sequence
@@ -30,10 +30,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """The measured speeds of a cluster of equal ranks: of their memory, and of their links."""
+    """The measured speeds of a cluster of equal ranks: of their memory, and of their links. A GPU
+    and the CPU, which sends and adds up, wait for each other for fence_seconds at each sum and
+    hop."""
 
     memory_bytes_per_second: float
     link: Link
+    fence_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +70,18 @@ def forecast(
     num_shards = len(stages) // num_stages
     num_rows = max(1, num_clients // num_stages)
     hidden_bytes = hop_bytes_per_token * num_rows
-    sum_seconds = _sum_seconds(hidden_bytes, num_shards, speeds.link)
+    sum_seconds = _sum_seconds(hidden_bytes, num_shards, speeds)
     times: list[float] = []
     all_sums = 0.0
     for stage in first:
         start, end = stage.layers
         sums = _SUMS_PER_LAYER * (end - start) * sum_seconds
-        reading = stage.weight_bytes / speeds.memory_bytes_per_second
+        reading = stage.step_bytes(num_rows) / speeds.memory_bytes_per_second
         times.append(reading - _saved_by_sharing_head(stage, num_rows, speeds) + sums)
         all_sums += sums
     hops = 0.0
     if num_stages > 1:
-        hops = num_stages * speeds.link.seconds(hidden_bytes)
+        hops = num_stages * (speeds.link.seconds(hidden_bytes) + speeds.fence_seconds)
     step_seconds = sum(times) + hops
     # Each group waits until its step has passed all stages, and until the others had their turns.
     num_groups = min(num_stages, num_clients)
@@ -108,13 +111,13 @@ def _saved_by_sharing_head(stage: StagePlan, num_rows: int, speeds: Speeds) -> f
     return saved - _gather_seconds(num_rows * logits_bytes, stage.num_shards, speeds.link)
 
 
-def _sum_seconds(num_bytes: int, num_shards: int, link: Link) -> float:
+def _sum_seconds(num_bytes: int, num_shards: int, speeds: Speeds) -> float:
     """Returns the time of one sum around a ring of T shards. Every shard sends a T-th of the
     numbers T - 1 times while they are added up, and as often to pass on the results."""
     if num_shards == 1:
         return 0.0
     num_messages = 2 * (num_shards - 1)
-    return num_messages * link.seconds(num_bytes / num_shards)
+    return num_messages * speeds.link.seconds(num_bytes / num_shards) + speeds.fence_seconds
 
 
 def _gather_seconds(num_bytes: float, num_shards: int, link: Link) -> float:

@@ -55,8 +55,13 @@ class LayerCost:
     def step_bytes(self, num_rows: int) -> float:
         """Returns the bytes of weights that a decode step of num_rows rows reads. With few rows,
         they determine the time of the step."""
-        used = min(1.0, self.expert_share * num_rows)
-        return self.weight_bytes - self.expert_bytes * (1 - used)
+        return self.weight_bytes - _idle_bytes(self.expert_bytes, self.expert_share, num_rows)
+
+
+def _idle_bytes(expert_bytes: int, expert_share: float, num_rows: int) -> float:
+    """Returns the bytes of the experts that no row of a step uses, if each row chooses its share of
+    them independently."""
+    return expert_bytes * (1 - expert_share) ** num_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +161,8 @@ class StagePlan:
     A sequence takes cache_bytes_per_token for each token and, in layers that look back a limited
     way, up to cache_bytes_per_sequence. cache_bytes is the sum for the demand, without slack.
     draft_bytes are the weights of the draft model and the memory for its keys and values. The last
-    stage has the head_bytes and logits_bytes of ModelCost.
+    stage has the head_bytes and logits_bytes of ModelCost. expert_bytes of the weights belong to
+    experts, and a token uses expert_share of these.
     """
 
     rank: int
@@ -174,6 +180,12 @@ class StagePlan:
     draft_bytes: int = 0
     head_bytes: int = 0
     logits_bytes: int = 0
+    expert_bytes: int = 0
+    expert_share: float = 1.0
+
+    def step_bytes(self, num_rows: int) -> float:
+        """Returns the bytes of weights that a decode step of num_rows rows reads."""
+        return self.weight_bytes - _idle_bytes(self.expert_bytes, self.expert_share, num_rows)
 
     @property
     def total_bytes(self) -> int:
@@ -375,6 +387,8 @@ def stage_plan(
     weight_bytes = sum(part.weight_bytes for part in own)
     fetch_bytes = sum(part.fetch_bytes for part in own)
     is_last = end == len(cost.layers)
+    expert_bytes = sum(part.expert_bytes for part in own)
+    used_bytes = sum(part.expert_bytes * part.expert_share for part in own)
     return StagePlan(
         rank=rank,
         layers=layers,
@@ -387,6 +401,8 @@ def stage_plan(
         memory_bytes=memory[rank] if memory else None,
         head_bytes=cost.head_bytes if is_last else 0,
         logits_bytes=cost.logits_bytes if is_last else 0,
+        expert_bytes=expert_bytes,
+        expert_share=used_bytes / expert_bytes if expert_bytes else 1.0,
     )
 
 

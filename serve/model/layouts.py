@@ -41,12 +41,15 @@ class Comparison:
         for layout, each in self.many_clients.items():
             speeds.append(f"{layout}: {each.tokens_per_second:.0f} tok/s")
         link = self.speeds.link
+        fence = ""
+        if self.speeds.fence_seconds:
+            fence = f" and {self.speeds.fence_seconds * 1e3:.2f} ms for each sum besides the link"
         memory = format_bytes(self.speeds.memory_bytes_per_second)
         return (
             f"Layout {fastest.layout} (stages x shards), the fastest forecast for "
             f"{fastest.num_clients} clients ({', '.join(speeds)}), with a round trip of "
             f"{link.round_trip_seconds * 1e3:.2f} ms, {format_bytes(link.bytes_per_second)}/s "
-            f"between ranks and {memory}/s from memory."
+            f"between ranks, {memory}/s from memory{fence}."
         )
 
     def to_json(self) -> dict[str, Any]:

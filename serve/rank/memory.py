@@ -1,6 +1,8 @@
-"""Measures how much memory MLX may still use on this machine, and how fast it reads memory."""
+"""Measures how much memory MLX may still use on this machine, and how fast it reads
+memory and crosses between a GPU and the CPU."""
 
 import time
+from collections.abc import Callable
 
 import mlx.core as mx
 import psutil
@@ -8,6 +10,9 @@ import psutil
 _MAX_SHARE = 0.8  # The rest is for other programs.
 _MEASURED_SHAPE = (1 << 14, 1 << 12)  # numbers of four bytes, 256 MiB: more than a cache holds
 _NUM_MEASUREMENTS = 5
+_NUM_PRODUCTS = 4
+_NUM_FENCES = 100
+_FENCED_SIZE = 256
 
 
 def free_bytes() -> int:
@@ -22,14 +27,40 @@ def free_bytes() -> int:
 
 def memory_speed() -> float:
     """Measures the bytes per second at which MLX reads the weights of a decode step: it multiplies
-    one row with a large matrix. Other operations are slower than memory on a CPU."""
+    one row with a large matrix. Other operations are slower than memory on a CPU. Many products in
+    one evaluation, minus an empty one, because starting a GPU takes as long as reading 100 MB."""
     weights = mx.ones(_MEASURED_SHAPE)
-    row = mx.ones((1, _MEASURED_SHAPE[1]))
-    (row @ weights.T).sum().item()  # Makes both arrays.
+    rows = [mx.full((1, _MEASURED_SHAPE[1]), n) for n in range(_NUM_PRODUCTS)]
+    mx.eval(weights, rows)
+    num_bytes = weights.nbytes * _NUM_PRODUCTS
+    empty = _fastest(lambda: mx.eval(rows[0] + 1))
+    products = _fastest(lambda: mx.eval([row @ weights.T for row in rows]))
+    return num_bytes / max(products - empty, 1e-6)
+
+
+def fence_seconds() -> float:
+    """Measures how long a GPU and the CPU wait for each other where the CPU computes a sum between
+    two products of the GPU. It is about 0 where MLX runs on the CPU."""
+    if mx.default_device() == mx.cpu:
+        return 0.0
+
+    def chain(device: mx.DeviceType) -> None:
+        row = mx.ones((1, _FENCED_SIZE))
+        for _ in range(_NUM_FENCES):
+            row = mx.add(row @ matrix, 1, stream=device)
+        mx.eval(row)
+
+    matrix = mx.zeros((_FENCED_SIZE, _FENCED_SIZE))
+    crossing = _fastest(lambda: chain(mx.cpu))
+    staying = _fastest(lambda: chain(mx.gpu))
+    return max(0.0, crossing - staying) / _NUM_FENCES
+
+
+def _fastest(run: Callable[[], None]) -> float:
+    """Returns the seconds of the fastest of several runs: other programs only make it slower."""
     times: list[float] = []
     for _ in range(_NUM_MEASUREMENTS):
         started = time.perf_counter()
-        (row @ weights.T).sum().item()
-        seconds = time.perf_counter() - started
-        times.append(seconds)
-    return weights.nbytes / min(times)  # Other programs can only make it slower.
+        run()
+        times.append(time.perf_counter() - started)
+    return min(times)

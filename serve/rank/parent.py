@@ -21,7 +21,7 @@ from serve.core.messages import (
 from serve.core.wire import FrameReader, frame
 from serve.model.layouts import compare, plan_with_fewer_shards
 from serve.model.planning import make_plan
-from serve.rank.memory import memory_speed
+from serve.rank.memory import fence_seconds, memory_speed
 
 
 class Parent:
@@ -72,7 +72,8 @@ def _plan(message: MakePlan) -> Planned:
     request = message.request
     choice = ""
     if message.link is not None:
-        compared = compare(folder, request, Speeds(memory_speed(), message.link))
+        speeds = Speeds(memory_speed(), message.link, fence_seconds())
+        compared = compare(folder, request, speeds)
         plan = compared.plan
         choice = compared.choice
     elif message.shard_counts:

@@ -115,8 +115,8 @@ def test_caches_count_for_the_promised_context() -> None:
 def test_few_rows_read_few_experts() -> None:
     layer = LayerCost(1000, 1000, expert_bytes=900, expert_share=0.1)
     assert layer.step_bytes(1) == pytest.approx(190)
-    assert layer.step_bytes(10) == 1000
-    assert layer.step_bytes(64) == 1000
+    assert layer.step_bytes(2) == pytest.approx(100 + 900 * (1 - 0.9**2))
+    assert layer.step_bytes(1000) == pytest.approx(1000)
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
