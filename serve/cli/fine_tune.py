@@ -25,6 +25,7 @@ from serve.core.blas import with_openblas
 from serve.core.checkpoint import read_checkpoint
 from serve.core.config import read_cluster
 from serve.core.errors import BrigadeError, DisagreementError, UsageError
+from serve.core.open_files import allow_files
 from serve.core.plan import check_num_ranks
 from serve.tune.config import FineTuneConfig, read_yaml
 from serve.tune.events import Event
@@ -65,6 +66,7 @@ _SERVER = "http://127.0.0.1:8080"  # where `brigade serve` listens by default
 def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     _heed_signals()
+    allow_files()
     try:
         argv = current("fine-tune", sys.argv[1:] if argv is None else argv, FineTuneConfig)
         cluster = read_cluster(os.environ)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 _PREFIX = "brigade-own-"
 _UNLOCKED_PREFIX = "brigade-new-"
+_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # on macOS
 _UNLOCKED_SECONDS = 60.0  # far more than it takes to lock a folder that was just made
 
 
@@ -52,9 +53,21 @@ def sync(path: Path) -> None:
     """Waits until a file's contents or a folder's entries are on the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        full_sync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def full_sync(descriptor: int) -> None:
+    """Waits until what was written to a file is on the disk itself. fsync of macOS only hands it to
+    the disk, whose cache is lost with the power. Raises OSError."""
+    if _FULL_SYNC is not None:
+        try:
+            fcntl.fcntl(descriptor, _FULL_SYNC)
+        except OSError:  # Network file systems know only fsync.
+            os.fsync(descriptor)
+    else:
+        os.fsync(descriptor)
 
 
 def _remove_without_owner(folder: Path, min_age_seconds: float) -> None:

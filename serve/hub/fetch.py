@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serve.core.errors import ModelError
+from serve.core.folder import full_sync
 from serve.hub.journal import Journal
 from serve.hub.ranges import Range, requests, subtract, total
 from serve.hub.remote import RemoteFile
@@ -116,7 +117,7 @@ class Shard:
 
     def _commit(self, start: int, end: int) -> None:
         with self._explained():
-            os.fsync(self._data)
+            full_sync(self._data)
             self._journal.add(start, end)
 
     @contextmanager

@@ -9,6 +9,7 @@ import os
 import zlib
 from pathlib import Path
 
+from serve.core.folder import full_sync
 from serve.hub.ranges import Range, union
 
 
@@ -46,7 +47,7 @@ class Journal:
         handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             os.write(handle, record)
-            os.fsync(handle)
+            full_sync(handle)
         finally:
             os.close(handle)
 

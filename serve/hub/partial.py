@@ -6,7 +6,6 @@ Bytes that have not been fetched read as zeros, so `fetch` must come before any 
 """
 
 import functools
-import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ from huggingface_hub.utils import WeakFileLock
 
 from serve.core.checkpoint import TensorRange, header_bytes, parse_header, read_header
 from serve.core.errors import ModelError
+from serve.core.folder import full_sync
 from serve.hub.fetch import STANDARD, Fetch, Progress, Shard, Sizes
 from serve.hub.parts import TensorPart
 from serve.hub.ranges import Range
@@ -175,7 +175,7 @@ def _make_weight_file(folder: Path, snapshot: Snapshot, remote: RemoteFile) -> N
     with sparse.open("wb") as stream:
         stream.write(header)
         stream.truncate(size)
-        os.fsync(stream.fileno())
+        full_sync(stream.fileno())
     sparse.replace(path)
 
 

@@ -33,6 +33,7 @@ from serve.core.messages import (
     Status,
     ToEngine,
 )
+from serve.core.open_files import allow_files
 from serve.core.types import StageState, Step
 from serve.rank.joining import join
 from serve.rank.loading import LoadedEngine, load, why_it_cannot_stay
@@ -206,6 +207,7 @@ def main(argv: list[str]) -> None:
     for interrupt in (signal.SIGINT, signal.SIGTERM):
         # They reach the whole group from a terminal; the parent decides when this ends.
         signal.signal(interrupt, signal.SIG_IGN)
+    allow_files()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the parent asks, after a stall
     parent = Parent(socket.socket(fileno=int(argv[1])))

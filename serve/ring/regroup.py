@@ -66,9 +66,12 @@ def _open_descriptors() -> set[int]:
 def _is_failed_connection(descriptor: int) -> bool:
     """Whether this is a socket that MLX has given up. MLX sets TCP_NODELAY on all connections of a
     group, so one that the peer has closed meanwhile is not mistaken for a failed one."""
-    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return False
+        examined = socket.socket(fileno=descriptor)
+    except OSError:  # Some systems say nothing about a connection that was refused.
         return False
-    examined = socket.socket(fileno=descriptor)
     try:
         if examined.family != socket.AF_INET or examined.type != socket.SOCK_STREAM:
             return False

@@ -85,3 +85,21 @@ def test_own_folder_of_many_that_start_at_once_is_never_taken_for_left(tmp_path:
         thread.join()
     assert lost == []
     assert not list(tmp_path.iterdir())
+
+
+def test_full_sync_of_macos_reaches_the_disk_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[tuple[int, int]] = []
+    monkeypatch.setattr(folder, "_FULL_SYNC", 51)
+    monkeypatch.setattr(folder.fcntl, "fcntl", lambda *asked: called.append(asked))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: called.append((descriptor, 0)))
+    folder.full_sync(7)
+    assert called == [(7, 51)]
+
+    def refuse(*asked: int) -> None:
+        raise OSError(45, "Operation not supported")
+
+    monkeypatch.setattr(folder.fcntl, "fcntl", refuse)
+    folder.full_sync(8)
+    assert called[1:] == [(8, 0)], "a network file system"

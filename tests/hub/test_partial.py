@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from huggingface_hub.errors import (
 from serve.core.checkpoint import read_checkpoint, read_header
 from serve.core.errors import EngineError, ModelError
 from serve.front.text.pooling import pooling_of
+from serve.hub import fetch, journal
 from serve.hub.access import HubError, explain
 from serve.hub.fetch import Sizes
 from serve.hub.partial import PartialModel, open_partial
@@ -635,3 +638,23 @@ def test_headers_of_the_folder_are_the_real_ones(hub: FakeHub, home: Path, repo:
         theirs = {name: (t.start, t.end) for name, t in read_header(path).items()}
         mine = {name: (t.start, t.end) for name, t in read_header(model.folder / path.name).items()}
         assert mine == theirs
+
+
+def test_journal_never_names_bytes_that_are_not_on_the_disk(
+    hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut it would claim bytes that are zeros, and no checksum would show that."""
+    synced: list[int] = []
+
+    def noting_sync(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+
+    for module in (fetch, journal):
+        monkeypatch.setattr(module, "full_sync", noting_sync)
+    model = opened(home / "cache", replace(SMALL, num_connections=1))
+    model.fetch(model.tensors, nobody)
+    kinds = {path.stat().st_ino: path.suffix for path in (home / "cache").rglob("*.*")}
+    pairs = list(zip(synced[::2], synced[1::2], strict=True))
+    assert len(pairs) > 3
+    found = {(kinds[data], kinds[record]) for data, record in pairs}
+    assert found == {(".safetensors", ".journal")}

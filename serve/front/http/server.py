@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import re
-import resource
 import signal
 import sys
 import threading
@@ -16,6 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from serve.core.constants import Constants
+from serve.core.open_files import allow_files
 from serve.front.http import replies
 from serve.front.http.middleware import Application
 from serve.front.http.record import AccessRecord, request_id
@@ -340,7 +340,10 @@ class HttpServer(uvicorn.Server):
         super().__init__(Config(app, limits))
         self._drain = drain
         self._has_signal = False
-        _raise_file_limit(_MAX_CROWD * limits.max_connections + _NUM_OTHER_FILES)
+        wanted = _MAX_CROWD * limits.max_connections + _NUM_OTHER_FILES
+        allowed = allow_files(wanted)
+        if allowed < wanted:
+            _logger.warning("event=few_files allowed=%d wanted=%d", allowed, wanted)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -356,13 +359,3 @@ class HttpServer(uvicorn.Server):
             self.force_exit = self.should_exit = True
         self._has_signal = True
         self._drain()
-
-
-def _raise_file_limit(wanted: int) -> None:
-    """Raises the limit of open files: each connection is one, and some systems allow only 256."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < wanted:
-        _logger.warning("event=few_files allowed=%d wanted=%d", allowed, wanted)

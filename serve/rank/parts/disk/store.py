@@ -23,7 +23,7 @@ import mlx.core as mx
 
 from serve.core.errors import EngineError
 from serve.core.facts import stamp, versions
-from serve.core.folder import sync
+from serve.core.folder import full_sync, sync
 from serve.core.messages import (
     ForgetPrefixFiles,
     Order,
@@ -162,7 +162,7 @@ class PrefixStore:
             with unfinished.open("rb") as file:
                 num_bytes = _check_length(file.fileno(), content.arrays)
                 checksum = stored_files.checksum_of(file.fileno())
-                os.fsync(file.fileno())
+                full_sync(file.fileno())
             path = stored_files.path_of(self._folder, write, checksum)
             unfinished.rename(path)
         except BaseException:
