@@ -15,6 +15,8 @@ from serve.core.amounts import format_bytes
 from serve.core.facts import MISSING, compare
 
 MLX_FLOOR = (0, 32, 1)
+_MACOS_FLOOR = (14,)
+_FIREWALL_TOOL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 GB = 10**9
 _CLOCK_SECONDS = 2.0
 _SLOW_BYTES_PER_SECOND = 30e6
@@ -78,11 +80,12 @@ def check_memory(facts: HostFacts) -> Finding:
     free = facts.free_memory_bytes
     what = f"{format_bytes(free)} of {format_bytes(total)} memory are free"
     wired = 0
-    if facts.mac and facts.mac.wired_limit:
-        wired = int(facts.mac.wired_limit) * 10**6
-    if wired > total - max(8 * GB, 0.35 * total):
+    if facts.mac and facts.mac.wired_limit.isdecimal():
+        wired = int(facts.mac.wired_limit) << 20
+    most = int(total - max(8 * GB, 0.1 * total))
+    if wired > most:
         what += f", but {format_bytes(wired)} may be wired, which leaves too little for the system"
-        return Finding("warn", facts.host, what, "sudo sysctl iogpu.wired_limit_mb=0")
+        return Finding("warn", facts.host, what, f"sudo sysctl iogpu.wired_limit_mb={most >> 20}")
     if free < 0.1 * total:
         return Finding("warn", facts.host, what, "end other programs, or give --memory")
     return Finding("ok", facts.host, what)
@@ -130,7 +133,8 @@ def check_files(facts: HostFacts) -> Finding:
 def check_variables(facts: HostFacts) -> Finding:
     if facts.variables.get("MLX_METAL_FAST_SYNCH", "0") not in ("", "0"):
         what = "MLX_METAL_FAST_SYNCH is set, which can hang a GPU until the next reboot"
-        return Finding("fail", facts.host, what, "unset MLX_METAL_FAST_SYNCH")
+        fix = "unset MLX_METAL_FAST_SYNCH, and take it out of the hostfile's envs"
+        return Finding("fail", facts.host, what, fix)
     return Finding("ok", facts.host, "no harmful environment variables")
 
 
@@ -166,6 +170,43 @@ def check_sleep(facts: HostFacts) -> Finding | None:
     return Finding("ok", facts.host, "it does not go to sleep")
 
 
+def check_system(facts: HostFacts) -> Finding | None:
+    """Checks whether MLX's wheels run on this macOS, and whether Python was built for the chip."""
+    if facts.mac is None:
+        return None
+    mac = facts.mac
+    if mac.machine == "x86_64":
+        what = f"{facts.executable} was built for Intel, and MLX needs one for Apple's chips"
+        return Finding("fail", facts.host, what, "PYTHON=/opt/homebrew/bin/python3 scripts/install")
+    version = _numbers(mac.version)
+    if version and version < _MACOS_FLOOR:
+        what = f"macOS {mac.version} is older than MLX supports"
+        return Finding("fail", facts.host, what, f"update macOS to {_MACOS_FLOOR[0]} or newer")
+    if (26,) <= version < (26, 2):
+        what = f"MLX's files for macOS 26 were built for 26.2, and this is {mac.version}"
+        return Finding("fail", facts.host, what, "update macOS to 26.2 or newer")
+    return Finding("ok", facts.host, f"macOS {mac.version}")
+
+
+def check_power(facts: HostFacts) -> Finding | None:
+    if facts.mac is None:
+        return None
+    if facts.mac.power_mode == "1":
+        what = "low power mode is on, which slows the GPU down"
+        return Finding("warn", facts.host, what, "sudo pmset -a powermode 0 lowpowermode 0")
+    return Finding("ok", facts.host, "low power mode is off")
+
+
+def check_firewall(facts: HostFacts) -> Finding | None:
+    """Warns of a firewall that asks on the screen of a Mac before it lets another one connect."""
+    if facts.mac is None or not facts.mac.has_firewall:
+        return None
+    tool = f"sudo {_FIREWALL_TOOL}"
+    fix = f"{tool} --add {facts.executable} && {tool} --unblockapp {facts.executable}"
+    what = "the firewall is on, and may ask on the screen whether others may connect to Python"
+    return Finding("warn", facts.host, what, fix)
+
+
 def check_links(facts: HostFacts) -> Finding | None:
     """Checks whether the addresses in the hostfile belong to cables."""
     ports = facts.mac.ports if facts.mac else {}
@@ -174,14 +215,30 @@ def check_links(facts: HostFacts) -> Finding | None:
         return None
     what = ", ".join(f"{ip} is on {kind}" for ip, kind in kinds.items())
     if "Wi-Fi" in kinds.values():
-        fix = "use the address of a cable: mlx.distributed_config --over thunderbolt (or ethernet)"
-        return Finding("warn", facts.host, what, fix)
-    if "Thunderbolt Bridge" in kinds.values():
         fix = (
-            "give each link its own address: mlx.distributed_config --over thunderbolt --auto-setup"
+            "use the address of a cable: mlx.distributed_config --over thunderbolt --backend ring "
+            "(or --over ethernet)"
         )
-        return Finding("warn", facts.host, f"{what}, which all links share", fix)
+        return Finding("warn", facts.host, what, fix)
     return Finding("ok", facts.host, what)
+
+
+def check_bridge(facts: HostFacts) -> Finding | None:
+    """Warns of a Thunderbolt Bridge: two Macs can use it, but the links of more would share it."""
+    ports = facts.mac.ports if facts.mac else {}
+    shared = [ip for ip, name in facts.interfaces.items() if name and _is_bridge(ports, name)]
+    if not shared:
+        return None
+    fix = (
+        "give each link its own address: mlx.distributed_config --over thunderbolt "
+        "--backend ring --auto-setup"
+    )
+    what = f"{shared[0]} is on the Thunderbolt Bridge, which all links share"
+    return Finding("warn", facts.host, what, fix)
+
+
+def _is_bridge(ports: Mapping[str, str], interface: str) -> bool:
+    return ports.get(interface) == "Thunderbolt Bridge"
 
 
 def check_model(facts: HostFacts) -> Finding | None:
@@ -211,6 +268,9 @@ HOST_CHECKS: Sequence[Callable[[HostFacts], Finding | None]] = (
     check_variables,
     check_strays,
     check_sleep,
+    check_system,
+    check_power,
+    check_firewall,
     check_links,
     check_model,
 )
@@ -220,6 +280,8 @@ def check_hosts(facts: Sequence[HostFacts]) -> Iterator[Finding]:
     """Checks each host alone, then all hosts together."""
     for each in facts:
         yield from filter(None, (check(each) for check in HOST_CHECKS))
+    if len(facts) > 2:
+        yield from filter(None, map(check_bridge, facts))
     if len(facts) > 1:
         yield check_same_versions(facts)
         copy = "copy the model from one host to the others"

@@ -30,7 +30,9 @@ from serve.core.facts import files, versions
 _RANK_MODULES = {"serve.rank.worker", "serve.cli.main", "serve.cli.fine_tune"}
 _OURS = re.compile(r"\b(brigade|launcher)\b")
 _LIST_PORTS = ("networksetup", "-listallhardwareports")
+_SETTING = re.compile(r"^ *([a-z]+) +(\d+)", re.MULTILINE)
 _PORT = re.compile(r"Hardware Port: (.+)\nDevice: (\S+)")
+_FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 _TOOL_SECONDS = 5.0
 
 
@@ -60,7 +62,7 @@ def host_facts(
         memory_bytes=memory.total,
         free_memory_bytes=memory.available,
         free_disk_bytes=shutil.disk_usage(_existing(cache)).free,
-        max_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+        max_files=_max_files(),
         blas=with_openblas(os.environ).get("LD_PRELOAD"),
         variables={k: v for k, v in os.environ.items() if k.startswith("MLX_")},
         strays=strays(),
@@ -75,6 +77,13 @@ def host_facts(
         port=port,
         port_holder=listener(port) if port else None,
     )
+
+
+def _max_files() -> int:
+    """Returns the largest limit of open files that a process may give itself, -1 if there is none.
+    RLIM_INFINITY is a large positive number on macOS."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return -1 if hard == resource.RLIM_INFINITY else hard
 
 
 def model_facts(folder: Path) -> dict[str, str]:
@@ -167,12 +176,17 @@ def _unusable(ip: str) -> str | None:
 
 def mac_facts() -> MacFacts:
     """Returns the facts of this Mac. Not run on macOS yet."""
-    settings = [line.split() for line in _tool("pmset", "-g").splitlines()]
+    settings = dict(_SETTING.findall(_tool("pmset", "-g")))
     ports = _PORT.findall(_tool(*_LIST_PORTS))
     return MacFacts(
         wired_limit=_tool("sysctl", "-n", "iogpu.wired_limit_mb"),
-        sleep=next((words[1] for words in settings if words[:1] == ["sleep"]), ""),
+        sleep=settings.get("sleep", ""),
         ports={device: port for port, device in ports},
+        version=platform.mac_ver()[0],
+        machine=platform.machine(),
+        # Portable Macs have powermode, others only lowpowermode.
+        power_mode=settings.get("powermode") or settings.get("lowpowermode", ""),
+        has_firewall="enabled" in _tool(_FIREWALL, "--getglobalstate"),
     )
 
 

@@ -82,13 +82,18 @@ class FolderEntered(AgentMessage, frozen=True):
 
 
 class MacFacts(msgspec.Struct, frozen=True):
-    """The facts of a Mac. wired_limit is the limit of wired memory in MB ("0" is the system's
-    default), sleep the minutes until it sleeps ("0" means never), and ports
-    the kind of port of each network interface."""
+    """The facts of a Mac, each as its tool prints it, "" where that failed. wired_limit is the
+    limit of wired memory in units of 2**20 bytes ("0" is the system's default), sleep the minutes
+    until it sleeps ("0" means never), and ports the kind of port of each network interface.
+    power_mode is "1" for low power. machine is the processor that Python was built for."""
 
     wired_limit: str
     sleep: str
     ports: dict[str, str]
+    version: str = ""
+    machine: str = ""
+    power_mode: str = ""
+    has_firewall: bool = False
 
 
 class PrefixFolder(msgspec.Struct, frozen=True):

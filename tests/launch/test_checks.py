@@ -1,11 +1,13 @@
 """Every check, good and bad: each finding that is not ok says what to do."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from launcher import checks
+from launcher import checks, facts
 from launcher.checks import Finding, broken_hop, check_hop, check_hosts
 from serve.core.agent_messages import (
     HopSpeed,
@@ -49,7 +51,9 @@ def found(changes: Changes) -> list[Finding]:
     return [each for each in check_hosts([host(**changes)]) if each.status != "ok"]
 
 
-@pytest.mark.parametrize("changes", [{}, mac(), {"model": None}, {"max_files": -1}])
+@pytest.mark.parametrize(
+    "changes", [{}, mac(), mac(version="26.2", machine="arm64"), {"model": None}, {"max_files": -1}]
+)
 def test_a_good_host_has_no_findings(changes: Changes) -> None:
     assert found(changes) == []
     assert checks.exit_code(list(check_hosts([host(**changes)]))) == 0
@@ -80,13 +84,17 @@ def versions(**changes: str) -> dict[str, Any]:
         (versions(**{"mlx-lm": "-"}), "fail", "missing", "install Brigade for"),
         ({"blas": None}, "warn", "no OpenBLAS", "libopenblas0-pthread"),
         ({"free_memory_bytes": 6 * 10**9}, "warn", "6.0 GB of 64.0 GB", "--memory"),
-        (mac(wired_limit="60000"), "warn", "60.0 GB may be wired", "iogpu.wired_limit_mb"),
+        (mac(wired_limit="60000"), "warn", "62.9 GB may be wired", "iogpu.wired_limit_mb=53405"),
+        (mac(version="26.1"), "fail", "this is 26.1", "update macOS to 26.2"),
+        (mac(version="13.7.1"), "fail", "older than MLX", "update macOS to 14"),
+        (mac(machine="x86_64"), "fail", "built for Intel", "PYTHON=/opt/homebrew"),
+        (mac(power_mode="1"), "warn", "low power mode", "pmset -a powermode 0"),
+        (mac(has_firewall=True), "warn", "firewall", "--unblockapp /opt/python"),
         ({"free_disk_bytes": 5 * 10**9}, "warn", "5.0 GB of disk space are free", "--cache-dir"),
         ({"free_disk_bytes": 5 * 10**7}, "warn", "50.0 MB of disk space are free", "HF_HOME"),
         ({"max_files": 256}, "warn", "256 files", "limits.conf"),
         ({**mac(), "max_files": 256}, "warn", "256 files", "launchctl limit maxfiles"),
         (mac(ports={"en5": "Wi-Fi"}), "warn", "10.0.0.1 is on Wi-Fi", "--over thunderbolt"),
-        (mac(ports={"en5": "Thunderbolt Bridge"}), "warn", "all links", "--auto-setup"),
         ({"variables": {"MLX_METAL_FAST_SYNCH": "1"}}, "fail", "hang a GPU", "unset MLX_METAL"),
         ({"strays": [7, 9]}, "warn", "still run: 7 9", "kill -9 7 9"),
         (
@@ -114,6 +122,60 @@ def test_a_problem_is_found_with_its_fix(
     assert what in finding.what
     assert fix in finding.fix
     assert "\n" not in finding.what + finding.fix
+
+
+def test_a_bridge_is_fine_for_two_macs_and_shared_by_the_links_of_three() -> None:
+    macs = [host(**mac(ports={"en5": "Thunderbolt Bridge"}), host=name) for name in "abc"]
+    assert {each.status for each in check_hosts(macs[:2])} == {"ok"}
+    warnings = [each for each in check_hosts(macs) if each.status == "warn"]
+    assert [each.where for each in warnings] == ["a", "b", "c"]
+    assert all("--auto-setup" in each.fix for each in warnings)
+
+
+TOOLS = {
+    "pmset": """System-wide power settings:
+Currently in use:
+ standby              1
+ Sleep On Power Button 1
+ hibernatefile        /var/vm/sleepimage
+ powernap             1
+ sleep                1 (sleep prevented by powerd, bluetoothd)
+ lowpowermode         1
+ womp                 1""",
+    "sysctl": "499712",
+    "networksetup": """
+Hardware Port: Ethernet
+Device: en0
+Ethernet Address: 00:00:00:00:00:01
+
+Hardware Port: Wi-Fi
+Device: en1
+Ethernet Address: 00:00:00:00:00:02""",
+    "socketfilterfw": "Firewall is enabled. (State = 1)",
+}
+
+
+def test_facts_of_a_mac_are_read_from_what_its_tools_print(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in TOOLS.items():
+        tool = tmp_path / name
+        tool.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(facts, "_FIREWALL", str(tmp_path / "socketfilterfw"))
+    read = facts.mac_facts()
+    assert (read.wired_limit, read.sleep, read.power_mode) == ("499712", "1", "1")
+    assert read.ports == {"en0": "Ethernet", "en1": "Wi-Fi"}
+    assert read.has_firewall
+
+
+def test_without_the_tools_of_a_mac_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    read = facts.mac_facts()
+    assert (read.wired_limit, read.sleep, read.ports, read.has_firewall) == ("", "", {}, False)
+    changes = {"mac": msgspec.structs.replace(read, machine="arm64")}
+    assert not [each for each in found(changes) if each.status == "fail"]
 
 
 @pytest.mark.parametrize("value", ["", "0"])
