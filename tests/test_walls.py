@@ -101,6 +101,7 @@ EVALUATING_FILES = {
     "weights",
     "table",
     "reading",
+    "speeds",
     "loop",
     "pipeline",
     "store",

@@ -137,7 +137,7 @@ def run(argv: Sequence[str]) -> int:
     from serve.cli.layouts import layout_notes, layout_table
     from serve.model.layouts import Comparison, compare
     from serve.model.planning import make_plan
-    from serve.rank.memory import fence_seconds, memory_speed
+    from serve.rank.speeds import fence_seconds, memory_speed
 
     folder = config.model
     if config.hub_id:

@@ -1,66 +1,57 @@
-"""Measures how much memory MLX may still use on this machine, and how fast it reads
-memory and crosses between a GPU and the CPU."""
+"""The memory that MLX uses on this machine: how much it may still take, what stays in the GPU's
+reach, and what goes back to the system.
 
-import time
-from collections.abc import Callable
+macOS does not count what a GPU uses as it counts other memory. It pages weights out that are not
+wired, MLX's cache keeps freed arrays, and what a killed process had wired is lost until the next
+boot. Written by reading; no Mac has run it yet.
+"""
 
 import mlx.core as mx
 import psutil
 
-_MAX_SHARE = 0.8  # The rest is for other programs.
-_MEASURED_SHAPE = (1 << 14, 1 << 12)  # numbers of four bytes, 256 MiB: more than a cache holds
-_NUM_MEASUREMENTS = 5
-_NUM_PRODUCTS = 4
-_NUM_FENCES = 100
-_FENCED_SIZE = 256
+_MAX_SHARE = 0.8  # on a CPU; the rest is for other programs
+_MAX_GPU_SHARE = 0.9  # The rest is for activations, and for what MLX's cache holds.
+_MAX_CACHE_SHARE = 0.05
+_MAX_CACHE_BYTES = 2 << 30
 
 
 def free_bytes() -> int:
-    """Returns the bytes that MLX may still use: on Apple's GPU the recommended working set minus
-    what MLX has allocated, on a CPU a share of the memory that is available."""
-    if mx.metal.is_available():
-        recommended = int(mx.device_info()["max_recommended_working_set_size"])
-        return max(0, recommended - mx.get_active_memory())
+    """Returns the bytes that MLX may still use: on Apple's GPU a share of the recommended working
+    set and of what other programs leave, on a CPU a share of the memory that is available."""
     available = psutil.virtual_memory().available
-    return int(_MAX_SHARE * available)
+    if not mx.metal.is_available():
+        return int(_MAX_SHARE * available)
+    working_set = _MAX_GPU_SHARE * _recommended() - mx.get_active_memory()
+    left_by_others = _MAX_GPU_SHARE * (available + mx.get_cache_memory())
+    return max(0, int(min(working_set, left_by_others)))
 
 
-def memory_speed() -> float:
-    """Measures the bytes per second at which MLX reads the weights of a decode step: it multiplies
-    one row with a large matrix. Other operations are slower than memory on a CPU. Many products in
-    one evaluation, minus an empty one, because starting a GPU takes as long as reading 100 MB."""
-    weights = mx.ones(_MEASURED_SHAPE)
-    rows = [mx.full((1, _MEASURED_SHAPE[1]), n) for n in range(_NUM_PRODUCTS)]
-    mx.eval(weights, rows)
-    num_bytes = weights.nbytes * _NUM_PRODUCTS
-    empty = _fastest(lambda: mx.eval(rows[0] + 1))
-    products = _fastest(lambda: mx.eval([row @ weights.T for row in rows]))
-    return num_bytes / max(products - empty, 1e-6)
+def limit_cache() -> None:
+    """Limits what MLX keeps of freed arrays. By default it may fill nearly the whole GPU."""
+    if mx.metal.is_available():
+        mx.set_cache_limit(min(int(_MAX_CACHE_SHARE * _recommended()), _MAX_CACHE_BYTES))
 
 
-def fence_seconds() -> float:
-    """Measures how long a GPU and the CPU wait for each other where the CPU computes a sum between
-    two products of the GPU. It is about 0 where MLX runs on the CPU."""
-    if mx.default_device() == mx.cpu:
-        return 0.0
-
-    def chain(device: mx.DeviceType) -> None:
-        row = mx.ones((1, _FENCED_SIZE))
-        for _ in range(_NUM_FENCES):
-            row = mx.add(row @ matrix, 1, stream=device)
-        mx.eval(row)
-
-    matrix = mx.zeros((_FENCED_SIZE, _FENCED_SIZE))
-    crossing = _fastest(lambda: chain(mx.cpu))
-    staying = _fastest(lambda: chain(mx.gpu))
-    return max(0.0, crossing - staying) / _NUM_FENCES
+def wire(num_processes: int) -> None:
+    """Keeps what MLX uses in the GPU's reach, in this one of num_processes engines on a host. Large
+    models decode 10 to 100 times slower without it."""
+    if mx.metal.is_available():
+        mx.clear_cache()  # of what loading has left
+        mx.set_wired_limit(_recommended() // num_processes)
 
 
-def _fastest(run: Callable[[], None]) -> float:
-    """Returns the seconds of the fastest of several runs: other programs only make it slower."""
-    times: list[float] = []
-    for _ in range(_NUM_MEASUREMENTS):
-        started = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started)
-    return min(times)
+def tidy() -> None:
+    """Gives back what MLX keeps of freed arrays, after work whose arrays have many sizes."""
+    if mx.metal.is_available():
+        mx.clear_cache()
+
+
+def give_back() -> None:
+    """Gives memory back to the system before this process ends."""
+    if mx.metal.is_available():
+        mx.set_wired_limit(0)
+        mx.clear_cache()
+
+
+def _recommended() -> int:
+    return int(mx.device_info()["max_recommended_working_set_size"])

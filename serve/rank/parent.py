@@ -21,7 +21,7 @@ from serve.core.messages import (
 from serve.core.wire import FrameReader, frame
 from serve.model.layouts import compare, plan_with_fewer_shards
 from serve.model.planning import make_plan
-from serve.rank.memory import fence_seconds, memory_speed
+from serve.rank.speeds import fence_seconds, memory_speed
 
 
 class Parent:

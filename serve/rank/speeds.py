@@ -1,0 +1,54 @@
+"""Measures the speeds from which layouts are forecast: of reading memory, and of crossing between a
+GPU and the CPU."""
+
+import time
+from collections.abc import Callable
+
+import mlx.core as mx
+
+_MEASURED_SHAPE = (1 << 14, 1 << 12)  # numbers of four bytes, 256 MiB: more than a cache holds
+_NUM_MEASUREMENTS = 5
+_NUM_PRODUCTS = 4
+_NUM_FENCES = 100
+_FENCED_SIZE = 256
+
+
+def memory_speed() -> float:
+    """Measures the bytes per second at which MLX reads the weights of a decode step: it multiplies
+    one row with a large matrix. Other operations are slower than memory on a CPU. Many products in
+    one evaluation, minus an empty one, because starting a GPU takes as long as reading 100 MB."""
+    weights = mx.ones(_MEASURED_SHAPE)
+    rows = [mx.full((1, _MEASURED_SHAPE[1]), n) for n in range(_NUM_PRODUCTS)]
+    mx.eval(weights, rows)
+    num_bytes = weights.nbytes * _NUM_PRODUCTS
+    empty = _fastest(lambda: mx.eval(rows[0] + 1))
+    products = _fastest(lambda: mx.eval([row @ weights.T for row in rows]))
+    return num_bytes / max(products - empty, 1e-6)
+
+
+def fence_seconds() -> float:
+    """Measures how long a GPU and the CPU wait for each other where the CPU computes a sum between
+    two products of the GPU. It is about 0 where MLX runs on the CPU."""
+    if mx.default_device() == mx.cpu:
+        return 0.0
+
+    def chain(device: mx.DeviceType) -> None:
+        row = mx.ones((1, _FENCED_SIZE))
+        for _ in range(_NUM_FENCES):
+            row = mx.add(row @ matrix, 1, stream=device)
+        mx.eval(row)
+
+    matrix = mx.zeros((_FENCED_SIZE, _FENCED_SIZE))
+    crossing = _fastest(lambda: chain(mx.cpu))
+    staying = _fastest(lambda: chain(mx.gpu))
+    return max(0.0, crossing - staying) / _NUM_FENCES
+
+
+def _fastest(run: Callable[[], None]) -> float:
+    """Returns the seconds of the fastest of several runs: other programs only make it slower."""
+    times: list[float] = []
+    for _ in range(_NUM_MEASUREMENTS):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return min(times)

@@ -1,0 +1,104 @@
+"""The memory of a Mac: a stand-in for MLX keeps accounts, and refuses what Metal refuses."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from serve.rank import memory
+
+GB = 10**9
+RECOMMENDED = 96 * GB
+
+
+class StandIn:
+    """MLX on a Mac with 128 GB."""
+
+    def __init__(self, active: int = 0, cache: int = 0, has_metal: bool = True) -> None:
+        self.active, self.cache = active, cache
+        self.wired_limit = 0
+        self.cache_limit: int | None = None
+        self.called: list[str] = []
+        self.metal = SimpleNamespace(is_available=lambda: has_metal)
+
+    def device_info(self) -> dict[str, Any]:
+        return {"max_recommended_working_set_size": RECOMMENDED}
+
+    def get_active_memory(self) -> int:
+        return self.active
+
+    def get_cache_memory(self) -> int:
+        return self.cache
+
+    def clear_cache(self) -> None:
+        self.called.append("clear")
+        self.cache = 0
+
+    def set_cache_limit(self, limit: int) -> None:
+        self.called.append("cache")
+        self.cache_limit = limit
+
+    def set_wired_limit(self, limit: int) -> None:
+        if limit > RECOMMENDED:
+            raise ValueError("[metal::set_wired_limit] larger than the maximum working set size")
+        self.called.append("wire")
+        self.wired_limit = limit
+
+
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    stand_in = StandIn(active=40 * GB, cache=4 * GB)
+    monkeypatch.setattr(memory, "mx", stand_in)
+    return stand_in
+
+
+def available(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    virtual_memory = SimpleNamespace(available=num_bytes)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: virtual_memory)
+
+
+def test_room_of_a_mac_is_a_share_of_its_working_set(
+    mac: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    available(80 * GB, monkeypatch)
+    assert memory.free_bytes() == int(0.9 * RECOMMENDED) - 40 * GB
+    mac.active = 95 * GB
+    assert memory.free_bytes() == 0
+
+
+def test_room_of_a_mac_leaves_other_programs_theirs(
+    mac: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The working set that macOS recommends knows nothing of them."""
+    available(20 * GB, monkeypatch)
+    assert memory.free_bytes() == int(0.9 * 24 * GB)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+def test_engines_of_a_mac_wire_no_more_than_it_allows(mac: StandIn, num_processes: int) -> None:
+    memory.wire(num_processes)
+    assert mac.wired_limit == RECOMMENDED // num_processes
+    assert mac.called == ["clear", "wire"], "what loading has left is not wired"
+
+
+def test_cache_is_limited_tidied_and_given_back(mac: StandIn) -> None:
+    memory.limit_cache()
+    assert mac.cache_limit == 2 << 30
+    memory.tidy()
+    assert mac.cache == 0
+    memory.wire(1)
+    memory.give_back()
+    assert mac.wired_limit == 0
+    assert mac.called[-2:] == ["wire", "clear"]
+
+
+def test_without_metal_nothing_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = StandIn(has_metal=False)
+    monkeypatch.setattr(memory, "mx", stand_in)
+    available(10 * GB, monkeypatch)
+    memory.limit_cache()
+    memory.wire(1)
+    memory.tidy()
+    memory.give_back()
+    assert stand_in.called == []
+    assert memory.free_bytes() == 8 * GB
