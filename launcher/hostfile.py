@@ -105,6 +105,9 @@ def parse_hostfile(text: str, path: str) -> Hostfile:
         raise UsageError(f"{path}: {problem}.", code="wrong_format") from error
     if read.backend not in ("", "ring"):
         fix = 'write "backend": "ring", or leave it out'
+        if read.backend.startswith("jaccl"):
+            # Its addresses are those of the network, and may be of Wi-Fi.
+            fix = "run mlx.distributed_config again with --over thunderbolt --backend ring"
         _wrong(path, "backend", f"is {read.backend!r}, and only a ring is supported", fix)
     names = [entry.ssh for entry in read.hosts]
     hosts = []

@@ -68,7 +68,9 @@ def test_a_repeated_address_of_a_host_is_read_once() -> None:
         ([], "hosts is empty"),
         ({}, "the file has no hosts"),
         ({"hosts": {}}, "hosts must be a list"),
-        ({"hosts": [A], "backend": "jaccl"}, "backend is 'jaccl'"),
+        ({"hosts": [A], "backend": "jaccl"}, "--over thunderbolt --backend ring"),
+        ({"hosts": [A], "backend": "jaccl-ring"}, "--over thunderbolt --backend ring"),
+        ({"hosts": [A], "backend": "mpi"}, 'write "backend": "ring"'),
         ({"hosts": [A], "backends": "ring"}, "the file has an unknown field backends"),
         ({"hosts": [A], "envs": "A=1"}, "envs must be a list"),
         ({"hosts": [A], "envs": [1]}, "envs[0] must be a string"),
@@ -107,7 +109,7 @@ def test_an_error_is_one_line_with_file_entry_reason_and_fix(content: Any, said:
     assert text.startswith("hosts.json: ")
     assert said in text
     assert "`$" not in text
-    assert re.search(r": (write|give|leave|the names are) ", text), text
+    assert re.search(r": (write|give|leave|run|the names are) ", text), text
 
 
 def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
