@@ -100,6 +100,11 @@ class Order(Message, frozen=True):
         """The rank within the launch, for messages to people."""
         return f"Rank {self.ring[self.rank]}"
 
+    @property
+    def num_ranks_here(self) -> int:
+        """The number of ranks on this rank's host, itself included."""
+        return self.hosts.count(self.hosts[self.rank])
+
     def loads_the_same(self, other: "Order") -> bool:
         """Whether the engines of both orders load the same, and have the same place in a ring."""
         same = msgspec.structs.replace(

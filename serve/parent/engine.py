@@ -2,13 +2,14 @@
 engine."""
 
 import asyncio
+import logging
 import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from serve.core.blas import with_openblas
@@ -16,8 +17,11 @@ from serve.core.errors import EngineError
 from serve.core.messages import FromEngine, Leave, Left, Status
 from serve.parent.link import Link
 
+_logger = logging.getLogger(__name__)
+
 _FROM_OUTSIDE = (signal.SIGINT, signal.SIGTERM)
 _DUMP_SECONDS = 0.3
+_END_SECONDS = 15.0 if sys.platform == "darwin" else 5.0
 _KILLED_SECONDS = 10.0
 _LEAVE_SECONDS = 5.0
 # The step that an engine computes when its ring is lost has to end before the engine can leave. A
@@ -35,7 +39,7 @@ class EngineProcess:
     def __init__(self, process: asyncio.subprocess.Process, link: Link[FromEngine]) -> None:
         self._process, self.link = process, link
         self._left: asyncio.Future[Left] | None = None
-        self._heard_at = time.monotonic()
+        self._heard_at: float | None = None
         self._computes = False
 
     @classmethod
@@ -116,9 +120,17 @@ class EngineProcess:
 
     def _patience(self, began: float) -> float:
         """Returns how many seconds to wait for an engine that was asked to leave at `began`."""
-        silent_until = max(began + _FIRST_WORD_SECONDS, self._heard_at + _SILENT_SECONDS)
+        heard_at = self._heard_at or began
+        silent_until = max(began + _FIRST_WORD_SECONDS, heard_at + _SILENT_SECONDS)
         max_seconds = _COMPUTE_SECONDS if self._computes else _LEAVE_SECONDS
         return min(began + max_seconds, silent_until) - time.monotonic()
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether it has stopped reporting: then it cannot end by itself."""
+        if self._heard_at is None:
+            return False
+        return time.monotonic() - self._heard_at > _SILENT_SECONDS
 
     async def wait(self) -> int:
         return await self._process.wait()
@@ -130,8 +142,15 @@ class EngineProcess:
             await asyncio.sleep(_DUMP_SECONDS)
 
     async def stop(self) -> None:
-        """Kills the engine, which has nothing to save. Raises EngineError if it does not end."""
-        if self._process.returncode is None:
+        """Ends the engine. It is killed only if it does not end by itself in time, because macOS
+        may lose the memory of a killed process until the next boot. Raises EngineError if it does
+        not end."""
+        if self.is_alive and not self._is_silent:
+            self.link.end_writing()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _END_SECONDS)
+        if self.is_alive:
+            _logger.warning("event=engine_killed pid=%d", self.pid)
             self._process.kill()
         await self.link.close()
         try:

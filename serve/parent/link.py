@@ -19,6 +19,7 @@ class Link(Generic[Received]):
         self._reader, self._writer = reader, writer
         self._frames: FrameReader[Received] = FrameReader(expected, max_body_bytes)
         self._ready: list[Received] = []
+        self._has_ended_writing = False
 
     @property
     def peer_host(self) -> str:
@@ -33,7 +34,7 @@ class Link(Generic[Received]):
 
     def send(self, message: AnyMessage) -> None:
         """Queues a message, without waiting: their number is bounded by the steps in flight."""
-        if not self._writer.is_closing():
+        if not self._writer.is_closing() and not self._has_ended_writing:
             self._writer.write(frame(message))
 
     async def receive(self) -> Received | None:
@@ -47,6 +48,12 @@ class Link(Generic[Received]):
                 return None
             self._ready += self._frames.feed(data)
         return self._ready.pop(0)
+
+    def end_writing(self) -> None:
+        """Tells the peer that no message will come. Its own still arrive."""
+        if not self._writer.is_closing() and not self._has_ended_writing:
+            self._has_ended_writing = True
+            self._writer.write_eof()
 
     def abort(self) -> None:
         """Closes the connection without waiting for the peer, which may not read any more."""

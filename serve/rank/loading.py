@@ -174,7 +174,6 @@ def why_it_cannot_stay(order: Order) -> str | None:
 
 
 def _what_is_loaded(order: Order, loaded: LoadedStage, loop: StepLoop, model: ModelFacts) -> Loaded:
-    num_ranks_here = order.hosts.count(order.hosts[order.rank])
     logits_bytes_per_token = 0
     bytes_to_score = 0
     if loaded.stage.is_last:
@@ -187,7 +186,7 @@ def _what_is_loaded(order: Order, loaded: LoadedStage, loop: StepLoop, model: Mo
         bytes_read=loaded.bytes_read,
         bytes_fetched=loaded.bytes_fetched,
         bytes_kept=loaded.bytes_kept,
-        free_bytes=max(0, free_bytes() // num_ranks_here - loop.parts.bytes_to_come()),
+        free_bytes=max(0, free_bytes() // order.num_ranks_here - loop.parts.bytes_to_come()),
         reuse=loop.caches.reuse,
         can_rewind=loop.caches.can_rewind,
         logits_bytes_per_token=logits_bytes_per_token,

@@ -14,6 +14,7 @@ from serve.core.ops import AnyOp, Copy, Drop, Forget, Op, Save, ShareHead
 from serve.core.types import Step
 from serve.model.head import SharedHead
 from serve.model.stage import Stage
+from serve.rank import memory
 from serve.rank.cache import ForwardPass, GroupCaches
 from serve.rank.chooser import Chooser
 from serve.rank.outbox import Outbox
@@ -99,6 +100,8 @@ class StepLoop:
         others = self.parts.after_rows(step, passes, hidden)
         del hidden
         mx.eval(outputs, others, self.caches.states(step))
+        if not step.sample:
+            memory.tidy()  # Chunks of prompts have many sizes.
         return outputs
 
     def _run_stage(

@@ -35,6 +35,7 @@ from serve.core.messages import (
 )
 from serve.core.open_files import allow_files
 from serve.core.types import StageState, Step
+from serve.rank import memory
 from serve.rank.joining import join
 from serve.rank.loading import LoadedEngine, load, why_it_cannot_stay
 from serve.rank.parent import Parent, fail, planned, wait_for_order
@@ -53,19 +54,21 @@ class Worker:
         self.loop: StepLoop | None = None  # while it is in a ring, from READY on
         self.status = Status(StageState.JOINING)
         self._engine: LoadedEngine | None = None
-        self._orders: SimpleQueue[Order | MakePlan] = SimpleQueue()
-        self._leaves: SimpleQueue[Leave] = SimpleQueue()
+        self._orders: SimpleQueue[Order | MakePlan | None] = SimpleQueue()
+        self._leaves: SimpleQueue[Leave | None] = SimpleQueue()
         self._is_leaving = False  # from Leave to the next order: no step comes
         self._streams: Streams | None = None  # made by the thread that runs MLX
         self._reports = threading.Lock()
+        self._mlx = threading.Thread(target=self._run_engine, name="mlx", daemon=True)
+        self._is_ending = False
 
     def run(self) -> None:
-        threading.Thread(target=self._run_engine, name="mlx", daemon=True).start()
+        """Obeys the parent until it closes the connection, or is gone."""
+        self._mlx.start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         while (message := self.parent.receive()) is not None:
             self._obey(message)
-        # The parent was killed: otherwise it would have ended this process first.
-        shutil.rmtree(self.order.copies, ignore_errors=True)
+        self._end()
 
     def _obey(self, message: ToEngine) -> None:
         match message:
@@ -101,6 +104,22 @@ class Worker:
         if self.transport:
             self.transport.close()
 
+    def _end(self) -> None:
+        """Ends the work of this process, and gives its memory back. The other thread ends with its
+        step, if it has one, unless it is stuck in a ring that it was asked to leave."""
+        is_stuck = self._is_leaving and self.loop is not None
+        self._is_ending = True
+        self._leaves.put(None)
+        self._orders.put(None)
+        if self.transport:
+            self.transport.close()
+        self._mlx.join(0.0 if is_stuck else memory.seconds_for_last_step())
+        memory.give_back()
+        try:
+            self._report()
+        except OSError:  # The parent was killed, so nobody else removes them.
+            shutil.rmtree(self.order.copies, ignore_errors=True)
+
     def _running_loop(self) -> StepLoop:
         if self.loop is None or self._is_leaving:
             raise EngineError("The parent sent a step before this rank was ready.")
@@ -108,18 +127,29 @@ class Worker:
 
     def _run_engine(self) -> None:
         try:
+            memory.limit_cache()
             self._streams = Streams()
-            while True:
-                loop = self._start()
-                reason = self._run_steps(loop)
-                if why_it_cannot_stay(self.order):
-                    raise ClusterError(reason)
-                self._leave_ring(loop, reason)
-                del loop  # The next order may name other layers: then its stage has to go.
-                self.order = self._next_order()
-                self.status = Status(StageState.JOINING)
+            order: Order | None = self.order
+            while order:
+                self.order = order
+                order = self._live()
         except Exception as error:  # The top of the thread: the process ends with it.
-            fail(self.parent, error, self.order.name)
+            if not self._is_ending:
+                fail(self.parent, error, self.order.name)
+
+    def _live(self) -> Order | None:
+        """Runs steps in the ring of the order until that is lost. Returns the next order, or None
+        if this process is to end."""
+        loop = self._start()
+        reason = self._run_steps(loop)
+        if self._is_ending:
+            return None
+        if why_it_cannot_stay(self.order):
+            raise ClusterError(reason)
+        if not self._leave_ring(loop, reason):
+            return None
+        del loop  # The next order may name other layers: then its stage has to go.
+        return self._next_order()
 
     def _run_steps(self, loop: StepLoop) -> str:
         """Runs steps until the ring is lost, and returns the reason."""
@@ -132,17 +162,21 @@ class Worker:
         right = order.ring[(order.rank + 1) % len(order.ring)]
         return f"{order.name}: its right neighbour is gone, rank {right}."
 
-    def _leave_ring(self, loop: StepLoop, reason: str) -> None:
-        """Leaves a lost ring, and answers Leave. If this blocks, the parent ends this process."""
+    def _leave_ring(self, loop: StepLoop, reason: str) -> bool:
+        """Leaves a lost ring, and answers Leave. If this blocks, the parent ends this process.
+        Returns False if the process is to end."""
         if self._leaves.empty():
             self.parent.send(RingLost(reason))
         loop.transport.leave()
         leave = self._leaves.get()
+        if leave is None:
+            return False
         loop.parts.wait()  # No answer of an earlier life may come after Left.
         with self._reports:
             self.status = Status(StageState.STARTING)
             self.loop = None
             self.parent.send(Left(leave.life, loop.caches.positions))
+        return True
 
     def _start(self) -> StepLoop:
         """Joins the ring of the order, and loads everything in the order that is not loaded yet."""
@@ -159,14 +193,17 @@ class Worker:
             # Nothing may refer to the old stage while the other layers are read.
             engine = None
             engine = load(order, transport, self._loading, self._send, leftovers)
+        memory.wire(order.num_ranks_here)
         self._engine = engine
         self._be_ready(engine.loop, engine.loaded)
         return engine.loop
 
-    def _next_order(self) -> Order:
-        """Waits for the order after Leave. Rank 0's engine makes plans before that."""
+    def _next_order(self) -> Order | None:
+        """Waits for the order after Leave, while rank 0's engine makes plans. Returns None if this
+        process is to end."""
         while isinstance(message := self._orders.get(), MakePlan):
             self.parent.send(planned(message))
+        self.status = Status(StageState.JOINING)
         return message
 
     def _be_ready(self, loop: StepLoop, loaded: Loaded) -> None:

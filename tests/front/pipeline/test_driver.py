@@ -252,6 +252,7 @@ async def test_driver_and_members_close_everything_if_an_engine_does_not_end(
         assert copies.exists()
         with monkeypatch.context() as patch:
             # Nobody waits for the end of a process that was killed.
+            patch.setattr(engine_module, "_END_SECONDS", 0.0)
             patch.setattr(engine_module, "_KILLED_SECONDS", 0.0)
             with fails(EngineError, "engine"):
                 await engine.close()

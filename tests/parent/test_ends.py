@@ -1,0 +1,106 @@
+"""Engines end by themselves, with code 0, whatever they are doing when their parent stops them."""
+
+import asyncio
+import logging
+import signal
+import time
+
+import msgspec
+import pytest
+
+from serve.core.messages import Left, Order, Result, Status
+from serve.core.types import Row, StageState, Step
+from serve.parent.engine import EngineProcess
+from tests import models
+from tests.rank.loops import ORDER
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = (5,) * 3000  # A step of it takes longer than to notice that the parent ends.
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def order(tmp_path_factory: pytest.TempPathFactory) -> Order:
+    folder = tmp_path_factory.mktemp("ends")
+    model = models.save(folder / "model", "llama")
+    return msgspec.structs.replace(ORDER, model=str(model), copies=str(folder / "copies"))
+
+
+async def until_state(engine: EngineProcess, state: StageState) -> None:
+    while message := await engine.receive():
+        if isinstance(message, Status) and message.state is state:
+            return
+    raise AssertionError("the engine has ended")
+
+
+async def until_step(engine: EngineProcess) -> None:
+    while message := await engine.receive():
+        assert not isinstance(message, Result)
+        if isinstance(message, Status) and message.activity and message.activity.step:
+            return
+
+
+async def reach(engine: EngineProcess, doing: str, order: Order) -> None:
+    if doing == "importing":
+        return
+    engine.link.send(order)
+    if doing == "loading":
+        return
+    await until_state(engine, StageState.READY)
+    if doing == "computing":
+        engine.link.send(Step(1, 9, (Row(1, 0, len(PROMPT)),), PROMPT, sample=False))
+        await until_step(engine)
+    elif doing == "out of its ring":
+        reading = asyncio.create_task(until_left(engine))
+        assert await engine.leave(1)
+        await reading
+
+
+async def until_left(engine: EngineProcess) -> None:
+    while not isinstance(await engine.receive(), Left):
+        continue
+
+
+@pytest.mark.parametrize("doing", ["importing", "loading", "idle", "computing", "out of its ring"])
+async def test_engine_ends_by_itself(
+    doing: str, order: Order, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = await EngineProcess.start()
+    try:
+        await reach(engine, doing, order)
+    finally:
+        await engine.stop()
+    assert await engine.wait() == 0
+    assert not [record for record in caplog.records if "engine_killed" in record.message]
+
+
+async def test_engine_that_is_stopped_is_killed_at_once(
+    order: Order, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reports nothing, so its parent need not wait to find out that it cannot end."""
+    caplog.set_level(logging.WARNING)
+    engine = await EngineProcess.start()
+    await reach(engine, "idle", order)
+    engine._process.send_signal(signal.SIGSTOP)
+    engine._heard_at = time.monotonic() - 3.0
+    await engine.stop()
+    assert await engine.wait() == -signal.SIGKILL
+    assert "event=engine_killed" in caplog.text
+
+
+async def test_engine_that_does_not_end_is_killed_in_time(
+    order: Order, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr("serve.parent.engine._END_SECONDS", 0.1)
+    engine = await EngineProcess.start()
+    await reach(engine, "idle", order)
+    engine._process.send_signal(signal.SIGSTOP)
+    await engine.stop()
+    assert await engine.wait() == -signal.SIGKILL
+    assert "event=engine_killed" in caplog.text
