@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -163,7 +164,9 @@ def _read(file: Path) -> Launch | None:
 def _folder() -> Path:
     """Returns this user's folder for this host. Raises ClusterError."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    folder = Path(base) / "brigade" / socket.gethostname()
+    # The name of a Mac changes with its network. Home folders of Macs are not shared.
+    host = "this-mac" if sys.platform == "darwin" else socket.gethostname()
+    folder = Path(base) / "brigade" / host
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

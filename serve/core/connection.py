@@ -1,6 +1,8 @@
-"""TCP keep-alive for the connections between ranks."""
+"""The connections between ranks: when a peer counts as lost, and what macOS may have forbidden."""
 
+import errno
 import socket
+import sys
 
 # A peer that does not answer counts as lost after 10 + 3 * 5 = 25 seconds. macOS calls the first
 # option TCP_KEEPALIVE, and has no TCP_USER_TIMEOUT.
@@ -12,6 +14,10 @@ _OPTIONS = {
     "TCP_USER_TIMEOUT": 25_000,  # in milliseconds, for data that is not acknowledged
 }
 
+# The same for macOS, in seconds. Python has no name for it; it is in <netinet/tcp.h>.
+_TCP_RXT_CONNDROPTIME = 0x80
+_DROP_SECONDS = 25
+
 
 def keep_alive(connection: socket.socket) -> None:
     """Makes the system notice within 25 s when the peer has lost its power or its cable."""
@@ -20,3 +26,16 @@ def keep_alive(connection: socket.socket) -> None:
         option = getattr(socket, name, None)
         if option is not None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    if sys.platform == "darwin":
+        connection.setsockopt(socket.IPPROTO_TCP, _TCP_RXT_CONNDROPTIME, _DROP_SECONDS)
+
+
+def advice(error: OSError) -> str:
+    """Returns what to do about an error that macOS gives to a program without access to the local
+    network, or an empty string. Programs of Terminal and ssh have access without being asked."""
+    if error.errno != errno.EHOSTUNREACH:
+        return ""
+    return (
+        " If other programs reach that host: on macOS, allow access under Privacy & Security, "
+        "Local Network, or start the ranks from Terminal."
+    )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from serve.core.config import Address, Cluster
+from serve.core.connection import advice
 from serve.core.errors import (
     AddressError,
     ClusterError,
@@ -263,10 +264,11 @@ async def join(
                 seconds, max_seconds = now - silent_since, timeout_seconds
             if seconds > max_seconds:
                 reason = getattr(error, "strerror", None) or "nobody answers"
+                hint = advice(error) if isinstance(error, OSError) else ""
                 raise ClusterError(
                     f"Rank {mine.rank} could not reach rank 0 at {address} within "
                     f"{max_seconds:g} s ({reason}): did rank 0 start? Does another program use "
-                    "that port?",
+                    f"that port?{hint}",
                     code="unreachable",
                 ) from error
         await asyncio.sleep(_RETRY_SECONDS)
