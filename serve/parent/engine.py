@@ -22,6 +22,7 @@ _logger = logging.getLogger(__name__)
 _FROM_OUTSIDE = (signal.SIGINT, signal.SIGTERM)
 _DUMP_SECONDS = 0.3
 _END_SECONDS = 15.0 if sys.platform == "darwin" else 5.0
+_UNUSED_END_SECONDS = 1.0
 _KILLED_SECONDS = 10.0
 _LEAVE_SECONDS = 5.0
 # The step that an engine computes when its ring is lost has to end before the engine can leave. A
@@ -147,8 +148,10 @@ class EngineProcess:
         not end."""
         if self.is_alive and not self._is_silent:
             self.link.end_writing()
+            # One that has not reported holds nothing, and may still import MLX.
+            seconds = _END_SECONDS if self._heard_at else _UNUSED_END_SECONDS
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), _END_SECONDS)
+                await asyncio.wait_for(self._process.wait(), seconds)
         if self.is_alive:
             _logger.warning("event=engine_killed pid=%d", self.pid)
             self._process.kill()

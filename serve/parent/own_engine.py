@@ -7,7 +7,6 @@ otherwise starts another one. Everything that the engine says, and how it ended,
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from enum import Enum
 
 import msgspec
@@ -74,9 +73,10 @@ class OwnEngine:
 
     async def close(self) -> None:
         """Ends the engine, and the spare one. Raises EngineError if one of them does not end."""
-        async with AsyncExitStack() as stack:  # Both are ended, even if one raises.
-            stack.push_async_callback(self.spare.close)
-            await self._stop()
+        ends = await asyncio.gather(self.spare.close(), self._stop(), return_exceptions=True)
+        for error in ends:  # Both have been ended, even if one raised.
+            if error is not None:
+                raise error
 
     async def _try_to_keep(self, life: int) -> bool:
         """Has the engine leave its ring, unless it has left. Returns whether it is in no ring."""

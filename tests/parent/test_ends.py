@@ -10,6 +10,7 @@ import pytest
 
 from serve.core.messages import Left, Order, Result, Status
 from serve.core.types import Row, StageState, Step
+from serve.parent import engine as engine_module
 from serve.parent.engine import EngineProcess
 from tests import models
 from tests.rank.loops import ORDER
@@ -74,7 +75,8 @@ async def test_engine_ends_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # On a busy machine, the import of MLX alone may take longer than engines usually get.
-    monkeypatch.setattr("serve.parent.engine._END_SECONDS", 100.0)
+    for name in ("_END_SECONDS", "_UNUSED_END_SECONDS"):
+        monkeypatch.setattr(engine_module, name, 100.0)
     engine = await EngineProcess.start()
     try:
         await reach(engine, doing, order)
@@ -102,7 +104,7 @@ async def test_engine_that_does_not_end_is_killed_in_time(
     order: Order, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr("serve.parent.engine._END_SECONDS", 0.1)
+    monkeypatch.setattr(engine_module, "_END_SECONDS", 0.1)
     engine = await EngineProcess.start()
     await reach(engine, "idle", order)
     engine._process.send_signal(signal.SIGSTOP)
