@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from serve.core.blas import with_openblas
@@ -126,6 +126,23 @@ class EngineProcess:
         max_seconds = _COMPUTE_SECONDS if self._computes else _LEAVE_SECONDS
         return min(began + max_seconds, silent_until) - time.monotonic()
 
+    async def _wait_for_end(self, seconds: float) -> None:
+        """Waits until the engine has ended, but not longer than it reports."""
+        deadline = time.monotonic() + seconds
+        ended = asyncio.create_task(self._process.wait())
+        reading = asyncio.create_task(self._read_to_end())
+        try:
+            while not ended.done() and not self._is_silent and time.monotonic() < deadline:
+                await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
+        finally:
+            ended.cancel()
+            reading.cancel()
+            await asyncio.gather(ended, reading, return_exceptions=True)
+
+    async def _read_to_end(self) -> None:
+        while await self.receive():
+            continue
+
     @property
     def _is_silent(self) -> bool:
         """Whether it has stopped reporting: then it cannot end by itself."""
@@ -150,8 +167,7 @@ class EngineProcess:
             self.link.end_writing()
             # One that has not reported holds nothing, and may still import MLX.
             seconds = _END_SECONDS if self._heard_at else _UNUSED_END_SECONDS
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), seconds)
+            await self._wait_for_end(seconds)
         if self.is_alive:
             _logger.warning("event=engine_killed pid=%d", self.pid)
             self._process.kill()
