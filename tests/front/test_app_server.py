@@ -129,7 +129,10 @@ def test_an_idle_stream_gets_pings(hasty: Running, engine: FakeEngine) -> None:
     engine.delay, engine.answer = 0.35, ""
     text = post(hasty, stream=True).text
     assert text.startswith(": prompt 3/7 tokens\n\n")
-    assert text.endswith("data: [DONE]\n\n")
+    _, end, rest = text.partition("data: [DONE]\n\n")
+    assert end
+    # On a busy machine, another ping may come before the connection is closed.
+    assert set(rest.split("\n\n")) <= {"", ": keep-alive"}
 
 
 # --- no HTTP, or too much of it
