@@ -113,15 +113,15 @@ def test_a_long_run_reports_its_progress(
 
 
 def test_progress_is_not_reported_after_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, told = [100.0], list[str]()
+    now, shown = [100.0], list[str]()
     monkeypatch.setattr("serve.cli.bench.time.monotonic", lambda: now[0])
-    progress = ProgressReporter(told.append)
+    progress = ProgressReporter(shown.append)
     progress.begin_run("8 clients")
     for num_ended in range(1, 25):
         now[0] += 1.0
         progress.ended(num_ended, 32)
     ended = [f"8 clients: {n} of 32 requests have ended" for n in (10, 20)]
-    assert told == ["8 clients", *ended]
+    assert shown == ["8 clients", *ended]
 
 
 def test_a_plot_distinguishes_servers_and_has_whole_numbers_of_clients(tmp_path: Path) -> None:

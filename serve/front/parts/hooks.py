@@ -14,7 +14,6 @@ class Hooks:
         base = SchedulerPart
         self.must_wait = [part.must_wait for part in _overriding(parts, base.must_wait)]
         self.drafts = [part.drafts for part in _overriding(parts, base.drafts)]
-        self.before = [part.before for part in _overriding(parts, base.before)]
         self.after = [part.after for part in _overriding(parts, base.after)]
         self.took = [part.took for part in _overriding(parts, base.took)]
         self.ready = [part.ready for part in _overriding(parts, base.ready)]

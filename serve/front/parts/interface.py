@@ -21,12 +21,11 @@ NUM_PLAIN_STEPS = 2
 
 
 class Fed(NamedTuple):
-    """The rows of a step: num_tokens[i] tokens of sequences[i], which end with drafts[i]. drafts is
-    empty if no row has any. group is one of groups, or None in a prefill step.
-    is_prefilling says whether any prompt is to be prefilled."""
+    """The rows of a step: the tokens of sequences[i] end with drafts[i]. drafts is empty if no row
+    has any. group is one of groups, or None in a prefill step. is_prefilling says whether prompts
+    wait to be prefilled."""
 
     sequences: ReadableList[Sequence]
-    num_tokens: ReadableList[int]
     group: Group | None
     drafts: ReadableList[ReadableList[int]]
     groups: ReadableList[Group]
@@ -127,7 +126,7 @@ class SchedulerPart:
         """Takes note that the stages have dropped a sequence, which they will compute again."""
 
     def ended(self, sequence: Sequence) -> None:
-        """Forgets a sequence."""
+        """Frees the part's state of a sequence, which has ended."""
 
     def retired(self, adapter_version: int) -> None:
         """Notes that no new sequence will use this version of an adapter."""
@@ -169,11 +168,6 @@ class SchedulerPart:
         """Returns the drafts that each row of a step should feed after its newest token, or None.
         They are left out if there is no room for them."""
         return None
-
-    def before(self, fed: Fed) -> ReadableList[AnyOp]:
-        """Returns operations that the stages perform before these rows. The counts of the sequences
-        do not include the step yet."""
-        return ()
 
     def after(self, fed: Fed) -> ReadableList[AnyOp]:
         """Returns operations that the stages perform after these rows. The counts of the sequences

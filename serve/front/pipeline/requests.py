@@ -19,10 +19,7 @@ from serve.core.errors import (
     RequestError,
     UnavailableError,
 )
-from serve.core.messages import (
-    Admit,
-    Result,
-)
+from serve.core.messages import Admit, Result
 from serve.core.outputs import SequenceOutput
 from serve.core.plan import KvRoom
 from serve.core.types import NUM_SEQUENCE_IDS, Event, Sampling, Sequence, Step

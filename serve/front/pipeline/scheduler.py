@@ -367,7 +367,7 @@ class Scheduler:
         ops: list[AnyOp] = [Drop(id) for id in gone.sequences]
         ops += [Forget(id) for id in gone.checkpoints]
         if ops:
-            self._outputs.append(replace(self._step([], []), before=tuple(ops)))
+            self._outputs.append(self._step_of_ops(ops))
         if step:
             self._outputs.append(step)
 
@@ -375,8 +375,7 @@ class Scheduler:
         """Performs the work that a part returned."""
         self._outputs.extend(ready.messages)
         if ready.before or ready.after:
-            step = self._step([], [])
-            self._emit(replace(step, before=ready.before, after=ready.after))
+            self._emit(self._step_of_ops(ready.before, ready.after))
             self.budget.make(self._num_running_tokens)
         for sequence in ready.unblocked:
             self.waiting.unblock(sequence)
@@ -397,8 +396,7 @@ class Scheduler:
         tokens: list[int] = []
         sample = group is not None
         no_drafts: ReadableList[tuple[int, ...]] = ((),) * len(sequences)
-        fed = Fed(sequences, num_tokens, group, drafts, self.groups, bool(self.prefilling))
-        before = [op for ops_of in self._hooks.before for op in ops_of(fed)] if sequences else []
+        fed = Fed(sequences, group, drafts, self.groups, bool(self.prefilling))
         for sequence, count, draft in zip(sequences, num_tokens, drafts or no_drafts, strict=True):
             rows.append(Row(sequence.id, sequence.num_computed, count, sequence.adapter_version))
             tokens += sequence.next_tokens(count - len(draft))
@@ -428,9 +426,12 @@ class Scheduler:
             tuple(rows),
             tuple(tokens),
             sample,
-            tuple(before),
-            tuple(after),
+            after=tuple(after),
         )
+
+    def _step_of_ops(self, before: ReadableList[AnyOp], after: ReadableList[AnyOp] = ()) -> Step:
+        """Makes a step without rows."""
+        return replace(self._step([], []), before=tuple(before), after=tuple(after))
 
     # --- sequences
 
@@ -476,7 +477,7 @@ class Scheduler:
             self.prefix_counts.num_reuses += 1
             self.prefix_counts.num_reused_tokens += num_tokens
         self.budget.kept.share_checkpoints(sequence.id, match)
-        self._emit(replace(self._step([], []), before=(Copy(sequence.id, *match),)))
+        self._emit(self._step_of_ops([Copy(sequence.id, *match)]))
 
     def _waits_for_part(self, admission: Admission) -> bool:
         """Whether a sequence waits for a part from here on."""

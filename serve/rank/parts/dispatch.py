@@ -55,10 +55,7 @@ class Parts:
         for name, default in self._unserved:
             if any(getattr(row, name) != default for row in step.rows):
                 raise _missing(f"the {name} of step {step.number}")
-        arrays: list[mx.array] = []
-        for part in self._all:
-            arrays += part.prepare(step)
-        return arrays
+        return [array for part in self._all for array in part.prepare(step)]
 
     def select(self, step: Step, rows: Sequence[int | None]) -> None:
         for part in self._all:
@@ -70,10 +67,7 @@ class Parts:
         passes: list[ForwardPass],
         hidden: list[mx.array | None],
     ) -> list[mx.array]:
-        arrays: list[mx.array] = []
-        for part in self._all:
-            arrays += part.after_rows(step, passes, hidden)
-        return arrays
+        return [each for part in self._all for each in part.after_rows(step, passes, hidden)]
 
     def add_to(self, step: Step, result: Result) -> Result:
         """Returns the result of a step with the outputs of all parts."""
@@ -85,42 +79,27 @@ class Parts:
         return msgspec.structs.replace(result, outputs=tuple(outputs))
 
     def take_spans(self) -> list[Span]:
-        spans: list[Span] = []
-        for part in self._all:
-            spans += part.take_spans()
-        return spans
+        return [each for part in self._all for each in part.take_spans()]
 
     def announce(self) -> None:
         for part in self._all:
             part.announce()
 
     def rejoin(self, order: Order) -> list[mx.array]:
-        arrays: list[mx.array] = []
-        for part in self._all:
-            arrays += part.rejoin(order)
-        return arrays
+        return [each for part in self._all for each in part.rejoin(order)]
 
     def wait(self) -> None:
         for part in self._all:
             part.wait()
 
     def leftovers(self) -> list[object]:
-        found: list[object] = []
-        for part in self._all:
-            found += part.leftovers()
-        return found
+        return [each for part in self._all for each in part.leftovers()]
 
     def loaded(self) -> list[AnySection]:
-        sections: list[AnySection] = []
-        for part in self._all:
-            sections += part.loaded()
-        return sections
+        return [each for part in self._all for each in part.loaded()]
 
     def activity(self) -> list[AnySection]:
-        sections: list[AnySection] = []
-        for part in self._all:
-            sections += part.activity()
-        return sections
+        return [each for part in self._all for each in part.activity()]
 
     def bytes_to_come(self) -> int:
         return sum(part.bytes_to_come() for part in self._all)

@@ -15,8 +15,8 @@ from serve.parent.engines import Engines
 
 
 def test_chunks_follow_the_speed_of_the_stages_from_the_first_prompt_on() -> None:
-    told: list[Admit | Step] = []
-    engines = cast(Engines, SimpleNamespace(send=told.append))
+    all_sent: list[Admit | Step] = []
+    engines = cast(Engines, SimpleNamespace(send=all_sent.append))
     requests = Requests(ServeConfig(model=Path()), 1, engines)
     stage = StageStatus(0, "h", StagePlan(0, (0, 4), 0, 0, 10, 0, 0, 0.5, None))
     stage.loaded = Loaded(0, None, 0, 10**6, "none")
@@ -25,7 +25,7 @@ def test_chunks_follow_the_speed_of_the_stages_from_the_first_prompt_on() -> Non
     requests.resume()
     requests.submit([Prompt([1] * 400, 1, (Sampling(),), frozenset())], 0, "")
     stage.pace.prefill_seconds_per_token = 0.005
-    first = next(message for message in told if isinstance(message, Step))
+    first = next(message for message in all_sent if isinstance(message, Step))
     requests.on_result(Result(first.number, ()))
-    sent = [message for message in told if isinstance(message, Step)]
+    sent = [message for message in all_sent if isinstance(message, Step)]
     assert [step.rows[0].num_tokens for step in sent] == [90, 180]

@@ -51,7 +51,7 @@ def make_disk() -> DiskPrefixes:
 
 def feed(disk: DiskPrefixes, sequence: Sequence) -> None:
     """Shows the part a step that has fed a sequence."""
-    assert not disk.after(Fed([sequence], [1], None, (), (), is_prefilling=False))
+    assert not disk.after(Fed([sequence], None, (), (), is_prefilling=False))
 
 
 def next_write(disk: DiskPrefixes) -> Write | None:
@@ -130,7 +130,7 @@ def written(disk: DiskPrefixes) -> None:
 
 
 def is_read(disk: DiskPrefixes, sequence: Sequence) -> bool:
-    """Whether a sequence waits for its prefix, of which nothing is in memory."""
+    """Whether a sequence waits for a prefix that is on disk only."""
     admission = Admission(sequence, disk.budget.key(sequence), PrefixIndex(), "any")
     return disk.blocks(admission, None) is not None
 

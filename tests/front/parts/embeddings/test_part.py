@@ -1,4 +1,4 @@
-"""What is refused, and what rank 0's engine is told."""
+"""The requests for embeddings that are refused, and the messages for rank 0's engine."""
 
 from pathlib import Path
 
