@@ -164,7 +164,7 @@ def _read(file: Path) -> Launch | None:
 def _folder() -> Path:
     """Returns this user's folder for this host. Raises ClusterError."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    # The name of a Mac changes with its network. Home folders of Macs are not shared.
+    # The name of a Mac changes with its network, so it cannot tell Macs apart.
     host = "this-mac" if sys.platform == "darwin" else socket.gethostname()
     folder = Path(base) / "brigade" / host
     try:

@@ -127,7 +127,7 @@ class EngineProcess:
         return min(began + max_seconds, silent_until) - time.monotonic()
 
     async def _wait_for_end(self, seconds: float) -> None:
-        """Waits until the engine has ended, but not longer than it reports."""
+        """Waits until the engine has ended, has stopped reporting, or the time is over."""
         deadline = time.monotonic() + seconds
         ended = asyncio.create_task(self._process.wait())
         reading = asyncio.create_task(self._read_to_end())

@@ -44,7 +44,7 @@ class StepLoop:
         self.has_head = has_head(stage, transport)
         self.work = WorkLog()
         self._performers: dict[type[Op], Callable[[Any], None]] = {
-            Copy: self._copy,
+            Copy: caches.copy,
             Drop: self._drop,
             Forget: self._forget,
             Save: self._save,
@@ -181,9 +181,6 @@ class StepLoop:
             perform(op)
         else:
             self.parts.perform(op, step)
-
-    def _copy(self, copy: Copy) -> None:
-        self.caches.copy(copy)
 
     def _drop(self, drop: Drop) -> None:
         self.caches.drop(drop.sequence)

@@ -86,30 +86,21 @@ async def test_engine_ends_by_itself(
     assert not [record for record in caplog.records if "engine_killed" in record.message]
 
 
-async def test_engine_that_is_stopped_is_killed_when_it_is_silent(
-    order: Order, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("seconds", [0.1, 100.0])
+async def test_engine_that_cannot_end_is_killed_when_it_is_late_or_silent(
+    seconds: float,
+    order: Order,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It reports nothing, so its parent need not wait to find out that it cannot end."""
+    """The system has stopped it, so it reports nothing either."""
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(engine_module, "_END_SECONDS", 100.0)
+    monkeypatch.setattr(engine_module, "_END_SECONDS", seconds)
     engine = await EngineProcess.start()
     await reach(engine, "idle", order)
     engine._process.send_signal(signal.SIGSTOP)
     started = time.monotonic()
     await engine.stop()
     assert await engine.wait() == -signal.SIGKILL
-    assert time.monotonic() - started < 60, "it was not given all of its time"
-    assert "event=engine_killed" in caplog.text
-
-
-async def test_engine_that_does_not_end_is_killed_in_time(
-    order: Order, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(engine_module, "_END_SECONDS", 0.1)
-    engine = await EngineProcess.start()
-    await reach(engine, "idle", order)
-    engine._process.send_signal(signal.SIGSTOP)
-    await engine.stop()
-    assert await engine.wait() == -signal.SIGKILL
+    assert time.monotonic() - started < 60, "its parent waited although it was silent"
     assert "event=engine_killed" in caplog.text
