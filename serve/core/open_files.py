@@ -2,7 +2,7 @@
 
 import resource
 
-# A model may have hundreds of files, of which MLX opens all, and each connection is one more.
+# MLX opens every file of a model, which may be hundreds, and each connection counts as one more.
 NUM_FILES = 10_240
 
 

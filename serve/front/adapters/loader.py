@@ -38,7 +38,7 @@ _MAX_TRIES = 2
 
 
 class AdapterUsers(Protocol):
-    """The requests, as far as they use adapters."""
+    """The methods of `Requests` that loading and freeing adapters needs."""
 
     adapters: AdapterRegistry
 

@@ -123,13 +123,13 @@ class SchedulerPart:
         have spoilt its numbers."""
 
     def reset(self, sequence: Sequence) -> None:
-        """Takes note that the stages have dropped a sequence, which they will compute again."""
+        """Called when the stages have dropped a sequence. They will compute it again."""
 
     def ended(self, sequence: Sequence) -> None:
         """Frees the part's state of a sequence, which has ended."""
 
     def retired(self, adapter_version: int) -> None:
-        """Notes that no new sequence will use this version of an adapter."""
+        """Called when no new sequence will use this version of an adapter."""
 
     # --- prefixes and room
 
@@ -139,12 +139,13 @@ class SchedulerPart:
         return 0
 
     def blocks(self, admission: Admission, num_free: int | None) -> PartReady | None:
-        """Has a sequence that would begin wait for the part, unless the result is None. num_free
-        is the number of tokens for which there is room beside it (None: no limit)."""
+        """Makes a sequence that could begin wait for the part, and returns the work that it waits
+        for. Returns None if it need not wait. num_free is the number of tokens that fit beside it
+        (None: no limit)."""
         return None
 
     def kept(self, sequence: Sequence) -> None:
-        """Takes note that the stages keep a sequence for later prompts. `ended` comes after it."""
+        """Called when the stages keep a sequence for later prompts, before `ended`."""
 
     def clear(self) -> PartReady:
         """Drops all that is kept for later prompts."""

@@ -60,7 +60,7 @@ class PrefillOrder:
         self._prompts: defaultdict[int, _Prompt] = defaultdict(_Prompt)
 
     def note_copied(self, sequence_id: int, num_tokens: int) -> None:
-        """Notes how many tokens a prompt begins with as a copy, or probably will."""
+        """Sets the number of tokens that a prompt copies at its start, or probably will copy."""
         self._prompts[sequence_id].num_copied = num_tokens
 
     def note_overtaking(self, read: Sequence, num_tokens: int, others: Iterable[Sequence]) -> None:

@@ -73,7 +73,7 @@ class Waiting:
         self.put_back(copies)
 
     def restart(self) -> None:
-        """Unblocks the sequences that wait for parts: these have no engines any more."""
+        """Unblocks the sequences that wait for parts, because the engines have ended."""
         self.put_back(self._blocked)
         self._blocked.clear()
 

@@ -176,7 +176,7 @@ class Scheduler:
         self.budget.resize(max_held_tokens, state_tokens)
 
     def retire(self, adapter_version: int) -> None:
-        """Notes that no new sequence will use this version of an adapter."""
+        """Tells the parts that no new sequence will use this version of an adapter."""
         for part in self.parts:
             part.retired(adapter_version)
 
@@ -218,7 +218,7 @@ class Scheduler:
                     self._send_back(sequence)
 
     def schedule(self) -> Step | ToPrefixCache | None:
-        """Returns what is to be sent next: a step to the first stage, or a message to the engines
+        """Returns the next thing to send: a step to the first stage, or a message to the engines
         of all ranks. None until another result, message or sequence comes."""
         if not self._outputs:
             self._admit()

@@ -171,7 +171,7 @@ class PrefixIndex:
             tree.add(sequence.id, sequence.prompt)
 
     def remove_decoding(self, sequence_id: int) -> None:
-        """Removes a sequence that decodes no longer, if it did."""
+        """Removes a sequence that no longer decodes. Others are ignored."""
         if running := self._running.pop(sequence_id, None):
             _, key = running
             _remove(self._running_trees, key, sequence_id)

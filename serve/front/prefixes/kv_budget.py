@@ -33,7 +33,7 @@ class KvBudget:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all that the stages held, because they were started again."""
+        """Starts again with stages that hold nothing."""
         self.kept = PrefixIndex(self.state_tokens)
         self.stops = Stops()
         self._gone = Gone([], [])
@@ -46,7 +46,7 @@ class KvBudget:
     # --- prompts
 
     def add(self, sequence_id: int, sharing: Sharing) -> None:
-        """Notes how the prompt of a new sequence shares prefixes."""
+        """Adds a new sequence, whose prompt shares prefixes as sharing says."""
         self._sharing[sequence_id] = sharing
 
     def key(self, sequence: Sequence) -> PrefixKey:
@@ -67,7 +67,7 @@ class KvBudget:
     # --- what stays and what goes
 
     def discard(self, sequence_id: int) -> None:
-        """Has a sequence dropped when it ends, even if later prompts could use it."""
+        """Marks a sequence to be dropped at its end, even if later prompts could use it."""
         self._discarded.add(sequence_id)
 
     def end(self, sequence: Sequence, num_running_tokens: int, may_keep: bool) -> bool:
@@ -106,7 +106,7 @@ class KvBudget:
             self._drop(Gone([sequence.id], self.kept.leave(sequence.id)))
 
     def identify_adapter(self, adapter_version: int, contents: str) -> None:
-        """Notes a text that identifies the contents of an adapter version."""
+        """Sets the text that identifies the contents of an adapter version."""
         self._adapter_contents[adapter_version] = contents
 
     def adapter_contents(self, adapter_version: int) -> str | None:

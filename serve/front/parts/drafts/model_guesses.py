@@ -52,7 +52,7 @@ class ModelGuesses:
         self._num_read = 0  # tokens of the text that the draft model has read
 
     def reset(self) -> None:
-        """Takes note that rank 0's engine has dropped the text."""
+        """Called when rank 0's engine has dropped the text."""
         self._num_read = 0
 
     def learn(self, sequence: Sequence, guesses: ReadableList[int]) -> None:
