@@ -118,7 +118,12 @@ def test_without_disk_space_for_a_copy_the_adapter_works(
     assert ask(Pipeline(LLAMA, CUTS), parents, 1, folder, held=(1,)) == answers
 
 
-def test_an_engine_whose_parent_was_killed_leaves_nothing(tmp_path: Path) -> None:
+def test_an_engine_whose_parent_was_killed_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its threads would end the process of the tests.
+    for name in ("_run_engine", "_watch"):
+        monkeypatch.setattr(Worker, name, lambda _: None)
     copies = tmp_path / "copies"
     copies.mkdir()
     (copies / "1.safetensors").touch()
@@ -129,7 +134,6 @@ def test_an_engine_whose_parent_was_killed_leaves_nothing(tmp_path: Path) -> Non
             Parent(here),
             Order(0, (0,), ("a",), [], 0, ".", None, None, str(copies), (0, 2), None, 1.0),
         )
-        worker._run_engine = worker._watch = lambda: None  # type: ignore[method-assign]
         worker.run()
     assert not copies.exists()
 
