@@ -49,7 +49,7 @@ WALLS = {
 }
 
 OWNERS = {
-    "psutil": ["serve.rank.memory", "launcher.facts"],
+    "psutil": ["serve.rank.memory", "serve.front.text.grammar_check", "launcher.facts"],
     "starlette": ["serve.front.app", "serve.front.routes.*", "serve.front.http.*"],
     "sse_starlette": ["serve.front.routes.*"],
     "uvicorn": ["serve.front.http.server"],

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 
 from serve.core.errors import BrigadeError, UnavailableError
@@ -419,10 +420,11 @@ GET_DOCUMENT = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def num_connections(server: Running) -> int:
-    """Files of this process that are sockets with an end at the server."""
-    states = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    local = f":{server.port:04X}"
-    return sum(line.split()[1].endswith(local) and line.split()[3] == "01" for line in states)
+    """Returns how many connections the server, which is in this process, holds open."""
+    found = psutil.Process().net_connections("tcp")
+    return sum(
+        each.laddr.port == server.port and each.status == psutil.CONN_ESTABLISHED for each in found
+    )
 
 
 @pytest.mark.parametrize(

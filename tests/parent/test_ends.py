@@ -17,6 +17,7 @@ from tests.rank.loops import ORDER
 
 pytestmark = pytest.mark.anyio
 
+KINDS = ["importing", "loading", "idle", "computing", "out of its ring"]
 PROMPT = (5,) * 3000  # A step of it takes longer than to notice that the parent ends.
 
 
@@ -67,23 +68,39 @@ async def until_left(engine: EngineProcess) -> None:
         continue
 
 
-@pytest.mark.parametrize("doing", ["importing", "loading", "idle", "computing", "out of its ring"])
-async def test_engine_ends_by_itself(
-    doing: str,
-    order: Order,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # On a busy machine, the import of MLX alone may take longer than engines usually get.
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, the import of MLX alone may take longer than engines usually get."""
     for name in ("_END_SECONDS", "_UNUSED_END_SECONDS"):
         monkeypatch.setattr(engine_module, name, 100.0)
+
+
+async def exit_code_at_end(doing: str, order: Order) -> int:
     engine = await EngineProcess.start()
     try:
         await reach(engine, doing, order)
     finally:
         await engine.stop()
-    assert await engine.wait() == 0
-    assert not [record for record in caplog.records if "engine_killed" in record.message]
+    return await engine.wait()
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("doing", KINDS)
+async def test_engine_ends_by_itself(
+    doing: str, order: Order, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert await exit_code_at_end(doing, order) == 0
+    assert "engine_killed" not in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("doing", KINDS)
+async def test_no_engine_of_a_hundred_ends_by_a_signal(doing: str, order: Order) -> None:
+    for _ in range(25):
+        ends = [exit_code_at_end(doing, order) for _ in range(4)]
+        assert await asyncio.gather(*ends) == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("seconds", [0.1, 100.0])

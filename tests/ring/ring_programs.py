@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import psutil
 
 from serve.core.errors import ClusterError
 from serve.core.messages import Order
@@ -151,7 +152,7 @@ def again() -> None:
         if number in (max(1, num_rings // 10), num_rings):
             sizes += own_sizes()
     assert all(mx.array_equal(a, b).item() for a, b in zip(kept, tensors(7), strict=True))
-    print(*sizes, len(os.listdir("/proc/self/fd")), flush=True)
+    print(*sizes, psutil.Process().num_fds(), flush=True)
     os._exit(0)
 
 
@@ -197,7 +198,7 @@ def many() -> None:
             assert arrays[0].item() == number
         transport.leave()
         if number in (num_rings // 10, num_rings):
-            sizes += [*own_sizes(), len(os.listdir("/proc/self/fd"))]
+            sizes += [*own_sizes(), psutil.Process().num_fds()]
     print(*sizes, flush=True)
     os._exit(0)
 
@@ -209,14 +210,14 @@ def late() -> None:
     counts: list[int] = []
     for number in range(1, 4):
         join(number, streams, late_seconds=0.5 if number > 1 else 0).leave()
-        counts.append(len(os.listdir("/proc/self/fd")))
+        counts.append(psutil.Process().num_fds())
     print(*counts, flush=True)
     os._exit(0)
 
 
 def own_sizes() -> list[int]:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return [len(os.listdir("/proc/self/task")), pages * os.sysconf("SC_PAGESIZE") >> 20]
+    process = psutil.Process()
+    return [process.num_threads(), process.memory_info().rss >> 20]
 
 
 def idle() -> None:

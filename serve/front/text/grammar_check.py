@@ -7,9 +7,10 @@ import resource
 import signal
 import sys
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
+import psutil
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from serve.core.grammar_limits import (
@@ -25,7 +26,6 @@ from serve.front.text.helpers import answer_questions
 from serve.hub.tiktoken_model import tokenizer_source
 
 _POLL_SECONDS = 0.01
-_MEMORY_FILE = Path("/proc/self/statm")
 # A grammar is Lark's text, or JSON in which quotes and line ends of such texts are escaped.
 _RULE = re.compile(r"(?:^|\n|\\n|\")[ \t]*[?!]?[A-Za-z_][\w.-]*(?:\[[^\]\n]*\])?[ \t]*:")
 _REFERENCE = re.compile(r'\$(?:ref|dynamicRef|recursiveRef)\\?"\s*:\s*\\?"([^"]*)"')
@@ -43,29 +43,18 @@ def main(folder: str) -> None:
     threading.stack_size(CHECK_STACK_BYTES)
     # In a thread, because the main thread's stack depends on the system's limits.
     checking = ThreadPoolExecutor(1, "check")
-    max_bytes = _resident_bytes() + CHECK_MEMORY_BYTES
+    own_memory = psutil.Process().memory_info
+    max_bytes = own_memory().rss + CHECK_MEMORY_BYTES
 
     def answer(question: CheckGrammar, _: bytes) -> GrammarChecked:
         checked = checking.submit(_checked, tokenizer, question.grammar)
-        _watch_memory(checked, max_bytes)
+        while not checked.done():
+            wait([checked], _POLL_SECONDS)
+            if own_memory().rss > max_bytes:
+                os.kill(os.getpid(), signal.SIGKILL)
         return checked.result()
 
     answer_questions(CheckGrammar, answer, CHECK_SECONDS)
-
-
-def _watch_memory(checked: "Future[GrammarChecked]", max_bytes: int) -> None:
-    while not checked.done():
-        wait([checked], _POLL_SECONDS)
-        if _resident_bytes() > max_bytes:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _resident_bytes() -> int:
-    """Returns the memory of this process. On Linux getrusage cannot be used: its maximum includes
-    the server's memory from before the exec."""
-    if _MEMORY_FILE.exists():
-        return int(_MEMORY_FILE.read_text().split()[1]) * resource.getpagesize()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _checked(tokenizer: LLTokenizer, grammar: str) -> GrammarChecked:
