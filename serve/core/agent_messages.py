@@ -23,8 +23,8 @@ class EnterFolder(AgentMessage, frozen=True):
 
 class DescribeHost(AgentMessage, frozen=True):
     """A launcher asks an agent for HostFacts. ips are addresses that the host should have, model is
-    a folder whose files to digest, prefix_cache_dir a folder for prefixes, and port one that should
-    be free."""
+    the folder of a model to digest, prefix_cache_dir a folder for prefixes, and port one that
+    should be free."""
 
     model: str | None
     ips: list[str]
@@ -82,7 +82,7 @@ class FolderEntered(AgentMessage, frozen=True):
 
 
 class MacFacts(msgspec.Struct, frozen=True):
-    """The facts of a Mac, each as its tool prints it, "" where that failed. wired_limit is the
+    """The facts of a Mac, each as its tool prints it, or "" if the tool failed. wired_limit is the
     limit of wired memory in units of 2**20 bytes ("0" is the system's default), sleep the minutes
     until it sleeps ("0" means never), and ports the kind of port of each network interface.
     power_mode is "1" for low power. machine is the processor that Python was built for."""
@@ -97,8 +97,8 @@ class MacFacts(msgspec.Struct, frozen=True):
 
 
 class PrefixFolder(msgspec.Struct, frozen=True):
-    """A folder for prefixes on a host: its bytes in files, the bytes that are free there, and the
-    reason why it cannot be used, or None."""
+    """A folder for prefixes on a host: the bytes of its files, the bytes that are free there, and
+    the reason why it cannot be used, or None."""
 
     path: str
     num_bytes: int
@@ -107,12 +107,12 @@ class PrefixFolder(msgspec.Struct, frozen=True):
 
 
 class HostFacts(AgentMessage, frozen=True):
-    """An agent reports the facts of its host. max_files is negative if there is no limit. blas
-    replaces MLX's own library. interfaces maps each requested address to its network interface, and
-    unusable maps an address to the reason why it cannot be used. model holds the digests of the
-    model's files; model_error says why there are none. hub_model is the id of a model on the hub.
-    time is in seconds since the epoch. port is the one asked for, and port_holder who listens on
-    it, if any.
+    """An agent reports the facts of its host. max_files is negative if there is no limit. blas is
+    the library that replaces MLX's own. interfaces maps each requested address to its network
+    interface, and unusable maps an address to the reason why it cannot be used. model holds the
+    digests of the model's files; model_error says why there are none. hub_model is the id of a
+    model on the hub. time is in seconds since the epoch. port is the one asked for, and port_holder
+    the program that listens on it, if any.
     """
 
     host: str

@@ -19,8 +19,8 @@ from serve.core.errors import ModelError
 
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 _PREFIX_BYTES = 8  # A safetensors file begins with the length of its header, as a uint64.
-# Of one JSON text. An engine that parses an adapter's computes nothing meanwhile: 32 MB of numbers
-# take two seconds. The header of a file with 100,000 tensors has 15 MB.
+# The limit of one JSON text. While an engine parses that of an adapter, it computes nothing: 32 MB
+# of numbers take two seconds. The header of a file with 100,000 tensors takes 15 MB.
 MAX_JSON_BYTES = 32 << 20
 _LAYER_KEYS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 _MANY_LAYERS = 1000
@@ -71,8 +71,8 @@ def not_a_folder(model: Path, flag: str = "--model") -> str:
 
 
 def read_checkpoint(folder: Path, flag: str = "--model") -> Checkpoint:
-    """Reads the description of a model folder, which was given by a flag. Raises ModelError if it
-    is not a complete model."""
+    """Reads the description of a model folder. Errors name the flag that gave it. Raises ModelError
+    if it is not a complete model."""
     if not is_folder(folder):
         raise ModelError(not_a_folder(folder, flag), code="no_folder")
     config_file = folder / "config.json"
@@ -164,7 +164,7 @@ def read_header(file: Path) -> dict[str, TensorRange]:
 
 
 def read_header_from(stream: BinaryIO, file: Path) -> dict[str, TensorRange]:
-    """Does the same with an open file, which messages call file. Raises ModelError and OSError."""
+    """Reads the same from an open file, called file in errors. Raises ModelError and OSError."""
     text, file_bytes = _header_of(stream, file)
     return parse_header(text, file, file_bytes)
 

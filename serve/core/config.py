@@ -89,7 +89,7 @@ class ServeConfig(ModelSource):
     )
     memory: str | None = flag(f"{MEMORY_HELP} (default: the free memory)", None, metavar="SIZE")
     max_model_len: int | None = flag(
-        "tokens that prompt and answer may have together (default: the model's context)",
+        "maximum tokens of prompt and answer together (default: the model's context)",
         None,
         min=2,
         heading="model",
@@ -127,14 +127,14 @@ class ServeConfig(ModelSource):
     )
     max_queue: int = flag("number of requests that may wait; more get 429", 256, min=0)
     max_inter_token: float | None = flag(
-        "seconds that prefill may delay the next token of a stream (default: about twice the usual "
-        "time)",
+        "maximum seconds between two tokens of a stream while prompts are prefilled (default: "
+        "about twice the usual time)",
         None,
         min=0.001,
         max=60,
     )
     draft_model: str | None = flag(
-        f"{DRAFT_MODEL_HELP}, or none to guess nothing (default: only the text so far)",
+        f"{DRAFT_MODEL_HELP}, or none to guess nothing (default: guess from the text so far)",
         None,
         metavar="M",
     )
@@ -193,7 +193,7 @@ class ServeConfig(ModelSource):
     )
     no_ui: bool = flag("do not serve the web page at /", False)
     join_timeout: float = flag(
-        "seconds to wait for a rank to connect; `brigade launch` waits at least 300 for a start",
+        "seconds to wait for a rank to connect; at the start under `brigade launch`, at least 300",
         60.0,
         min=1,
         max=10**6,
@@ -238,7 +238,7 @@ class ServeConfig(ModelSource):
         return self.draft_model not in (None, "none")
 
     def start_patience(self, *, is_launched: bool) -> float:
-        """Returns for how many seconds a rank may take to start until the others give it up.
+        """Returns how many seconds the other ranks wait for one to start.
 
         `brigade launch` has started every rank, and ends the others when one ends: a rank that has
         not connected yet is busy. So is rank 0 while it fetches the small files of a hub model.
@@ -293,7 +293,7 @@ def may_name_adapter(name: str, model_name: str) -> bool:
 def hub_id(path: Path, root: Path = Path()) -> str | None:
     """Returns `org/name` if path names a repository on the hub, None if it is a folder below
     root."""
-    # The file system is not asked about any other text: for a long one it would raise OSError.
+    # Only such a text is looked up in the file system: a long one would raise OSError.
     if not _HUB_ID.fullmatch(str(path)):
         return None
     return None if (root / path).exists() else str(path)
@@ -356,7 +356,7 @@ def check_range(name: str, value: Any, checks: Mapping[str, Any]) -> None:
 
 
 def with_keys(config: ServeConfig, environment: Mapping[str, str]) -> ServeConfig:
-    """Adds the keys of files and of the environment to those of the flags. Only rank 0 calls it:
+    """Adds the keys from files and from the environment to those from flags. Only rank 0 calls it:
     the other ranks need no keys, and may not have the files. Raises UsageError."""
     api_key = _keys("api", config.api_key, config.api_key_file, environment)
     admin_key = _keys("admin", config.admin_key, config.admin_key_file, environment)
@@ -386,8 +386,8 @@ def _keys(
 
 
 def _check_keys(source: str, keys: tuple[str, ...]) -> None:
-    """Raises UsageError if a source has no key, or an empty one: it must not open the server to
-    everybody."""
+    """Raises UsageError if a source contains no key, or an invalid one: a mistake must not open the
+    server to everybody."""
     if not keys or not all(_KEY.fullmatch(key) for key in keys):
         raise UsageError(
             f"{source} has no key: give 1 to 512 characters without spaces.", code="no_key"

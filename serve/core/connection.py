@@ -32,7 +32,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 def advice(error: OSError) -> str:
     """Returns what to do about an error that macOS gives to a program without access to the local
-    network, or an empty string. Programs of Terminal and ssh have access without being asked."""
+    network, or an empty string. Programs started from Terminal or over ssh always have access."""
     if error.errno != errno.EHOSTUNREACH:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""Settings of a server that have no flag, because nobody needs to change them; tests do."""
+"""Settings of a server that have no flag, because only tests need to change them."""
 
 from dataclasses import dataclass, fields
 
@@ -9,7 +9,7 @@ from serve.core.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """Times are in seconds. num_groups sequences' groups decode in turn; None: one per stage."""
+    """Times are in seconds. num_groups groups of sequences decode in turn (None: one per stage)."""
 
     warms_up: bool = True
     keeps_spare_engine: bool = True
@@ -22,7 +22,7 @@ class Constants:
     header_timeout: float = 10.0
     body_timeout: float = 30.0
 
-    load_timeout: float = 300.0  # without progress of what is loaded
+    load_timeout: float = 300.0  # without progress in loading
     stall_timeout: float = 30.0  # without a finished step, while steps are in flight
     return_timeout: float = 600.0  # for a lost rank to return
     max_restarts: int = 5  # of the engines within restart_window
@@ -30,8 +30,8 @@ class Constants:
 
 
 def quick_start(text: str) -> Constants:
-    """Returns the constants of a server that starts quickly, without warm-up and spare engine, and
-    with the changes in text, such as "stall_timeout=3,max_restarts=9". Raises UsageError."""
+    """Returns the constants of a server that starts quickly, without a warm-up or a spare engine,
+    and with the changes in text, such as "stall_timeout=3,max_restarts=9". Raises UsageError."""
     changes: dict[str, object] = {"warms_up": False, "keeps_spare_engine": False}
     names = [field.name for field in fields(Constants)]
     for word in filter(None, text.split(",")):

@@ -1,4 +1,4 @@
-"""Ctrl-C while a program is imported, which takes a while and cannot catch it yet."""
+"""Handles Ctrl-C while modules are imported: that takes a while, and nothing catches it yet."""
 
 import signal
 import threading
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 def ends_silently() -> Callable[[], None]:
     """Lets Ctrl-C end this process without a traceback, until the returned function is called. Does
-    nothing where Ctrl-C has another meaning already."""
+    nothing if something else handles Ctrl-C already."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return lambda: None

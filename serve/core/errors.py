@@ -23,9 +23,9 @@ The message is one line: what is wrong, where, and how to fix it.
 
 
 class BrigadeError(Exception):
-    """The base of all errors that a person or a client can meet. param names the field of a
-    request that is wrong. code names the reason, in OpenAI's word where it has one. An error
-    without a code of its own has that of its class."""
+    """The base of all errors that a person or a client can meet. param names the field of a request
+    that is wrong. code names the reason, in OpenAI's words where there are any. An error without a
+    code of its own has that of its class."""
 
     exit_code = 1
     http_status = 500
@@ -79,7 +79,7 @@ class RequestCancelledError(RequestError):
 
 
 class OverflowedError(RequestError):
-    """The logits of a sequence were not finite: no 4xx, as the model or adapter is to blame."""
+    """The logits of a sequence were not finite. It is a 500: the model or adapter is to blame."""
 
     http_status = 500
     type = "server_error"
@@ -126,7 +126,7 @@ class ClusterError(BrigadeError):
 
 
 class DisagreementError(ClusterError):
-    """Ranks have different files or versions. rows has each rank's value of each such fact."""
+    """Ranks have different files or versions. rows maps each of them to the values of the ranks."""
 
     code = "ranks_differ"
 

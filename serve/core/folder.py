@@ -1,4 +1,4 @@
-"""Temporary folders, each of one process, and how files and folders are made to survive a crash.
+"""Temporary folders, each owned by one process, and writes that survive a crash.
 
 A temporary folder is removed when its process ends, or by the next process that starts.
 """
@@ -19,9 +19,9 @@ _UNLOCKED_SECONDS = 60.0  # far more than it takes to lock a folder that was jus
 
 class OwnFolder:
     """A folder that is locked as long as this process lives: the system releases the lock. It gets
-    its final name after the lock, so an unlocked folder of that name has no owner. systemd-tmpfiles
-    does not remove locked folders. macOS does, so it must not hold files that are needed for
-    days."""
+    its final name only when it is locked, so an unlocked folder with such a name has no owner.
+    systemd-tmpfiles does not remove locked folders. macOS does, so it must not hold files that are
+    needed for days."""
 
     def __init__(self) -> None:
         unlocked = tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX)
@@ -59,8 +59,8 @@ def sync(path: Path) -> None:
 
 
 def full_sync(descriptor: int) -> None:
-    """Waits until what was written to a file is on the disk itself. fsync of macOS only hands it to
-    the disk, whose cache is lost with the power. Raises OSError."""
+    """Waits until what was written to a file is on the disk itself. On macOS, fsync only hands it
+    to the disk, which loses its cache when the power fails. Raises OSError."""
     if _FULL_SYNC is not None:
         try:
             fcntl.fcntl(descriptor, _FULL_SYNC)

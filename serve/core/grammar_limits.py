@@ -7,8 +7,8 @@ has a much smaller stack than the engine: a grammar that passes it cannot overfl
 from typing import Any
 
 MAX_GRAMMAR_CHARACTERS = 256 << 10
-# A chain of this length takes 9 to 12 MB of stack in llguidance 1.7 on x86-64. A longer one would
-# crash the check, and is then refused too, but some systems report each crash to their user.
+# A chain of this length takes 9 to 12 MB of stack in llguidance 1.7 on x86-64. A longer one is
+# refused at once: it would crash the check, and some systems report each crash to their user.
 MAX_RULES = 4000
 MAX_REFERENCES = 1000
 CHECK_STACK_BYTES = 16 << 20

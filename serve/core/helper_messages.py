@@ -1,6 +1,6 @@
 """The messages between the server and its helper processes, which do slow work for it.
 
-They travel as JSON, because they hold JSON of clients, whose integers may be too large for
+They travel as JSON, because they contain clients' JSON, whose integers may be too large for
 MessagePack.
 """
 
@@ -130,8 +130,8 @@ class GrammarChecked(HelperMessage, frozen=True):
 
 
 class Claim(msgspec.Struct, frozen=True, array_like=True):
-    """A text that should be JSON by a schema, which is JSON text too. name says in violations what
-    the text is."""
+    """A text that should be JSON and follow a schema, itself a JSON text. In violations, name says
+    which text it is."""
 
     name: str
     schema: str

@@ -30,9 +30,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """The measured speeds of a cluster of equal ranks: of their memory, and of their links. A GPU
-    and the CPU, which sends and adds up, wait for each other for fence_seconds at each sum and
-    hop."""
+    """The measured speeds of a cluster of equal ranks: of their memory, and of their links. Each
+    sum and hop takes fence_seconds more, in which a GPU and the CPU, which sends and adds, wait for
+    each other."""
 
     memory_bytes_per_second: float
     link: Link
@@ -113,7 +113,7 @@ def _saved_by_sharing_head(stage: StagePlan, num_rows: int, speeds: Speeds) -> f
 
 def _sum_seconds(num_bytes: int, num_shards: int, speeds: Speeds) -> float:
     """Returns the time of one sum around a ring of T shards. Every shard sends a T-th of the
-    numbers T - 1 times while they are added up, and as often to pass on the results."""
+    numbers T - 1 times while they are added up, and T - 1 times to pass on the results."""
     if num_shards == 1:
         return 0.0
     num_messages = 2 * (num_shards - 1)
@@ -132,9 +132,9 @@ def max_tokens_of_shared_head(
     link: Link,
 ) -> int:
     """Returns the largest number of tokens in a step for which the shards of the last stage compute
-    the logits together. saved_seconds is the time that this saves for one token, and never less for
-    several. Gathering the logits, logits_bytes for each token, may take at most half of the saved
-    time."""
+    the logits together. saved_seconds is the time that this saves in a step of one token; longer
+    steps save no less. Gathering the logits, logits_bytes for each token, may take at most half of
+    the saved time."""
     fixed_seconds = _gather_seconds(0, num_shards, link)
     seconds_per_token = _gather_seconds(logits_bytes, num_shards, link) - fixed_seconds
     seconds_left = _MAX_GATHER_SHARE * saved_seconds - fixed_seconds
@@ -142,7 +142,7 @@ def max_tokens_of_shared_head(
 
 
 def best(forecasts: Sequence[Forecast]) -> Forecast:
-    """Returns the fastest layout; among equal ones that with fewer shards, which sends less."""
+    """Returns the fastest layout. Of equally fast ones, that with the fewest shards sends least."""
     return max(forecasts, key=lambda each: (each.tokens_per_second, -each.num_shards))
 
 

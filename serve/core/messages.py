@@ -70,9 +70,9 @@ class Order(Message, frozen=True):
 
     An engine that has left a ring keeps its weights, keys and values for the next order. If that
     order differs from the earlier one only in nonce, adapters and positions, it keeps its layers,
-    the adapters of these versions, and the keys and values of the first tokens of each sequence, as
-    many as positions says. If the order has another ring or other layers, it keeps the weights and
-    adapters of the layers that are its own again, and positions is empty. It drops everything else.
+    the adapters in the new order and, of each sequence, the keys and values of as many tokens as
+    positions says. If the ring or the layers differ, it keeps the weights and adapters of the
+    layers that both orders give it, and positions is empty. It drops everything else.
     """
 
     rank: int
@@ -118,8 +118,8 @@ class Order(Message, frozen=True):
 
 class Renew(Message, frozen=True):
     """Rank 0's parent asks another parent for an engine without a ring. With keep, this is the old
-    engine if it leaves its ring in time, which answers Left. Otherwise it is a new one, and the
-    answer is the Status STARTING. With dump, the stacks of the old one are logged first."""
+    engine if it leaves its ring in time; the answer is then Left. Otherwise it is a new one, and
+    the answer is the Status STARTING. With dump, the stacks of the old one are logged first."""
 
     life: int
     dump: bool
@@ -154,10 +154,10 @@ class Pong(Message, frozen=True):
 
 
 class MakePlan(Message, frozen=True):
-    """Rank 0's parent asks its engine, before its order, to divide the model in this folder. With
-    link, the slowest one between the ranks, the engine also chooses the layout of stages and
-    shards. With shard_counts, it takes the first of these numbers of shards that is possible. The
-    answer is Planned or Fault."""
+    """Rank 0's parent asks its engine, before giving it an order, to divide the model in this
+    folder. With link, the slowest one between the ranks, the engine also chooses the layout of
+    stages and shards. With shard_counts, it takes the first of these numbers of shards that is
+    possible. The answer is Planned or Fault."""
 
     model: str
     request: PlanRequest
@@ -435,9 +435,9 @@ class Result(Message, frozen=True):
     """Rank 0's engine returns the tokens of a step and its other outputs. tokens lists one token
     for each row (or one of FAILURES), and is empty if the step did not sample. If the step fed
     drafts, num_drafts gives their number for each row, and num_accepted how many of them were
-    right: tokens then lists that many more for the row, one row after the other. A row with -1 has
-    no token: its drafts may have made its numbers overflow, and it has to be computed again without
-    drafts."""
+    right: tokens then lists that many more for the row, one row after the other. A row with -1
+    there has no token: its drafts may have made its numbers overflow, so it has to be computed
+    again without them."""
 
     number: int
     tokens: tuple[int, ...]
@@ -552,8 +552,8 @@ class RunStart(Note, frozen=True):
 class ResumePoint(Note, frozen=True):
     """Rank 0 of a training run tells all ranks where a resumed run continues. iteration counts
     batches and step the updates of the optimizer. losses are (batches done, validation loss). A
-    batch is divided into num_parts micro-batches. loss_scale is the factor of the loss, and how
-    many updates in a row were finite with it."""
+    batch is divided into num_parts micro-batches. loss_scale is the factor of the loss, and the
+    number of updates in a row that were finite with it."""
 
     iteration: int
     step: int
@@ -564,7 +564,7 @@ class ResumePoint(Note, frozen=True):
 
 class Probe(Note, frozen=True):
     """Every rank of a training run sends the bytes and times of its largest micro-batch. base is
-    held without any micro-batch: weights, float32 master weights and the optimizer's state.
+    held even without a micro-batch: weights, float32 master weights and the optimizer's state.
     gradients are the sums of all micro-batches. A micro-batch holds `held` from F to W; extra maps
     each kind of op, and an update, to the bytes that it needs in addition. means lists the stage,
     the kind and the mean seconds of each op."""

@@ -1,8 +1,8 @@
 """The operations that stages perform before and after the rows of a step, in the order in which the
 step lists them.
 
-A feature of the engine that needs more than rows adds an operation here, and the scheduler and the
-ranks each have a part that makes it or performs it.
+A feature of the engine that needs more than rows adds an operation here. A part of the scheduler
+makes it, and a part of each rank performs it.
 """
 
 from typing import ClassVar, TypeAlias
@@ -13,16 +13,16 @@ NO_CHECKPOINT = -1
 
 
 class Op(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The base of all operations. A step with one that must_come_last overtakes no other step. One
-    that is_answered comes after the rows: only rank 0 performs it, before the step's result leaves,
-    and adds an output to the result."""
+    """The base of all operations. A step with an operation that must_come_last overtakes no other
+    step. One that is_answered comes after the rows: only rank 0 performs it, before the step's
+    result leaves, and adds an output to the result."""
 
     must_come_last: ClassVar[bool] = False
     is_answered: ClassVar[bool] = False
 
     @property
     def touched(self) -> tuple[int, ...]:
-        """The ids of the sequences and checkpoints that it reads or changes."""
+        """The ids of the sequences and checkpoints that the operation reads or changes."""
         return ()
 
 

@@ -1,5 +1,5 @@
-"""Sampling parameters that are plain numbers: their types and ranges, which the fields of the
-sampling declare. Bodies of requests and generation_config.json are checked against them."""
+"""Sampling parameters that are plain numbers: their types and ranges, which the fields of Sampling
+declare. Bodies of requests and generation_config.json are checked against them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

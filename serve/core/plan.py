@@ -84,8 +84,8 @@ class ModelCost:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A demand for room: concurrency sequences at the same time, each of up to context tokens. With
-    num_tokens that many must fit in all, otherwise every sequence with its whole context."""
+    """A demand for room: concurrency sequences at the same time, each of up to context tokens. If
+    num_tokens is set, that many tokens must fit in all, otherwise every whole context."""
 
     context: int
     concurrency: int
@@ -267,8 +267,8 @@ def balanced_split(
     forbidden: frozenset[int] = frozenset(),
 ) -> list[LayerRange]:
     """Returns the split whose slowest stage is fastest, within the ranks' memory and without a cut
-    before a forbidden layer. Among equal ones, that with the smallest sum of squares wins. Raises
-    PlanError if none fits."""
+    before a forbidden layer. Of equally fast ones, that with the smallest sum of squared times
+    wins. Raises PlanError if none fits."""
     num_layers = len(cost.layers)
     check_num_ranks(num_layers, num_ranks)
     sums = _Sums(cost, demand, num_ranks)
@@ -485,8 +485,8 @@ def _state_tokens(
     num_tokens: int,
 ) -> int:
     """Returns the number of tokens that take as much room as the fixed caches of one more sequence.
-    num_tokens tokens fill the room beside the fixed caches of num_sequences sequences. The result
-    may be decided by a stage on which a token takes little room."""
+    num_tokens tokens fill the room beside the fixed caches of num_sequences sequences. The stage
+    with the largest result decides: it may be one on which a token takes little room."""
     largest = 0
     for stage, num_bytes in zip(stages, kv_bytes, strict=True):
         fixed = stage.cache_bytes_per_sequence

@@ -20,13 +20,13 @@ class RestartWindow:
         self._times.append(now)
 
     def forget(self, num_restarts: int) -> None:
-        """Takes back the last restarts, or all if there were fewer."""
+        """Forgets the last num_restarts restarts, or all if there were fewer."""
         for _ in range(min(num_restarts, len(self._times))):
             self._times.pop()
 
     def num_left(self, now: float) -> int:
-        """Returns the number of restarts that are still allowed. It is negative if there were
-        more."""
+        """Returns the number of restarts that are still allowed. It is negative if there were too
+        many."""
         self._expire(now)
         return self.max_restarts - len(self._times)
 

@@ -16,7 +16,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 class HiddenSize(Section, frozen=True):
-    """Rank 0's model shows hidden states of this size, so it can make embeddings."""
+    """Rank 0's model returns hidden states of this size, from which embeddings can be made."""
 
     size: int
 

@@ -1,7 +1,7 @@
 """The types that all packages share: Sequence, Group, Step, Event and their parts.
 
-They are plain data, with no behaviour beyond their fields. So are the counts that a stage keeps of
-its sums. Stage is in serve.model.stage, Transport in serve.ring.transport.
+They are plain data, with no behaviour beyond their fields. Stage is in serve.model.stage, Transport
+in serve.ring.transport.
 """
 
 import itertools
@@ -176,7 +176,7 @@ class Sequence:
     @property
     def num_to_prefill(self) -> int:
         """The number of tokens that prefill steps feed. The last token of a sequence with an answer
-        is the first one that it feeds in its group."""
+        is not among them: the first decode step feeds it."""
         return self.num_tokens - self.has_answer
 
     @property
@@ -240,11 +240,11 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The output of the scheduler: everything that a stage needs to know for one run.
 
-    A stage performs the operations of before, in their order. After that, group holds exactly rows,
-    in this order: a stage moves a row from the group in which it finds it, and starts a row at
+    A stage performs the operations of before, in their order. Then it makes group hold exactly
+    rows, in this order: it moves each row from the group in which it finds it, and starts a row at
     position 0 with an empty cache. tokens lists the tokens of all rows, one row after the other.
     When the rows have run, the stage performs the operations of after. A step that does not sample
-    only fills caches; its rows that have begun feed the same number of tokens, new rows may differ.
+    only fills caches: rows begun earlier feed the same number of tokens, new rows may differ.
 
     A step that samples does so at each token that it feeds. A row feeds one token, and may feed
     drafts behind it: guesses of the tokens that follow. The next step of the sequence says by its
@@ -307,8 +307,8 @@ def tokens_of_rows(tokens: tuple[int, ...], num_accepted: tuple[int, ...]) -> li
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event of a sequence: a token, its end, or both. It carries a score if the request asked
-    for one."""
+    """An event of a sequence: a token, the end of the sequence, or both. It carries a score if the
+    request asked for one."""
 
     sequence: int
     token: int | None = None

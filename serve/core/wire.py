@@ -101,13 +101,13 @@ def line(message: AgentMessage) -> str:
 
 
 class LineReader(Generic[Received]):
-    """Turns lines into messages of the expected types, a union of serve.core.messages."""
+    """Turns lines into messages of the expected types, a union of serve.core.agent_messages."""
 
     def __init__(self, expected: Any) -> None:
         self._decoder: msgspec.json.Decoder[Received] = msgspec.json.Decoder(expected)
 
     def read(self, text: str | bytes) -> Received:
-        """Raises ClusterError if the line is no message of these types."""
+        """Raises ClusterError if the line is not a message of these types."""
         try:
             return self._decoder.decode(text)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
