@@ -87,7 +87,7 @@ def parse(
         if "hidden" in field.metadata:
             _add_flag(parser, field, field.metadata["reads"], False)
     for name, value in given.items():
-        # argparse checks a default only if it is text. So it refuses the same values as of a flag.
+        # argparse checks a default only if it is text: then it must be valid, like a flag's value.
         is_number = type(value) in (int, float)
         parser.set_defaults(**{name: str(value) if is_number else value})
     required = [action for action in parser._actions if action.required]

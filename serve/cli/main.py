@@ -119,7 +119,7 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
 
 def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutine[Any, Any, None]]:
     """Checks the command line on this rank before it joins the others. Most mistakes are the same
-    on all ranks: rank 0 reports them, and the launcher ends the others before they do the same."""
+    on all ranks: rank 0 reports them, and the launcher ends the others before they report too."""
     try:
         asked = parse(ServeConfig, argv, "brigade serve", __doc__)
         draft = draft_folder(asked.draft_model)
@@ -173,8 +173,8 @@ async def _run_front(
     task = asyncio.current_task()
     loop = asyncio.get_running_loop()
     assert task is not None
-    # The HTTP server later replaces these handlers by its own. They come before the imports, which
-    # an error raised by a signal could break.
+    # The HTTP server later replaces these handlers with its own. They are set before the imports,
+    # which an error raised by a signal could break.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
     # Imported here, because ranks above 0 need neither HTTP nor tokenizers.
@@ -244,7 +244,7 @@ async def _run_engines(
 
 
 def _check_draft(config: ServeConfig, tokenizer: "Tokenizer") -> None:
-    """Raises ModelError if the draft model has another vocabulary than the model."""
+    """Raises ModelError if the vocabularies of the draft model and the model differ."""
     assert config.draft_model is not None
     folder = Path(config.draft_model)
     if on_hub := draft_on_hub(config.draft_model):

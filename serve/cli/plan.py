@@ -120,7 +120,7 @@ class PlanConfig(ModelSource):
 
     @property
     def plans_fastest(self) -> bool:
-        """Whether to plan the fastest layout, because no other one is asked for."""
+        """Whether to plan the fastest layout, because the flags name no layout."""
         return self.compares and self.tensor_parallel_size in (None, "auto")
 
     @property

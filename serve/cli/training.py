@@ -54,7 +54,7 @@ class TrainingView:
                     _log(without=event.without)
 
     def _progress(self, iteration: int) -> dict[str, str]:
-        """Describes which part is done, and how long the rest takes at the pace so far."""
+        """Describes how much is done, and how long the rest takes at the pace so far."""
         if not self._total:
             return {}
         share = iteration / self._total

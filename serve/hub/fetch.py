@@ -1,8 +1,8 @@
 """Fetches byte ranges of remote files into sparse files, in place.
 
-It uses several connections, and several processes can share one folder without fetching the
-same bytes twice: a process claims a range by locking these bytes of a file beside it. The
-system releases such a lock when the process ends, however it ends.
+It uses several connections, and several processes can share one folder without fetching the same
+bytes twice: a process claims a range by locking the same bytes of a file beside it. The system
+releases such a lock when the process ends, however it ends.
 """
 
 import fcntl
@@ -91,7 +91,7 @@ class Shard:
         commit_bytes: int,
         advance: Callable[[int], None],
     ) -> None:
-        """Writes the pieces to the range; a failure loses none before it. advance gets sizes."""
+        """Writes the pieces to the range, also those before a failure. advance gets their sizes."""
         position = wanted[0]
         committed = position
         try:

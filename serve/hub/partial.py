@@ -111,15 +111,15 @@ def open_partial(
     sizes: Sizes = STANDARD,
     kind: RepoKind = MODEL,
 ) -> PartialModel:
-    """Opens the folder of this commit in the cache (None: under HF_HOME), or makes it. A snapshot
-    that was just resolved saves a request. Raises ModelError."""
+    """Opens the folder of this commit in the cache (None: under HF_HOME), or makes it. Passing a
+    snapshot that was just resolved saves a request. Raises ModelError."""
     cache = cache or default_cache()
     folder = cache / folder_name(repo) / commit
     state = folder / STATE_FOLDER
     saved = saved_snapshot(folder)
     try:
         state.mkdir(parents=True, exist_ok=True)
-        # The first process makes the folder; the others wait and find it made.
+        # The first process makes the folder; the others wait until it is there.
         with WeakFileLock(state / "lock"):
             known = Snapshot.load(saved)
             if known is None:

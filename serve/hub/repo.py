@@ -216,7 +216,7 @@ def _remembered(
     cache: Path,
     ref: Path,
 ) -> Snapshot | None:
-    """Returns the snapshot in Brigade's cache for a revision, whose last known commit is in ref."""
+    """Returns a revision's snapshot in Brigade's cache; ref contains its last known commit."""
     commit = revision or ""
     if not _COMMIT.fullmatch(commit):
         commit = ref.read_text() if ref.is_file() else ""

@@ -1,7 +1,7 @@
 """Makes a tokenizer.json for Kimi, whose repositories contain a tiktoken file and a program.
 
-The program is not run. It is known to add two things to the file: how text is split, and names
-for the ids without a name.
+The program is not run. It is known to add two things to the file: how text is split, and names for
+ids that have none.
 """
 
 import base64
