@@ -1,4 +1,4 @@
-"""Finds out by trial runs whether rows of different lengths can share a forward of a model."""
+"""Finds out by trial runs whether rows of different lengths can share a forward pass."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from serve.core.types import Row, Step
 from serve.model import trace, trial
 from serve.rank.cache import ForwardPass, GroupCaches
 
-# mlx-lm's architectures whose tokens see later ones of the same forward.
+# mlx-lm's architectures whose tokens see later ones of the same forward pass.
 _NOT_CAUSAL = {"phi3small"}
 
 # The number of tokens that each row feeds, in each step. Rows join, leave and run alone. The
@@ -32,7 +32,7 @@ _TRIAL_STEPS: tuple[dict[int, int], ...] = (
 
 
 def can_batch(model: nn.Module) -> bool:
-    """Whether rows of different lengths can run in one forward of this whole model: its caches
+    """Whether rows of different lengths can share a forward pass of this whole model: its caches
     can hold them together, and it handles their positions and masks. No weights are read."""
     with trial.without_weights(model):
         return _runs_together(model)
@@ -40,7 +40,7 @@ def can_batch(model: nn.Module) -> bool:
 
 def is_causal(model: nn.Module) -> bool:
     """Whether tokens fed together give the same logits as one by one, so that guesses can be
-    verified. It cannot be tried without weights; tests try every architecture."""
+    verified. No trial can show this without weights; tests try every architecture."""
     return type(model).__module__.rpartition(".")[2] not in _NOT_CAUSAL
 
 
@@ -80,7 +80,7 @@ def _runs(model: nn.Module, step: Step, own: ForwardPass) -> bool:
 
 @contextmanager
 def _common_position_refused() -> Iterator[None]:
-    """Makes rope raise ValueError for one position for all rows. Rows at different positions need
+    """Makes rope raise ValueError if all rows get one position. Rows at different positions need
     their own; a single number comes from the shape of padded keys, not from the cache."""
     rope = mx.fast.rope
 

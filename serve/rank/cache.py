@@ -28,8 +28,8 @@ _MANY_GROUPS = 256
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """Rows of a step that run in one forward. rows has indices into step.rows, and None for a row
-    that only pads the batch."""
+    """Rows of a step that share a forward pass. rows lists indices into step.rows, and None for a
+    row that only pads the batch."""
 
     rows: tuple[int | None, ...]
     caches: list[Any]
@@ -46,7 +46,7 @@ class ForwardPass:
             if are_new or not tokens:
                 padded.append((0,) * num_missing + tokens)
             else:
-                # With a token of its own, a row's padding overflows only where the row does.
+                # With the row's own first token, padding overflows only if the row does.
                 padded.append(tokens + tokens[:1] * num_missing)
         return mx.array(padded)
 
@@ -62,7 +62,7 @@ class ForwardPass:
         return outputs
 
     def _are_new(self, step: Step) -> bool:
-        """Whether the rows begin with this step, which they do together or not at all."""
+        """Whether the rows begin with this step. Either all of them do, or none."""
         return all(step.rows[n].position == 0 for n in self.rows if n is not None)
 
     def own_rows(self, output: mx.array) -> mx.array:
@@ -75,7 +75,7 @@ class ForwardPass:
 
 class GroupCaches:
     """The caches of all sequences of a stage. It decides which rows of a step share a batch (none,
-    unless can_batch), and which move for that. make_caches returns those of a new row."""
+    unless can_batch), and which move for that. make_caches returns the caches of a new row."""
 
     def __init__(
         self,
@@ -93,8 +93,7 @@ class GroupCaches:
         self._key_of: dict[int, int] = {}  # the key of each sequence's batch
         self._keys_of_group: dict[int, list[int]] = {}
         self._positions: dict[int, int] = {}  # the number of held tokens by sequence
-        # Positions before the last step, for sequences that it fed drafts: they can be cut to
-        # these.
+        # The positions of sequences before the last step fed them drafts: they can be cut to these.
         self._floors: dict[int, int] = {}
         self._checkpoints: dict[int, SavedState] = {}
         self._moved: set[int] = set()  # keys of batches whose rows were copied
@@ -203,9 +202,9 @@ class GroupCaches:
         return self._batch_of(sequence).extract(sequence, num_tokens)
 
     def states_at(self, sequence: int, num_tokens: int, checkpoint: int) -> list[Any]:
-        """Returns the states (`rank.checkpoints`) of a sequence behind its first tokens, lazily:
-        those of a checkpoint, or its own, which are behind all its tokens. Raises EngineError if
-        they are not held."""
+        """Returns the states (`rank.checkpoints`) of a sequence after its first num_tokens tokens,
+        lazily: those of a checkpoint, or its current ones if it has no more tokens. Raises
+        EngineError if they are not held."""
         self._check_held(sequence, num_tokens)
         if checkpoint != NO_CHECKPOINT:
             return self._states(checkpoint, num_tokens, 0)
@@ -214,9 +213,9 @@ class GroupCaches:
         return self._batch_of(sequence).states(sequence)
 
     def moved(self) -> list[list[mx.array]]:
-        """Returns each layer's arrays whose rows were copied. They are evaluated before the
-        forward: a lazy copy keeps MLX from writing in place. If layers are evaluated one after the
-        other, only one has its old and new arrays at a time."""
+        """Returns each layer's arrays whose rows were copied. They are evaluated before the forward
+        pass: a lazy copy keeps MLX from writing in place. Evaluate one layer after the other, so
+        that only one holds old and new arrays at a time."""
         keys = sorted(self._moved & self._batches.keys())
         self._moved.clear()
         batches = [self._batches[key].caches for key in keys]
@@ -256,7 +255,7 @@ class GroupCaches:
         """Raises EngineError if the rows of a step do not fit this stage's caches."""
         lengths = {row.num_tokens for row in step.rows}
         continues_any = any(row.position for row in step.rows)
-        # Drafts differ in number. Rows in slots can, and so can rows that run one by one.
+        # Rows with different numbers of drafts have to be in slots, or run one by one.
         can_differ = step.sample and (self._in_slots or not self._can_batch)
         if len(lengths) > 1 and continues_any and not can_differ:
             raise EngineError(
@@ -308,7 +307,7 @@ class GroupCaches:
         return [[n] for n in new]
 
     def _forget_groups(self) -> None:
-        """Forgets groups without a batch when there are many: each prompt begins with its own."""
+        """Forgets groups without a batch when there are many: each prompt begins in a new group."""
         if len(self._keys_of_group) <= _MANY_GROUPS:
             return
         for group, keys in list(self._keys_of_group.items()):

@@ -18,7 +18,7 @@ _CUTTABLE = (KVCache, QuantizedKVCache, BatchKVCache)
 @dataclass(frozen=True, slots=True)
 class SavedState:
     """The states of a stage's caches after num_tokens tokens: None for a cache that can be cut, a
-    list for one of several, else a copy."""
+    list for one that consists of several, else a copy."""
 
     num_tokens: int
     states: list[Any]
@@ -71,7 +71,7 @@ def arrays(states: list[Any]) -> list[mx.array]:
 
 
 def _cut(cache: Any, num_surplus: int) -> None:
-    """Cuts a cache and its arrays: with a smaller offset alone, the next token would copy all."""
+    """Cuts a cache and its arrays: if only the offset shrank, the next token would copy all."""
     cache.trim(num_surplus)
     if cache.keys is None:
         return
@@ -81,7 +81,7 @@ def _cut(cache: Any, num_surplus: int) -> None:
 
 
 def _compact(cache: Any) -> Any:
-    """Removes from a copy tokens older than the window, and large buffers of small arrays."""
+    """Removes tokens older than the window from a copy, and large buffers behind small arrays."""
     if type(cache) is RotatingKVCache and not cache.keep:
         _cut_to_window(cache)
     for name, value in vars(cache).items():
@@ -94,7 +94,7 @@ def _cut_to_window(cache: Any) -> None:
         return
     num_held = cache.keys.shape[-2]
     num_surplus = num_held - cache.max_size
-    # Only a chunk of a prompt leaves more than the window, and in the order of time.
+    # Only a chunk of a prompt leaves more tokens than the window, and leaves them in order.
     if num_surplus > 0 and cache._idx == num_held:
         cache.keys = cache.keys[..., num_surplus:, :]
         cache.values = cache.values[..., num_surplus:, :]

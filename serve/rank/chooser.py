@@ -69,7 +69,7 @@ class Chooser:
         num_prompt: int,
         tokens: list[int],
     ) -> None:
-        """Begins a sequence. An earlier try may not be dropped yet, but samples no more."""
+        """Begins a sequence. An earlier try may still be held, but samples no more tokens."""
         with self._lock:
             self._samplers[sequence] = Sampler(sampling, num_prompt, tokens, self._grammars)
             self._num_begun[sequence] += 1
@@ -121,9 +121,9 @@ class Chooser:
         logits: list[mx.array],
     ) -> Iterator[list[mx.array]]:
         """Yields lazy arrays, from each pass's logits (B, L, vocabulary): tokens (B,) if the step
-        samples, and scores. Without them the head is never evaluated. Prompts are scored in slices,
-        each to be evaluated before the next, because scoring takes several times the memory of the
-        logits."""
+        samples, and scores. Without either, the head is never evaluated. Prompts are scored in
+        slices, each to be evaluated before the next, because scoring takes several times the memory
+        of the logits."""
         self._verification = None
         if step.num_drafts:
             self._verification = self._verify(step, passes, logits)

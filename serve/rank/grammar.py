@@ -62,9 +62,9 @@ class GrammarCompiler:
 
 
 def unforced(grammar: str) -> str:
-    """Returns the grammar with an option that stops llguidance from tokenizing text that has to
-    come. It tokenizes such text like a prompt, so the text of a special token becomes that token,
-    which the grammar then refuses, because ordinary tokens have to spell it."""
+    """Returns the grammar with an option that stops llguidance from tokenizing text that the
+    grammar prescribes. It tokenizes such text like a prompt, so the text of a special token becomes
+    that token. But the grammar wants ordinary tokens to spell it, and refuses that token."""
     if not grammar.startswith("{"):
         return _NO_FORCING + grammar
     parts = json.loads(grammar)["grammars"]
@@ -83,7 +83,7 @@ def _lark_of(part: dict[str, Any]) -> str:
 
 
 def _deep_threads() -> ThreadPoolExecutor:
-    """Makes threads with more stack than the check of grammars had, on any system."""
+    """Makes threads with more stack, on any system, than the check of grammars has."""
     threads = ThreadPoolExecutor(_NUM_THREADS, "grammar")
     all_started = threading.Barrier(_NUM_THREADS + 1)
     before = threading.stack_size(FOLLOW_STACK_BYTES)
@@ -98,8 +98,8 @@ def _deep_threads() -> ThreadPoolExecutor:
 
 class Constraint:
     """The grammar of one sequence, and its state after the output so far. With sampling.free_until,
-    the grammar begins after that token; before it, that token takes the place of an end. end_ids
-    are allowed where the grammar is complete."""
+    the grammar begins after that token; before it, the answer cannot end, and that token takes the
+    place of an end. end_ids are allowed where the grammar is complete."""
 
     def __init__(self, grammars: GrammarCompiler, sampling: Sampling, output: list[int]) -> None:
         self._grammars = grammars
@@ -123,7 +123,7 @@ class Constraint:
         return only
 
     def _without_ends(self, logits: mx.array) -> mx.array:
-        """Replaces an end of the answer by the end of the thoughts before the grammar."""
+        """Replaces the end of the answer by the token that ends the thoughts before the grammar."""
         mark = self._sampling.free_until
         ends = [id for id in self._sampling.end_ids if id < logits.size and id != mark]
         if ends:
@@ -135,7 +135,7 @@ class Constraint:
     def num_allowed(self, tokens: tuple[int, ...]) -> int:
         """Returns how many of these tokens, from the first, may come next; an end token counts."""
         try:
-            self._mask.result()  # The matcher must not change while it is asked.
+            self._mask.result()  # The matcher must not be in use.
         except RequestError:
             return len(tokens)  # The step reports the error.
         if self._is_free or self._matcher is None:
@@ -154,9 +154,9 @@ class Constraint:
         return len(tokens) if num_valid == num_before_end else num_valid
 
     def accept(self, token: int) -> None:
-        """Notes the chosen token, and starts computing the next mask."""
-        # The matcher must not change while it is asked. If that failed, so will the next `apply`:
-        # a token that a reasoning budget forces was chosen without one.
+        """Advances the grammar by the chosen token, and starts computing the next mask."""
+        # The matcher must not change while it computes a mask. If that failed, so will the next
+        # `apply`: a token that a reasoning budget forces was chosen without one.
         if self._mask.exception() is not None:
             return
         self._mask = self._grammars.threads.submit(self._advance, [token])
@@ -194,7 +194,7 @@ class Constraint:
         return mask
 
     def _consume(self, matcher: LLMatcher, token: int) -> None:
-        """Forgets the first bytes of a character that a budget has cut: no mark may stand there."""
+        """Forgets the first bytes of a character that a budget has cut: no mark may follow them."""
         reasoning = self._sampling.reasoning
         if reasoning is not None and reasoning.budget is not None and token == reasoning.end[0]:
             for _ in range(_MAX_BYTES_OF_A_CHARACTER - 1):

@@ -44,8 +44,8 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """The weights by their names of an engine that gets other layers, and the leftovers of its
-    parts. files identifies the model's files as they were read."""
+    """The weights, by name, of an engine that gets other layers, and the leftovers of its parts.
+    files identifies the model's files as they were read."""
 
     model: ModelFacts
     weights: Arrays

@@ -3,7 +3,7 @@ reach, and what goes back to the system.
 
 macOS does not count what a GPU uses as it counts other memory. It pages weights out that are not
 wired, MLX's cache keeps freed arrays, and what a killed process had wired is lost until the next
-boot. Written by reading; no Mac has run it yet.
+boot. Written from documentation; no Mac has run it yet.
 """
 
 import mlx.core as mx
@@ -33,8 +33,8 @@ def limit_cache() -> None:
 
 
 def wire(num_processes: int) -> None:
-    """Keeps what MLX uses in the GPU's reach, in this one of num_processes engines on a host. Large
-    models decode 10 to 100 times slower without it."""
+    """Keeps what MLX uses within the GPU's reach, for one of num_processes engines on this host.
+    Large models decode 10 to 100 times slower without it."""
     if mx.metal.is_available():
         mx.clear_cache()  # of what loading has left
         mx.set_wired_limit(_recommended() // num_processes)

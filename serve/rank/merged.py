@@ -1,4 +1,4 @@
-"""Rows that run in one forward with mlx-lm's own caches, of any kind."""
+"""Rows that share a forward pass, with mlx-lm's own caches of any kind."""
 
 import copy
 from collections.abc import Collection, Mapping
@@ -19,7 +19,7 @@ class MergedBatch:
     def __init__(self) -> None:
         self.sequences: list[int] = []
         self.caches: list[Any] = []
-        self.has_grown = False  # Buffers grow when rows join, not for a forward.
+        self.has_grown = False  # Buffers grow when rows join, not later.
         self._batched = False
 
     def staying(self, sequences: Collection[int]) -> list[int]:

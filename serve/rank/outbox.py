@@ -34,7 +34,7 @@ class Outbox:
         tokens: tuple[int, ...],
         num_accepted: tuple[int, ...] = (),
     ) -> None:
-        """Takes the tokens that a step has sampled, as a Result has them. A negative token means
+        """Takes the tokens that a step has sampled, as a Result lists them. A negative token means
         that the row has failed: any token may be fed instead, because its output is not used."""
         with self._lock:
             for row, sampled in zip(step.rows, tokens_of_rows(tokens, num_accepted), strict=True):

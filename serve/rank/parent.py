@@ -47,7 +47,7 @@ class Parent:
 
 
 def wait_for_order(parent: Parent) -> Order | None:
-    """Waits for the order, while rank 0's engine makes plans. Returns None if the parent ends."""
+    """Waits for the order, and makes plans until it comes. Returns None if the parent ends."""
     while message := parent.receive():
         match message:
             case Order():

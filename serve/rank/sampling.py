@@ -19,14 +19,14 @@ from serve.core.types import OVERFLOWED_TOKEN, Sampling
 from serve.rank.grammar import Constraint, GrammarCompiler
 
 _GREEDY_BELOW = 1e-5  # as in vLLM: dividing by less overflows
-# Tokens that are not allowed get -inf. A banned token gets more: it still comes if all allowed
+# Tokens that are not allowed get -inf. A banned token gets this: it still comes if all allowed
 # tokens are banned, or unknown to the model.
 _BANNED = -1e30
 _MIN_TOP_P = 1e-30  # 0 in float32 would leave no token
 
 
 class Sampler:
-    """Chooses the tokens of one sequence, and adds them to tokens: its prompt and its answer, or
+    """Chooses the tokens of one sequence. tokens contains its prompt and its answer so far, or
     nothing if the sampling does not read them. grammars is required if the sampling names a
     grammar."""
 

@@ -1,8 +1,8 @@
 """Evaluates arrays that the shards of a stage compute together.
 
 Shards match their sums only by the order of evaluation, and only rank 0 knows whether the head is
-needed. So all shards evaluate one forward pass after the other, each up to the head, or with a head
-that they share up to the logits.
+needed. So all shards evaluate one forward pass after the other, each up to the head or, if they
+share the head, up to the logits.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -1,8 +1,8 @@
 """Keys and values of several rows, stored in slots of one buffer for each layer.
 
-mlx-lm's batch cache copies the whole batch when a row joins or leaves. Here a row is
-written into a slot of its own, and one that leaves stays where it is until its slot is
-needed. Rows end in the same column; where they start is their left padding.
+mlx-lm's batch cache copies the whole batch when a row joins or leaves. Here a row is written into a
+slot of its own, and one that leaves stays where it is until its slot is needed. Rows end in the
+same column; the columns before a row's start are padding.
 
     slot 0   . . . a a a a a |          end = 8, starts: a 3, c 0
     slot 1   - - - - - - - - |          free: fed with a token that is not used
@@ -95,7 +95,7 @@ def num_slots(num_rows: int) -> int:
 
 
 def _num_rows(sequences: list[int], num_tokens: int) -> int:
-    """Returns the number of rows of a forward, padded where that costs less than an odd number."""
+    """Returns the number of rows to feed: a multiple of four where that costs less."""
     num_rows = len(sequences)
     if num_rows <= 2 or num_tokens > 1:
         return num_rows
@@ -103,17 +103,17 @@ def _num_rows(sequences: list[int], num_tokens: int) -> int:
 
 
 class SlotCache(BatchKVCache):
-    """One layer's buffers, (slots, heads, columns, D). The batch is the first rows of it. SlotBatch
-    keeps the places of the rows, and sets offset and left_padding, each (B,), before a forward."""
+    """One layer's buffers, (slots, heads, columns, D). The batch is their first rows. SlotBatch
+    keeps the places of the rows, and sets offset and left_padding, each (B,), before it runs."""
 
     keys: Buffer  # None before there are any
     values: Buffer
 
     def __init__(self, rows: int) -> None:
         super().__init__([0] * rows)
-        self.feeds_padding = False  # whether the next forward feeds some rows padding
-        self.ends: mx.array | None = None  # (B,), the ends of rows that differ in them
-        self.num_cleared = 0  # columns to clear after those that the next forward writes
+        self.feeds_padding = False  # whether the next pass feeds some rows padding
+        self.ends: mx.array | None = None  # (B,), the ends of rows, if they differ
+        self.num_cleared = 0  # columns to clear after those that the next pass writes
         self.clears_behind = False  # whether rows may be read further than they are written
 
     @staticmethod
@@ -189,8 +189,8 @@ class SlotCache(BatchKVCache):
 
     @property  # type: ignore[misc]
     def state(self) -> Any:
-        """The arrays to evaluate after a forward, without the offsets, which are set before
-        each."""
+        """The arrays to evaluate after a forward pass. Offsets are not among them: they are set
+        before each."""
         return self.keys, self.values
 
     def reserve(self, rows: int, columns: int, keys: Buffer, values: Buffer) -> None:
@@ -303,7 +303,7 @@ def _first(plain: Any, length: int) -> tuple[Buffer, Buffer]:
 
 
 class SlotBatch:
-    """Rows that run in one forward. A row that has always been alone has mlx-lm's plain caches."""
+    """Rows that share a forward pass. A row that was always alone has mlx-lm's plain caches."""
 
     def __init__(self) -> None:
         self.caches: list[Any] = []
@@ -336,7 +336,7 @@ class SlotBatch:
         return list(self._starts)
 
     def staying(self, sequences: Collection[int]) -> list[int]:
-        """Returns those of these sequences that were in the last forward."""
+        """Returns those of these sequences that were in the last forward pass."""
         return [sequence for sequence in self._fed if sequence in sequences]
 
     def keep(self, sequences: list[int]) -> None:
@@ -431,7 +431,7 @@ class SlotBatch:
         return [None] * len(self.caches)
 
     def to_park(self, sequences: list[int], num_tokens: int) -> list[int]:
-        """Returns the idle rows in the way of a forward that feeds these sequences."""
+        """Returns the idle rows in the way of a forward pass that feeds these sequences."""
         if not isinstance(self.caches[0], SlotCache):
             return []
         if self._end + num_tokens > self.caches[0].num_columns:
@@ -445,7 +445,7 @@ class SlotBatch:
         return idle[:num_parked]
 
     def arrange(self, feeds: Mapping[int, int]) -> list[int | None]:
-        """Makes these the rows of the next forward. Returns them in order; None is padding."""
+        """Makes these the rows of the next pass. Returns them in order; None is padding."""
         sequences = self._fed = list(feeds)
         num_tokens = max(feeds.values())
         self.has_grown = False
@@ -485,7 +485,7 @@ class SlotBatch:
         return order
 
     def _note_fed(self, feeds: Mapping[int, int]) -> None:
-        """New rows are padded on the left, and end together; others end with their own tokens."""
+        """Moves the ends of rows. New rows are padded on the left, so they end together."""
         longest = max(feeds.values())
         if self._end == 0:
             feeds = dict.fromkeys(feeds, longest)

@@ -15,8 +15,8 @@ _FENCED_SIZE = 256
 
 def memory_speed() -> float:
     """Measures the bytes per second at which MLX reads the weights of a decode step: it multiplies
-    one row with a large matrix. Other operations are slower than memory on a CPU. Many products in
-    one evaluation, minus an empty one, because starting a GPU takes as long as reading 100 MB."""
+    one row with a large matrix. On a CPU, other operations are slower than memory. Times many
+    products at once, minus an empty evaluation: a GPU's start takes as long as reading 100 MB."""
     weights = mx.ones(_MEASURED_SHAPE)
     rows = [mx.full((1, _MEASURED_SHAPE[1]), n) for n in range(_NUM_PRODUCTS)]
     mx.eval(weights, rows)

@@ -31,7 +31,7 @@ class WorkLog:
         self._started = time.monotonic()
 
     def end(self, step: Step) -> float:
-        """Ends the step. Returns the time."""
+        """Ends the step. Returns the time at which it ended."""
         ended = time.monotonic()
         self.step = None
         if step.number < FIRST_WARM_UP_STEP:

@@ -18,7 +18,7 @@ MISSING = "missing_part"
 
 
 class Parts:
-    """The parts of an engine. Each method is that of `RankPart` for all of them, and add_to is
+    """The parts of an engine. Each method calls that of `RankPart` for all parts; add_to calls
     `outputs`."""
 
     def __init__(self, parts: Iterable[RankPart] = ()) -> None:

@@ -1,5 +1,5 @@
-"""The interface of a part of an engine: one feature, in a folder beside this one, and in
-`registry`. Nothing else imports it, and without it everything else works.
+"""The interface of a part of an engine: one feature, in a folder beside this file, with a line in
+`registry`. Nothing else imports it, and everything else works without it.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,7 +77,7 @@ class RankPart:
         return ()
 
     def select(self, step: Step, rows: Sequence[int | None]) -> None:
-        """Prepares for a forward pass. rows has indices into step.rows, and None for a row that
+        """Prepares for a forward pass. rows lists indices into step.rows, and None for a row that
         only pads the batch."""
 
     def after_rows(

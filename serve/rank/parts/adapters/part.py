@@ -1,6 +1,6 @@
 """Adapters as a part: the rows of a step name their versions, and the parent says what to read.
 
-`serve.lora.table` has the adapters themselves.
+`serve.lora.table` holds the adapters themselves.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """Divides the caches of a sequence into arrays that files can hold, and restores caches from them.
 
 Caches that can be cut are divided into ranges of tokens. The others are written whole: their arrays
-as such, and their other attributes as JSON. A cache that consists of several is replaced by these,
-and each cache is known by its place.
+as such, and their other attributes as JSON. A cache that consists of several is replaced by its
+parts. Each cache is known by its place.
 """
 
 import json
@@ -159,7 +159,7 @@ def _below(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(caches: Iterable[Any]) -> Iterator[Any]:
-    """Yields caches, or their states, and in place of one that consists of several these."""
+    """Yields caches, or their states; in place of one that consists of several, its parts."""
     for cache in caches:
         parts = cache if isinstance(cache, list) else getattr(cache, "caches", None)
         if parts is None:

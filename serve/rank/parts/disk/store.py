@@ -56,10 +56,9 @@ class _DamagedFile(Exception):
 class PrefixStore:
     """The files of a stage, in the folder of its rank.
 
-    digest identifies everything but tokens and adapters that the files depend on: files with
-    another digest are never read, and are the first to go when room is needed. report sends a
-    message to rank 0, and can be called from any thread. Raises OSError if the folder cannot be
-    used.
+    digest identifies all that the files depend on besides tokens and adapters. Files with another
+    digest are never read, and are the first to go when room is needed. report sends a message to
+    rank 0, and can be called from any thread. Raises OSError if the folder cannot be used.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class PrefixStore:
             pool.submit(lambda: None).result()
 
     def forget_loaded(self) -> None:
-        """Drops the files that were read for these sequences."""
+        """Drops the caches that were read for sequences."""
         with self._lock:
             self._loaded.clear()
 

@@ -32,7 +32,7 @@ _NUM_TRIED = 4  # guesses in a trial
 
 
 class GuessRequest(NamedTuple):
-    """A request to guess num_guesses tokens behind text, all tokens of a sequence so far."""
+    """A request to guess num_guesses tokens after text: all tokens of a sequence so far."""
 
     sequence: int
     text: list[int]
@@ -42,7 +42,7 @@ class GuessRequest(NamedTuple):
 
 @dataclass(slots=True)
 class _Row:
-    """A sequence with keys and values of the tokens `held`, which began at start in its text."""
+    """A sequence with keys and values of the tokens `held`, which begin at start in its text."""
 
     start: int
     sampler: Sampler
@@ -50,9 +50,9 @@ class _Row:
 
 
 class Drafter(ABC):
-    """Guesses tokens with the key that the model will use at that position: equal random numbers
-    make both agree more often. make_cache returns plain caches of a row. Logits are cut or padded
-    to vocabulary_size. refusal is the error for caches that cannot forget tokens."""
+    """Guesses each token with the random key that the model will use at that position: with equal
+    random numbers, both agree more often. make_cache returns plain caches of a row. Logits are cut
+    or padded to vocabulary_size. refusal is the error for caches that cannot forget tokens."""
 
     refusal: ClassVar[str]
 
@@ -156,7 +156,7 @@ class Drafter(ABC):
         return bool(request.text)
 
     def _first_position(self, request: GuessRequest) -> int:
-        """Returns the position in a text from which on it can be read."""
+        """Returns the first position of a text that can be read."""
         return max(0, len(request.text) - NUM_TOKENS_READ)
 
     def _free(self, sequence: int) -> None:
@@ -267,7 +267,7 @@ class Drafter(ABC):
         step = Step(0, group, tuple(rows), tuple(tokens), sample=True)
         passes = self._caches.arrange(step)
         moved = self._caches.moved()
-        mx.eval(moved)  # before the forward, as GroupCaches says
+        mx.eval(moved)  # before the forward pass, as GroupCaches says
         logits: dict[int, mx.array] = {}
         for each in passes:
             logits |= each.outputs_of_rows(step, self._logits(step, each))
@@ -303,7 +303,7 @@ class DraftModel(Drafter):
 
 
 def _continues(guesses: list[int], request: GuessRequest) -> bool:
-    """Whether a row gets another guess. A negative one says that its numbers have overflowed."""
+    """Whether a row gets another guess. A negative guess says that the row's numbers overflowed."""
     if guesses[-1] < 0:
         guesses.pop()
         return False

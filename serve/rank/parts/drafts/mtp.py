@@ -1,7 +1,7 @@
-"""Guesses with the model's own multi-token-prediction head, which rank 0 has beside the last stage.
+"""Guesses with the model's multi-token-prediction head, which rank 0 holds beside the last stage.
 
-The head reads the hidden states of the model, so it guesses only behind positions that were
-computed here, and keeps the last hidden states of each sequence for that.
+The head reads the hidden states of the model, so it guesses only after positions that were computed
+here. For that, it keeps the last hidden states of each sequence.
 """
 
 from collections import OrderedDict
@@ -75,7 +75,7 @@ class HeadDrafter(Drafter):
         self._head = head
         self._inputs = inputs
         self._hidden: OrderedDict[int, HiddenStates] = OrderedDict()  # the latest used one last
-        self._lengths: dict[int, int] = {}  # of the texts to guess behind
+        self._lengths: dict[int, int] = {}  # of the texts to continue
         self._outputs: dict[int, mx.array] = {}  # the head's last hidden state (1, D) of each row
         self._fed_hidden: mx.array | None = None  # (num_tokens, D) of a step of the head
 

@@ -19,8 +19,8 @@ from serve.rank.parts.interface import RankPart, Surroundings
 
 
 class DraftsPart(RankPart):
-    """Guesses with a draft model or a prediction head. draft is that before it was bound to the
-    stage, and planned_bytes the memory for its weights, keys and values."""
+    """Guesses with a draft model or a prediction head. draft is either of these before it was bound
+    to the stage, and planned_bytes the memory for its weights, keys and values."""
 
     ops = (Guess,)
 
@@ -50,7 +50,7 @@ class DraftsPart(RankPart):
         return cls(draft, drafter, surroundings.chooser, order.draft_bytes)
 
     def perform(self, op: AnyOp, step: Step) -> None:
-        """Guesses as many tokens behind each row as the operation says."""
+        """Guesses as many tokens after each row as the operation says."""
         assert isinstance(op, Guess)
         requests: list[GuessRequest] = []
         for row, num_guesses in zip(step.rows, op.num_tokens, strict=True):
