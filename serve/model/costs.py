@@ -188,7 +188,7 @@ def _needs_outside(
     outside: Collection[str],
     run: _Run,
 ) -> tuple[set[str], set[str], set[str]]:
-    """Returns the arrays outside of layers that the first input, the head and others use."""
+    """Returns the arrays outside of layers used up to the first one, by the head, and elsewhere."""
     arrays: trace.Arrays = {}
     for name, array in named_arrays(model):
         if name in outside:

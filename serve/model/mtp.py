@@ -34,7 +34,7 @@ class Family:
     """The names of the tensors of a family's head, and how the head joins its inputs. The names
     begin with prefix, in which {layer} is the number of the model's layers. The projection maps the
     two normalised and concatenated inputs to a hidden state. The head uses the model's hidden state
-    before or after the last norm. config are the settings with which the only layer of a model is
+    before or after the last norm. config contains the settings that make the only layer of a model
     like the head's."""
 
     prefix: str
@@ -259,9 +259,9 @@ def _own_quantization(
 
 
 def _renamed(name: str, prefix: str, family: Family) -> str | None:
-    """Returns the name of a tensor in the model with one layer, None for other tensors. These
-    include the copies of embedding and model's head that the prediction heads of some checkpoints
-    contain."""
+    """Returns the name of a tensor in the model with one layer, None for other tensors. Others are
+    the copies of the embedding and of the model's head in the prediction heads of some
+    checkpoints."""
     if name.startswith(("model.embed_tokens.", "lm_head.")):
         return name
     rest = name.removeprefix(prefix)

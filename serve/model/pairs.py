@@ -1,8 +1,8 @@
 """Finds out how the layers of any model can be divided among shards.
 
-A pair is a row-parallel matrix, of whose inputs each shard has a part, together with the outputs of
-column-parallel matrices and the arrays from which this part is computed. Gradients show on which
-outputs the part depends: those of a head, of an expert, or single ones. The code between the
+A pair consists of a row-parallel matrix, of whose inputs each shard has a part, and of everything
+from which this part is computed: outputs of column-parallel matrices, and arrays. Gradients show on
+which outputs the part depends: those of a head, of an expert, or single ones. The code between the
 matrices is not interpreted. Runs with random numbers prove that each shard computes its part of the
 whole model's results; a pair without this proof is not divided. All ranks use the same random
 numbers, and so find the same pairs if their processors round in the same way.
@@ -262,8 +262,8 @@ class _Layer:
         slices: Slices,
         arrays: Mapping[str, mx.array],
     ) -> list[dict[str, mx.array]]:
-        """Computes for each shard the derivatives of its part of a matrix's inputs by the outputs
-        of all matrices and by arrays. They are not zero where the part depends on something."""
+        """Computes for each shard the derivatives of its part of a matrix's inputs with respect to
+        all matrices' outputs and to arrays. They are not zero where the part depends on those."""
         probe = self.probe
         names = [*self.names, *arrays]
         primals: list[mx.array] = []
@@ -404,7 +404,7 @@ def _cut_off(prefix: str, name: str) -> str:
 
 
 def _is_not_of_heads(option: _Options) -> bool:
-    """Sorts numbers of heads first: these are changed most often."""
+    """A sort key that puts numbers of heads first: these are changed most often."""
     (_, attribute), _ = option[0]
     return "head" not in attribute
 

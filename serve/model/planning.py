@@ -220,8 +220,8 @@ def _plan(
 
 
 def _smallest(memory: Sequence[int], num_shards: int) -> list[int]:
-    """Returns the memory of each stage's smallest rank, which limits the stage: its shards hold
-    equal parts."""
+    """Returns the memory of each stage's smallest rank, which limits the stage, because its shards
+    hold equal parts."""
     starts = range(0, len(memory), num_shards)
     return [min(memory[start : start + num_shards]) for start in starts]
 

@@ -34,7 +34,7 @@ Value = TypeVar("Value")
 
 
 class MismatchError(Exception):
-    """The run of a shard computes a different result than the run of the whole model."""
+    """The run of a shard computes a different result from the run of the whole model."""
 
 
 FAILURES = (*trial.FAILURES, MismatchError)
@@ -344,7 +344,7 @@ def _replaced(changes: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[No
 
 
 def _copies(value: Value) -> Value:
-    """Returns the value with new objects for its arrays, which code such as `x *= 2` changes."""
+    """Returns the value with new objects for its arrays: code such as `x *= 2` changes arrays."""
     arrays = trace.places_in(value)
     copies: trace.Arrays = {}
     for place, array in arrays.items():

@@ -23,8 +23,8 @@ _NOTHING = (0,)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The arrays that a stage receives, in place of those in given, and those that it sends. given
-    are the values of the layers in the trial, on tokens."""
+    """The arrays that a stage receives, and those that it sends. given contains the values of the
+    layers in a trial with tokens: received arrays replace those in it."""
 
     tokens: mx.array
     given: dict[int, Any]
@@ -108,7 +108,7 @@ class Stage:
         return self._caching.own_part(make_prompt_cache(self.model))
 
     def logits(self) -> mx.array:
-        """Returns lazy logits of the last stage, for their shape and type. Do not evaluate them."""
+        """Returns the last stage's lazy logits, for their shape and type. Do not evaluate them."""
         cut = self.cuts[False]
         (logits,) = self._run(cut.tokens, None, cut.example())
         return logits
@@ -271,7 +271,7 @@ class _Caching:
         return [caches[j] for j in self._kept]
 
     def as_model_expects(self, cache: list[Any]) -> list[Any]:
-        """Returns a cache for every layer; another stage's is replaced by one of its kind."""
+        """Returns a cache for every layer; for layers of other stages, one of the same kind."""
         return [cache[slot] for slot in self._slots]
 
     def advance_ghosts(

@@ -76,7 +76,7 @@ class Trial:
         if used:
             keys = tuple(key for key in known if key in used)
         else:
-            # Code that evaluates hides its graph. Then the last layer's values are assumed.
+            # Code that evaluates hides its graph. Then assume the last layer's values.
             last_layer = cut - 1
             keys = tuple((i, place) for i, place in known if i == last_layer)
         self._check_rest(cut, keys)

@@ -1,7 +1,7 @@
 """Loads the weights of one stage out of a model folder, and never reads those of other stages.
 
 mlx-lm builds the model on lazy arrays, and only what the stage keeps is evaluated. In a partial
-folder of the hub the missing bytes are fetched in between.
+folder of the hub, the missing bytes are fetched before that.
 """
 
 import functools
@@ -82,7 +82,7 @@ def load_stage(
     prepare: Prepare = lambda _: None,
     loaded: Arrays | None = None,
 ) -> LoadedStage:
-    """Builds layers [start, end) and reads their weights. prepare may change the lazy model before.
+    """Builds layers [start, end) and reads their weights. prepare may change the lazy model first.
     loaded are the evaluated weights of an earlier stage without shards, by name: those needed are
     not read again, and the dict is emptied to free the others. Raises ModelError or PlanError."""
 
