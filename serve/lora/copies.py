@@ -28,8 +28,8 @@ def write(
     answer: AdapterRead,
     division: str,
 ) -> None:
-    """Writes a copy of one version of an adapter, with the answer about it, for this division. If
-    the disk is full, there is no copy, and the next engine reads the original files."""
+    """Writes a copy of one version of an adapter, with the answer about it, for one division of
+    modules. If the disk is full, there is no copy, and the next engine reads the original files."""
     arrays: dict[str, mx.array] = {}
     for name, own in matrices.items():
         for part in _PARTS:

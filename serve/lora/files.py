@@ -86,7 +86,7 @@ _PEFT_HARMLESS = {
 # Any other field may change the answers: unless it is empty, it is refused by its name.
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 _PEFT_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-# alpha is in files of older versions, and mlx_lm does not read it either.
+# Files of older versions contain alpha, which mlx_lm does not read either.
 _MLX_LORA_FIELDS = {"rank", "scale", "dropout", "keys", "alpha"}
 
 # Whether the config promises an adapter for a module. Arguments: the module's full name, the number
@@ -126,7 +126,7 @@ class AdapterFiles:
 
     @property
     def num_layers(self) -> int:
-        """The smallest number of layers that its model can have, by the names of its tensors."""
+        """The smallest number of layers that its model can have, judging by the tensors' names."""
         matches = [_LAYER.search(name) for name in self.targets]
         numbers = [int(match[1]) for match in matches if match]
         last_layer = max(numbers, default=-1)

@@ -39,8 +39,8 @@ ModuleMatrices = dict[str, Matrices]
 @dataclass(slots=True)
 class Rows:
     """The slots of the rows of the current batch: used is their set. If all rows have the same
-    slot, that is alone, and index is None; otherwise index (B,) lists the slot of each row. Inside
-    a module of experts, routed (B, ..., M) lists the experts of each token."""
+    slot, `alone` is that slot and index is None; otherwise index (B,) lists the slot of each row.
+    Inside a module of experts, routed (B, ..., M) lists the experts of each token."""
 
     used: Set[int] = frozenset()
     alone: int | None = 0
@@ -296,8 +296,8 @@ def dequantized(module: Any) -> mx.array:
 
 
 def record_routing(rows: Rows, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
-    """Records the experts of each token. It is the seam of the module that calls the experts, whose
-    second argument they are."""
+    """Records the experts of each token. It is the seam of the module that calls the experts, and
+    gets them as its second argument."""
     rows.routed = args[1]
     output: mx.array = call(*args, **kwargs)
     return output

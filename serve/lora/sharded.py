@@ -320,8 +320,8 @@ def _trained_arrays(model: nn.Module) -> dict[str, mx.array]:
 
 
 def _check_gradients(model: nn.Module, sharding: Sharding) -> None:
-    """Raises PlanError unless gradients are added up in the same way in all matrices of the layers:
-    in all of them by MLX's own modules or, if there are blocks, in none of them."""
+    """Raises PlanError unless all matrices of the layers add up gradients in the same way: all of
+    them by MLX's own modules or, if there are blocks, none of them."""
     for name, module in matrices_of_layers(model).items():
         is_of_mlx = isinstance(module, DIVIDED)
         if is_of_mlx == bool(sharding.blocks):

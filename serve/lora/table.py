@@ -46,9 +46,9 @@ _MAX_RANK = 512  # All slots are as large as the largest rank.
 
 
 class Adapters:
-    """The adapters of a stage, by version, a number that rank 0 assigns. `read` may run in another
-    thread than the rest. cache_dir stores parts of hub adapters; copies is a folder that outlives
-    this process. divisions are the modules that are divided among shards."""
+    """The adapters of a stage, by version, a number that rank 0 assigns. `read` may run in a
+    separate thread. cache_dir stores parts of hub adapters; copies is a folder that outlives this
+    process. divisions are the modules that are divided among shards."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class Adapters:
     def select(self, step: Step, rows: Sequence[int | None]) -> None:
         """Selects the adapters for the next forward pass of these rows; None is a padding row."""
         if not self._slots:
-            return  # Then every module is the plain one, whatever was selected before.
+            return  # Then every module is plain, whatever was selected before.
         slots: list[int] = []
         own: set[int] = set()
         for n in rows:
