@@ -245,9 +245,9 @@ async def join(
     timeout_seconds: float,
     refused_seconds: float | None = None,
 ) -> Link[ToRank]:
-    """Connects another rank to rank 0, which may start later. It must accept connections within
+    """Connects this rank to rank 0, which may start later, but must accept connections within
     refused_seconds (default: timeout_seconds) of the first attempt. A host that refuses connections
-    is there, so timeout_seconds count from its last refusal. Raises ClusterError."""
+    is up, so timeout_seconds count from its last refusal. Raises ClusterError."""
     started = silent_since = time.monotonic()
     if refused_seconds is None:
         refused_seconds = timeout_seconds

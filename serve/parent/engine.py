@@ -26,7 +26,7 @@ _UNUSED_END_SECONDS = 1.0
 _KILLED_SECONDS = 10.0
 _LEAVE_SECONDS = 5.0
 # The step that an engine computes when its ring is lost has to end before the engine can leave. A
-# long prefill of a large model takes this long (as for the stall time-out).
+# long prefill of a large model may take this long (as for the stall time-out).
 _COMPUTE_SECONDS = 30.0
 _LOOK_SECONDS = 0.25
 # Engines report four times a second, whatever they compute. One that has stopped cannot leave.
@@ -97,8 +97,8 @@ class EngineProcess:
 
     async def leave(self, life: int) -> Left | None:
         """Asks the engine to leave its ring and to keep everything else. Returns its answer, or
-        None if it does not answer in time or has stopped reporting: then the caller has to stop
-        it. One that computes a step has more time. Another task calls receive."""
+        None if it does not answer in time or has stopped reporting: then the caller has to stop it.
+        An engine that computes a step has more time. Another task has to call receive."""
         left: asyncio.Future[Left] = asyncio.get_running_loop().create_future()
         ended = asyncio.create_task(self._process.wait())
         either: set[asyncio.Future[Any]] = {left, ended}
@@ -127,7 +127,7 @@ class EngineProcess:
         return min(began + max_seconds, silent_until) - time.monotonic()
 
     async def _wait_for_end(self, seconds: float) -> None:
-        """Waits until the engine has ended, has stopped reporting, or the time is over."""
+        """Waits until the engine has ended or has stopped reporting, or until the time is over."""
         deadline = time.monotonic() + seconds
         ended = asyncio.create_task(self._process.wait())
         reading = asyncio.create_task(self._read_to_end())
@@ -145,7 +145,7 @@ class EngineProcess:
 
     @property
     def _is_silent(self) -> bool:
-        """Whether it has stopped reporting: then it cannot end by itself."""
+        """Whether the engine has stopped reporting: then it cannot end by itself."""
         if self._heard_at is None:
             return False
         return time.monotonic() - self._heard_at > _SILENT_SECONDS

@@ -1,5 +1,5 @@
-"""The engines of all ranks, as rank 0's parent reaches them: its own one over a socket pair, and
-the others through their parents."""
+"""The engines of all ranks, as rank 0's parent reaches them: its own over a socket pair, and the
+others through their parents."""
 
 import asyncio
 import os
@@ -76,7 +76,7 @@ class Engines:
             self._control.send(rank, Start(order))
 
     async def renew_own(self, message: Renew) -> None:
-        """Provides an engine of rank 0 that is in no ring. Raises EngineError."""
+        """Provides an engine for rank 0 that is in no ring. Raises EngineError."""
         await self._own.renew(message)
 
     def renew(self, rank: int, message: Renew) -> None:
@@ -102,8 +102,8 @@ class Engines:
         return frozenset(rank for rank, has_answered in both if not has_answered)
 
     async def slowest_link(self, ranks: Sequence[int]) -> tuple[Link | None, int | None]:
-        """Measures the links from rank 0 to these ranks. Returns no link, but the rank, if one does
-        not answer in time, and neither if a rank is lost meanwhile."""
+        """Measures the links from rank 0 to these ranks. If a rank does not answer in time, returns
+        that rank and no link; if one is lost meanwhile, neither."""
         links: list[Link] = []
         for rank in ranks:  # One after the other, so that they do not share a link.
             try:

@@ -18,7 +18,7 @@ from serve.parent.engine import EngineProcess
 from serve.parent.spare import Spare
 
 _CAUSE_SECONDS = 0.05
-_SIGN_SECONDS = 2.0  # between two signs to rank 0 while an engine computes before it leaves
+_SIGN_SECONDS = 2.0  # between two signs of life to rank 0 while an engine computes before it leaves
 
 
 class EnginePhase(Enum):

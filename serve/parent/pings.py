@@ -1,7 +1,7 @@
 """Measures the link to another rank's parent, with Pings over the connection of the two parents.
 
-Both ends are Python programs, whose event loops take longer than a fast link. The same Pings within
-this process show how long, and this time is subtracted.
+Both ends are Python programs, whose event loops take longer than a fast link. Pings within this
+process measure the time of the event loops, which is then subtracted.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ def link_speed(
     """Computes the speed of a link from the seconds of Pings without padding, of Pings of 1 MiB,
     and of Pings within this process. The fastest of each were disturbed the least."""
     round_trip = max(min(small) - min(own), _MIN_SECONDS)
-    # The time in Python is in both, so it does not count.
+    # The time in Python is in both, so it cancels out.
     seconds = max(min(large) - min(small), _MIN_SECONDS)
     return LinkSpeed(round_trip, _LARGE_PING_BYTES / seconds)
 

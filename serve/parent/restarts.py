@@ -5,10 +5,10 @@ from serve.core.restart_window import RestartWindow
 
 _FIRST_WAIT_SECONDS = 0.5
 _MAX_WAIT_SECONDS = 15.0
-# How long a fault is kept open for a better reason, and the same where clients wait.
+# How long to wait for a better reason for a fault, and the same while clients wait.
 _REASON_SECONDS = 0.5
 _HURRIED_REASON_SECONDS = 0.1
-# A restart counts, even if every engine has outlived the fault, if they had worked for less.
+# A restart after less work than this counts even if every engine has outlived the fault.
 _MIN_WORK_SECONDS = 10.0
 
 

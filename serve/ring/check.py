@@ -20,8 +20,8 @@ _JOIN_SECONDS = 30.0
 
 def go_round(cluster: Cluster, streams: Streams) -> str | None:
     """Runs this rank's part of the check, and leaves the ring. Returns a report on the last rank,
-    None on the others. Each rank adds its number plus one, and rank 0 sends the sum to the last
-    rank, so that every hop is used. Raises ClusterError."""
+    None on the others. Each rank adds its rank plus one, and rank 0 sends the sum to the last rank,
+    so that every hop is used. Raises ClusterError."""
     nonce = zlib.crc32(cluster.secret.encode()) >> 1
     addresses = first_addresses(cluster.addresses)
     grid = Grid(cluster.rank, cluster.num_ranks, addresses, nonce, _JOIN_SECONDS)

@@ -122,7 +122,7 @@ class Streams:
     process, so all rings of a process use the same streams, in the thread that made them."""
 
     def __init__(self) -> None:
-        # On one common stream, no message could arrive while a sent one waits to be taken.
+        # With one stream for both, no message could arrive while a sent one waits to be taken.
         self.sends = mx.new_stream(mx.cpu)
         self.receives = mx.new_stream(mx.cpu)
 
@@ -203,8 +203,8 @@ def among(
     addresses: list[list[str]],
     folder: Path,
 ) -> Iterator[None]:
-    """Sets the environment variables from which MLX forms a ring, here of some of the launch's
-    ranks. The caller removes the folder of the host file, because this process may be killed."""
+    """Sets the environment variables from which MLX forms a ring of these ranks of the launch. The
+    caller removes the folder of the host file, because this process may be killed."""
     # The folder may be gone, because some systems clean up temporary folders after days.
     folder.mkdir(0o700, parents=True, exist_ok=True)
     own_place = os.environ["MLX_RANK"]
