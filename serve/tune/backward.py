@@ -174,7 +174,7 @@ def _is_floating(array: mx.array) -> bool:
 
 
 class _Slot:
-    """A gradient that comes after the graph is built: an evaluated buffer that is written in
+    """A placeholder for a gradient that comes after the graph is built: a buffer that is written in
     place. It holds NaN until then, so a missing gradient is noticed."""
 
     def __init__(self, shape: tuple[int, ...], dtype: mx.Dtype) -> None:

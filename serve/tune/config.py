@@ -24,7 +24,7 @@ from serve.tune.layout import Layout, check_shares, layout_of
 from serve.tune.schedule import SCHEDULES
 
 OPTIMIZERS = ("adam", "adamw", "muon", "sgd", "adafactor")
-# Optimizers that compute with whole matrices, of which a shard holds only a part.
+# Optimizers that compute with whole matrices: a shard holds only parts of them.
 _NEED_WHOLE = ("muon", "adafactor")
 LEARNING_RATE_SCHEDULES = ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
 _LORA = {"rank": 8, "dropout": 0.0, "scale": 20.0}
@@ -375,7 +375,7 @@ def _is_schedule(schedule: Mapping[str, Any]) -> bool:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Reads the settings of a file of mlx_lm.lora, or of ours. Raises UsageError."""
+    """Reads the settings in a YAML file of mlx_lm.lora or of Brigade. Raises UsageError."""
     try:
         values = yaml.load(path.read_text("utf-8"), _Loader)
     except OSError as error:

@@ -37,7 +37,7 @@ class NothingLeft:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A report of the updates since the last one. loss is the mean over their learned tokens."""
+    """A report on the updates since the last report. loss is the mean over their learned tokens."""
 
     iteration: int
     loss: float

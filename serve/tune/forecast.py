@@ -100,7 +100,7 @@ def probe_of(
 
 
 def _max_extra(records: Sequence[OpRecord], kind: str) -> int:
-    """Returns the maximum number of bytes that an op of this kind allocated."""
+    """Returns the most bytes that an op of this kind allocated."""
     of_kind = [record for record in records if record.op.kind == kind]
     extra = [record.peak - record.before for record in of_kind]
     return max(extra, default=0)

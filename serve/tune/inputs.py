@@ -70,7 +70,7 @@ def open_inputs(config: FineTuneConfig, links: Links) -> Inputs:
 
 
 def agree(inputs: Inputs, links: Links) -> None:
-    """Raises DisagreementError if a rank has other settings, another model or other data."""
+    """Raises DisagreementError if ranks have different settings, models or data."""
     own = {"model": inputs.checkpoint.digest, "settings": str(inputs.config)}
     for name, split in inputs.splits.items():
         own[f"{name}.jsonl"] = split.digest
@@ -82,7 +82,7 @@ def agree(inputs: Inputs, links: Links) -> None:
 
 
 def _open_model(config: FineTuneConfig, links: Links) -> Path | PartialModel:
-    """Opens a folder or a model on the hub, of the commit that rank 0 finds."""
+    """Opens a folder, or a model on the hub at the commit that rank 0 finds."""
     if not config.hub_id:
         return config.model
     if links.rank == 0:

@@ -62,11 +62,11 @@ class KeyedDropout(nn.Module):
         self._part: ArrayDivision | None = None
 
     def restrict_to(self, part: ArrayDivision) -> None:
-        """Drops numbers of this part of the inputs only, the same as without a division."""
+        """Applies only this part of the mask, which is the same as without a division."""
         self._part = part
 
     def __call__(self, x: mx.array) -> mx.array:
-        # Not `training`: after a cut, train() does not reach modules without weights.
+        # Not self.training: after a cut, train() does not reach modules without weights.
         if not self._draw.is_on:
             return x
         key = self._draw.key(self._name)
@@ -206,8 +206,8 @@ def of_adapter(config: FineTuneConfig) -> FineTuneConfig:
 
 
 def prepare(config: FineTuneConfig, draw: DropoutKeys, model: nn.Module) -> None:
-    """Makes a model trainable and loads the adapter to resume, or without training the adapter
-    to be tested. Raises UsageError if an adapter does not fit the model."""
+    """Makes a model trainable, and loads the adapter to train further or, without training, to
+    test. Raises UsageError if an adapter does not fit the model."""
     make_trainable(config, draw, model)
     if has_adapter_file(config):
         path = _adapter_file(config)

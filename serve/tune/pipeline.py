@@ -94,7 +94,7 @@ class Pipeline:
         ran: ScheduleRun,
     ) -> list[mx.array] | None:
         stage = self.stages[op.stage]
-        # Dropout depends on the number in the whole batch.
+        # Dropout depends on a micro-batch's number in the whole batch.
         self._draw.micro_batch = op.micro_batch * self._num_replicas + self._first_number
         if op.stage >= shape.first_trained:
             needs_dx = op.stage > shape.first_trained

@@ -1,6 +1,6 @@
 """Training in half precision: float32 master weights, and loss scaling.
 
-Owns the decisions, not the arrays: the trainer holds those, and evaluates them."""
+Only the decisions are made here: the trainer holds the arrays, and evaluates them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

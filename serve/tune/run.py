@@ -38,7 +38,7 @@ _RETURN_SECONDS = 600.0  # how long a rank that was started again waits for the 
 _ADVICE = (
     "If no launcher starts the run again, start it yourself, with --resume if it has a checkpoint."
 )
-# The share of a loss by which rounding may change it if an example is elsewhere in its row.
+# The share of a loss by which rounding may change it if an example moves within its row.
 _ROUNDING = 1e-4
 _HALF_ROUNDING = 1e-2
 
@@ -74,8 +74,8 @@ def _run_to_the_end(
     *,
     is_return: bool,
 ) -> Path:
-    """Returns as `run` when all ranks have done their parts. Raises LostRankError if one is
-    gone."""
+    """Returns what `run` returns, once all ranks have done their parts. Raises LostRankError if one
+    is gone."""
     try:
         folder = run_rank(config, groups, show, command, is_return=is_return)
         exchange(groups.everybody, Reached("the end"))

@@ -1,9 +1,9 @@
 """Pipeline schedules as data: the ops of each rank in their order, the proof that a schedule can
 be run, and how busy it keeps the ranks. Pure.
 
-A pipeline has S stages in the order of the layers, v on each rank: stage g is on position g mod P,
-and position 0 is the last rank, which holds the first layers. Each micro-batch has three ops in a
-stage: F is the forward pass, B computes the gradient of the input, W those of the parameters.
+A pipeline has S stages in the order of the layers, v on each of P ranks: stage g is on position g
+mod P, and position 0 is the last rank, which holds the first layers. Each micro-batch has three ops
+in a stage: F is the forward pass, B computes the gradient of the input, W those of the parameters.
 Stages below the first trained one only have F.
 
 All schedules of training are 1F1B with two parameters for each position: how many F it runs before

@@ -81,8 +81,8 @@ class Inbox(Generic[Message]):
                 self.fail(ClusterError(f"Rank {peer} has ended.", code="lost_rank"))
 
     def get(self, tag: str) -> Message:
-        """Waits for a message and removes it. Raises RingLostError if a neighbour is lost, its
-        error if one has ended the run, and ClusterError if something else is wrong."""
+        """Waits for a message and removes it. Raises RingLostError if a neighbour is lost, a
+        neighbour's error if that has ended the run, and ClusterError if something else is wrong."""
         with self._changed:
             arrived = self._messages[tag]
             while not arrived:
@@ -165,7 +165,7 @@ def announce(links: Links, note: AnyKind | None, kind: type[AnyKind]) -> AnyKind
 
 def _expected(kind: type[AnyKind], note: AnyNote) -> AnyKind:
     """Returns the note if it is of this kind. Otherwise raises ClusterError: the rank that has sent
-    it does something else."""
+    it is at another point."""
     if isinstance(note, kind):
         return note
     found = type(note).__name__
@@ -308,10 +308,10 @@ class TcpLinks:
         return notes, [_array_of(spec, data) for spec, data in tensors]
 
     def close(self, error: BrigadeError | None = None) -> None:
-        """Closes the links, after it has sent all waiting messages to neighbours that still
-        receive, and the error that ends the run, if one does: heartbeats of the ranks that wait
-        would keep each other waiting. After a loss it closes them at once, so that the neighbours
-        lose this rank too."""
+        """Sends all waiting messages to neighbours that still receive, then the error that ends the
+        run, if there is one, and closes the links. Without the error, ranks that wait would keep
+        each other waiting by heartbeats. After a loss, closes the links at once, so that the
+        neighbours lose this rank too."""
         self._is_closed.set()
         self._parting = self._parting_with(error)
         if not self._inbox.has_lost:

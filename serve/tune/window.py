@@ -53,7 +53,7 @@ class Window:
 
     @property
     def failure(self) -> str:
-        """A sentence that says which updates were skipped at the end, and the likely cause."""
+        """A sentence that says which of the last updates were skipped, and the likely cause."""
         count = self._skipped_in_row
         if count == 1:
             skipped = "The last update was"

@@ -25,7 +25,7 @@ from serve.hub.model_config import config_for_tokenizer
 from serve.tune.config import FineTuneConfig
 from serve.tune.data.lines import read_lines
 
-# Errors that templates raise for a line of another form than they expect.
+# Errors that templates raise for a line of a form that they do not expect.
 _FAILURES = (
     jinja2.TemplateError,
     AttributeError,
@@ -45,8 +45,8 @@ Render = Callable[[int, bool], Tokens]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """An example, or a row of several ones that begin at `starts`. labels are the ranges of tokens
-    that are learned, as (start, end)."""
+    """An example, or a row of several examples that begin at `starts`. labels are the ranges of
+    tokens that are learned, as (start, end)."""
 
     tokens: Tokens
     labels: tuple[Range, ...]
@@ -74,7 +74,7 @@ class Example:
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Rows that are trained together. inputs, targets, mask and segments are (B, L). mask is 1
-    where a target is learned. segments number the examples of rows with several."""
+    where a target is learned. segments numbers the examples in rows that contain several."""
 
     inputs: mx.array
     targets: mx.array
@@ -260,8 +260,8 @@ def _last_turn(messages: Sequence[dict[str, Any]], render: Render) -> tuple[Rang
 def _opening(turn: Tokens, prompted: Tokens) -> Tokens:
     """Returns the tokens before the assistant's words in a chat that the assistant begins.
 
-    A template may refuse to render an empty chat. But the prompt for a second turn also precedes
-    the first turn, and `prompted` ends with it: this is the turn with such a prompt after it."""
+    A template may refuse to render an empty chat. But the same prompt precedes every turn, and
+    `prompted` is the first turn followed by the prompt for a second one."""
     prompt = prompted[len(turn) :]
     for start in range(len(turn)):
         end = start + len(prompt)

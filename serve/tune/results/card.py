@@ -18,7 +18,7 @@ SCHEDULE = "schedule.svg"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts of a run beside its metrics. data are the size and digest of each split."""
+    """Facts of a run other than its metrics. data are the size and digest of each split."""
 
     command: str
     model_digest: str

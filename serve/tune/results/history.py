@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class LossHistory:
-    """The validation losses of a run, (batches done, loss), from before training on."""
+    """The validation losses of a run as (batches done, loss), the first from before training."""
 
     losses: list[tuple[int, float]] = field(default_factory=list)
 
@@ -26,7 +26,7 @@ class LossHistory:
         return lowest
 
     def has_stalled(self, patience: int | None) -> bool:
-        """Whether the last `patience` validations were all no lower than the best before them."""
+        """Whether none of the last `patience` losses is lower than the best before them."""
         best = self.best
         if patience is None or best is None:
             return False
