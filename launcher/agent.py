@@ -4,7 +4,7 @@ supervises one rank.
     launcher -> agent   one message a line on stdin; an empty line says that the launcher is alive
     agent -> launcher   lines that begin with the agent's token are messages, all others the rank's
 
-The messages are those of `serve.core.messages`.
+The messages are those of `serve.core.agent_messages`.
 
 Nothing secret is on its command line. When the launcher is gone, or silent for too long, the
 rank is asked to end, and killed if it does not.

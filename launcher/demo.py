@@ -140,7 +140,7 @@ def chosen_port() -> int:
     with suppress(OSError), socket.create_connection((HOST, DEFAULT_PORT), CALL_SECONDS):
         return free_ports(1)[0]
     with socket.socket() as tried:
-        # As the server does it: connections that ended recently do not block the port.
+        # As in the server: connections that ended recently do not block the port.
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             tried.bind((HOST, DEFAULT_PORT))
@@ -158,7 +158,7 @@ def speed(num_tokens: int, first_seconds: float, all_seconds: float) -> str:
 
 
 class DeferredOutput:
-    """Writes the ranks' lines, but only later while an answer is written on the same screen."""
+    """Writes the ranks' lines, and holds them back while an answer is being written."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -227,7 +227,7 @@ class Demo:
             raise self._failure  # It is the cause, even if ranks had to be killed afterwards.
         if self._failure is not None and code in (0, ASKED_TO_END):
             raise self._failure
-        # Otherwise the rank's own exit code says more than the demo's, which follows from it.
+        # Otherwise the rank's exit code says more than the demo's own, which follows from it.
         return 0 if code == ASKED_TO_END else code
 
     def _talk_then_end(self) -> None:

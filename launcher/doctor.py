@@ -1,4 +1,4 @@
-"""`brigade doctor`: asks every host, measures every hop, and lets all ranks add up a sum."""
+"""`brigade doctor`: asks every host, measures every hop, and has all ranks compute a sum."""
 
 import json
 import sys

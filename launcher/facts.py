@@ -128,7 +128,7 @@ def strays() -> list[int]:
 
 
 def kill_former(secret: str, rank: int) -> None:
-    """Kills the remaining processes of a rank whose launcher, the same one, lost its connection."""
+    """Kills what remains of a rank to which its launcher, the same one, lost the connection."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             environment = process.environ()

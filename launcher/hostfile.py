@@ -22,7 +22,7 @@ from serve.core.errors import UsageError
 
 _SSH = re.compile(r"[^\s\x00-\x1f\x7f-][^\s\x00-\x1f\x7f]*")  # A name with a dash would be a flag.
 _FORM = 'write [{"ssh": "studio-1", "ips": ["10.0.0.1"]}, …]'
-# What msgspec says of a wrong value, and the same after the value's name.
+# What msgspec says about a wrong value, and what an error says after the value's name.
 _WORDS = {
     r"Object missing required field `(.*)`": r"has no \1",
     r"Object contains unknown field `(.*)`": r"has an unknown field \1",

@@ -29,7 +29,7 @@ class Process(Protocol):
 
     @property
     def lost(self) -> bool:
-        """Whether the process did not decide to end, or ended because another rank was lost."""
+        """Whether the process ended without deciding to, or because another rank was lost."""
 
     def lines(self) -> Iterator[str]:
         """Yields the lines that the process writes. The last ones may come after its end."""

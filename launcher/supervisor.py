@@ -42,7 +42,7 @@ FOLLOW_SECONDS = 5.0  # how long the others may go on after one rank has ended w
 END_SECONDS = 7.0  # how long a rank may take to end after a signal, besides --drain-timeout
 DRAIN_SECONDS = 5.0 + END_SECONDS
 GONE_SECONDS = 2.0  # how long a killed rank may take to disappear, on another host too
-LEFT_SECONDS = 10.0  # the same if all ranks start again; after it, hosts without answer are ignored
+LEFT_SECONDS = 10.0  # the same if all ranks start again; hosts that do not answer are then ignored
 RESTART_SECONDS = 1.0  # between two restarts of a rank; the first one is immediate
 RETRY_SECONDS = 2.0  # between two attempts at one restart
 RESTART_WINDOW_SECONDS = 300.0
@@ -69,8 +69,8 @@ _ERROR = re.compile(r"brigade [a-z-]+: (.+)")
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The process of a rank has ended. It is lost if it did not decide to end, or ended because
-    another one was lost; a lost rank may be started again."""
+    """A rank's process has ended. It is lost if it ended without deciding to, or because another
+    was lost; a lost rank may be started again."""
 
     rank: int
     returncode: int
@@ -79,7 +79,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """A rank was started again, or could not be before all were asked to end."""
+    """A rank was started again, or (None) could not be started before all were asked to end."""
 
     rank: int
     process: Process | None
@@ -484,7 +484,7 @@ class Supervisor:
         waiter.start()
 
     def _has_restarts_left(self, rank: int) -> bool:
-        """Counts a restart, and returns whether it is allowed. One of all ranks counts for 0."""
+        """Counts a restart, and returns whether it is allowed. For one of all ranks, pass 0."""
         now = monotonic()
         losses = self._losses.setdefault(
             rank,
@@ -494,7 +494,7 @@ class Supervisor:
         return losses.num_left(now) >= 0
 
     def _is_awaited(self, rank: int) -> bool:
-        """Whether the others would wait for a rank: a server's do, but not for rank 0."""
+        """Whether the others wait for this rank: those of a server do, unless it is rank 0."""
         others_wait = rank > 0 and 0 in self._alive and not self._trains
         return others_wait and self._state == "running"
 
