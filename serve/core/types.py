@@ -247,7 +247,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     only fills caches: rows begun earlier feed the same number of tokens, new rows may differ.
 
     A step that samples does so at each token that it feeds. A row feeds one token, and may feed
-    drafts behind it: guesses of the tokens that follow. The next step of the sequence says by its
+    drafts after it: guesses of the tokens that follow. The next step of the sequence says by its
     position how many of them were right, and a stage first forgets those that were not.
     """
 

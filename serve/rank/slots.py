@@ -141,7 +141,7 @@ class SlotCache(BatchKVCache):
         return self._advanced(num_rows, length)
 
     def _advanced(self, num_rows: int, length: int) -> tuple[Buffer, Buffer]:
-        """Notes that the first rows have length more columns, and returns all they have."""
+        """Counts length more columns for the first rows, and returns all of these rows' columns."""
         self.offset = self.offset + length
         self._idx += length
         rows = slice(num_rows)
@@ -517,7 +517,7 @@ class SlotBatch:
             self._ends[sequence] = self._end
 
     def _clear_behind(self) -> None:
-        """Clears the columns behind the rows' ends, once. From then on rows may differ in their
+        """Clears the columns after the rows' ends, once. From then on, rows may have different
         ends, and every row is read up to the largest one."""
         if self._clears_behind:
             return
@@ -529,7 +529,7 @@ class SlotBatch:
                     cache.clear_behind(slot, self._ends[sequence])
 
     def _pack(self, num_rows: int) -> None:
-        """Moves fed rows from slots behind the batch into free slots of it."""
+        """Moves fed rows from slots after the batch into free slots inside it."""
         for source in range(num_rows, len(self._slots)):
             sequence = self._slots[source]
             if sequence is None or sequence not in self._fed:

@@ -57,7 +57,7 @@ class WorkLog:
         self._spans.append(span)
 
     def add(self, spans: Iterable[Span]) -> None:
-        """Adds runs of other models than the stage's."""
+        """Adds runs of models other than the stage's."""
         for span in spans:
             self.busy_seconds += span.end - span.start
             self._spans.append(span)

@@ -143,7 +143,7 @@ class TrainedStage:
         pass that is never evaluated."""
         if self.stage.is_last:
             return []
-        # With caches, a model may pass other arrays to its next stage than without.
+        # With and without caches, a model may pass different arrays to its next stage.
         kind = (*batch.inputs.shape, batch.segments is None)
         if kind not in self._slot_types:
             blank = [mx.zeros(a.shape, a.dtype) for a in received]

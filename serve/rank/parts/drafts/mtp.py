@@ -27,8 +27,8 @@ class HiddenStates:
         self._arrays: list[mx.array] = []  # (num_tokens, D) each
 
     def add(self, position: int, states: mx.array) -> None:
-        """Takes the states (num_tokens, D) from a position on. Earlier states from there on are
-        dropped, and all of them if there is a gap."""
+        """Adds the states (num_tokens, D) of the tokens from a position on. They replace earlier
+        ones from there on, or all of them if there is a gap."""
         if not self.start <= position <= self.end:
             self.start = self.end = position
         num_kept = position - self.start
