@@ -52,8 +52,8 @@ def connections(
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Calls one server, each time over a new connection. uses_proxy says whether to use the proxy
-    of the environment, which cannot reach a server on this machine."""
+    """Calls one server, each time over a new connection. uses_proxy says whether calls go through
+    the environment's proxy, which cannot reach a server on this machine."""
 
     url: str
     key: str | None = None

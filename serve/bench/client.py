@@ -34,7 +34,7 @@ class _Answer:
     has_begun: bool = False  # whether any byte of it has arrived
 
     def add_event(self, data: str) -> str | None:
-        """Adds one event of the stream. Returns the reason if the event is an error."""
+        """Adds one event of the stream. Returns its message if it is an error."""
         arrived = perf_counter()
         if data == "[DONE]":
             self.done = True
@@ -53,7 +53,7 @@ class _Answer:
 
 
 class ChatClient:
-    """A client of one model on a server. Failures of server and network are put into the record."""
+    """A client of one model on a server. Failures of the server or network go into the record."""
 
     def __init__(self, http: AsyncClient, model: str) -> None:
         self._http = http
@@ -130,7 +130,8 @@ async def connected(
     key: str | None,
     timeout: float,
 ) -> AsyncIterator[ChatClient]:
-    """Connects to a server. Raises AddressError, UnavailableError, or UsageError for no model."""
+    """Connects to a server. Raises AddressError, UnavailableError, or UsageError without a
+    model."""
     base = url.rstrip("/")
     if not base.endswith("/v1"):
         base = f"{base}/v1"

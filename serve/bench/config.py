@@ -52,7 +52,7 @@ class BenchConfig:
     temperature: float = flag("sampling temperature", 0.0, min=0, max=2)
     seed: int = flag("random seed for prompts and arrivals", 0)
     timeout: float = flag(
-        "seconds without data from a server after which a request has failed",
+        "seconds without data from a server after which a request fails",
         300.0,
         min=1,
         max=10**6,

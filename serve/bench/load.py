@@ -19,7 +19,7 @@ from serve.core.errors import ClusterError
 Send = Callable[[str], Awaitable[RequestRecord]]
 OnRecord = Callable[[RequestRecord], None]
 
-# The time between two clients' first requests, because a short listening queue can overflow.
+# Clients start this many seconds apart, because a short listening queue can overflow.
 RAMP_SECONDS = 0.02
 _WARM_UP_TOKENS = 8
 _NUM_OPEN_WARM_UPS = 2

@@ -12,7 +12,7 @@ _SUFFIXES = (".png", ".svg")
 
 
 def check_plot(path: Path) -> None:
-    """Raises UsageError if this file cannot be drawn. It is called before measuring."""
+    """Raises UsageError if the plot cannot be drawn. Call it before measuring."""
     if path.suffix not in _SUFFIXES:
         raise UsageError(f"--plot {path}: the name must end in {' or '.join(_SUFFIXES)}.")
     if importlib.util.find_spec("matplotlib") is None:

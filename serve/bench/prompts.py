@@ -61,7 +61,7 @@ def read_questions(path: Path) -> list[str]:
 
 
 def _question(turn: dict[str, Any]) -> str | None:
-    """Returns the text of a human's turn; None for other turns, and without text."""
+    """Returns the text of a human's turn; None if it has none, and for other turns."""
     text = turn["value"] if turn["from"] in ("human", "user") else None
     return text if isinstance(text, str) and text.strip() else None
 

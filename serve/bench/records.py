@@ -95,7 +95,7 @@ def quantile(values: Iterable[float], share: float) -> float | None:
 
 
 def tokens_per_second(run: Sequence[RequestRecord]) -> float:
-    """Returns the tokens of whole answers over the time from first request to last end."""
+    """Returns the tokens of whole answers per second, from the first request to the last end."""
     whole = _whole(run)
     if not whole:
         return 0.0

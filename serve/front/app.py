@@ -83,7 +83,7 @@ async def serve(
 
 
 def _log_bug(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Logs an error that nobody awaits. asyncio would add messages, which may quote a client."""
+    """Logs an error that nobody awaits, without its message, which may quote a client."""
     error = context.get("exception")
     what = trace_of(error) if error else json.dumps(context["message"])
     _logger.error("event=bug trace=%s", what)
@@ -207,8 +207,8 @@ def _application(
 
 def _with_cors(app: middleware.Application, config: ServeConfig) -> middleware.Application:
     """Allows the origins of --allowed-origins. This is outside of the check, because a browser's
-    preflight request has no key. Credentials are never allowed: keys are headers, so no page can
-    use what a browser has stored."""
+    preflight request has no key. Credentials that a browser has stored are never allowed: clients
+    send keys in headers."""
     if not config.allowed_origins:
         return app
     return CORSMiddleware(
