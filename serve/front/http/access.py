@@ -23,7 +23,8 @@ class Access(Enum):
 
 
 class ErrorFormat(Enum):
-    """The API whose errors a call returns. BOTH: Anthropic's if a header is anthropic-version."""
+    """The API whose errors a call returns. BOTH: Anthropic's if it has a header
+    anthropic-version."""
 
     OPENAI = "openai"
     ANTHROPIC = "anthropic"
@@ -46,8 +47,8 @@ CLIENT = Policy(Access.CLIENT)
 
 
 class Route(routing.Route):
-    """A route with its endpoint's policy. It also matches paths without /v1 or with one more, as
-    clients' base URLs produce them. Raises TypeError for an endpoint without a policy."""
+    """A route with its endpoint's policy. It also matches its path without /v1 or with two, as
+    clients' base URLs may produce it. Raises TypeError for an endpoint without a policy."""
 
     def __init__(self, path: str, endpoint: Endpoint, methods: Sequence[str] = ("GET",)) -> None:
         super().__init__(path, endpoint, methods=methods)

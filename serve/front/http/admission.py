@@ -1,5 +1,5 @@
-"""Decides which requests run: it checks the policy of the route that has matched, host names, load
-and framing, and refuses new requests while the server drains."""
+"""Decides which requests run: checks host names, load, framing and the policy of the matched route,
+and refuses new requests while the server drains."""
 
 import asyncio
 import hashlib
@@ -81,7 +81,7 @@ class AccessCheck:
         self._end_drain_if_empty()
 
     def end_drain(self) -> None:
-        """Makes `drained` return, although requests are still running."""
+        """Makes `drained` return, even if requests are still running."""
         self._drained.set()
 
     async def drained(self) -> None:
@@ -153,7 +153,7 @@ async def _refuse(*_: object) -> None:
 
 
 def log_access(config: ServeConfig) -> None:
-    """Logs who may call this server; as a warning if other hosts may without a key."""
+    """Logs who may call this server: a warning if other hosts need no key."""
     calls = admin = "with an API key"
     if not config.api_key:
         calls = "open without a key to anyone who can connect"
@@ -182,8 +182,8 @@ def _check_tokens(scope: Scope, keys: Collection[bytes], kind: str) -> None:
 
 
 def _check_framing(scope: Scope) -> None:
-    """Raises StatusError for another protocol, and for a body whose length is given in two ways: a
-    proxy in front of this server may have used the other one."""
+    """Raises StatusError for other versions of HTTP, and for a body whose length is given in two
+    ways: a proxy in front of this server may have used the other one."""
     if scope["http_version"] not in ("1.0", "1.1"):
         raise StatusError(505, "This server speaks HTTP/1.1.", {"connection": "close"})
     names = {name for name, _ in scope["headers"]}
@@ -206,7 +206,7 @@ def _check_path(scope: Scope) -> None:
 
 
 def _digest(key: bytes) -> bytes:
-    """Returns the hash of a key. All have one length, so comparing does not reveal a key's
+    """Returns the hash of a key. All hashes have one length, so comparing them reveals no key's
     length."""
     return hashlib.sha256(key).digest()
 

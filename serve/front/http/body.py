@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError, from_json
 
 from serve.core.errors import RequestError
 
-# In one object, because validation makes an error for each unknown field and reports only one.
+# Of one object: validation makes an error for each unknown field, although only one is reported.
 MAX_FIELDS = 4096
 
 
@@ -25,7 +25,7 @@ class Tolerant(Body):
 
 
 def refuse(message: str, param: str | None = None) -> NoReturn:
-    """Makes a validator fail. param names the wrong field where pydantic cannot know it."""
+    """Makes a validator fail. param is the path of the field where pydantic cannot know it."""
     raise PydanticCustomError("refused", "{message}", {"message": message, "param": param})
 
 

@@ -26,9 +26,9 @@ class _Waiting:
 
 
 class FairQueue:
-    """Threads for slow work, in one event loop. what names the work in errors. A client uses one
-    thread at a time. A free thread takes the smallest work of the client that was served longest
-    ago, but urgent work of any client first."""
+    """Threads for slow work, in one event loop. `what` is the name of the work in errors. A client
+    uses one thread at a time. A free thread takes the smallest work of the client that was served
+    longest ago, but urgent work of any client first."""
 
     def __init__(self, what: str, num_threads: int, max_waiting: int) -> None:
         self._what = what
@@ -41,7 +41,7 @@ class FairQueue:
         self._is_closed = False
 
     def close(self) -> None:
-        """Ends all that waits with UnavailableError. Work that has begun may end."""
+        """Ends all waiting work with UnavailableError. Work that has begun may finish."""
         self._is_closed = True
         for waiting in itertools.chain.from_iterable(self._waiting.values()):
             _refuse(waiting, stopping())
@@ -53,7 +53,7 @@ class FairQueue:
     ) -> Result:
         """Runs work in a thread. Returns its result, or raises its error. Raises OverloadedError if
         too much work waits and most of it is this client's, and UnavailableError after `close`.
-        Work goes on if its client leaves."""
+        Work that has begun goes on if its client leaves."""
         if self._is_closed:
             raise stopping()
         done = asyncio.get_running_loop().create_future()

@@ -229,7 +229,7 @@ def _labelled(
     label: str,
     values: Mapping[str, float | None],
 ) -> Metric:
-    """Makes a metric with one label. values are by the label's value; None is left out."""
+    """Makes a metric with one label. values maps its values to numbers; None is left out."""
     family = kind(f"brigade_{name}", meaning, labels=[label])
     for each, value in values.items():
         if value is not None:

@@ -30,8 +30,8 @@ _FORWARDING = re.compile(
 
 
 class Hosts:
-    """The values of Host that need no key. DNS rebinding needs a name, so a server beyond loopback
-    accepts every IP address. A server on loopback accepts only its own address and localhost."""
+    """The values of Host that need no key. DNS rebinding needs a name, so a server that listens
+    beyond loopback accepts every IP address. Others accept only their own and localhost."""
 
     def __init__(self, bound: str, allowed: Iterable[str]) -> None:
         names = [host_of(name) or name.lower() for name in (bound, *allowed)]
@@ -95,7 +95,7 @@ def is_loopback_name(host: str) -> bool:
 
 
 def _names_loopback(scope: Scope) -> bool:
-    """Whether Host is one loopback name, and no other site's web page sent the request."""
+    """Whether the only Host is a loopback name, and no other site's web page sent the request."""
     hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
     if len(hosts) != 1 or len(origins) > 1:
         return False

@@ -12,7 +12,7 @@ from typing import Any
 from serve.core.errors import BrigadeError, RequestError
 
 _PLAIN = re.compile(r"[\w./:@+-]+", re.ASCII)
-# An application or a proxy chooses it to find the request in logs, so it contains no user's text.
+# Applications and proxies choose this id to find requests in logs, so it contains no user's text.
 _REQUEST_ID = re.compile(r"(?!\.{1,2}\Z)[\w.:@+-]{1,128}", re.ASCII)
 OTHER = "other"  # in place of a path or method that this server does not know
 _MAX_NAME_CHARACTERS = 150
@@ -24,8 +24,8 @@ _UNKNOWN_FIELD = "*"
 @dataclass(slots=True)
 class AccessRecord:
     """The values of a request's log line; None if unknown. started is a time of perf_counter. path
-    is the route's, and param shows field_names only, so a client chooses nothing in the line but
-    the id."""
+    is the route's, and param shows field_names only, so the id is the only text that a client can
+    choose."""
 
     request: str
     method: str

@@ -36,7 +36,7 @@ _HEADER_TOO_LARGE = 431
 _MAX_REASON_CHARACTERS = 200
 _ABSOLUTE = re.compile(rb"https?://(?P<authority>[^/?#]*)(?P<rest>.*)", re.IGNORECASE)
 _TLS_HANDSHAKE = b"\x16\x03"
-# A chunk of a body takes as long to parse as some kilobytes.
+# Parsing a chunk of a body takes as long as parsing some kilobytes.
 MAX_FREE_CHUNKS = 1024
 MIN_CHUNK_BYTES = 64  # the average size that further chunks must have
 # A client must read this many bytes, and this share, of its waiting output in SEND_SECONDS.
@@ -126,7 +126,7 @@ def origin_form(request: h11.Request) -> h11.Request:
 class Protocol(H11Protocol):
     """One connection. One deadline runs while its client has to send a header or, after an early
     answer, the rest of a body that is dropped. Another one runs while output waits to be sent,
-    because a transport that is being closed would wait for that forever.
+    because a closing transport would wait for that forever.
 
     A client that closes its sending side after a request looks like one that has left. They differ
     when something is written: the machine of a client that has left answers with a reset, and the
@@ -224,7 +224,7 @@ class Protocol(H11Protocol):
 
     def _check_progress(self, num_before: int) -> None:
         """Disconnects a client that has read too little since num_before bytes waited for it.
-        Nothing was added since, so the size of the buffer shows how much was read."""
+        Nothing has been added since, so the size of the buffer shows how much was read."""
         num_read = num_before - self.transport.get_write_buffer_size()
         if num_read >= max(MIN_SENT_BYTES, MIN_SENT_SHARE * num_before):
             self._expect_progress()

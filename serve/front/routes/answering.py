@@ -104,7 +104,8 @@ class Answering:
     async def read(
         self, request: Request, kind: BodyKind[Reading], *given: middleware.Parts
     ) -> Reading:
-        """Reads a request as this kind of body. given are the texts to read, or the body."""
+        """Reads a request as this kind of body: the texts in given or, if there are none, its
+        body."""
         held = list(given) or [await middleware.read_parts(request.scope, request.receive)]
         client = self._keys.client_of(request.scope)
         reader = replace(
@@ -186,8 +187,8 @@ class Answering:
             raise RequestError(str(error), param="model") from error
 
     async def _checked(self, request: Request, job: Job) -> Job:
-        """Returns the job with a grammar that can be followed, or without one, and with the
-        keywords of schemas that are not enforced. Raises RequestError."""
+        """Returns the job with the schema keywords that its grammar does not enforce. An optional
+        grammar that cannot be followed is left out. Raises RequestError."""
         for grammar in job.tool_grammars:
             await self._check(request, grammar, "tools")
         if job.grammar is None:

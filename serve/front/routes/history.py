@@ -45,7 +45,7 @@ class SampleHistory:
         return list(self._samples)
 
     async def run(self) -> None:
-        """Takes a sample in each step until it is cancelled."""
+        """Takes a sample every second until it is cancelled."""
         while True:
             begin = time.monotonic()
             await asyncio.sleep(STEP_SECONDS)

@@ -27,7 +27,7 @@ from serve.front.routes.answering import Answering, log_number
 from serve.front.routes.stream import NAMED, json_response, stream_reply, whole_reply
 from serve.front.text.tokens import Tokenizer
 
-# It has no effect: a response is always returned whole.
+# include has no effect: a response is always returned whole.
 _INCLUDE = {"type": "array", "items": {"type": "string"}}
 _QUERY: Json = {"include": _INCLUDE, "include[]": _INCLUDE}
 
@@ -72,7 +72,7 @@ class ResponseCalls:
         request: Request,
         kind: BodyKind[Reading | NeedsEarlier],
     ) -> Reading:
-        """Reads the body, with the messages that it continues."""
+        """Reads the body, with the stored messages and items that it refers to."""
         data = await read_parts(request.scope, request.receive)
         read = await self._answering.read(request, kind, data)
         if isinstance(read, NeedsEarlier):

@@ -185,7 +185,7 @@ class ServerCalls:
 
 def _page(names: list[str], query: Mapping[str, str], limit: int) -> tuple[list[str], bool]:
     """Returns the names between after_id and before_id, and whether there are more of them. limit
-    is that of a query without one. Raises RequestError."""
+    applies to a query without one. Raises RequestError."""
     if "limit" in query:
         limit = _limit(query["limit"])
     start, end = 0, len(names)

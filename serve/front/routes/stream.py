@@ -41,7 +41,7 @@ class Framing:
     comment: bytes = b":\n\n"  # the shortest text that clients ignore
 
 
-# As in vLLM, [DONE] ends a stream also after an error.
+# As in vLLM, [DONE] ends a stream even after an error.
 OPENAI = Framing(replies.server_sent, replies.DONE)
 NAMED = Framing(replies.named_event)
 
@@ -145,7 +145,7 @@ class Stream(EventSourceResponse):
         self._comment = framing.comment
 
     def _next_ping(self) -> ServerSentEvent:
-        """Returns a ping: an API's event, or a comment, with progress before the answer."""
+        """Returns a ping: the API's own, or a comment that shows the progress of the prompt."""
         progress = self._answer.prompt_progress if self._answer else None
         if progress is None or self._plain_ping is not KEEP_ALIVE:
             return self._plain_ping

@@ -87,7 +87,7 @@ class Watchers:
             watcher.end()
         elif self._observing is None:
             self._start()
-        self._watchers.add(watcher)  # Last: nobody removes it if the start fails.
+        self._watchers.add(watcher)  # Last, because nobody would remove it if the start failed.
         return watcher
 
     def remove(self, watcher: Watcher) -> None:
@@ -118,7 +118,7 @@ class Watchers:
             yield frame
 
     def _start(self) -> None:
-        # The stages will return the spans since before this start again.
+        # Without these numbers, the stages return all their recent spans again.
         self._numbers.clear()
         self._recent.clear()
         self._sections = {}

@@ -5,7 +5,7 @@ const STORED = "brigade-keys";
 
 /** The API key and the admin key. They are kept until the tab is closed only if the user wants it. */
 export const keys = read();
-/** Has an event "change" when keys were entered. */
+/** Fires "change" when keys have been entered. */
 export const entering = new EventTarget();
 
 function read() {

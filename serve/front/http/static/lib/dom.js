@@ -1,12 +1,12 @@
 /**
- * Builds and updates elements. A view is a function that describes what is to be seen, and `show`
- * changes what differs, so that focus, scrolling and what was typed stay. Text is never read as HTML.
+ * Builds and updates elements. A view is a function that describes the elements, and `show`
+ * changes what differs, so that focus, scroll positions and typed text stay. Text is never read as HTML.
  */
 
 /** @import { Child, Props } from "./types.d.ts" */
 
 const SVG = "http://www.w3.org/2000/svg";
-/** What the user changes, too: the element knows its value, and not its latest description. */
+/** Properties that the user changes, too: the element has their values, not its latest description. */
 const LIVE = ["value", "checked", "selected", "data"];
 
 export class Description {

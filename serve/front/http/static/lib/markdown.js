@@ -1,6 +1,6 @@
 /**
- * The elements of a model's text. The server turns Markdown into HTML, of which only what is listed
- * here is taken over. Nothing in the text is run or fetched.
+ * The elements of a model's text. The server turns Markdown into HTML, and only the elements and
+ * attributes listed here are copied from it. Nothing in the text is run or fetched.
  */
 import { call, entering } from "./api.js";
 import { h, redraw } from "./dom.js";

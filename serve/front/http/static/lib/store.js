@@ -45,7 +45,7 @@ const sampleOf = (row) => /** @type {Sample} */ (Object.fromEntries(row.map((val
 
 /** @param {Sample} sample */
 function addSample(sample) {
-  const isSetBack = sample.time < (latest("time") ?? 0); // The server's clock was.
+  const isSetBack = sample.time < (latest("time") ?? 0); // The server's clock went back.
   state.samples = [...(isSetBack ? [] : state.samples), sample].slice(-NUM_SAMPLES);
 }
 

@@ -13,7 +13,7 @@ export class Timeline {
   /** @type {Map<number | string, {id: string, colour: number}>} by sequence and by id */
   owners = new Map();
   numRequests = 0;
-  /** The server's time in the latest frame in seconds, and this page's when it arrived in ms. */
+  /** The server's time in the latest frame (seconds), and this page's when it arrived (milliseconds). */
   time = 0;
   takenAt = 0;
 

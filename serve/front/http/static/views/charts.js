@@ -11,7 +11,7 @@ const HEIGHT = 120;
 const MIN_SHOWN_SECONDS = 60;
 const MAX_GAP_SECONDS = 3;
 const CLOCK_STEPS = [10, 30, 60, 120, 300];
-// Pixels: the room for times and for values, and how far their marks are apart at least.
+// Pixels: the room for times and for values, and the least distance between their marks.
 const BOTTOM = 22;
 const LEFT = 62;
 const TOP = 8;
