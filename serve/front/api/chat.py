@@ -186,7 +186,7 @@ def _constraint(request: ChatRequest, tokenizer: Tokenizer, is_thinking: bool) -
 def _of_free_calls(
     use: ToolUse, tokenizer: Tokenizer, free_until: int | None, can_follow: bool
 ) -> _Constraint:
-    """Returns the grammar of calls that the model may or may not make, if there is one."""
+    """Returns the grammar of calls that the model may make, if there is one."""
     if not use.is_free:
         return _Constraint(None, None, free_until)
     grammar = None
@@ -244,7 +244,7 @@ def _of_forced_calls(
 def _of_format(
     demanded: str, request: ChatRequest, tokenizer: Tokenizer, free_until: int | None
 ) -> _Constraint:
-    """Returns the grammar of a format, or of calls instead if the model may call tools."""
+    """Returns the grammar of a format. It also allows calls, if the model may call tools."""
     use = request.tool_use
     schema = schema_of(demanded)
     either = None

@@ -1,4 +1,4 @@
-"""Completions: text or token ids are continued. A request's prompts share only parameters."""
+"""Completions: continues text or token ids. A request's prompts share only its parameters."""
 
 import secrets
 from dataclasses import replace

@@ -14,7 +14,7 @@ _WHOSE = {
 
 
 def requested_tokens(given: int | None, default: int | None) -> int | None:
-    """Returns the limit that a request sets; None for as many tokens as fit, written as -1."""
+    """Returns the limit that a request sets; None for -1, which asks for as many tokens as fit."""
     limit = default if given is None else given
     return None if limit == -1 else limit
 

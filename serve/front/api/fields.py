@@ -47,7 +47,7 @@ _ONLY_NULL = (
     "watermarking",
     "web_search_options",
 )
-# The values without effect, beside null, of each unsupported field. If the kind of body does
+# The values without effect, besides null, of each unsupported field. If the kind of body does
 # support the field, it validates the field itself.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_ONLY_NULL, ()),

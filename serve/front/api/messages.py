@@ -143,7 +143,7 @@ class RequestMessage(Tolerant):
 
     @property
     def thought(self) -> str | None:
-        """The reasoning, by whichever name it came."""
+        """The reasoning, from whichever field contains it."""
         if self.reasoning_content is not None:
             return self.reasoning_content
         if isinstance(self.reasoning, str):
@@ -320,5 +320,5 @@ def arguments_object(text: str) -> dict[str, Any]:
 
 
 def invalid_arguments(text: str) -> dict[str, Any]:
-    """Wraps text that is not a JSON object, or was cut off, in one, as Anthropic advises."""
+    """Wraps text that is not a JSON object, or was cut off, in an object, as Anthropic advises."""
     return {"INVALID_JSON": text}

@@ -18,7 +18,7 @@ from serve.front.text.tokens import Tokenizer
 
 _Json = dict[str, Any]
 
-# A shortened prompt leaves at most one part in this many of the context to the answer.
+# A shortened prompt leaves the answer at most the context divided by this number.
 _ANSWER_PART = 4
 _NO_TIME = re.compile(r"0+(\.0*)?([nuµm]?s|m|h)?")
 

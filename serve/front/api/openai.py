@@ -288,7 +288,7 @@ class ChatBody(Templated, GenerationBody):
 
     @property
     def is_parallel(self) -> bool:
-        """Whether an answer may contain several calls. The older fields hold one."""
+        """Whether an answer may contain several calls. The older fields allow only one."""
         return self.parallel_tool_calls is not False and self.functions is None
 
     @property
@@ -321,7 +321,7 @@ class ChatBody(Templated, GenerationBody):
 
     @property
     def max_answer_tokens(self) -> int | None:
-        """The limit of an answer, from either field. The newer field counts."""
+        """The limit of an answer. The newer of the two fields takes precedence."""
         return self.max_completion_tokens or self.max_tokens
 
     def request(self, tokenizer: Tokenizer) -> ChatRequest:
@@ -414,7 +414,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def listing(self) -> Listing:
-        """The details that the reply lists beside the text."""
+        """The details that the reply lists in addition to the text."""
         return Listing(
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,

@@ -132,7 +132,7 @@ class SamplingBody(NumbersBody):
         return self.n or 1
 
     def stop_rules(self, tokenizer: Tokenizer) -> StopRules:
-        """Returns the rules that end an answer before its length limit, beside `end_ids`."""
+        """Returns the rules that end an answer before its length limit, besides `end_ids`."""
         stop_ids = frozenset(self.stop_token_ids or ())
         return StopRules(
             strings=self.stop,
@@ -194,8 +194,8 @@ class SamplingBody(NumbersBody):
         check_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
 
     def _bad_words(self, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-        """Returns the tokens of each bad word. As in vLLM, a word also counts with a space before
-        it, if only its first token differs."""
+        """Returns the tokens of each bad word. As in vLLM, a word with a space before it is banned
+        too, if only its first token differs."""
         found: list[tuple[int, ...]] = []
         for word in self.bad_words:
             bare = word.lstrip()
@@ -254,7 +254,7 @@ def only_grammar(grammars: Mapping[str, str]) -> str | None:
 
 
 def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
-    """Raises RequestError if an answer may not have min_tokens."""
+    """Raises RequestError if min_tokens is more than an answer may have."""
     if min_tokens > max_tokens:
         raise RequestError(
             f"min_tokens: {min_tokens} is more than the {max_tokens} tokens that the answer may "

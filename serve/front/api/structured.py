@@ -38,7 +38,7 @@ class _TagContent(Body):
 
 
 class StructuralTag(Body):
-    """JSON of a schema, between `begin` and `end`. Newer vLLM has the schema in `content`."""
+    """JSON of a schema, between `begin` and `end`. Newer vLLM names the schema `content`."""
 
     type: Literal["tag"] | None = None
     begin: Grammar

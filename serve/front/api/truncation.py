@@ -34,7 +34,7 @@ def _fits(prompt: ChatPrompt, tokenizer: Tokenizer, max_tokens: int) -> bool:
 
 
 def _num_fixed(messages: list[ChatMessage]) -> int:
-    """Returns the number of system messages at the start; 0 if there are no others."""
+    """Returns the number of system messages at the start; 0 if all messages are such."""
     for number, message in enumerate(messages):
         if message["role"] not in ("system", "developer"):
             return number

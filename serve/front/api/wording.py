@@ -166,7 +166,7 @@ def _wrong_length(context: Context, value: Any) -> str:
 
 
 def _shown(value: Any, errors: Sequence[ErrorDetails] = ()) -> str:
-    """Returns the value as shown. Text may be private, except where fixed words are expected."""
+    """Returns a text for the value. Text may be private, except where fixed words are expected."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, int | float):
@@ -209,7 +209,7 @@ def _is_field(step: str, rest: Location, body: dict[str, Any], is_missing: bool)
         return is_missing and not rest
     if not rest or isinstance(body[step], dict | list):
         return True
-    # A part of a union may have the name of a field that lies beside the next one.
+    # A plain value contains no fields: if body has the next step, this one is a union's part.
     return not is_missing and rest[0] not in body
 
 

@@ -23,8 +23,7 @@ class Access(Enum):
 
 
 class ErrorFormat(Enum):
-    """The API whose errors a call returns. BOTH: Anthropic's if it has a header
-    anthropic-version."""
+    """The API whose errors a call returns. BOTH: Anthropic's for calls with anthropic-version."""
 
     OPENAI = "openai"
     ANTHROPIC = "anthropic"

@@ -18,7 +18,7 @@ Parts = Iterator[ChatMessage | AssistantPart]
 
 
 def _as_blocks(content: Any) -> Any:
-    """Returns content as a list of blocks. Text may stand for a block, and null for nothing."""
+    """Returns content as a list of blocks. Text stands for a block, and null for an empty list."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -141,7 +141,7 @@ class ToolUseBlock(Tolerant):
 
 
 class ToolResultBlock(Tolerant):
-    """The result of a call. Templates know no failures, so the text mentions is_error."""
+    """The result of a call. Templates cannot show failures, so the text mentions is_error."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -238,7 +238,7 @@ SystemBlock = Annotated[TextBlock | ToolChangeBlock, Field(discriminator="type")
 
 
 class SystemTurn(Tolerant):
-    """A system message in a chat. With clear_at, it may hold until the next user's message."""
+    """A system message in a chat. clear_at may end it at the user's next message."""
 
     role: Literal["system"]
     content: Annotated[list[SystemBlock], _FAIL_FAST, _as_list_of(SystemBlock)] = []

@@ -208,7 +208,7 @@ class MessagesBody(CountBody):
 
 
 def _joined(messages: Iterable[ChatMessage]) -> Iterator[ChatMessage]:
-    """Joins messages of users or of the system that follow each other, as lines of one message."""
+    """Joins consecutive messages of the user, or of the system, as lines of one message."""
     for role, run in groupby(messages, lambda message: message["role"]):
         if role in ("system", "user"):
             contents = [message["content"] for message in run]

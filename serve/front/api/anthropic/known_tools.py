@@ -87,8 +87,8 @@ KNOWN_TOOLS = {
     "text_editor_20250728": _EDITOR,
 }
 
-# The prefixes of the types of tools that run at Anthropic, or that are sets of tools whose calls
-# have another form. They are not offered to the model.
+# Prefixes of types: of tools that run on Anthropic's servers, and of sets of tools whose calls have
+# another form. These tools are not offered to the model.
 HOSTED_PREFIXES = (
     "web_search_",
     "web_fetch_",

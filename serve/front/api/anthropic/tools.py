@@ -69,7 +69,7 @@ class ClientTool(Tolerant):
 
 
 class ServerTool(Tolerant):
-    """A tool that would run at Anthropic. It is not offered to the model."""
+    """A tool that would run on Anthropic's servers. It is not offered to the model."""
 
     type: str
     name: str | None = None
@@ -153,7 +153,7 @@ def select_tools(
     declared: Sequence[DeclaredTool], turns: Sequence[Turn], choice: ToolChoice | None
 ) -> ToolSelection:
     """Decides which of the declared tools the model is offered after these turns. A deferred tool
-    is offered once a turn refers to it; at once if only a hosted search would find it."""
+    is offered once a turn refers to it, or from the start if only a hosted search could find it."""
     hosted = [tool for tool in declared if isinstance(tool, ServerTool)]
     has_hosted_search = any(tool.type.startswith("tool_search_tool_") for tool in hosted)
     changes = _changes(turns)

@@ -1,7 +1,7 @@
 """Decides where the bodies of requests are read, so that large ones do not delay small ones.
 
-Small bodies are read in threads: those that the model answers in some, all others in another.
-Larger ones wait in two queues, up to a megabyte and above, each with a helper process.
+Small bodies are read in threads. Those that the model does not answer have their own thread. Helper
+processes read larger ones, which wait in two queues: up to a megabyte, and above.
 """
 
 import asyncio

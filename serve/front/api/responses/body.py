@@ -70,7 +70,7 @@ class ReasoningOptions(Tolerant):
 
 Name = Annotated[str, Field(max_length=64)]
 Value = Annotated[str, Field(max_length=512)]
-Metadata = Annotated[dict[Name, Value], Field(max_length=16)]  # as at OpenAI
+Metadata = Annotated[dict[Name, Value], Field(max_length=16)]  # as with OpenAI
 
 
 # null is the same as leaving the model out.
@@ -212,7 +212,7 @@ def _unenforced(offered: OfferedTool) -> str:
     )
 
 
-# The fields that a response repeats, beside the sampling parameters.
+# The fields that a response repeats, in addition to the sampling parameters.
 _REPEATED = {
     "instructions",
     "max_output_tokens",

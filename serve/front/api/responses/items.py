@@ -31,14 +31,14 @@ class RefusalPart(Tolerant):
 
 
 def as_parts(content: Any) -> Any:
-    """Returns a content that is a text as a list with one part."""
+    """Returns content as a list of parts. A text becomes one part."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return listed(content)
 
 
 def listed(given: Any) -> Any:
-    """Fails validation unless it is a list."""
+    """Refuses anything but a list."""
     if not isinstance(given, list):
         refuse("must be a string or a list")
     return given
@@ -57,7 +57,7 @@ def _text(parts: Iterable[TextPart | RefusalPart] | None) -> str:
 # --- items
 
 Listed = Annotated[list[Json], Field(fail_fast=True)] | None
-# The beginnings of the ids of items.
+# The prefixes of items' ids.
 _PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -308,7 +308,7 @@ def item_ids(given: Any) -> list[str]:
 
 
 def with_items(given: list[Any], stored: Json) -> list[Any]:
-    """Returns an input with the stored items, by their ids, in place of the references to them."""
+    """Returns an input with stored items in place of its references. stored maps ids to items."""
     return [stored[item["id"]] if _is_reference(item) else item for item in given]
 
 

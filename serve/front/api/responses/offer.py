@@ -94,7 +94,7 @@ ToolDeclaration = Annotated[
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
     """A tool that the model may call. name and namespace are the client's. A custom tool's call is
-    its input if is_raw, else JSON with it; grammar is enforced in that JSON unless is_lark."""
+    its input if is_raw, else JSON that contains it, in which grammar is enforced unless is_lark."""
 
     kind: Kind
     name: str

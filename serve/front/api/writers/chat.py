@@ -147,7 +147,7 @@ class ChatWriter(ChunkWriter):
         return {"tool_calls": [call]}
 
     def _reason(self, reason: Reason) -> str:
-        """Returns the finish reason. As at OpenAI, a call of a named tool does not change it."""
+        """Returns the finish reason. As with OpenAI, a call of a named tool does not change it."""
         if reason != "tool_calls":
             return reason
         if self._names_tool:
@@ -202,7 +202,7 @@ class _WholeMessage(WholeChoice):
 
 
 class WholeChat(WholeChunks):
-    """Adds the chunks of all choices up to one chat.completion."""
+    """Combines the chunks of all choices into one chat.completion."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         fields = {"prompt_logprobs": None, "prompt_token_ids": None}

@@ -14,7 +14,7 @@ from serve.front.text.tokens import Tokenizer
 
 
 class CompletionWriter(ChunkWriter):
-    """Writes an echo, then text, the reason, and at last the usage if it is wanted."""
+    """Writes an echo, text, the finish reason, and finally the usage if it is wanted."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         super().__init__("cmpl", "text_completion", job)
@@ -105,7 +105,7 @@ class _WholeText(WholeChoice):
 
 
 class WholeCompletion(WholeChunks):
-    """Adds the chunks of all choices up to one reply."""
+    """Combines the chunks of all choices into one reply."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         super().__init__(CompletionWriter(job, tokenizer), "text_completion", _WholeText, {})

@@ -44,8 +44,8 @@ class ScoreWriter:
         return written
 
     def prompt(self, scores: Sequence[Score]) -> list[Json | None]:
-        """Returns vLLM's form: for each of the prompt's tokens the likeliest ones in its place and
-        the token itself, by token id. The first token of a prompt has no score."""
+        """Returns vLLM's form: for each position of the prompt, the likeliest tokens and the
+        prompt's own one, by token id. The first token of a prompt has no score."""
         ranked = [self._ranked_scores(score) for score in scores]
         return [None, *ranked]
 
@@ -62,7 +62,7 @@ class ScoreWriter:
         }
 
     def _by_text(self, score: Score) -> dict[str, float]:
-        """Returns the likeliest tokens and the token itself; of equal texts, the likelier."""
+        """Returns the likeliest tokens and the token itself; of equal texts, the likeliest."""
         by_text: dict[str, float] = {}
         for token, logprob in (*score.top, (score.token, score.logprob)):
             by_text.setdefault(self._text(token), _finite(logprob))

@@ -143,7 +143,7 @@ class MessagesWriter(Writer):
 
     def _signature(self) -> str:
         """Returns a thinking block's signature: clients drop blocks without one, and send it back.
-        If they want no thoughts, it contains the thought, which a model with tools needs."""
+        If thoughts are omitted, it contains this one, which a model with tools needs."""
         return opaque(self._thought) if self._omits_thoughts else secrets.token_hex(16)
 
     def _delta(self, type: str, field: str, value: str) -> Json:

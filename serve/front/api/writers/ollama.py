@@ -52,7 +52,7 @@ class OllamaWriter(Writer):
         return ollama_error(error)
 
     def line(self, text: str, **others: object) -> Json:
-        """Returns a line with text, and with fields beside it (chat: in its message)."""
+        """Returns a line with text and other fields, which a chat has in its message."""
         return _line(self._model, self._is_chat, text, **others)
 
     def _logprobs(self) -> Json:
@@ -100,7 +100,7 @@ class OllamaWriter(Writer):
 
 
 class WholeOllama(WholeWriter):
-    """Adds the lines up to one reply."""
+    """Combines the lines into one reply."""
 
     def __init__(self, model: str, is_chat: bool, tokenizer: Tokenizer) -> None:
         self._writer = OllamaWriter(model, is_chat, tokenizer)

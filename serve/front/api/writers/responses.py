@@ -144,7 +144,7 @@ class ResponsesWriter:
         self._current["content"] = [part]
 
     def _logprobs(self) -> Sequence[Json]:
-        """Returns the scores of the tokens up to the text that was sent last."""
+        """Returns the scores of all tokens that have not been sent yet."""
         scores = self._scores
         self._scores = []
         if not scores or self._score_writer is None:

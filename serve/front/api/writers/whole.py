@@ -1,4 +1,4 @@
-"""Adds up the chunks of OpenAI's chat and completions to one reply."""
+"""Combines the chunks of OpenAI's chat and completions into one reply."""
 
 from collections.abc import Callable, Iterable
 from io import StringIO
@@ -42,7 +42,7 @@ class WholeChoice:
 
 
 class WholeChunks(WholeWriter):
-    """Adds up the chunks of all choices; make returns an empty sum. Chunks may set fields."""
+    """Combines the chunks of all choices; make returns an empty choice. Chunks may set fields."""
 
     def __init__(
         self,

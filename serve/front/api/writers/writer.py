@@ -32,7 +32,7 @@ class Writer(Protocol):
 
 
 class WholeWriter(Protocol):
-    """Adds up updates to a reply, complete after finish. Returned events are not used."""
+    """Builds a reply from updates; finish completes it. Returned events are not used."""
 
     def feed(self, update: Update) -> Iterable[Event]: ...
 
