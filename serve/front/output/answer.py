@@ -43,7 +43,7 @@ class UsageInStream(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The details that a reply contains beside the text. logprobs and prompt_logprobs say how many
+    """The details that a reply contains besides the text. logprobs and prompt_logprobs say how many
     of the likeliest tokens come with each token; None for no scores. as_ids writes tokens as
     `token_id:5`; function_call writes calls to OpenAI's older fields. progress shows in a stream
     how much of the prompt is computed. Calls of custom_tools contain an input instead of arguments;

@@ -15,7 +15,7 @@ from serve.front.text.tokens import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """The stop strings (after min_tokens tokens) and token_ids that end an answer, beside its
+    """The stop strings (after min_tokens tokens) and token_ids that end an answer, besides its
     length limit and end tokens. keeps_stop leaves them in the text."""
 
     strings: tuple[str, ...] = ()

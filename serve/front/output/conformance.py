@@ -62,7 +62,7 @@ class Conformance:
         self._collected: dict[int, _Collected] = {}
 
     async def checked(self, update: Update) -> Update:
-        """Returns the update; the last one of an answer with all violations of the answer."""
+        """Returns the update. The last one of an answer gets all violations of the answer."""
         collected = self._collected.setdefault(update.number, _Collected())
         for delta in update.deltas:
             _collect(collected, delta)

@@ -43,8 +43,8 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """The progress of a request's prompts: done of total tokens are computed, and cached of these
-    came from the prefix cache. seconds is the time since the submission."""
+    """The progress of a request's prompts: of total tokens, done are computed, of which cached came
+    from the prefix cache. seconds is the time since the submission."""
 
     total: int
     done: int
@@ -62,7 +62,7 @@ class PromptProgress:
 
 @dataclass(frozen=True, slots=True)
 class AnswerBegin:
-    """The first delta of an answer. prompt_scores leave out the first token of the prompt."""
+    """The first delta of an answer. prompt_scores begin with the second token of the prompt."""
 
     usage: TokenUsage
     prompt_scores: tuple[Score, ...] = ()

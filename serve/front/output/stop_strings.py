@@ -8,9 +8,9 @@ _MAX_KNOWN_STOPS = 256  # A request's stop strings are prepared once for all ans
 
 class StopMatcher:
     """Passes text on as soon as it cannot be part of a stop string. However the text is cut into
-    deltas, it ends before the first complete stop string; of two at the same character the longer
-    counts. A character costs amortized constant time for each stop string (Knuth, Morris and
-    Pratt's algorithm)."""
+    deltas, it ends before the first complete stop string; of two that end at the same character,
+    the longer counts. A character costs amortized constant time for each stop string (Knuth, Morris
+    and Pratt's algorithm)."""
 
     def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
         if not all(stops):
@@ -55,7 +55,7 @@ class _StopSearch:
         self._borders = borders(stop)
 
     def feed(self, delta: str) -> int | None:
-        """Returns how many characters of delta complete the string; None if all do not."""
+        """Returns how many characters of delta complete the string; None if it stays incomplete."""
         stop, matched = self.stop, self.num_matched
         position = 0
         while position < len(delta):

@@ -1,5 +1,5 @@
-"""The calls of each step: the methods that parts override, and no others, because a call that does
-nothing takes time too."""
+"""The calls of parts in each step. Methods that a part does not override are left out, because even
+a call that does nothing takes time."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as ReadableList
@@ -8,7 +8,7 @@ from serve.front.parts.interface import SchedulerPart
 
 
 class Hooks:
-    """For each of these methods, the overriding ones of the parts, in the parts' order."""
+    """The parts' overrides of each of these methods, in the order of the parts."""
 
     def __init__(self, parts: ReadableList[SchedulerPart]) -> None:
         base = SchedulerPart

@@ -15,8 +15,8 @@ from serve.front.pipeline.status import StageStatus
 from serve.front.prefixes.index import Admission, Reuse
 from serve.front.prefixes.kv_budget import KvBudget
 
-# Each sequence of a warm-up samples this many tokens in steps without the shapes of any part. Later
-# ones would have the same shapes as the second.
+# Each sequence of a warm-up samples this many tokens in steps without the shapes of any part.
+# Further ones would have the shapes of the second.
 NUM_PLAIN_STEPS = 2
 
 
@@ -67,13 +67,13 @@ class SchedulerPart:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether rank 0's engine needs the tokens of all sequences for it."""
+        """Whether rank 0's engine needs the tokens of all sequences for this part."""
         return False
 
     # --- the engines
 
     def start(self, ranks: ReadableList[int], reuse: Reuse) -> PartReady:
-        """Begins with engines of these ranks, which hold nothing of any sequence that is new."""
+        """Begins with engines of these ranks, which hold nothing of new sequences."""
         return NOTHING
 
     def stop(self) -> None:
@@ -100,13 +100,13 @@ class SchedulerPart:
     # --- a sequence
 
     def takes(self, prompt: Prompt) -> bool:
-        """Whether the part makes something of a prompt that has no answer. Raises RequestError if
-        the model or the stages cannot."""
+        """Whether the part handles a prompt that asks for no answer. Raises RequestError if the
+        model or the stages cannot do what it asks for."""
         return False
 
     def added(self, sequence: Sequence, prompt: Prompt) -> None:
-        """Takes a new sequence, which belongs to prompt. The sequences of a warm-up have no prompt,
-        so they begin without it."""
+        """Takes a new sequence of a prompt. It is not called for the sequences of a warm-up, which
+        have no prompt."""
 
     def begun(self, sequence: Sequence) -> ReadableList[ToEngine]:
         """Returns the messages for rank 0's engine that belong to the start of a sequence on the
@@ -181,5 +181,5 @@ class SchedulerPart:
     # --- what others see
 
     def to_json(self) -> Mapping[str, Any]:
-        """Returns the part's fields of /admin/pipeline, beside those of the server."""
+        """Returns the fields that the part adds to /admin/pipeline."""
         return {}

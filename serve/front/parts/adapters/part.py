@@ -10,7 +10,7 @@ from serve.front.pipeline.interface import Prompt
 
 
 class AdapterVersions(SchedulerPart):
-    """Frees a version that no new sequence has, after its last sequence has ended."""
+    """Frees a version that no new sequence will use, after its last sequence has ended."""
 
     def __init__(self, config: ServeConfig) -> None:
         super().__init__(config)

@@ -1,5 +1,5 @@
-"""Decides which prefixes the ranks write to their disks, read from there, and delete. Pure: what is
-to be done is returned."""
+"""Decides which prefixes the ranks write to their disks, read from there, and delete. Pure: it
+returns what is to be done."""
 
 import itertools
 from collections import deque
@@ -28,9 +28,9 @@ from serve.front.parts.disk.index import (
 
 @dataclass(frozen=True, slots=True)
 class DiskRules:
-    """Numbers of tokens: the largest segment, the fewest tokens at the end of a sequence that are
-    written, and the fewest tokens that a read has to save. A running answer is written every
-    `running` tokens, a multiple of `segment`."""
+    """Numbers of tokens: the largest segment, the smallest one at the end of a sequence, and the
+    fewest tokens that a read has to save. A running answer is written every `running` tokens, a
+    multiple of `segment`."""
 
     segment: int = 256
     min_segment: int = 64
@@ -128,7 +128,7 @@ class DiskCache:
         return sum(reading.found.num_tokens for reading in self._readings.values())
 
     def clear(self) -> ForgetPrefixFiles:
-        """Has the ranks delete everything. Files are written again, also after a failed write."""
+        """Makes the ranks delete everything. Writing starts again, even after a failed write."""
         self._index = DiskIndex(self._index.max_bytes)
         self._wanted.clear()
         if self._writing:
@@ -176,7 +176,7 @@ class DiskCache:
         return ReadPrefix(id, found.num_tokens, found.names, found.state)
 
     def on_read(self, rank: int, answer: PrefixRead) -> Read | None:
-        """Takes a rank's answer. Returns None before the last one."""
+        """Takes a rank's answer. Returns None until all have answered."""
         reading = self._readings.get(answer.sequence)
         if reading is None:
             return None
@@ -205,7 +205,7 @@ class DiskCache:
         checkpoints: Mapping[int, int],
         num_prompt: int,
     ) -> None:
-        """Has the ranks write the part of a sequence that is not on disk. checkpoints maps
+        """Makes the ranks write the part of a sequence that is not on disk. checkpoints maps
         positions to the sequence's checkpoints. The first num_prompt tokens are its prompt, which
         may come again with any answer."""
         if not self._can_write:
@@ -217,10 +217,10 @@ class DiskCache:
         self._wanted.extend(writes)
 
     def num_to_write(self, sequence: Sequence, checkpoints: Collection[int]) -> int:
-        """Returns how many of the first tokens of a running sequence are to be on disk: all of its
-        prompt but the last token, and of the answer whole parts of `running` tokens. Until a
-        replay has reached the end of the prompt, it is whole parts of the prompt. Caches that
-        cannot be cut are written at checkpoints, given by their positions."""
+        """Returns how many of the first tokens of a running sequence should be on disk: all of its
+        prompt but the last token, and a multiple of `running` tokens of the answer. While the
+        prompt is computed again, it is a multiple of `running`. Caches that cannot be cut are
+        written at checkpoints, given by their positions."""
         known = min(sequence.num_computed, sequence.num_tokens - 1)
         end = 0
         if self.has_states:
@@ -243,8 +243,8 @@ class DiskCache:
         self._wanted = deque(others)
 
     def next_write(self, is_held: Callable[[Write], bool]) -> NextWrite:
-        """Returns the next file that all ranks are to write, unless the previous one is not done.
-        is_held says whether the stages still hold a file's content."""
+        """Returns the next file for all ranks to write; none while the previous one is being
+        written. is_held says whether the stages still hold a file's content."""
         while self._wanted and self._writing is None:
             write = self._wanted.popleft()
             is_first = not write.start and not write.is_state
@@ -324,7 +324,7 @@ class DiskCache:
     def _ends(
         self, start: int, stops: Collection[int], checkpoints: Collection[int]
     ) -> Iterator[int]:
-        """Yields the ends of new segments: the stops, and between them all `segment` tokens."""
+        """Yields the ends of new segments: the stops, and between them every `segment` tokens."""
         for stop in sorted(stops):
             while stop - start > self._rules.segment:
                 start += self._rules.segment

@@ -111,7 +111,7 @@ class DiskIndex:
         return self._entries[name].file.end
 
     def use(self, name: str) -> None:
-        """Notes that a file is used, and with it all files before it."""
+        """Marks a file, and all files before it, as the most recently used ones."""
         while name in self._entries:
             self._entries.move_to_end(name)
             name = self._entries[name].file.parent
@@ -185,7 +185,8 @@ class DiskIndex:
             name = self._entries[name].file.parent
 
     def _has_room(self, freed: Mapping[int, int]) -> bool:
-        """Whether each rank has room for a file as large as its largest, once freed is free."""
+        """Whether each rank has room for one more of its largest files, once these bytes are
+        freed."""
         return all(
             self.num_bytes[rank] - freed[rank] + self._largest[rank] <= limit
             for rank, limit in self.max_bytes.items()
@@ -208,5 +209,5 @@ class DiskIndex:
 
 
 def _position(file: PrefixFile) -> tuple[int, bool]:
-    """Sorts files so that each one comes after the file that it follows."""
+    """Returns a key that sorts each file behind the file that it follows."""
     return file.end, file.is_state

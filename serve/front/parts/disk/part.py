@@ -40,7 +40,7 @@ class DiskPrefixes(SchedulerPart):
         self._must_clear = False
         # Sequences whose prefix is not looked for again in this life of the engines.
         self._tried: set[int] = set()
-        # Running sequences that are being written, with the number of tokens that may be.
+        # The number of tokens that may be written of each running sequence.
         self._written: dict[int, int] = {}
 
     # --- the engines

@@ -6,11 +6,11 @@ from serve.core.sections import DraftCosts
 from serve.front.parts.drafts.model_guesses import ModelCosts
 from serve.front.pipeline.status import StageStatus
 
-_UNKNOWN_READING_COST = 0.1  # of a token that the draft model reads, in its guesses
+_UNKNOWN_READING_COST = 0.1  # of reading a token, as a share of a guess
 
 
 def token_cost(stages: ReadableList[StageStatus]) -> float | None:
-    """Returns the time of one more token in a decode step, as a share of one with one token."""
+    """Returns the time of one more token in a decode step, as a share of a step with one token."""
     costs = [stage.pace.decode_cost for stage in stages]
     if not all(cost.is_known for cost in costs):
         return None

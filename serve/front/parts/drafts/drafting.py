@@ -25,8 +25,8 @@ _REJECTED = "rejected_prediction_tokens"
 @dataclass(slots=True)
 class Drafted:
     """What is known about the drafts of a sequence. drafter made the latest ones. guesses are the
-    draft model's, of the tokens that follow the newest token. text and model are None until they
-    are needed."""
+    draft model's, for the tokens after the newest one. text and model are None until they are
+    needed."""
 
     prediction: tuple[int, ...] = ()
     drafter: Drafter = "suffixes"
@@ -143,7 +143,7 @@ class Drafting(SchedulerPart, ABC):
         return [Guess(tuple(asked))]
 
     def on_result(self, sequences: ReadableList[Sequence], result: Result) -> None:
-        """Takes the guesses of the draft model, for which only the latest step of a row may ask."""
+        """Takes the guesses of the draft model. Only the latest step of a row may ask for them."""
         outputs = result.outputs_of(Guesses)
         if not outputs and not self._awaited and not self._guessed:
             return  # as in most steps

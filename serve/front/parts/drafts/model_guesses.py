@@ -9,8 +9,8 @@ MAX_GUESSES = 8
 _FIRST_SHARE = 0.7
 _NEW_SHARE = 0.06  # of the latest guess in the share of a sequence
 _NEW_SHARE_OF_ALL = 0.01  # and in that of all sequences
-# Where nothing is guessed, the share returns to the first one with each token, so that the draft
-# model gets another try after some hundred tokens.
+# While nothing is guessed, each token moves the share back towards its first value, so that the
+# draft model gets another try after a few hundred tokens.
 _DECAY = 0.002
 _MIN_GAIN = 1.1  # With guesses, the next step cannot be sent before its tokens are known.
 _READ_TOGETHER = 4  # The draft model reads a few new tokens in no extra time.

@@ -1,5 +1,5 @@
-"""Decides how many drafts each row gets. Drafts have to pay: this depends on how often the guesses
-about a row were right, and on what one more token costs on this cluster."""
+"""Decides how many drafts each row gets. Drafts have to pay off, which depends on how often the
+guesses about a row were right, and on what one more token costs on this cluster."""
 
 from collections.abc import Sequence as ReadableList
 

@@ -1,10 +1,10 @@
-"""Finds earlier occurrences of a text's last tokens, and guesses that it continues as there."""
+"""Finds earlier occurrences of a text's last tokens, and guesses that the same tokens follow."""
 
 from dataclasses import dataclass
 
 _MAX_MATCH = 32  # A longer match does not improve the guess.
 _MAX_PLACES = 8
-_DRAFTS_BY_MATCH = 2  # per token of a match: after a longer one, more of the text is equal
+_DRAFTS_BY_MATCH = 2  # per token of a match: a longer one predicts more tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Suffixes:
         self._tokens.append(token)
 
     def match(self) -> Match | None:
-        """Returns the longest match among the latest places, and the latest of several."""
+        """Returns the longest match among the latest places; of equally long ones, the latest."""
         if len(self._tokens) < 2:
             return None
         best: Match | None = None
@@ -51,7 +51,8 @@ class Suffixes:
         return best
 
     def draft(self, match: Match, max_tokens: int) -> list[int]:
-        """Returns the tokens after a match, more after a longer one. At the end they repeat."""
+        """Returns the tokens after a match, more after a longer one. At the text's end they
+        repeat."""
         num_tokens = min(max_tokens, _DRAFTS_BY_MATCH * match.length)
         period = len(self._tokens) - match.place
         if num_tokens <= period:

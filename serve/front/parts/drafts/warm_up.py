@@ -12,8 +12,8 @@ _NUM_DRAFTS = 2
 
 
 class WarmUpDrafts(Drafting):
-    """Guesses a few tokens of each row after its plain steps, right or wrong. Its further steps
-    have fewer drafts each, so that rows end in different columns."""
+    """Guesses a few tokens of each row after its plain steps, right or wrong. Each further step has
+    fewer drafts, so that rows end in different columns."""
 
     num_warm_up_steps = 3
 
