@@ -1,4 +1,4 @@
-"""Loads LoRA adapters: asks all ranks, waits for their answers, and restores after faults.
+"""Loads LoRA adapters: asks all ranks, waits for their answers, and restores adapters after faults.
 
 All ranks read and check the files first. If none refuses them, the name gets the new version:
 later sequences have it, and running sequences keep theirs until they end.
@@ -231,7 +231,7 @@ class AdapterLoader:
             else:
                 # A rank may hold the version, or still read it: the number is not used again.
                 self._requests.retire_adapter(version)
-            # Its name, and the path in the message, are whatever the call had.
+            # The name and the error's message come from the call, so they are not logged.
             kind = type(error).__name__.lstrip("_")
             _logger.warning("event=adapter_refused version=%d error=%s", version, kind)
             raise
@@ -317,13 +317,13 @@ class AdapterLoader:
         return tuple(filter(self.registry.is_wanted, self.registry.versions))
 
     def interrupt(self) -> None:
-        """Notes that the engines have ended. They will not answer."""
+        """Stops waiting for answers: the engines have ended."""
         self._can_ask.clear()
         self._num_interrupted += 1
         self._answered.set()
 
     async def restore(self) -> None:
-        """Has every rank read the wanted versions again, under the same numbers."""
+        """Makes every rank read the wanted versions again, under the same numbers."""
         for version, loaded in list(self.registry.versions.items()):
             if not self.registry.is_wanted(version):
                 self.registry.versions.pop(version, None)
@@ -364,7 +364,7 @@ class AdapterLoader:
         self._requests.retire_adapter(version)
 
     def fail(self, error: BrigadeError) -> None:
-        """Makes all loads fail that wait for an answer, because the cluster has failed."""
+        """Fails all loads that wait for an answer, because the cluster has failed."""
         self._broken = error
         self._can_ask.set()
         self._answered.set()

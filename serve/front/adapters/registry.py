@@ -1,6 +1,6 @@
 """The registry of LoRA adapters: it maps the names that clients use to versions. Pure.
 
-Each time that files are read, they become a new version, with a number that no other version gets.
+Each time files are read, they become a new version with a number of its own.
 `serve.front.adapters.loader` makes the ranks read them.
 """
 
@@ -25,7 +25,7 @@ class Eviction:
 @dataclass(slots=True)
 class AdapterStatistics:
     """The numbers of loads since the start, and of requests for each adapter since its name was
-    registered: there is no number for names that are gone, because they could be any number."""
+    registered. Names that are gone are not counted: their number has no limit."""
 
     num_loaded: int = 0
     num_swapped: int = 0
@@ -130,7 +130,7 @@ class AdapterRegistry:
     # --- versions
 
     def hold(self, version: int, loaded: LoadedVersion) -> None:
-        """Notes that the ranks hold this version. After a change of the ring, its sizes differ."""
+        """Stores a version that the ranks hold. After a change of the ring, its sizes differ."""
         self.versions[version] = loaded
         for adapter in self.by_name.values():
             if adapter.version == version:
@@ -155,7 +155,7 @@ class AdapterRegistry:
 
     def lose(self, version: int) -> None:
         """Forgets a version that no rank can read again. Its adapter is read as a new version when
-        it is used next."""
+        it is next used."""
         for adapter in self.by_name.values():
             if adapter.version == version:
                 adapter.version = 0
@@ -169,8 +169,8 @@ class AdapterRegistry:
         old: Adapter | None,
         ring: Sequence[int],
     ) -> Eviction:
-        """Returns the idle adapters, the least recently used first, that have to be evicted until
-        each rank of the ring has room for num_bytes more in the place of the old adapter. Raises
+        """Returns the idle adapters, the least recently used first, that have to be evicted so that
+        each rank of the ring has room for num_bytes in place of the old adapter. Raises
         AdapterError if no eviction could make room."""
         if self._memory is None:
             return Eviction([], is_enough=True)

@@ -49,8 +49,8 @@ class Stops:
         self._positions: dict[int, list[int]] = {}
 
     def plan(self, sequence: Sequence, boundaries: Collection[int]) -> None:
-        """Chooses the positions of a prompt whose prefill begins: its boundaries, others at fixed
-        distances, and its end."""
+        """Chooses where the prefill of a prompt, which begins now, will stop: at its boundaries, at
+        fixed distances, and at its end."""
         if not sequence.has_answer:
             return
         end = sequence.num_to_prefill
@@ -67,7 +67,7 @@ class Stops:
         return positions[0] if positions else sequence.num_to_prefill
 
     def reach(self, sequence_id: int, position: int) -> bool:
-        """Notes that a prompt is computed up to a position. Returns whether it stops there."""
+        """Removes the next stop of a prompt if it is at this position. Returns whether it is."""
         positions = self._positions.get(sequence_id)
         if not positions or positions[0] != position:
             return False

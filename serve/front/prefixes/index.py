@@ -53,7 +53,7 @@ def scope_of(salt: str | None, api_key: str) -> str:
     """Returns the cache scope of a request. Requests without salt and key share prefixes."""
     if not salt and not api_key:
         return ""
-    # A key of the server's is written as a digest, so the two cannot be mixed up.
+    # api_key is a digest, which contains no slash, so the two cannot be mixed up.
     return hashlib.sha256(f"{api_key}/{salt or ''}".encode()).hexdigest()
 
 
@@ -98,7 +98,7 @@ class PrefixIndex:
             gone.sequences.append(next(iter(self._kept)))
         for id in gone.sequences:
             gone.checkpoints.extend(self.forget(id))
-        # The tree goes with its last sequence.
+        # forget removes a tree with its last sequence, so it may have to be added again.
         self._trees.setdefault(key, tree).add(sequence_id, tokens)
         self._kept[sequence_id] = key
         self._use(sequence_id)
@@ -136,7 +136,7 @@ class PrefixIndex:
         return self._num_kept_tokens * bytes_per_token + num_states * bytes_per_state
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the kept sequences, the latest used first. It does not show who sent a
+        """Describes the kept sequences, the most recently used first. It does not show who sent a
         sequence."""
         kept: list[dict[str, Any]] = []
         for id, key in reversed(self._kept.items()):
@@ -155,7 +155,7 @@ class PrefixIndex:
 
     def holds(self, write: Write, num_running_tokens: int = 0) -> bool:
         """Whether the stages still hold the content of a file that is to be written. They hold all
-        that is written of a kept sequence, and num_running_tokens tokens if it still runs."""
+        that is written of a kept sequence, and num_running_tokens tokens of a running one."""
         has_checkpoint = write.checkpoint == NO_CHECKPOINT or write.checkpoint in self._num_uses
         has_sequence = write.sequence in self._kept or write.end <= num_running_tokens
         return has_sequence and has_checkpoint
@@ -238,7 +238,7 @@ class PrefixIndex:
 
 
 def _remove(trees: dict[PrefixKey, PrefixTree], key: PrefixKey, sequence_id: int) -> int:
-    """Removes a list, and a tree with its last one. Returns the list's number of tokens."""
+    """Removes a list, and its tree if that is empty then. Returns the list's number of tokens."""
     num_tokens = trees[key].remove(sequence_id)
     if not trees[key]:
         del trees[key]
@@ -250,12 +250,12 @@ def _if_long_enough(match: PrefixMatch) -> PrefixMatch | None:
 
 
 def may_begin_as_copy(sequence: Sequence) -> bool:
-    """Whether a sequence can do without the outputs of its prompt: one to score or embed cannot."""
+    """Whether a sequence needs no outputs of its prompt. Scoring and embedding need them."""
     return sequence.sampling.prompt_logprobs is None and sequence.has_answer
 
 
 def match_original(sequence: Sequence, live: Collection[int]) -> PrefixMatch | None:
-    """Matches all that an original holds whose prompt has just been prefilled."""
+    """Matches all that an original holds, if its prompt has just been prefilled."""
     original, num_tokens = sequence.original, len(sequence.prompt) - 1
     if original and original.id in live and original.num_computed == num_tokens > 0:
         return PrefixMatch(original.id, num_tokens)
@@ -264,7 +264,7 @@ def match_original(sequence: Sequence, live: Collection[int]) -> PrefixMatch | N
 
 class Admission:
     """A sequence that may begin, and its match: the prefix that it copies. This is found when it is
-    first asked for, and then stays the same. A match of its original comes before others."""
+    first asked for, and then stays the same. A match of its original takes precedence."""
 
     def __init__(
         self,

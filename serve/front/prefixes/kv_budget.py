@@ -39,7 +39,7 @@ class KvBudget:
         self._gone = Gone([], [])
 
     def take_gone(self) -> Gone:
-        """Returns the sequences that the stages have to drop since the last call."""
+        """Returns the sequences and checkpoints to drop, each only once."""
         gone, self._gone = self._gone, Gone([], [])
         return gone
 
@@ -101,7 +101,7 @@ class KvBudget:
             pass
 
     def forget(self, sequence: Sequence) -> None:
-        """Has the stages drop a sequence, if they hold any of it."""
+        """Makes the stages drop a sequence, if they hold any of it."""
         if sequence.is_held:
             self._drop(Gone([sequence.id], self.kept.leave(sequence.id)))
 
