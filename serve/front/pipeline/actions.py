@@ -1,4 +1,4 @@
-"""The actions that the life cycle of the engines has its driver perform.
+"""The actions that the life cycle of the engines asks its driver to perform.
 
 An action that takes time is answered by one event, with the number of the same life.
 """
@@ -17,8 +17,8 @@ from serve.front.pipeline.status import StageStatus
 
 @dataclass(frozen=True, slots=True)
 class RenewEngine:
-    """Has a rank find an engine that is in no ring, as Renew says. It reports STARTING or Left, or
-    rank 0 answers EngineFailed."""
+    """Makes a rank get an engine that is in no ring, as Renew says. The engine reports STARTING or
+    Left. If rank 0 gets none, EngineFailed follows."""
 
     rank: int
     dump: bool = False

@@ -16,8 +16,8 @@ from serve.front.prefixes.index import PrefixIndex
 _CHUNK_BY_DECODE = 2.2
 # A single stage runs one chunk for each decode step. A smaller chunk would mostly read weights.
 _CHUNK_BY_DECODE_ALONE = 1.6
-# The time that a chunk may take while nobody decodes, if that is longer than _WAIT_SECONDS allow.
-# Reading the weights is then a tenth of it.
+# The time that a chunk may take while nobody decodes, even if _WAIT_SECONDS allow less. Reading the
+# weights is then a tenth of it.
 _CHUNK_WITHOUT_DECODING = 10.0  # decode steps
 _WAIT_SECONDS = 1.0  # for which chunks of other prompts may delay a new prompt
 _MIN_CHUNK_BESIDE_DECODING = 8
@@ -82,8 +82,8 @@ def _chunk_seconds(
     num_stages = len(decode_seconds)
     slowest = max(decode_seconds)
     num_chunks = max_chunks_between_steps(num_stages)
-    # Between two tokens of a row, it passes all stages, or all groups take a turn, whichever takes
-    # longer. The chunks come on top.
+    # Between two tokens of a row, the row passes all stages, or all groups take a turn, whichever
+    # takes longer. The chunks come on top.
     token_seconds = max(sum(decode_seconds), num_groups * slowest)
     spare_seconds = max_inter_token - token_seconds
     by_turns = spare_seconds / num_chunks
@@ -129,7 +129,7 @@ def _less(amounts: list[int], kept: list[int]) -> list[int]:
 
 
 def _free_beside_scoring(stage: StageStatus, prefill_chunk: int) -> int:
-    """Returns the bytes that are free while a prompt is scored in such chunks."""
+    """Returns the bytes that are free while a prompt is scored in chunks of this size."""
     num_tokens = int(MAX_CHUNK_SHARE * prefill_chunk)
     logits_bytes = num_tokens * stage.loaded.logits_bytes_per_token
     return stage.loaded.free_bytes - logits_bytes - stage.loaded.scoring_bytes

@@ -18,10 +18,9 @@ _SHORT_PROMPTS = 132
 
 @dataclass(frozen=True, slots=True)
 class PrefillBudget:
-    """How many prompt tokens the stages take. max_tokens limits those of a step; beside_decoding
-    limits them further while sequences decode, and is None while none does; without_decoding limits
-    those of long prompts then. Short prompts are cut to beside_decoding only if
-    cuts_short_prompts."""
+    """How many prompt tokens a step may have: at most max_tokens. While sequences decode,
+    beside_decoding limits them further; while none does, it is None, and without_decoding limits
+    those of long prompts. Short prompts are cut to beside_decoding only if cuts_short_prompts."""
 
     num_stages: int
     max_tokens: int

@@ -42,16 +42,16 @@ class StartView(Protocol):
     def progressed(self, stage: StageStatus) -> None: ...
 
     def loaded(self, stages: list[StageStatus], room: int) -> None:
-        """Notes for how many tokens the stages have room for keys and values."""
+        """Shows for how many tokens the stages have room."""
 
     def warming_up(self, done: int, total: int) -> None:
-        """Takes how much of the warm-up is done. total is 0 when it is over."""
+        """Shows how much of the warm-up is done. total is 0 when it is over."""
 
     def ready(self) -> None: ...
 
 
 class Receiver(Protocol):
-    """What takes the messages of some types that the engines of a life send."""
+    """Takes the messages of some types that the engines of a life send."""
 
     @property
     def hears(self) -> tuple[type, ...]:
@@ -119,7 +119,7 @@ class Driver:
                 self.on(events.Heard(rank, heard))
 
     def on(self, event: events.Event) -> None:
-        """Performs the reaction to an event. An event that an action causes waits."""
+        """Performs the reaction to an event. An event that an action causes waits its turn."""
         self._events.append(event)
         if self._is_performing:
             return
@@ -292,7 +292,7 @@ class Driver:
 
 
 def _as_bug(error: Exception) -> BrigadeError:
-    """Logs where an exception came from that nobody expects, and names it."""
+    """Logs where an unexpected exception came from, and returns an error that names it."""
     _logger.error("event=bug", exc_info=error)
     return BrigadeError(f"{type(error).__name__}: {error}")
 

@@ -82,7 +82,7 @@ class Engine:
         await self._driver.close()
 
     async def failed(self) -> BrigadeError:
-        """Returns the reason when the cluster has failed for good."""
+        """Waits until the cluster has failed for good, and returns the reason."""
         return await asyncio.shield(self._driver.failure)
 
     def submit(

@@ -20,7 +20,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A rank has joined, is gone, or passes on a message of its engine. Rank 0 only does that."""
+    """A rank has joined, is gone or, also on rank 0, passes on a message of its engine."""
 
     rank: int
     message: Joined | Gone | Report
@@ -71,7 +71,7 @@ class Broken(Answer):
 
 @dataclass(frozen=True, slots=True)
 class Interrupted(Answer):
-    """The requests wait. One that was given up has caused num_explained faults; else it is 0."""
+    """The requests wait. num_explained faults were caused by a request that was given up."""
 
     num_explained: int
 

@@ -16,7 +16,7 @@ MAX_FAULTS_ALONE = 2
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """The sequence that ended the engines num_faults times, num_explained newly explained."""
+    """The sequence that ended the engines num_faults times; num_explained were unexplained."""
 
     sequence: int
     num_faults: int

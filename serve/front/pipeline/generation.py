@@ -59,8 +59,8 @@ class Generation:
         return replace(event, score=self._scores[id].get(position))
 
     def put_output(self, output: SequenceOutput) -> None:
-        """Stores the outputs of a sequence other than tokens. It may come twice. Scores come before
-        the events of their tokens."""
+        """Stores the outputs of a sequence other than tokens. The same output may come twice.
+        Scores come before the events of their tokens."""
         if not isinstance(output, Scores):
             self._outputs[output.sequence].append(output)
             return

@@ -134,7 +134,7 @@ class Lifecycle:
             self._on_fault(ClusterError(reason))
 
     def _on_reported_fault(self, rank: int, life: int, error: BrigadeError) -> None:
-        """Takes a fault. Those of engines that were ended count only if no restart helps."""
+        """Takes a fault. Faults of engines that were ended count only if no restart helps."""
         is_planner = rank == 0 and life == self.life
         if is_planner and self.state is State.PLANNING:
             self._fail(error)
@@ -211,8 +211,8 @@ class Lifecycle:
                 pass  # They have no deadline.
 
     def _on_plan_overdue(self) -> None:
-        """Gives up on a plan. While ranks are replanned, the engine hangs, because it has planned
-        this model before; otherwise the model is wrong."""
+        """Gives up on a plan. If the engine has planned this model before, it hangs; otherwise the
+        model is wrong."""
         what = f"No plan was made within {self._config.constants.load_timeout:g} s"
         if self.state is State.PLANNING:
             self._fail(ModelError(f"{what}: does config.json match the weights?"))
@@ -223,7 +223,7 @@ class Lifecycle:
     # --- from new engines to working ones
 
     def _form(self, outcome: Outcome) -> None:
-        """Performs the next step for the ring. A fault that has waited for its ranks is handled
+        """Performs the next step for the ring. A fault that waited for these ranks is handled
         now."""
         is_gathered = not isinstance(outcome, NotYetFormed) or outcome.state is not State.GATHERING
         if isinstance(outcome, CannotForm):
@@ -241,7 +241,7 @@ class Lifecycle:
                 self._start()
 
     def _start(self) -> None:
-        if self.membership.missing:  # A rank was lost while others were planned with.
+        if self.membership.missing:  # A rank of the ring was lost meanwhile.
             self._form(self.membership.gather())
         else:
             self._await_stages(State.STARTING)
@@ -321,7 +321,7 @@ class Lifecycle:
 
     def _on_ring_lost(self, rank: int, error: ClusterError) -> None:
         """Takes the report of an engine whose ring broke. Once all have reported it, all of them
-        live, so no better reason is to come."""
+        live, so no better reason will come."""
         self._do(warning(f"event=fault rank={rank}", error))
         self._on_fault(error)
         if self.state is State.HANDLING_FAULT:
@@ -358,7 +358,7 @@ class Lifecycle:
             self._do(actions.Disconnect(rank, pid, is_silent))
 
     def _judge(self) -> None:
-        """Decides whether there is another life, once everything is known that this depends on."""
+        """Decides whether there is another life, once everything that this depends on is known."""
         if self.deadline is not None and self._now < self.deadline:
             return
         self.deadline = None
@@ -374,7 +374,7 @@ class Lifecycle:
             self._renew()
 
     def _renew(self) -> None:
-        """Begins the next life. Every rank finds an engine that is in no ring: its own if that can
+        """Begins the next life. Every rank gets an engine that is in no ring: its own if that can
         leave its ring, or else another one. The requests, which Interrupt has returned to the
         queue, wait there until the engines work."""
         self.life += 1

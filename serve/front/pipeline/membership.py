@@ -88,7 +88,7 @@ class Membership:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that take part and have not joined."""
+        """The ranks that take part but have not joined."""
         return [rank for rank in self.ring if rank and rank not in self.joined]
 
     @property
@@ -99,7 +99,7 @@ class Membership:
 
     @property
     def newcomers(self) -> set[int]:
-        """The ranks that may take part and do not."""
+        """The ranks that may take part but do not."""
         return self.fit.difference(self.ring)
 
     @property
@@ -148,7 +148,7 @@ class Membership:
         return NotYetFormed(State.GATHERING, seconds, (log,))
 
     def decide(self) -> Outcome:
-        """Decides the next step when the ranks of the ring are there, or are awaited no longer."""
+        """Decides the next step when the ranks of the ring are there, or are no longer awaited."""
         objection = self._objection()
         if self._config.replan and self.is_restart and self._plans:
             outcome = self.replan()
@@ -201,7 +201,7 @@ class Membership:
 
     @property
     def can_replan(self) -> bool:
-        """Whether a rank is there that was not when the latest plan was asked for."""
+        """Whether a rank has come since the latest plan was asked for."""
         return not self.fit.issubset(self._planned_ring)
 
     def _wait_for_more(self, error: PlanError) -> NotYetFormed | Formed:

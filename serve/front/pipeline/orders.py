@@ -62,7 +62,7 @@ def order(
     copies: str,
 ) -> Order:
     """Makes the order for the engine of one rank. ring lists the ranks that take part, in order.
-    Paths and addresses are those of rank 0; other ranks replace them by their own."""
+    Paths and addresses are those of rank 0; other ranks replace them with their own."""
     rank = stage.rank
     place = ring.index(rank)
     hosts = tuple(cluster.hosts[each] for each in ring)
@@ -107,7 +107,7 @@ def _draft_source(config: ServeConfig) -> DraftSource | None:
 
 
 def _of_ranks(amounts: str | None, ranks: Sequence[int]) -> str | None:
-    """Returns the amounts of these ranks alone, out of a flag that has those of all ranks."""
+    """Returns the amounts of these ranks from a flag that has those of all ranks."""
     if amounts is None:
         return None
     own = memory_of(amounts, ranks)

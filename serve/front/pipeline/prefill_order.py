@@ -12,13 +12,13 @@ tolerates as much of this as its own work. When that is used up, only it and old
 So whatever arrives, a prompt waits for younger ones no longer than its own work takes, plus one
 step. Some prompt is always read, because the oldest one is never held back.
 
-The unit of work is one token at the beginning of a prompt; a token counts for more the more context
-it has. Tokens that are copied from the prefix cache are no work.
+The unit of work is one token at the beginning of a prompt; the more context a token has, the more
+it counts. Tokens that are copied from the prefix cache are no work.
 
-Why not otherwise: after a limit by age, all prompts of a crowded server are too old, and the order
-is that of arrival when it does most harm. Prompts that take turns when they tolerate no more all
-end late; in the simulation (tests/front/pipeline/arrivals.py) it is better to finish one. Plain
-tokens would count the next turn of a long chat, and a long prompt, for too little.
+Why not otherwise: with a limit by age, all prompts of a crowded server are too old, and the order
+becomes that of arrival just when it does most harm. Prompts that take turns when they tolerate no
+more all end late; in the simulation (tests/front/pipeline/arrivals.py) it is better to finish one.
+Counting plain tokens would underestimate the next turn of a long chat, and a long prompt.
 
 Prompts without a slot or room on the stages wait under the same rule. A younger one is admitted
 before an older one only if the older one tolerates all of it, because an admitted prompt is read to

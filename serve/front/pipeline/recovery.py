@@ -1,8 +1,8 @@
 """What follows a fault: the reason, whether there is another life, and the engines it keeps. Pure.
 
-The first report of a fault is often that a neighbour is gone, which explains little. So a better
-reason is waited for, and meanwhile it becomes known which parents answer, and whether a request is
-to blame.
+The first report of a fault is often that a neighbour is gone, which explains little. So the life
+cycle waits for a better reason, and meanwhile finds out which parents answer, and whether a request
+is to blame.
 """
 
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ class Judgement:
 
 
 class Recovery:
-    """The faults of a cluster. reason is that of a fault for which no new life has begun. seconds
+    """The faults of a cluster. reason is that of a fault after which no new life has begun. seconds
     is the time of all recoveries so far."""
 
     def __init__(self, config: ServeConfig) -> None:
@@ -101,8 +101,8 @@ class Recovery:
         return self.may_keep_engines and rank not in self._stuck
 
     def end(self, have_all_stayed: bool, now: float) -> float | None:
-        """Takes note that the engines work. Returns the seconds of the recovery; None if there was
-        no fault. have_all_stayed says whether all engines have outlived the latest one."""
+        """Called when the engines work. Returns the seconds of the recovery; None if there was no
+        fault. have_all_stayed says whether all engines have outlived the latest one."""
         self._restarts.on_ready(now, have_all_stayed)
         if self._began_at is None:
             return None

@@ -318,8 +318,7 @@ class Requests:
         return sum(generation.adapter_version == version for generation in generations)
 
     def retire_adapter(self, version: int) -> None:
-        """Notes that no new sequence will use the version. The stages free it after its last
-        one."""
+        """Makes the stages free the version after its last sequence. No new one will use it."""
         self.scheduler.retire(version)
         self._pump()
 

@@ -480,7 +480,7 @@ class Scheduler:
         self._emit(self._step_of_ops([Copy(sequence.id, *match)]))
 
     def _waits_for_part(self, admission: Admission) -> bool:
-        """Whether a sequence waits for a part from here on."""
+        """Blocks a sequence if a part makes it wait. Returns whether one does."""
         sequence = admission.sequence
         num_tokens = sequence.num_tokens + _SPARE_TOKENS
         num_free = self.budget.num_free(self._num_running_tokens + num_tokens)
@@ -607,7 +607,7 @@ class Scheduler:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Forgets leaving sequences without steps under way, or returns them to the queue."""
+        """Ends leaving sequences without steps under way, or returns them to the queue."""
         for sequence in [s for s in self._leaving if not s.num_pending]:
             self._leaving.remove(sequence)
             if sequence.id in self._live:
@@ -618,7 +618,7 @@ class Scheduler:
                 self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        """Has the stages keep a sequence that has ended, or drop it."""
+        """Makes the stages keep or drop a sequence that has ended."""
         may_keep = self.reuse != "none"
         if self.budget.end(sequence, self._num_running_tokens, may_keep):
             for part in self.parts:
@@ -641,7 +641,7 @@ class Scheduler:
 
 
 def _advance(sequence: Sequence, token: int) -> Event:
-    """Adds a token to an answer. Returns the event of it, which is the last one if it ends the
+    """Adds a token to an answer. Returns its event, which is the last one if the token ends the
     answer."""
     if token in FAILURES:
         return Event(sequence.id, None, FAILURES[token])

@@ -31,8 +31,8 @@ _SAME_CLOCK_SECONDS = 0.1
 class Pace:
     """The running means of a stage's step times, in seconds; None before the first step. A prefill
     step takes as long as a decode step, which reads the weights, and prefill_seconds_per_token more
-    for each token. draft_cost is that of a token of the draft model by the number of rows, and
-    reading_seconds_per_token the time in which it reads a token of the text."""
+    for each token. draft_cost is the time of the draft model for one token, by the number of rows,
+    and reading_seconds_per_token its time to read one token of the text."""
 
     decode_seconds: float | None = None
     prefill_seconds_per_token: float | None = None
@@ -88,7 +88,7 @@ class RemoteClock:
         self._differences.append(now - sent_at)
 
     def convert(self, spans: list[Span]) -> list[Span]:
-        # Each difference also has the time that the report took. It is least in the smallest one.
+        # Each difference includes the time that the report took, so the smallest is the most exact.
         offset = min(self._differences)
         if 0 <= offset < _SAME_CLOCK_SECONDS:  # An engine on rank 0's host has the same clock.
             return spans
@@ -128,7 +128,7 @@ class Timeline:
         self.num_spans += len(activity.spans)
 
     def note_busy(self, now: float, busy_seconds: float) -> None:
-        """Notes for how long the engine has computed until now."""
+        """Adds the seconds for which the engine has computed until now."""
         self.heard_at = now
         self._busy.append((now, busy_seconds))
         while len(self._busy) > 2:
@@ -138,7 +138,7 @@ class Timeline:
             self._busy.popleft()
 
     def renew(self) -> None:
-        """Notes that another engine will report, perhaps after its host was started again."""
+        """Prepares for the reports of another engine, perhaps after a restart of its host."""
         self._busy.clear()
         self._clock = RemoteClock()
 
@@ -168,8 +168,8 @@ class Stays:
 @dataclass(slots=True)
 class StageStatus:
     """The status of one stage, as its engine last reported it. latest is that report; loaded and
-    activity are the latest ones that a report had. activity has no spans, its hop waits_on is one
-    of ranks of the launch, and its kv_bytes are never None."""
+    activity are the latest ones that a report had. activity has no spans, its waits_on names ranks
+    of the launch, and its kv_bytes are never None."""
 
     rank: int
     host: str
@@ -233,7 +233,7 @@ class StageStatus:
         self.timeline.renew()
 
     def stay(self, positions: Mapping[int, int]) -> None:
-        """Notes that the engine has left its ring and waits for an order, as a new one would."""
+        """Called when the engine has left its ring and waits for an order, as a new one would."""
         self.latest = Status(StageState.STARTING)
         self.stays.positions = positions
         self.stays.num += 1
@@ -326,8 +326,8 @@ def first_shards(stages: Sequence[StageStatus]) -> list[StageStatus]:
 
 def shard_disagreement(stages: Sequence[StageStatus]) -> PlanError | None:
     """Returns the error that names two shards of a stage whose layers are divided differently, or
-    None. Sums match only by their order, so such shards would compute wrong results without any
-    error."""
+    None. Shards match their sums only by order, so such shards would compute wrong results without
+    any error."""
     first: dict[int, StageStatus] = {}
     for stage in stages:
         assert stage.plan is not None

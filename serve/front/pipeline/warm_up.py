@@ -22,8 +22,8 @@ from serve.front.text.grammars import of_schema
 _CHUNK = 64  # prompt tokens of a prefill step that occupies the stages fully
 _SHORT_PROMPT = 10  # tokens; several rows fit in one chunk
 _NUM_ROWS = 4  # of a group
-# A step with a whole chunk is run only if all steps before it took no longer. Elsewhere
-# such a step takes seconds, beside which its first-time costs do not show.
+# A step with a whole chunk is run only if all steps before it took no longer than this. Elsewhere
+# such a step takes seconds, so its first-time costs hardly matter.
 _QUICK_SECONDS = 1.0
 _SAMPLED = Sampling(
     temperature=0.7,
@@ -51,8 +51,8 @@ _logger = logging.getLogger(__name__)
 class WarmUp:
     """send takes a step and the sequences that begin with it. adapters are the loaded versions.
     room is the number of tokens whose keys and values the stages can hold. parts are those of the
-    scheduler that serves requests. progressed takes how many of how many tokens the steps have
-    sampled, and 0 of 0 at the end."""
+    scheduler that serves requests. progressed gets the number of tokens that the steps have sampled
+    and the total, and 0, 0 at the end."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class WarmUp:
         self._num_expected = sum(one.max_tokens for sequences in rounds for one in sequences)
         for sequences in rounds:
             await self._run_round(sequences)
-        # Several stages divide a prompt.
+        # Several stages cut a prompt into smaller chunks.
         has_larger_chunks = self._num_stages == 1 and self._constants.prefill_chunk > _CHUNK
         if has_larger_chunks and self._clock() - started <= _QUICK_SECONDS:
             self._num_expected += 1

@@ -13,7 +13,7 @@ from serve.front.pipeline.states import State
 from serve.front.pipeline.status import StageStatus
 
 WATCH_SECONDS = 0.5  # between two looks at engines that work
-# Without a sign of a parent, which waits until its engine leaves its ring or ends (15 s, see
+# How long a parent may be silent: it waits until its engine leaves its ring or ends (15 s, see
 # serve.parent.engine), and starts another one. While the engine computes, the parent sends signs.
 RENEW_SECONDS = 20.0
 _SILENT_SECONDS = 1.5
@@ -51,7 +51,7 @@ def late_stages(state: State, stages: Sequence[StageStatus]) -> list[StageStatus
 
 
 def patience_seconds(state: State, stages: Sequence[StageStatus], config: ServeConfig) -> float:
-    """Returns after how many seconds without progress of any stage the latest one is late."""
+    """Returns how many seconds may pass without progress of any stage."""
     if state is State.STARTING:
         return RENEW_SECONDS
     states = [stage.state for stage in stages]
@@ -64,7 +64,7 @@ def patience_seconds(state: State, stages: Sequence[StageStatus], config: ServeC
 def late_alarm(state: State, stages: Sequence[StageStatus], config: ServeConfig) -> Alarm:
     """Names the stage that has made no progress for too long."""
     late = late_stages(state, stages)
-    # The others may only be waiting for an engine that still starts.
+    # The others may only be waiting for an engine that is still starting.
     stage = next((stage for stage in late if stage.state is StageState.STARTING), late[0])
     _, what = AWAITED[state]
     seconds = patience_seconds(state, stages, config)
@@ -102,7 +102,7 @@ def stall_alarm(
 
 
 def is_silent(stage: StageStatus, now: float) -> bool:
-    """Whether the engine of a stage has stopped reporting, which it does whatever it computes."""
+    """Whether the engine of a stage has stopped reporting. It reports even while it computes."""
     return stage.state is StageState.READY and now - stage.timeline.heard_at > _SILENT_SECONDS
 
 
