@@ -26,7 +26,7 @@ from serve.front.text.helpers import answer_questions
 from serve.hub.tiktoken_model import tokenizer_source
 
 _POLL_SECONDS = 0.01
-# A grammar is Lark's text, or JSON in which quotes and line ends of such texts are escaped.
+# A grammar is Lark text, or JSON that contains Lark text with escaped quotes and line ends.
 _RULE = re.compile(r"(?:^|\n|\\n|\")[ \t]*[?!]?[A-Za-z_][\w.-]*(?:\[[^\]\n]*\])?[ \t]*:")
 _REFERENCE = re.compile(r'\$(?:ref|dynamicRef|recursiveRef)\\?"\s*:\s*\\?"([^"]*)"')
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])", re.DOTALL)

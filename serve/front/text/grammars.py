@@ -21,7 +21,7 @@ from serve.front.text import grammar_check
 from serve.front.text.helpers import HelperEnded, Helpers
 from serve.front.text.schemas import GUIDANCE, Schema, closed_text, expressible_text
 
-# About 150 bytes each. Too many for one client to displace the grammars that others use.
+# About 150 bytes each, and so many that one client cannot displace the grammars of others.
 _MAX_KNOWN = 4096
 # Why a grammar ended its helper process, by the exit code.
 _REASONS = {
@@ -35,7 +35,7 @@ _REASONS = {
 }
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _MAX_REASON_CHARACTERS = 500
-# Translating GBNF takes time that is quadratic in its rules.
+# Translating GBNF takes time that is quadratic in the number of rules.
 _MAX_GBNF_RULES = 500
 _MAX_GBNF_CHARACTERS = 64 << 10
 

@@ -114,7 +114,7 @@ def inexpressible_keyword(schema: Any) -> str | None:
             return str(name)
         inner = value
         if name in _MAPS and isinstance(value, dict):
-            inner = list(value.values())  # Its keys are names, and no keywords.
+            inner = list(value.values())  # Its keys are names, not keywords.
         found = None if name in _VALUES else inexpressible_keyword(inner)
         if found:
             return found
@@ -137,7 +137,7 @@ def without_inexpressible_patterns(schema: Any) -> Any:
 
 
 def omitted_keywords(tools: Sequence[Schema]) -> tuple[str, ...]:
-    """Returns the keywords in tools that `expressible_text` omits, beside those of llguidance."""
+    """Returns the keywords of tools that `expressible_text` omits, besides those of llguidance."""
     tools, left_out = sound_tools(tools)
     schemas = [tool["function"].get("parameters") or {} for tool in tools]
     is_whole = all(without_inexpressible_patterns(schema) == schema for schema in schemas)
@@ -162,7 +162,7 @@ class _Closing:
         if not isinstance(schema, dict) or id(schema) in self._open_ids:
             return schema
         if self._is_other_document(schema):
-            return _Closing(schema).close(schema)  # Its references begin at itself.
+            return _Closing(schema).close(schema)  # References inside it are relative to it.
         closed = dict(schema)
         for name, named in _present(schema, _MAPS, dict):
             closed[name] = {key: self.close(part) for key, part in named.items()}

@@ -1,8 +1,8 @@
 """Cleans the schemas of tools: leaves out keywords whose values are not valid.
 
 A tool with such a schema can still be called, and it must not cost all tools of a request their
-grammar. Typical are keywords that are null, `required: true` for a single parameter, and types of
-programming languages.
+grammar. Typical cases are keywords that are null, `required: true` for a single parameter, and
+types of programming languages.
 """
 
 import re
@@ -107,7 +107,7 @@ class _Cleaner:
         return found
 
     def _inner(self, keyword: str, value: Any) -> Any:
-        """Returns the valid part of an inner schema; an empty schema if value is none."""
+        """Returns the valid part of an inner schema; an empty schema if value is not a schema."""
         if isinstance(value, dict | bool):
             return self.schema(value)
         self.changed.add(keyword)
@@ -180,7 +180,7 @@ def _filled_list(value: Any) -> Any:
 
 
 def _pattern(value: Any) -> Any:
-    """Returns the value if it is a regular expression of Python, whose dialect differs little."""
+    """Returns the value if Python accepts it as a pattern: the dialects differ little."""
     if not isinstance(value, str):
         return None
     python = _CATEGORY.sub(".", value).replace("(?<", "(?P<")

@@ -225,7 +225,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _accepts_late_system(self) -> bool:
-        """Whether the template shows a message of the system that comes after one of the user."""
+        """Whether the template shows a system message that comes after a user's message."""
         return self._shows(LATE, PROBE)
 
     def _shows(self, text: str, messages: list[dict[str, Any]]) -> bool:
@@ -282,7 +282,7 @@ class Tokenizer:
         try:
             text = self.render([{"role": "user", "content": _PROBE}], {})
         except RequestError:
-            return  # The template is for other messages than these.
+            return  # The template does not accept a plain chat.
         unknown = self._first_unknown(self._encode(text))
         if unknown is not None:
             raise ModelError(
@@ -346,7 +346,7 @@ class Tokenizer:
         after: list[int] | None = None,
         keep_marks: bool = False,
     ) -> TextStream:
-        """Converts tokens to text after earlier tokens; keep_marks keeps the dialect's marks."""
+        """Converts tokens after earlier ones to text. keep_marks keeps the dialect's marks."""
         skipped = self._special_ids if skip_special_tokens else frozenset()
         if keep_marks:
             skipped -= self._marks
@@ -396,9 +396,9 @@ def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
 def _load(folder: Path) -> Any:
     if not folder.is_dir():
         raise ModelError(not_a_folder(folder), code="no_folder")
-    # It advises to install PyTorch, which is not needed here.
+    # It advises installing PyTorch, which is not needed here.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # Imported here: it takes two seconds, in which the engine can start already.
+    # Imported here: it takes two seconds, during which the engine can already start.
     import transformers
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]

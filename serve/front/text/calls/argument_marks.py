@@ -38,7 +38,7 @@ class NameMarks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ArgumentMarks:
-    """The marks of a format. Each name ends with `named`; with lines, values have own lines."""
+    """The marks of a format. Names end with `named`; with lines, values have their own lines."""
 
     start: str
     end: str

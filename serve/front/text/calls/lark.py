@@ -39,7 +39,7 @@ class Lark:
         self._rules: dict[str, str] = {}
 
     def allows_branches(self, number: int) -> bool:
-        """Counts nested branches. Returns whether they may have rules: references multiply them."""
+        """Counts nested branches, which references multiply. Returns whether they may get rules."""
         self._num_branches += number
         return self._num_branches <= _MAX_BRANCHES
 
@@ -66,7 +66,7 @@ class Lark:
         self._rules["start"] = f"start: {body}"
 
     def mark(self, text: str) -> str:
-        """Returns the body of a rule for exactly this text. Added tokens may come as tokens."""
+        """Returns the body of a rule for exactly this text, with added tokens or spelled out."""
         if not text:
             return ""
         return " ".join(self._one(piece) for piece in self._pieces(text))

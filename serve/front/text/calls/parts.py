@@ -167,6 +167,6 @@ class PulledReader:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Returns the length of the longest prefix of mark, but not all of it, that ends text."""
+    """Returns the length of the longest proper prefix of mark that text ends with."""
     sizes = range(min(len(text), len(mark) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(mark[:size])), 0)

@@ -17,7 +17,7 @@ _ANY_NAME = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 _TEXT_LIMITS = ("minLength", "maxLength", "pattern")
 _ANY_TEXT = r"(.|\n)*"
 _END = re.compile(r"(?<!\\)(?:\\\\)*\$$")  # a $ at the end that is not escaped
-# Has a meaning in a regular expression unless it is escaped or in a class.
+# An escape, a class, or a character with a meaning outside of these.
 _TOKEN = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[\^$|()/]", re.DOTALL)
 
 
@@ -87,7 +87,7 @@ class ValueRules:
         return is_text, self._lark.mark(f"{self._line}{text}{self._line}{self._end}")
 
     def _json(self, schema: Json) -> str:
-        """Returns the rule of a value in JSON. Definitions are added, as it is compiled alone."""
+        """Returns the rule of a value in JSON, with the definitions, as it is compiled alone."""
         if self._is_moved:
             schema = moved(schema, _PLACE)
         beginning = self._lark.mark(self._line)
@@ -132,7 +132,7 @@ _BRANCHES = {"anyOf", "oneOf", "allOf"}
 
 
 def branches(schema: Json) -> list[Any]:
-    """Returns the schemas one of which a value must follow. An allOf of one part is that part."""
+    """Returns the alternatives of a schema: its anyOf or oneOf, or the only part of its allOf."""
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
             return list(schema[name])
@@ -188,13 +188,13 @@ def searching(pattern: str) -> str | None:
     return f"{before}(?:{inner}){after}"
 
 
-# Makes the rule of one argument: of its name (None: any name) and the alternatives of its value.
+# Makes the rule of one argument from its name (None: any name) and its schema.
 Argument = Callable[[str | None, Any], str]
 
 
 def parameters_grammar(document: Json, lark: Lark, argument: Argument) -> str:
     """Returns the rule of a tool's arguments in the order of their schema. argument makes the rule
-    of one argument from its name (None: any name) and its schema."""
+    of each."""
     whole = resolved(document, document)
     properties = whole.get("properties")
     if not isinstance(properties, dict):

@@ -138,7 +138,7 @@ def type_of(value: Any) -> str:
 
 
 def is_text(types: frozenset[str] | None, *, when_undeclared: bool) -> bool:
-    """Whether any text is a string for this parameter, so that it can be streamed."""
+    """Whether this parameter is always a string, so that its text can be streamed."""
     return when_undeclared if types is None else types == {"string"}
 
 

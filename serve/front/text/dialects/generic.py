@@ -54,7 +54,7 @@ def prepare(messages: Messages, tools: Tools) -> Messages:
 
 
 def prepare_if_tools(messages: Messages, tools: Tools) -> Messages:
-    """Prepares messages for a template that knows calls; without tools it needs none of this."""
+    """Prepares messages if there are tools. Otherwise the template itself can show calls."""
     if tools:
         return prepare(messages, tools)
     return messages

@@ -1,5 +1,5 @@
-"""The grammar of an answer that may or must call tools: free text, if it may, until the mark that
-begins a call, and from there on text that the tool's schema allows."""
+"""The grammar of an answer that may or must call tools: free text, unless it must, up to the mark
+that begins a call, and then text that the tool's schema allows."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -40,7 +40,8 @@ def tool_grammar(
 ) -> AnswerGrammar | None:
     """Returns the grammar of an answer that may call tools, or must if is_forced; None if there is
     none. token_id returns the id of one of added_tokens. content is a grammar for answers without a
-    call. Unless is_parallel, there is one call. inputs are grammars for tools' one text."""
+    call. Unless is_parallel, there is at most one. inputs are grammars of tools that take a
+    text."""
     lark = Lark(token_id, added_tokens, is_parallel=is_parallel, inputs=inputs)
     tools, changed = sound_tools(tools)
     lark.left_out |= changed

@@ -147,7 +147,8 @@ def harmony_grammar(tools: Tools, lark: Lark, final: str | None = "TEXT") -> str
 
 
 def _with_thoughts(messages: Messages, _tools: Tools) -> Messages:
-    """Names reasoning `thinking`, as gpt-oss's template does; with calls it replaces content."""
+    """Names reasoning `thinking`, as gpt-oss's template does, unless there are content and
+    calls."""
     return list(map(_with_thought, messages))
 
 

@@ -52,8 +52,8 @@ class ReasoningFormat:
     efforts: tuple[str, ...] = ()
 
     def variables(self, effort: str | None, enabled: bool | None = None) -> dict[str, Any]:
-        """Returns the template's variables for an effort of OpenAI's API, and for reasoning that is
-        wanted or not; none that the template does not know."""
+        """Returns the template's variables for an effort of OpenAI's API, and for whether reasoning
+        is enabled, as far as the template knows them."""
         if enabled is None and effort is not None:
             enabled = effort != "none"
         found: dict[str, Any] = {}
@@ -82,13 +82,13 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 class Dialect:
     """The dialect of a family of models. calls or reasoning is None if the family has none.
 
-    end_tokens end an answer, whatever the model's files say. other_marks are texts beside the
-    marks of calls and reasoning whose special tokens a reader needs. render makes prompts in the
-    place of a chat template, from messages, tools, add_generation_prompt, continue_final_message
-    and the template's variables; it gets the arguments of earlier calls as JSON text. prepare
-    changes messages before a template gets them. Without shows_tools the template does not show
-    tools, but prepare does. has_messages says that an answer consists of messages with headers
-    (harmony), which marks alone cannot tell apart.
+    end_tokens end an answer, whatever the model's files say. other_marks are texts, besides the
+    marks of calls and reasoning, whose special tokens a reader needs. render makes prompts in place
+    of a chat template, from messages, tools, add_generation_prompt, continue_final_message and the
+    template's variables; it gets the arguments of earlier calls as JSON text. prepare changes
+    messages before a template gets them. Without shows_tools the template does not show tools, but
+    prepare does. has_messages says that an answer consists of messages with headers (harmony),
+    which marks alone cannot tell apart.
     """
 
     name: str

@@ -29,7 +29,7 @@ _LITERALS = {"true": True, "false": False, "null": None}
 
 @dataclass(frozen=True, slots=True)
 class LlamaCalls:
-    """JSON with "parameters". No mark is needed before a first character in unmarked."""
+    """JSON with "parameters". A first character in unmarked needs no mark before it."""
 
     start: str = "<|python_tag|>"
     end: str = ""
@@ -88,7 +88,7 @@ def _python_call(node: ast.expr) -> tuple[str, str]:
 
 
 def _replace_literals(node: ast.AST, field: str) -> None:
-    """Templates show values as JSON, so models write `true` too."""
+    """Replaces JSON's literals: models write `true`, too, because templates show values as JSON."""
     value = getattr(node, field, None)
     if isinstance(value, ast.Name) and value.id in _LITERALS:
         setattr(node, field, ast.Constant(_LITERALS[value.id]))

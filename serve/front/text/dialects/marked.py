@@ -247,7 +247,7 @@ class MarkedReader:
             yield part
 
     def _failed(self, call: _OpenCall, error: Exception, mark: str) -> Iterator[Part]:
-        """Makes the text content, from its start mark on, unless a part of a call was yielded."""
+        """Treats text from the start mark on as content, unless a part of the call was yielded."""
         _logger.info("event=tool_call_not_understood error=%s", type(error).__name__)
         call.has_failed = True
         if call.has_begun:

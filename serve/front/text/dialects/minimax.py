@@ -104,7 +104,7 @@ class _Tag:
 def _nested(
     source: TextBuffer, schema: Any, document: Json, key: str
 ) -> Generator[CallText | None, None, bool]:
-    """Reads a value that is no text, with tags for an object's keys or a list's `item`s."""
+    """Reads a value that is not text, with tags for an object's keys or a list's `item`s."""
     begin = f"{_M}<{key}>"
     end = f"{_M}</{key}>"
     pieces: list[str] = []
