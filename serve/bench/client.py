@@ -130,8 +130,7 @@ async def connected(
     key: str | None,
     timeout: float,
 ) -> AsyncIterator[ChatClient]:
-    """Connects to a server. Raises AddressError, UnavailableError, or UsageError without a
-    model."""
+    """Connects to a model of a server. Raises AddressError, UnavailableError or UsageError."""
     base = url.rstrip("/")
     if not base.endswith("/v1"):
         base = f"{base}/v1"

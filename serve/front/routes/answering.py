@@ -104,8 +104,7 @@ class Answering:
     async def read(
         self, request: Request, kind: BodyKind[Reading], *given: middleware.Parts
     ) -> Reading:
-        """Reads a request as this kind of body: the texts in given or, if there are none, its
-        body."""
+        """Reads a request as this kind of body: the texts in given, or else its body."""
         held = list(given) or [await middleware.read_parts(request.scope, request.receive)]
         client = self._keys.client_of(request.scope)
         reader = replace(

@@ -185,8 +185,7 @@ class DiskIndex:
             name = self._entries[name].file.parent
 
     def _has_room(self, freed: Mapping[int, int]) -> bool:
-        """Whether each rank has room for one more of its largest files, once these bytes are
-        freed."""
+        """Whether each rank has room for one more of its largest files, with these bytes freed."""
         return all(
             self.num_bytes[rank] - freed[rank] + self._largest[rank] <= limit
             for rank, limit in self.max_bytes.items()

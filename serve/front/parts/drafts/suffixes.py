@@ -51,8 +51,7 @@ class Suffixes:
         return best
 
     def draft(self, match: Match, max_tokens: int) -> list[int]:
-        """Returns the tokens after a match, more after a longer one. At the text's end they
-        repeat."""
+        """Returns the tokens after a match, more after a longer one. At the end they repeat."""
         num_tokens = min(max_tokens, _DRAFTS_BY_MATCH * match.length)
         period = len(self._tokens) - match.place
         if num_tokens <= period:

@@ -40,8 +40,7 @@ def tool_grammar(
 ) -> AnswerGrammar | None:
     """Returns the grammar of an answer that may call tools, or must if is_forced; None if there is
     none. token_id returns the id of one of added_tokens. content is a grammar for answers without a
-    call. Unless is_parallel, there is at most one. inputs are grammars of tools that take a
-    text."""
+    call. Unless is_parallel, there is one call. inputs are grammars of tools that take a text."""
     lark = Lark(token_id, added_tokens, is_parallel=is_parallel, inputs=inputs)
     tools, changed = sound_tools(tools)
     lark.left_out |= changed

@@ -147,8 +147,7 @@ def harmony_grammar(tools: Tools, lark: Lark, final: str | None = "TEXT") -> str
 
 
 def _with_thoughts(messages: Messages, _tools: Tools) -> Messages:
-    """Names reasoning `thinking`, as gpt-oss's template does, unless there are content and
-    calls."""
+    """Names a message's reasoning `thinking`, as gpt-oss does, unless it has content and calls."""
     return list(map(_with_thought, messages))
 
 
