@@ -1,4 +1,4 @@
-"""docs/agents.md, as a user would follow it: what a section has one write into files, and run."""
+"""docs/agents.md, as a user would follow it: the files and commands of each section."""
 
 import re
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ _VERSION = re.compile(r"^Version ([\d.]+\d)", re.M)
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """files have paths relative to the home folder. program is Python, of those that are none of
-    their own."""
+    """files have paths relative to the home folder. program is in Python, for agents that are
+    libraries."""
 
     version: str
     files: Mapping[str, str]

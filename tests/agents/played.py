@@ -42,7 +42,7 @@ For each call, write <tool_call>{"name": NAME, "arguments": ARGUMENTS}</tool_cal
 {% endif -%}
 """.lstrip()
 
-# Of a prompt, and of what its grammar allows, the text that the model answers.
+# Returns the model's answer to a prompt, given a check of what its grammar allows.
 Play = Callable[[str, Callable[[str], bool]], str]
 
 

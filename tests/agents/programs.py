@@ -38,9 +38,9 @@ class Agent:
     """An agent: its section in docs/agents.md, and the folder of its program.
 
     command does the task without asking, and `script` is what the model answers, given the work
-    folder. looked_up_prefix is how the names of the hosts begin that it looks up in spite of its
-    configuration, and empty if there are none. model is the name that the server has for the model,
-    and changes are made to the section's texts.
+    folder. In spite of its configuration, the agent looks up hosts whose names begin with
+    looked_up_prefix, unless that is empty. model is the name that the server has for the model, and
+    changes are made to the section's texts.
     """
 
     name: str

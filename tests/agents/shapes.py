@@ -14,7 +14,7 @@ from tests.agents.recorder import Request
 FOLDER = Path(__file__).parent / "shapes"
 KEPT_HEADERS = "anthropic-beta", "anthropic-version"
 
-# Their strings belong to an API or to a schema, or a request would be another without them.
+# Fields whose strings belong to an API or a schema, or change what a request means.
 _KEPT = {
     *("type", "role", "name", "model", "status", "phase", "object", "required", "enum", "const"),
     *("effort", "reasoning_effort", "summary", "verbosity", "display", "include", "tool_choice"),
@@ -96,7 +96,7 @@ class _Reader:
 
 
 def _once(shapes: list[Any]) -> list[Any]:
-    """Neighbours that are alike are one."""
+    """Merges equal neighbours."""
     kept = shapes[:1]
     kept += [shape for before, shape in zip(shapes, shapes[1:], strict=False) if shape != before]
     return kept

@@ -21,7 +21,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("agent", CALLS)
-def test_an_agent_that_leaves_within_a_call_frees_its_rows(
+def test_an_agent_that_disconnects_during_a_call_frees_its_rows(
     played_tokenizer: Tokenizer, agent: str
 ) -> None:
     def play(prompt: str, is_allowed: Callable[[str], bool]) -> str:

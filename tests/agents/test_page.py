@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("agent", AGENTS, ids=[agent.name for agent in AGENTS])
-def test_page_has_what_is_tested(agent: Agent) -> None:
+def test_page_gives_the_tested_version_and_the_tested_command(agent: Agent) -> None:
     section = page.section(agent.section)
     assert section.version == versions()[PACKAGES.get(agent.name, agent.name)]
     written = section.shell + section.program + "".join(section.files.values())

@@ -27,7 +27,9 @@ QUICK = ["--concurrency", "1,2", "--requests", "2", "--max-tokens", "4"]
 
 
 @pytest.mark.long
-def test_one_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_server_is_measured_at_each_concurrency(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output, plot = tmp_path / "results.json", tmp_path / "results.svg"
     with streaming() as (url, _):
         files = ["--output", str(output), "--plot", str(plot)]
@@ -65,7 +67,7 @@ def test_two_servers_get_the_same_load_in_turn() -> None:
 
 
 @pytest.mark.long
-def test_an_open_loop_with_questions(tmp_path: Path) -> None:
+def test_an_open_loop_asks_the_questions_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "sharegpt.json"
     path.write_text(json.dumps([{"conversations": [{"from": "human", "value": "Who?"}]}]))
     with streaming() as (url, state):
@@ -154,7 +156,7 @@ def test_a_plot_distinguishes_servers_and_has_whole_numbers_of_clients(tmp_path:
         (["--url", "http://a", "--stream"], "--stream"),
     ],
 )
-def test_a_wrong_flag_is_one_line(
+def test_a_wrong_flag_is_reported_in_one_line(
     flags: list[str], word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench(*flags) == 2
@@ -179,7 +181,7 @@ def test_an_unreachable_server_is_reported(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
-def test_two_real_ranks(tmp_path: Path) -> None:
+def test_two_real_ranks_are_measured_without_errors(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     with running(2) as server:
         flags = ["--concurrency", "1,4", "--requests", "4", "--rounds", "1"]

@@ -43,7 +43,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_times_are_the_servers(clock: Clock) -> None:
+def test_measured_times_equal_the_delays_of_the_server(clock: Clock) -> None:
     with streaming(clock=clock) as (url, state):
         record = ask(url, 10)
     assert record.error is None
@@ -157,8 +157,7 @@ def test_a_closed_loop_keeps_the_given_number_of_requests_running() -> None:
     assert len(set(prompts)) == len(prompts) == 2 + 3 + 9  # lengths, warm-up, measured
 
 
-def test_the_rate_of_a_known_server(clock: Clock) -> None:
-    """Chunks of 4 tokens: the rate counts tokens, the latency chunks."""
+def test_the_rate_counts_tokens_and_the_latency_chunks(clock: Clock) -> None:
     with streaming(tokens_per_chunk=4, clock=clock) as (url, _):
         summary = summarise([run_level(url, Level(1, False), requests=4, max_tokens=40)])
     seconds = 4 * (FIRST_SECONDS + 9 * GAP_SECONDS)
@@ -183,7 +182,7 @@ def test_failures_of_the_warm_up_are_recorded() -> None:
     ]
 
 
-def test_arrivals_are_poissons_and_seeded() -> None:
+def test_arrivals_are_a_poisson_process_drawn_from_a_seed() -> None:
     times = poisson_arrivals(5.0, 4000, seed=1)
     gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
     assert times[0] == 0

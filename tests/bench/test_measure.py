@@ -1,4 +1,4 @@
-"""What scripts/bench works out of records and timelines."""
+"""The figures that scripts/bench computes from records and timelines."""
 
 import argparse
 import itertools
@@ -52,7 +52,7 @@ def test_busy_shares_count_only_spans_in_the_window() -> None:
     assert busy_shares(events, (1.0, 3.0)) == pytest.approx({0: 0.375, 1: 1.0})
 
 
-def test_ratios_are_of_medians() -> None:
+def test_a_ratio_divides_medians() -> None:
     assert ratio([1.0, 2.0, 90.0], [4.0]) == 0.5
 
 
@@ -60,7 +60,7 @@ def test_tables_are_markdown() -> None:
     assert markdown((["a", "b"], [[1, "x"]])) == "| a | b |\n| --- | --- |\n| 1 | x |"
 
 
-def test_the_adapters_are_for_every_linear_module_of_the_model(tmp_path: Path) -> None:
+def test_the_adapters_cover_every_linear_module_of_the_model(tmp_path: Path) -> None:
     write(tmp_path / "a", seed=1, rank=2)
     files = read_adapter("a", str(tmp_path))
     assert files.rank == 2
@@ -75,7 +75,7 @@ def span(rank: int, step: int, start: float, end: float, tokens: int = 1) -> dic
     return {"ph": "X", "pid": rank, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args}
 
 
-def test_hops_lie_between_the_end_on_a_stage_and_the_beginning_on_the_next() -> None:
+def test_a_hop_lasts_from_a_steps_end_on_one_stage_to_its_start_on_the_next() -> None:
     prompt = [span(1, 1, 0.0, 1.0, 9), span(0, 1, 1.5, 2.0, 9)]
     decoding = [span(1, 2, 3.0, 4.0), span(0, 2, 4.25, 5.0), span(1, 3, 5.5, 6.0)]
     later = [span(0, 3, 6.75, 7.0), span(1, 5, 9.0, 9.5), span(0, 5, 10.0, 10.5)]
@@ -100,8 +100,7 @@ def test_a_row_of_training_has_a_figure_for_each_column() -> None:
     assert row["busy ÷ bound"] == "0.889"
 
 
-def test_rows_of_training_differ_in_one_setting_alone() -> None:
-    """A row differs from the one before in one of them alone."""
+def test_each_row_of_training_differs_from_the_one_before_in_one_setting() -> None:
     rows = list(training.RUNS.values())
     apart = [sum(a != b for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(rows)]
     assert apart == [1] * (len(rows) - 1)
@@ -129,7 +128,7 @@ def test_samples_become_medians_and_their_quotients() -> None:
     assert table[1] == [["one", "2"], ["two", "4"], ["one ÷ two", "0.500"]]
 
 
-def test_samples_name_figures_that_no_round_measured() -> None:
+def test_a_figure_that_no_round_measured_is_named() -> None:
     samples = Samples("one", "two")
     samples.add("one", 1.0)
     with pytest.raises(servers.NotMeasuredError, match="^two: not measured"):
@@ -153,14 +152,14 @@ def test_a_comparison_leaves_out_rounds_of_only_one_checkout() -> None:
         compare.table_of({compare.BEFORE: before, compare.AFTER: {}})
 
 
-def test_the_seconds_of_a_token_leave_out_tokens_of_the_first_event() -> None:
-    """Eight tokens in five steps, of which the first took no time that was seen."""
+def test_the_time_per_token_leaves_out_the_first_event() -> None:
+    """Eight tokens in five steps; how long the first took is not known."""
     answer = Answer("", times=[1.0, 2.0, 3.0, 5.0], num_tokens=8, num_accepted=3)
     assert answer.token_seconds == pytest.approx(4.0 / 4 * 5 / 8)
     assert Answer("", [1.0], 8, 7).token_seconds is None
 
 
-def test_tasks_are_of_every_kind() -> None:
+def test_there_are_equally_many_tasks_of_each_kind() -> None:
     counts = {kind: 0 for kind in (task.kind for task in tasks(2))}
     for task in tasks(2):
         counts[task.kind] += 1

@@ -27,7 +27,8 @@ def test_a_server_that_does_not_count_gets_one_word_for_each_token(
 
 
 def test_prompts_are_the_same_for_a_seed_and_name_and_different_otherwise() -> None:
-    """Equal prompts would measure the prefix cache; different ones on A and B, the dice."""
+    """Equal prompts would measure the prefix cache; different ones on A and B would measure
+    luck."""
     one = Prompts(7, 30)
     assert one.for_run("8 clients/0", 5) == Prompts(7, 30).for_run("8 clients/0", 5)
     every = [*one.for_run("8 clients/0", 50), *one.for_run("8 clients/1", 50)]
@@ -45,7 +46,7 @@ def sharegpt(path: Path, *openings: tuple[str, str]) -> Path:
     return path
 
 
-def test_questions_are_what_humans_begin_with(tmp_path: Path) -> None:
+def test_questions_are_the_first_messages_of_humans(tmp_path: Path) -> None:
     path = sharegpt(tmp_path / "s.json", ("human", "One?"), ("gpt", "Hm."), ("user", "Two?"))
     questions = read_questions(path)
     assert questions == ["One?", "Two?"]

@@ -14,7 +14,7 @@ WHOLE = RequestRecord(start=0.0, end=2.0, times=(0.5, 1.0, 2.0), tokens=3, promp
 FAILED = RequestRecord(start=0.0, end=9.0, times=(1.0,), error="HTTP 429: full")
 
 
-def test_a_summary_covers_two_answers() -> None:
+def test_a_summary_combines_all_answers() -> None:
     later = RequestRecord(start=1.0, end=4.0, times=(2.0, 4.0), tokens=2, prompt_tokens=12)
     summary = summarise([[WHOLE, later]])
     assert summary.tokens == summary.chunks == 5
@@ -46,7 +46,7 @@ def test_chunks_count_where_there_is_no_usage() -> None:
     assert summarise([[RequestRecord(start=0.0, end=1.0, times=(0.5, 1.0))]]).tokens == 2
 
 
-def test_the_rate_of_rounds_is_the_median_one() -> None:
+def test_the_rate_of_several_rounds_is_their_median() -> None:
     """A round in which the machine was busy with something else must not count for all."""
     rounds = [
         [RequestRecord(start=0.0, end=end, times=(end,), tokens=12)] for end in (1.0, 2.0, 12.0)
@@ -57,14 +57,14 @@ def test_the_rate_of_rounds_is_the_median_one() -> None:
 
 
 @pytest.mark.parametrize("runs", [[], [[]], [[FAILED]]])
-def test_nothing_measured_is_no_number(runs: list[list[RequestRecord]]) -> None:
+def test_without_measurements_all_latencies_are_none(runs: list[list[RequestRecord]]) -> None:
     summary = summarise(runs)
     assert summary.tokens_per_second == 0
     assert summary.ttft_p50_seconds is summary.itl_p99_seconds is summary.itl_mean_seconds is None
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=50), st.sampled_from([0.5, 0.9, 0.99]))
-def test_quantiles_are_numpys(values: list[float], share: float) -> None:
+def test_quantiles_equal_numpys(values: list[float], share: float) -> None:
     found = quantile(values, share)
     assert found is not None
     assert math.isclose(found, float(np.quantile(values, share)), rel_tol=1e-9, abs_tol=1e-9)

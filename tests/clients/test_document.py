@@ -46,13 +46,15 @@ def small() -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_the_document_is_true(small: Server, client_run: Run, group: str) -> None:
+def test_replies_match_the_servers_own_description(
+    small: Server, client_run: Run, group: str
+) -> None:
     flags = ["--checks", ",".join(CHECKS), *GROUPS[group]]
     hold(small, client_run, f"{small.url}/openapi.json", *flags)
 
 
 @pytest.mark.parametrize("group", ["chat", "responses", "others"])
-def test_openais_own_types_are_met(
+def test_replies_match_openais_own_types(
     small: Server, client_run: Run, tmp_path: Path, group: str
 ) -> None:
     """Its types know no bounds, so a body that they allow may be refused."""

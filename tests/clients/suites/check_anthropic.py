@@ -20,7 +20,7 @@ class City(BaseModel):
 ASKED = [{"role": "user", "content": "Name a city."}]
 
 
-def test_an_answer_is_a_model() -> None:
+def test_an_answer_is_parsed_into_a_pydantic_model() -> None:
     with anthropic.Anthropic() as client:
         reply = client.messages.parse(
             model="tiny-chat", max_tokens=100, messages=ASKED, output_format=City
@@ -54,7 +54,7 @@ def test_tools_are_run_and_their_results_sent_back() -> None:
     assert set(asked) <= {"Monday", "Sunday"}
 
 
-async def test_asynchronous() -> None:
+async def test_an_asynchronous_stream_adds_up_to_its_message() -> None:
     async with anthropic.AsyncAnthropic() as client:
         fields = {"model": "tiny-chat", "max_tokens": 20, "messages": ASKED}
         async with client.messages.stream(**fields) as stream:

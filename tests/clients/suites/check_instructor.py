@@ -22,7 +22,7 @@ MODES = [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_answer_is_a_model(mode: instructor.Mode) -> None:
+def test_an_answer_is_parsed_into_a_pydantic_model(mode: instructor.Mode) -> None:
     client = instructor.from_openai(openai.OpenAI(), mode=mode)
     fields = {"model": "tiny-chat", "response_model": City, "max_retries": 1}
     messages = [{"role": "user", "content": "Name a city."}]
@@ -30,7 +30,7 @@ def test_an_answer_is_a_model(mode: instructor.Mode) -> None:
     assert city.name in ("Rome", "Oslo", "Lima")
 
 
-def test_an_answer_that_grows() -> None:
+def test_a_partial_answer_grows_into_a_valid_model() -> None:
     client = instructor.from_openai(openai.OpenAI(), mode=instructor.Mode.TOOLS)
     messages = [{"role": "user", "content": "Name a city."}]
     *_, city = client.chat.completions.create_partial(
@@ -39,7 +39,7 @@ def test_an_answer_that_grows() -> None:
     assert City.model_validate(city.model_dump())
 
 
-async def test_asynchronous() -> None:
+async def test_the_asynchronous_client_parses_an_answer() -> None:
     client = instructor.from_openai(openai.AsyncOpenAI(), mode=instructor.Mode.TOOLS)
     messages = [{"role": "user", "content": "Name a city."}]
     city = await client.chat.completions.create(

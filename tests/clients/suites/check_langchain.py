@@ -1,5 +1,5 @@
-"""LangChain's standard tests of a chat model, unchanged. conftest.py names those that ask for an
-understanding which the embedded model, of a million parameters, has not."""
+"""LangChain's standard tests of a chat model, unchanged. conftest.py names those that need more
+understanding than the embedded model has with its million parameters."""
 
 import os
 from typing import Any
@@ -13,7 +13,7 @@ BASE_URL = os.environ["OPENAI_BASE_URL"]
 
 
 def biased(**marks: float) -> dict[str, float]:
-    """Within JSON a model that knows no JSON ends no text and no number, unless it is led to."""
+    """A model that knows no JSON ends no string and no number in it unless a bias leads it to."""
     url = BASE_URL.removesuffix("/v1") + "/tokenize"
     named = {"quote": '"', "brace": "}", "bracket": "]"}
     tokenized = {name: httpx.post(url, json={"prompt": named[name]}).json() for name in marks}

@@ -20,7 +20,7 @@ WEATHER = {
 }
 
 
-def test_a_stream_is_the_reply() -> None:
+def test_a_stream_adds_up_to_the_reply() -> None:
     fields = {**MODEL, "messages": SAID, "temperature": 0, "max_tokens": 30}
     reply = litellm.completion(**fields)
     chunks = list(litellm.completion(**fields, stream=True, stream_options={"include_usage": True}))
@@ -30,12 +30,12 @@ def test_a_stream_is_the_reply() -> None:
     assert whole.usage.completion_tokens == reply.usage.completion_tokens
 
 
-async def test_asynchronous() -> None:
+async def test_an_asynchronous_reply_ends_at_max_tokens() -> None:
     reply = await litellm.acompletion(**MODEL, messages=SAID, temperature=0, max_tokens=5)
     assert reply.choices[0].finish_reason == "length"
 
 
-def test_a_demanded_tool() -> None:
+def test_a_required_tool_is_called() -> None:
     reply = litellm.completion(
         **MODEL, messages=SAID, tools=[WEATHER], tool_choice="required", max_tokens=100
     )
@@ -44,7 +44,7 @@ def test_a_demanded_tool() -> None:
     assert any(city in call.function.arguments for city in ("Rome", "Oslo"))
 
 
-def test_text_completion() -> None:
+def test_a_text_completion_has_logprobs() -> None:
     reply = litellm.text_completion(
         model="text-completion-openai/tiny-chat",
         api_base=MODEL["api_base"],
@@ -55,7 +55,7 @@ def test_text_completion() -> None:
     assert 1 <= len(reply.choices[0].logprobs.tokens) <= 4
 
 
-def test_errors_have_their_classes() -> None:
+def test_errors_have_litellms_own_classes() -> None:
     with pytest.raises(litellm.NotFoundError):
         litellm.completion(model="openai/absent", api_base=MODEL["api_base"], messages=SAID)
     with pytest.raises(litellm.BadRequestError):

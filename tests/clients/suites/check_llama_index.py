@@ -25,26 +25,26 @@ def llm() -> OpenAILike:
     )
 
 
-def test_chat_and_its_stream(llm: OpenAILike) -> None:
+def test_a_streamed_chat_equals_the_whole_one(llm: OpenAILike) -> None:
     whole = llm.chat(ALPHABET).message.content
     assert whole.startswith("a, b, c")
     assert "".join(part.delta or "" for part in llm.stream_chat(ALPHABET)) == whole
 
 
-async def test_asynchronous(llm: OpenAILike) -> None:
+async def test_an_asynchronous_stream_equals_the_whole_chat(llm: OpenAILike) -> None:
     stream = await llm.astream_chat(ALPHABET)
     text = "".join([part.delta or "" async for part in stream])
     assert text == (await llm.achat(ALPHABET)).message.content
 
 
-def test_completion(llm: OpenAILike) -> None:
+def test_a_streamed_completion_ends_with_the_whole_text(llm: OpenAILike) -> None:
     llm.is_chat_model = False
     whole = llm.complete("the cat sat").text
     assert whole
     assert [part.text for part in llm.stream_complete("the cat sat")][-1] == whole
 
 
-def test_a_demanded_tool(llm: OpenAILike) -> None:
+def test_a_required_tool_is_called(llm: OpenAILike) -> None:
     def paint(colour: Literal["red", "green"]) -> str:
         """Paints a wall. The choice is small, because the model is: it never ends a number."""
         return colour

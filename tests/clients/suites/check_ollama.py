@@ -19,7 +19,7 @@ def test_the_model_is_listed() -> None:
 
 
 @pytest.mark.parametrize("model", ["tiny-chat", "tiny-chat:latest"])
-def test_a_stream_is_the_reply(model: str) -> None:
+def test_a_stream_adds_up_to_the_reply(model: str) -> None:
     reply = CLIENT.chat(model, SAID, options=OPTIONS)
     chunks = list(CLIENT.chat(model, SAID, options=OPTIONS, stream=True))
     assert reply.message.content.startswith("a, b, c")
@@ -44,7 +44,7 @@ def test_a_format_is_followed() -> None:
     assert json.loads(reply.message.content) in ({"a": 1}, {"a": 2})
 
 
-def test_a_history_with_calls_is_taken() -> None:
+def test_a_history_with_calls_is_accepted() -> None:
     call = {"function": {"name": "f", "arguments": {"x": 1}}}
     history = [
         *SAID,
@@ -68,7 +68,7 @@ def test_scores_come_with_the_text(stream: bool) -> None:
             assert len(score.top_logprobs) == 2
 
 
-def test_texts_have_vectors() -> None:
+def test_texts_are_embedded() -> None:
     reply = CLIENT.embed("tiny-chat", ["hello", "how are you"], dimensions=8)
     assert [len(vector) for vector in reply.embeddings] == [8, 8]
     assert reply.prompt_eval_count > 2
@@ -92,7 +92,7 @@ def test_a_model_is_loaded_and_not_unloaded() -> None:
     assert CLIENT.ps().models
 
 
-def test_errors_are_ollamas() -> None:
+def test_errors_are_response_errors_of_ollama() -> None:
     with pytest.raises(ollama.ResponseError, match="does not exist") as caught:
         CLIENT.chat("nobody", SAID)
     assert caught.value.status_code == 404
@@ -100,7 +100,7 @@ def test_errors_are_ollamas() -> None:
         CLIENT.chat("tiny-chat", SAID, options={"temperature": 9})
 
 
-async def test_asynchronous() -> None:
+async def test_the_asynchronous_client_streams_to_the_end() -> None:
     client = ollama.AsyncClient(host=HOST)
     stream = await client.chat("tiny-chat", SAID, options=OPTIONS, stream=True)
     assert [chunk async for chunk in stream][-1].done

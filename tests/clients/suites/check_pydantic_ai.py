@@ -24,7 +24,7 @@ def model() -> OpenAIChatModel:
     return OpenAIChatModel("tiny-chat", provider=provider, settings=SETTINGS)
 
 
-async def test_text_and_its_stream(model: OpenAIChatModel) -> None:
+async def test_a_streamed_text_equals_the_whole_one(model: OpenAIChatModel) -> None:
     agent = Agent(model)
     whole = (await agent.run("Say the alphabet.")).output
     assert whole.startswith("a, b, c")
@@ -33,12 +33,14 @@ async def test_text_and_its_stream(model: OpenAIChatModel) -> None:
 
 
 @pytest.mark.parametrize("kind", [NativeOutput, ToolOutput])
-async def test_structured_output(model: OpenAIChatModel, kind: type) -> None:
+async def test_an_answer_is_parsed_into_a_pydantic_model(
+    model: OpenAIChatModel, kind: type
+) -> None:
     agent = Agent(model, output_type=kind(City))
     assert isinstance((await agent.run("Name a city.")).output, City)
 
 
-async def test_history_goes_on(model: OpenAIChatModel) -> None:
+async def test_a_history_is_part_of_the_next_prompt(model: OpenAIChatModel) -> None:
     agent = Agent(model)
     first = await agent.run("Hello!")
     second = await agent.run("Say the alphabet.", message_history=first.all_messages())

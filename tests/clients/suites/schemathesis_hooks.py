@@ -1,4 +1,4 @@
-"""Leads schemathesis to the model there is: else nearly every body would end at 404."""
+"""Gives schemathesis the name of the model: otherwise nearly every body would get a 404."""
 
 from typing import Any
 
