@@ -18,7 +18,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="package")
 def thinking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that thinks: the embedded one, whose marks of calls are renamed, and whose template
-    opens a thought. So what it would call is what it thinks."""
+    opens a thought. So what would be a call becomes reasoning."""
     folder = tmp_path_factory.mktemp("model") / "thinker"
     shutil.copytree(TINY_CHAT, folder)
     _replace(folder / "tokenizer.json", "tool_call>", "think>")

@@ -151,7 +151,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_adapters_of_a_real_cluster(folders: list[Path], answer: Whole, num_ranks: int) -> None:
+def test_adapters_are_mixed_swapped_refused_and_unloaded_as_on_the_whole_model(
+    folders: list[Path], answer: Whole, num_ranks: int
+) -> None:
     """One cluster for all of it, because its start takes the most time."""
     with running(folders, num_ranks, "--lora-modules", "first=lora/b") as server:
         check_mixed(server, answer)
@@ -163,7 +165,7 @@ def test_adapters_of_a_real_cluster(folders: list[Path], answer: Whole, num_rank
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 4])
-def test_answers_and_logits_of_other_numbers_of_ranks(
+def test_answers_and_logits_equal_mlx_lms_on_other_numbers_of_ranks(
     folders: list[Path], answer: Whole, num_ranks: int
 ) -> None:
     with running(folders, num_ranks, "--lora-modules", "first=lora/b") as server:
@@ -173,7 +175,9 @@ def test_answers_and_logits_of_other_numbers_of_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_swaps_a_second_apart(folders: list[Path], answer: Whole, num_ranks: int) -> None:
+def test_answers_keep_their_version_during_swaps_a_second_apart(
+    folders: list[Path], answer: Whole, num_ranks: int
+) -> None:
     with running(folders, num_ranks) as server:
         assert load(server, "a", "a").status_code == 200
         check_swaps_under_load(server, answer, num_swaps=20, seconds=1.0)
@@ -303,10 +307,10 @@ def check_memory_is_freed(server: Server) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_the_least_recently_used_goes_and_comes_back(
+def test_the_least_recently_used_adapter_is_evicted_and_read_again(
     folders: list[Path], answer: Whole, num_ranks: int
 ) -> None:
-    """The rank with the most layers has room for one of these and not for two."""
+    """The rank with the most layers has room for one adapter and not for two."""
     size = (folders[0] / "lora" / "a" / "adapters.safetensors").stat().st_size
     memory = f"{size * {2: 8, 3: 6}[num_ranks] // 10_000}KB"
     with running(folders, num_ranks, "--adapter-memory", memory) as server:

@@ -30,7 +30,7 @@ def message(server: Server, messages: list[Any] = ASKED, **fields: Any) -> Any:
         return list(reply) if fields.get("stream") else reply
 
 
-def test_a_message_is_the_chat_in_other_words(server: Server) -> None:
+def test_a_message_has_the_text_and_usage_of_the_same_chat(server: Server) -> None:
     system = "Be kind and patient. " * 20
     messages: Any = [{"role": "system", "content": system}, *ASKED]
     chat = server.client().chat.completions.create(
@@ -61,11 +61,11 @@ def test_a_stream_adds_up_to_the_reply(server: Server) -> None:
     assert start.message.usage.input_tokens == delta.usage.input_tokens
 
 
-def test_more_tokens_than_fit_are_what_fits(server: Server) -> None:
+def test_a_limit_above_the_context_changes_nothing(server: Server) -> None:
     assert message(server, max_tokens=10**6).content == message(server).content
 
 
-def test_an_answer_is_gone_on_from_and_stopped(server: Server) -> None:
+def test_a_prefilled_answer_is_continued_up_to_a_stop_sequence(server: Server) -> None:
     text = message(server).content[0].text
     begun = [*ASKED, {"role": "assistant", "content": text[:11]}]
     after = message(server, begun, stop_sequences=[text[20:24]])
@@ -109,7 +109,7 @@ def test_a_schema_is_followed(server: Server) -> None:
     assert json.loads(reply.content[0].text).keys() == {"colour", "sizes"}
 
 
-def test_wrong_requests_are_errors_of_http_also_for_streams(server: Server) -> None:
+def test_wrong_requests_get_an_http_error_even_if_they_ask_for_a_stream(server: Server) -> None:
     wrong: list[Any] = [
         {"max_tokens": 0},
         {"extra_body": {"n": 2}},

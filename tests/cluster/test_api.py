@@ -40,7 +40,7 @@ def complete(server: Server, prompt: Any, **fields: Any) -> Any:
     return create(model="tiny-chat", prompt=prompt, **{"temperature": 0, "max_tokens": 4, **fields})
 
 
-def test_logprobs_of_a_chat_are_the_models(server: Server, whole: Whole) -> None:
+def test_logprobs_of_a_chat_equal_mlx_lms(server: Server, whole: Whole) -> None:
     extra = {"return_token_ids": True}
     reply = chat(server, logprobs=True, top_logprobs=3, max_tokens=12, extra_body=extra)
     (choice,) = reply.choices
@@ -88,7 +88,7 @@ def test_prompts_are_scored_as_evaluation_harnesses_ask(
         assert reply.usage.prompt_tokens == sum(map(len, prompts))
 
 
-def test_completions_go_on_as_mlx_lm_does(server: Server) -> None:
+def test_completions_of_text_and_of_ids_equal_mlx_lms(server: Server) -> None:
     model, tokenizer = mlx_lm.load(str(TINY_CHAT))
     ids = tokenizer.encode(PROMPT)
     generated = mlx_lm.stream_generate(model, tokenizer, ids, max_tokens=12)
@@ -131,7 +131,7 @@ def test_a_stream_of_several_prompts_and_choices(server: Server) -> None:
     assert chunks[-1].usage.model_dump(include=counted) == reply.usage.model_dump(include=counted)
 
 
-def test_the_first_of_several_choices_is_the_only_one(server: Server) -> None:
+def test_each_of_several_choices_equals_a_single_reply_with_its_seed(server: Server) -> None:
     fields = {"temperature": 1.5, "seed": 3, "max_tokens": 16}
     one = chat(server, **fields)
     three = chat(server, n=3, **fields)
@@ -141,7 +141,7 @@ def test_the_first_of_several_choices_is_the_only_one(server: Server) -> None:
     assert three.usage.prompt_tokens == one.usage.prompt_tokens
 
 
-def test_parameters_do_what_they_say(server: Server) -> None:
+def test_each_sampling_parameter_has_its_effect(server: Server) -> None:
     plain = chat(server, max_tokens=40)
     text = plain.choices[0].message.content
     banned = chat(server, max_tokens=40, extra_body={"bad_words": ["b", "c"]})
@@ -178,7 +178,7 @@ def server_tokens(server: Server, text: str) -> list[int]:
     return list(reply["tokens"])
 
 
-def test_ends(server: Server) -> None:
+def test_ignore_eos_min_tokens_and_stop_token_ids_are_obeyed(server: Server) -> None:
     short = chat(server, "Hi", extra_body={"return_token_ids": True}).choices[0]
     ids = short.model_extra["token_ids"]
     assert short.finish_reason == "stop"
@@ -222,7 +222,7 @@ def test_a_prefilled_answer_is_continued(server: Server) -> None:
         ({"prompt": [[1, 2], [1024]]}, "prompt"),
     ],
 )
-def test_what_is_out_of_range_is_refused(
+def test_values_out_of_range_are_refused(
     server: Server, fields: dict[str, Any], param: str
 ) -> None:
     body = {"model": "tiny-chat", "prompt": "a", **fields}

@@ -83,7 +83,7 @@ def test_embeddings_of_text_and_of_its_tokens_are_the_same(server: Server) -> No
         assert tokens == pytest.approx(text, abs=1e-5)
 
 
-def test_embeddings_have_the_form_that_is_asked_for(server: Server) -> None:
+def test_embeddings_have_the_requested_form(server: Server) -> None:
     (plain,) = vectors(embed(server, "Hello", encoding_format="float"))
     encoded = embed(server, "Hello", encoding_format="base64").data[0].embedding
     assert np.frombuffer(base64.b64decode(encoded), "<f4") == pytest.approx(plain, abs=1e-6)

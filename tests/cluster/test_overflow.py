@@ -32,7 +32,7 @@ NUM_CLIENTS = 8
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Of many lengths: in slots, who is longer than a row is what lies in its padding."""
+    """Of many lengths: the padding of a short row in a slot holds numbers of a longer one."""
     chance = random.Random(3)
     return [
         [chance.randrange(100, 400) for _ in range(chance.choice((1, 3, 9, 30)))]
@@ -170,7 +170,7 @@ def huge_adapter(folder: Path) -> Path:
 @pytest.mark.parametrize("num", [24, pytest.param(1000, marks=pytest.mark.timeout(600))])
 @pytest.mark.uses("adapters")
 def test_a_huge_adapter_changes_no_other_answer(tmp_path: Path, num: int) -> None:
-    """Nor when it is unloaded, and then its slots belong to others."""
+    """Nor does it after it is unloaded, when its slots belong to others."""
     huge_adapter(tmp_path / "huge")
     with running(TINY_CHAT, "--adapter-root", str(tmp_path)) as server:
         loading = {"lora_name": "huge", "lora_path": "huge"}

@@ -19,7 +19,7 @@ def respond(server: Server, given: Any = "Say the alphabet.", **fields: Any) -> 
         return list(reply) if fields.get("stream") else reply
 
 
-def test_a_response_is_the_chat_in_other_words(server: Server) -> None:
+def test_a_response_has_the_text_and_usage_of_the_same_chat(server: Server) -> None:
     chat = server.client().chat.completions.create(
         model="tiny-chat",
         messages=[{"role": "user", "content": "Say the alphabet."}],
@@ -47,7 +47,7 @@ def test_a_stream_adds_up_to_the_reply(server: Server) -> None:
         assert stream.get_final_response().output_text
 
 
-def test_one_goes_on_from_another(server: Server) -> None:
+def test_a_response_continues_an_earlier_one(server: Server) -> None:
     first = respond(server, "Hello!", instructions="Be kind.")
     second = respond(server, previous_response_id=first.id)
     said = [
@@ -67,7 +67,7 @@ def test_one_goes_on_from_another(server: Server) -> None:
     assert list(third)[-1].response.previous_response_id == second.id
 
 
-def test_what_is_kept_and_what_is_not(server: Server) -> None:
+def test_a_response_is_kept_until_it_is_deleted_unless_store_is_false(server: Server) -> None:
     client = server.client()
     kept = respond(server, "Hi")
     assert client.responses.retrieve(kept.id) == kept
@@ -105,7 +105,7 @@ def test_a_schema_is_followed(server: Server) -> None:
     assert json.loads(reply.output_text).keys() == {"colour", "sizes"}
 
 
-def test_wrong_requests_are_errors_of_http_also_for_streams(server: Server) -> None:
+def test_wrong_requests_get_an_http_error_even_if_they_ask_for_a_stream(server: Server) -> None:
     for fields in ({"background": True}, {"max_output_tokens": 0}, {"extra_body": {"no": 1}}):
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError):

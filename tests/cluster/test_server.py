@@ -24,7 +24,7 @@ def user(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
-def test_a_chat(server: Server, mlx_lm_answer: Callable[[str], str]) -> None:
+def test_a_chat_equals_mlx_lms_answer(server: Server, mlx_lm_answer: Callable[[str], str]) -> None:
     reply = server.client().chat.completions.create(**CHAT, messages=user(QUESTIONS[0]))
     assert reply.choices[0].message.content == mlx_lm_answer(QUESTIONS[0])
     assert "Paris" in (reply.choices[0].message.content or "")
@@ -34,7 +34,9 @@ def test_a_chat(server: Server, mlx_lm_answer: Callable[[str], str]) -> None:
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
 
 
-def test_a_streamed_chat(server: Server, mlx_lm_answer: Callable[[str], str]) -> None:
+def test_a_streamed_chat_adds_up_to_mlx_lms_answer(
+    server: Server, mlx_lm_answer: Callable[[str], str]
+) -> None:
     stream = server.client().chat.completions.create(
         **CHAT,
         messages=user("Tell me a story."),
@@ -63,7 +65,7 @@ def cached_tokens(reply: ChatCompletion) -> int:
     return reply.usage.prompt_tokens_details.cached_tokens or 0
 
 
-def test_a_second_turn_goes_on_where_the_first_ended(
+def test_a_second_turn_reuses_the_first_as_a_prefix(
     server: Server, mlx_lm_answer: Callable[[Any], str]
 ) -> None:
     create = server.client().chat.completions.create
@@ -80,7 +82,7 @@ def test_a_second_turn_goes_on_where_the_first_ended(
     assert float(re.findall(r"^brigade_prefix_cache_hits_total (\S+)", metrics, re.M)[0]) >= cached
 
 
-def test_max_tokens_and_stop(server: Server) -> None:
+def test_max_tokens_and_a_stop_string_end_an_answer(server: Server) -> None:
     create = server.client().chat.completions.create
     short = create(**CHAT, messages=user("Say the alphabet."), max_tokens=3)
     assert short.choices[0].finish_reason == "length"
@@ -252,14 +254,14 @@ def test_an_unknown_model_is_404(server: Server) -> None:
         server.client().chat.completions.create(model="gpt", messages=user("hi"))
 
 
-def test_models_and_metrics(server: Server) -> None:
+def test_the_model_is_listed_and_requests_are_counted(server: Server) -> None:
     assert [model.id for model in server.client().models.list()] == ["tiny-chat"]
     text = httpx2.get(f"{server.url}/metrics").text
     assert 'brigade_requests_total{endpoint="/v1/models",status="200"}' in text
     assert "brigade_num_requests_running" in text
 
 
-def test_the_pipeline_says_who_has_what(server: Server) -> None:
+def test_the_pipeline_lists_the_layers_of_each_stage(server: Server) -> None:
     stages = server.get("/admin/pipeline")["stages"]
     assert [stage["layers"] for stage in stages] == [[4, 8], [0, 4]]
     for stage in stages:

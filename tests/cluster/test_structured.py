@@ -65,7 +65,7 @@ def test_an_answer_follows_its_schema(server: Server, seed: int) -> None:
         ({"grammar": 'start: "a" "a"? "b"'}, "aa?b"),
     ],
 )
-def test_structured_outputs_of_vllm(server: Server, outputs: Any, pattern: str) -> None:
+def test_vllms_structured_outputs_are_followed(server: Server, outputs: Any, pattern: str) -> None:
     extra = {"structured_outputs": outputs}
     chat = ask(server, extra_body=extra, temperature=0, max_tokens=300)
     create = server.client().completions.create
@@ -74,7 +74,7 @@ def test_structured_outputs_of_vllm(server: Server, outputs: Any, pattern: str) 
     assert re.fullmatch(pattern, text.choices[0].text)
 
 
-def test_others_are_not_touched(server: Server) -> None:
+def test_a_grammar_changes_no_other_answer(server: Server) -> None:
     """Rows with and without a grammar share their steps."""
     plain = ask(server, "Say who you are.", temperature=0).choices[0].message.content
 
@@ -127,7 +127,7 @@ class Journey(BaseModel):
     end: Place
 
 
-def test_a_required_tool_has_a_schema_of_several_models(server: Server) -> None:
+def test_a_required_tool_may_have_a_schema_of_several_models(server: Server) -> None:
     """Its references are to its own $defs, as pydantic writes them."""
     tool: Any = {
         "type": "function",
@@ -143,8 +143,8 @@ def test_a_required_tool_has_a_schema_of_several_models(server: Server) -> None:
 
 
 @pytest.mark.long
-def test_a_schema_that_is_slow_to_prepare_stops_nobody(server: Server) -> None:
-    """A second of a core for each, and then 400; who asks for something else is answered."""
+def test_a_schema_that_is_slow_to_prepare_delays_no_other_request(server: Server) -> None:
+    """Each gets a second of a core and then a 400; other requests are answered meanwhile."""
 
     def slow(number: int) -> int:
         schema = {"type": "integer", "multipleOf": 9_999_991 - number}
@@ -213,7 +213,7 @@ def test_keywords_that_are_not_enforced_are_named(
     assert "x-not-enforced" not in raw.headers
 
 
-def test_with_tools_at_hand_the_model_may_just_answer(server: Server) -> None:
+def test_with_tools_offered_the_model_may_just_answer(server: Server) -> None:
     reply = ask(server, "What is the capital of France?", tools=[WEATHER], temperature=0)
     assert reply.choices[0].message.content
     assert reply.choices[0].message.tool_calls is None
@@ -235,7 +235,9 @@ def test_with_tools_at_hand_the_model_may_just_answer(server: Server) -> None:
         ({"extra_body": {"guided_regex": "("}}, "guided_regex"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(server: Server, fields: Any, param: str) -> None:
+def test_invalid_tools_and_grammars_are_refused_by_name(
+    server: Server, fields: Any, param: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask(server, **fields)
     assert caught.value.param == param
@@ -272,7 +274,9 @@ def test_a_grammar_that_fails_midway_fails_its_request_alone(server: Server, str
 @pytest.mark.slow
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-def test_a_forced_call_that_is_cut_off_is_open(server: Server, api: str, is_stream: bool) -> None:
+def test_a_forced_call_that_is_cut_off_is_never_complete(
+    server: Server, api: str, is_stream: bool
+) -> None:
     def ask_for(limit: int) -> Any:
         return ASK[api](server.url, is_stream=is_stream, is_forced=True, max_tokens=limit)
 

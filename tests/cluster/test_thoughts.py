@@ -36,7 +36,7 @@ def ask(server: Server, **fields: Any) -> Any:
     return server.client().chat.completions.create(**body | fields)
 
 
-def test_thoughts_are_apart_from_the_answer(thinker: Server) -> None:
+def test_reasoning_is_separate_from_the_answer(thinker: Server) -> None:
     message = ask(thinker).choices[0].message
     assert len(message.reasoning_content) > 3
     assert "think>" not in message.reasoning_content + (message.content or "")
@@ -49,8 +49,8 @@ def test_thoughts_are_apart_from_the_answer(thinker: Server) -> None:
     assert silent.content == message.content
 
 
-def test_a_grammar_begins_after_them(thinker: Server) -> None:
-    """They are as free as without one; this model would end with them."""
+def test_a_grammar_begins_after_the_reasoning(thinker: Server) -> None:
+    """The reasoning is the same as without a grammar. This model would end its answer with it."""
     thought = ask(thinker).choices[0].message.reasoning_content
     outputs = {"structured_outputs": {"regex": "[0-9]{3}-[0-9]{3}"}}
     choice = ask(thinker, extra_body=outputs).choices[0]
@@ -62,7 +62,7 @@ def test_a_grammar_begins_after_them(thinker: Server) -> None:
     assert [call.function.name for call in message.tool_calls] == ["add"]
 
 
-def test_the_other_calls_tell_them_in_their_own_words(thinker: Server) -> None:
+def test_responses_and_messages_return_the_same_reasoning(thinker: Server) -> None:
     thought = ask(thinker).choices[0].message.reasoning_content
     items = thinker.client().responses.create(model="thinker", input=ASKED, temperature=0).output
     assert (items[0].type, items[0].content[0].text) == ("reasoning", thought)
@@ -72,7 +72,7 @@ def test_the_other_calls_tell_them_in_their_own_words(thinker: Server) -> None:
     assert (blocks[0]["type"], blocks[0]["thinking"]) == ("thinking", thought)
 
 
-def test_messages_say_how_much_the_model_thinks(thinker: Server) -> None:
+def test_messages_obey_thinking_budgets_and_count_thinking_tokens(thinker: Server) -> None:
     """Over two ranks, in the words of Anthropic's client."""
     fields: Any = {"model": "thinker", "messages": [{"role": "user", "content": ASKED}]}
     with anthropic.Anthropic(base_url=thinker.url, api_key="none", max_retries=0) as ai:

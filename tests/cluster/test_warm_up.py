@@ -1,5 +1,5 @@
-"""A server that has just become ready: its first answers find everything made, and no figure
-tells of what was done for that."""
+"""A server that has just become ready: its first answers find everything compiled, and no figure
+counts the steps of its warm-up."""
 
 import re
 from collections.abc import Iterator

@@ -34,7 +34,7 @@ class Proxy:
         self._open.set()
 
     def reset(self) -> None:
-        """Every connection ends as by a router that has forgotten it."""
+        """Ends every connection as a router does that has forgotten it."""
         for each in self._take_all():
             with suppress(OSError):
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -59,7 +59,7 @@ class Proxy:
             threading.Thread(target=self._connect, args=(left,), daemon=True).start()
 
     def _connect(self, left: socket.socket) -> None:
-        """A proxy is always there. Who is behind it may start a little later."""
+        """The proxy is there first. The process behind it may start a little later."""
         deadline = time.monotonic() + CONNECT_SECONDS
         while True:
             try:

@@ -47,7 +47,7 @@ def run_to_its_end(command: list[str], seconds: float = 60.0) -> Server:
 
 
 def error_lines(server: Server) -> list[str]:
-    """What commands say of why they end, without the rank and the command."""
+    """The reasons that commands give when they end, without the rank and the command."""
     return re.findall(r"^(?:\[rank .*?\] )?brigade [a-z-]+: (.*)$", server.text, re.MULTILINE)
 
 
@@ -83,7 +83,7 @@ def wrong_starts() -> list[Any]:
 
 
 @pytest.mark.parametrize(("num_ranks", "flags", "code", "words"), wrong_starts())
-def test_a_wrong_start_is_one_line_and_its_own_code(
+def test_a_failed_start_prints_one_line_and_has_its_own_exit_code(
     tmp_path: Path, num_ranks: int, flags: list[str], code: int, words: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -137,7 +137,7 @@ DAMAGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("launch", [brigade_launch, mlx_launch])
-def test_more_ranks_than_layers(launch: Any, tmp_path: Path) -> None:
+def test_more_ranks_than_layers_are_refused_in_one_line(launch: Any, tmp_path: Path) -> None:
     model = edited_config(tmp_path / "model", num_hidden_layers=2)
     with started(launch(3, serve_flags(free_ports(1)[0], model))) as server:
         family = server.family()
@@ -179,7 +179,8 @@ def test_a_lost_process_ends_the_cluster_and_every_request(victim: str) -> None:
         server.process.wait(10)
         assert gone(family, 5), "processes were left behind"
         assert time.monotonic() - began < 6
-        # The launcher starts a lost rank again, but rank 0 ends: for its engine, or its link.
+        # The launcher starts a lost rank again, but rank 0 ends with the code of its engine or its
+        # link.
         expected = (6, 7) if kind == "parent" else (7,)
         assert server.process.returncode in expected, server.text
         if kind == "engine":
@@ -273,7 +274,7 @@ def test_ranks_notice_that_mlx_launch_is_gone(number: signal.Signals) -> None:
         assert gone(family, 8), "ranks outlived mlx.launch"
 
 
-def test_a_rank_notices_also_during_its_first_checks_that_mlx_launch_is_gone(
+def test_a_rank_notices_during_its_first_checks_that_mlx_launch_is_gone(
     tmp_path: Path,
 ) -> None:
     """Here it asks a hub that does not answer, which may take minutes."""
@@ -311,7 +312,7 @@ def test_nobody_outlives_a_killed_rank_0_under_mlx_launch() -> None:
         assert gone([p for p in family if p.pid != server.process.pid], 5)
 
 
-def test_ctrl_c_under_mlx_launch_is_no_traceback_of_ranks(tmp_path: Path) -> None:
+def test_ctrl_c_under_mlx_launch_causes_no_traceback_of_ranks(tmp_path: Path) -> None:
     """A terminal's signal reaches the engines too, which may still be importing MLX. mlx.launch
     shows nothing of its ranks after Ctrl-C, so they write into a file."""
     log, script = tmp_path / "log", tmp_path / "rank.py"
@@ -371,7 +372,7 @@ def test_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
     assert "Ranks [1] did not join within 2 s" in server.text
 
 
-def test_ranks_with_different_models_say_who_has_what(tmp_path: Path) -> None:
+def test_different_models_are_refused_with_the_digest_on_each_rank(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts.json"
     ports = free_ports(4)
     hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports[:2]]))

@@ -149,7 +149,7 @@ def engine_pids(*ranks: Server) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_whole_rank_that_goes_and_comes_again(tmp_path: Path) -> None:
+def test_a_whole_rank_that_is_killed_and_started_again_changes_no_token(tmp_path: Path) -> None:
     """Parent and engine are killed; whoever started the rank starts it again."""
     with two_ranks(tmp_path) as (ranks, server, other), ExitStack() as stack:
         expected = run_streams(server)
@@ -170,7 +170,7 @@ def test_a_whole_rank_that_goes_and_comes_again(tmp_path: Path) -> None:
         assert num_restarts(server) == 1
 
 
-def test_a_rank_that_does_not_come_again_ends_the_cluster_with_the_reason(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_return_ends_the_cluster_with_the_reason(tmp_path: Path) -> None:
     with two_ranks(tmp_path, quick(return_timeout=3)) as (_, server, other):
         other.process.kill()
         server.wait_for_log("event=rank_gone rank=1")

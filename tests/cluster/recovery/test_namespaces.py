@@ -80,7 +80,7 @@ def two_ranks(folder: Path, cable: Cable) -> Iterator[Server]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_cable_that_is_pulled(tmp_path: Path, cable: Cable) -> None:
+def test_a_pulled_cable_changes_no_token(tmp_path: Path, cable: Cable) -> None:
     with two_ranks(tmp_path, cable) as server:
         expected = run_streams(server)
 

@@ -372,7 +372,7 @@ def test_a_rank_that_stops_for_ever_is_found_and_named(
     print(f"SIGSTOP to replacement: {seconds[0]:.1f} s")
     assert 6 < seconds[0] < 7 + 2
     assert f"No step came back for 7 s: rank {rank} on 127.0.0.1 has been silent for" in server.text
-    # The one that could still speak says where it stood.
+    # The engine that was not stopped says where it waited.
     server.wait_for_log(r"in (_next_hop|receive|unpack|send)\b")
 
 
@@ -448,7 +448,7 @@ def test_restarts_that_are_used_up_end_the_cluster_with_the_reason() -> None:
 
 
 @pytest.mark.slow
-def test_no_port_is_held_twice_and_none_afterwards() -> None:
+def test_a_recovery_and_the_end_leave_no_port_open() -> None:
     with running(2) as server:
         family = server.family()
         server.engines()[0].kill()
