@@ -41,7 +41,7 @@ def test_addresses_without_v1_keep_their_dialect(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/nothing", "/nothing", "/v1/v1/nothing", "/api/nothing"])
-def test_addresses_that_nobody_knows_are_404(server: Server, path: str) -> None:
+def test_addresses_that_do_not_exist_are_404(server: Server, path: str) -> None:
     assert server.client.get(path).status_code == 404
 
 

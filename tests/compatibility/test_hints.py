@@ -1,5 +1,5 @@
-"""Hints: fields that clients of other servers send. What cannot change an answer changes nothing,
-and what can has its effect."""
+"""Hints: fields that clients of other servers send. Those that cannot change an answer change
+nothing, and the others have their effect."""
 
 import json
 from collections.abc import Callable

@@ -177,7 +177,7 @@ def test_a_streamed_message_can_be_sent_back(server: Server, client: openai.Open
 # --- replies
 
 
-def test_a_reply_lists_what_it_does_not_have(server: Server, client: openai.OpenAI) -> None:
+def test_a_reply_has_null_for_fields_without_a_value(server: Server, client: openai.OpenAI) -> None:
     """vLLM's tests read these names, and the official client knows only what it got."""
     server.will_answer("Done.")
     reply: Any = client.chat.completions.create(model="tiny", messages=[USER])  # type: ignore[list-item]

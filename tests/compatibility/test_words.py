@@ -137,7 +137,7 @@ def test_words_for_a_form_enforce_it(
 @pytest.mark.parametrize(
     ("schema", "names"), [(WITH_UNIQUE, "uniqueItems"), (WITH_IF, "if"), (WITH_NOT, "not")]
 )
-def test_words_that_no_grammar_holds_are_named(server: Server, schema: Any, names: str) -> None:
+def test_words_that_no_grammar_enforces_are_named(server: Server, schema: Any, names: str) -> None:
     fields = {"response_format": in_json_schema(schema)}
     asked = server.ask(CHAT, fields, OBJECT)
     assert names in asked.reply.headers["x-not-enforced"]

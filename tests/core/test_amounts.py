@@ -6,7 +6,7 @@ from serve.core.amounts import format_bytes, memory_of, parse_memory
 from serve.core.errors import UsageError
 
 
-def test_parse_memory() -> None:
+def test_parse_memory_reads_one_amount_for_all_ranks_or_one_for_each() -> None:
     assert parse_memory("24GB", 2) == [24 * 10**9] * 2
     assert parse_memory("1.5gib, 512MB", 2) == [int(1.5 * 2**30), 512 * 10**6]
 
@@ -25,7 +25,7 @@ def test_parse_memory() -> None:
         "1e99GB",
     ],
 )
-def test_parse_memory_refuses_what_is_no_amount_for_two_ranks(text: str) -> None:
+def test_parse_memory_refuses_malformed_amounts_and_wrong_numbers_of_them(text: str) -> None:
     with pytest.raises(UsageError, match="--memory"):
         parse_memory(text, 2)
 
@@ -36,7 +36,7 @@ def test_parse_memory_names_the_flag(text: str) -> None:
         parse_memory(text, 2, "--adapter-memory")
 
 
-def test_memory_of_some_ranks() -> None:
+def test_memory_of_returns_the_amounts_of_the_given_ranks() -> None:
     assert memory_of("1GB", [0, 3]) == [10**9] * 2
     assert memory_of("1GB,2GB,3GB", [2, 0]) == [3 * 10**9, 10**9]
 

@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_whole_folder(folder: Path) -> None:
+def test_a_complete_folder_is_read(folder: Path) -> None:
     checkpoint = read_checkpoint(folder)
     assert (checkpoint.model_type, checkpoint.num_layers) == ("llama", 2)
     assert checkpoint.max_context == 64
@@ -50,7 +50,7 @@ def test_the_text_part_of_a_multimodal_config_counts(folder: Path) -> None:
     assert read_checkpoint(folder).num_layers == 5
 
 
-def test_shards_of_the_index_must_be_there(folder: Path) -> None:
+def test_files_of_the_index_must_exist(folder: Path) -> None:
     index = {"weight_map": {"a.weight": "model-1.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with fails(ModelError, "unreadable", match="model-1.safetensors"):
@@ -132,12 +132,12 @@ def test_damage_is_named(folder: Path, damage, code: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_no_folder(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with fails(ModelError, "no_folder"):
         read_checkpoint(tmp_path / "none")
 
 
-def test_a_header_of_very_many_names_that_are_there_twice_is_refused(folder: Path) -> None:
+def test_a_header_with_very_many_duplicate_names_is_refused(folder: Path) -> None:
     """Looking for the name took quadratic time, which is hours here."""
     entries = [f'"t{i % 200_000}": 0' for i in range(400_000)]
     text = f"{{{', '.join(entries)}}}".encode()

@@ -36,14 +36,14 @@ def test_mlx_launch_with_one_rank_gives_an_empty_hostfile(tmp_path: Path) -> Non
     assert read_cluster({"MLX_RANK": "0", "MLX_HOSTFILE": str(tmp_path / "empty")}).num_ranks == 1
 
 
-def test_plain_mlx_launch(hostfile: Path) -> None:
+def test_mlx_launch_gives_the_rank_and_all_addresses(hostfile: Path) -> None:
     cluster = read_cluster({"MLX_RANK": "1", "MLX_HOSTFILE": str(hostfile)})
     assert (cluster.rank, cluster.hosts) == (1, ("10.0.0.1", "10.0.0.2"))
     assert cluster.addresses == (("10.0.0.1:32323",), ("10.0.0.2:32324", "10.1.0.2:32325"))
     assert cluster.control == Address("10.0.0.1", 32322), "free of the ports of mlx.launch"
 
 
-def test_brigade_launch_says_more(hostfile: Path) -> None:
+def test_brigade_launch_adds_control_address_secret_and_leash(hostfile: Path) -> None:
     cluster = read_cluster(
         {
             "MLX_RANK": "0",
@@ -89,7 +89,7 @@ def test_a_rank_without_hostfile_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["host", "host:", ":80", "host:0", "host:65536", "host:x"])
-def test_bad_addresses(text: str) -> None:
+def test_bad_addresses_are_refused(text: str) -> None:
     with fails(UsageError, "malformed"):
         parse_address(text, "here")
 
@@ -137,7 +137,7 @@ def test_keys_are_not_shown() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "\n \n", "two words", "tab\there", "é", "x" * 513])
-def test_what_is_no_key_does_not_open_the_server(tmp_path: Path, text: str) -> None:
+def test_malformed_keys_are_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "keys"
     file.write_text(text)
     with fails(UsageError, "no_key"):
@@ -164,14 +164,14 @@ def test_a_wrong_origin_is_refused(origin: str) -> None:
     ServeConfig(model=MODEL, allowed_origins=("*", "https://a.example:8443", "http://[::1]:3000"))
 
 
-def test_adapters_of_the_start_are_given_as_often_as_there_are() -> None:
+def test_lora_modules_may_be_given_several_times() -> None:
     words = ["--model", "m", "--lora-modules", "x=/a/b", "--lora-modules", "y=c=d"]
     assert parse(ServeConfig, words, "serve", "").lora_modules == ("x=/a/b", "y=c=d")
     assert parse(ServeConfig, words[:2], "serve", "").lora_modules == ()
 
 
 @pytest.mark.parametrize("name", ["a b", "../a", "m", "ä", "x" * 200])
-def test_what_cannot_be_an_adapters_name_is_refused_before_anything_is_loaded(name: str) -> None:
+def test_an_invalid_adapter_name_is_refused_before_anything_is_loaded(name: str) -> None:
     with fails(UsageError, "adapter_name", match="--lora-modules"):
         ServeConfig(model=Path("m"), lora_modules=(f"{name}=/a",))
 

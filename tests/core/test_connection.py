@@ -53,6 +53,6 @@ def test_macos_drops_a_connection_whose_data_is_not_acknowledged(
     assert recorder.options[0x80] == 25
 
 
-def test_only_a_host_without_a_route_hints_at_the_privacy_of_macos() -> None:
+def test_only_an_error_about_the_route_mentions_macos_local_network_privacy() -> None:
     assert "Local Network" in advice(OSError(errno.EHOSTUNREACH, "No route to host"))
     assert advice(OSError(errno.ECONNREFUSED, "Connection refused")) == ""

@@ -68,7 +68,7 @@ def test_own_folder_follows_no_link_and_removes_no_file(tmp_path: Path) -> None:
         assert (tmp_path / "brigade-own-file").exists()
 
 
-def test_own_folder_of_many_that_start_at_once_is_never_taken_for_left(tmp_path: Path) -> None:
+def test_own_folder_is_never_removed_by_others_that_start_at_the_same_time(tmp_path: Path) -> None:
     lost: list[str] = []
 
     def start() -> None:

@@ -94,7 +94,7 @@ def two_macs(
         ((94, 132_000_000_000, 127_900_000_000), 1, 98),
     ],
 )
-def test_forecast_is_that_of_arithmetic_for_two_macs(
+def test_forecast_for_two_macs_equals_a_calculation_by_hand(
     model: tuple[int, ...], num_stages: int, milliseconds: float
 ) -> None:
     """Models like Llama 70B and Qwen3 235B-A22B in 4 bits. The time is that of reading what a token
@@ -173,9 +173,9 @@ def test_forecast_counts_the_head_that_shards_share() -> None:
     assert forecast_layout(2, 1, 1, FAST, head_bytes) == forecast_layout(2, 1, 1, FAST)
 
 
-def test_max_tokens_of_shared_head() -> None:
-    """Half of a millisecond is for gathering: 0.1 ms until the first byte, then 0.1 ms for half of
-    the logits of a token."""
+def test_gathering_logits_takes_at_most_half_of_the_time_that_sharing_the_head_saves() -> None:
+    """Of 1.01 ms, half may go into gathering: 0.1 ms until the first byte, then 0.1 ms for half of
+    the logits of each token."""
     link = Link(round_trip_seconds=0.0002, bytes_per_second=1e9)
     assert max_tokens_of_shared_head(0.00101, 200_000, 2, link) == 4
     assert max_tokens_of_shared_head(0.0003, 200_000, 2, link) == 0

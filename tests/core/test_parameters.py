@@ -46,7 +46,9 @@ def test_parameters_are_fields_of_every_body(body: type) -> None:
         (Parameter(int, Range(-1, MAX_INT)), [-1, MAX_INT], [-2, MAX_INT + 1, 1.0, False]),
     ],
 )
-def test_allows(parameter: Parameter, right: list[object], wrong: list[object]) -> None:
+def test_allows_accepts_only_values_of_the_type_within_the_range(
+    parameter: Parameter, right: list[object], wrong: list[object]
+) -> None:
     assert all(parameter.allows(value) for value in right)
     assert not any(parameter.allows(value) for value in wrong)
 
@@ -59,5 +61,5 @@ def test_allows(parameter: Parameter, right: list[object], wrong: list[object]) 
         (Parameter(int, Range(-1, MAX_INT)), "a whole number from -1"),
     ],
 )
-def test_parameter_names_its_values(parameter: Parameter, text: str) -> None:
+def test_parameter_describes_its_range(parameter: Parameter, text: str) -> None:
     assert str(parameter) == text

@@ -103,7 +103,7 @@ def test_the_embedding_costs_memory_but_no_time() -> None:
     assert balanced_split(cost, 2, Demand(1, 1), [80, 70]) == [(2, 8), (0, 2)]
 
 
-def test_caches_count_for_the_promised_context() -> None:
+def test_caches_are_counted_for_the_promised_context() -> None:
     cost = model([10] * 4, cache=1)
     stages = plan_stages(cost, even_split(4, 2), Demand(context=100, concurrency=3))
     assert [stage.cache_bytes for stage in stages] == [600, 600]
@@ -142,7 +142,7 @@ def costs(largest: int) -> st.SearchStrategy[LayerCost]:
 
 @st.composite
 def tied_models(draw: st.DrawFn) -> ModelCost:
-    """An embedding that is the head as well, and something of its own besides on either side."""
+    """The embedding is also the head. Each of the two ends has further weights of its own."""
     tied = LayerCost(draw(st.integers(1, 5000)), draw(st.integers(1, 5000)))
     own = [draw(st.integers(0, 200)) for _ in range(4)]
     return ModelCost(
@@ -161,7 +161,7 @@ demands = st.builds(
 
 
 @given(tied_models(), demands, st.integers(1, 3))
-def test_the_search_finds_a_split_exactly_where_the_stages_of_one_fit(
+def test_the_search_finds_a_split_exactly_when_one_fits(
     cost: ModelCost, demand: Demand, num_ranks: int
 ) -> None:
     """A tied embedding is held once by a rank that has all layers, and twice by two ranks."""
@@ -180,10 +180,10 @@ def test_the_search_finds_a_split_exactly_where_the_stages_of_one_fit(
 
 
 @given(tied_models(), demands, st.integers(1, 3), st.integers(1, 10**6))
-def test_there_is_room_for_what_fits_and_for_no_more(
+def test_a_split_fits_exactly_when_it_has_room_for_the_demanded_tokens(
     cost: ModelCost, demand: Demand, num_ranks: int, memory: int
 ) -> None:
-    """What a plan refuses, and of how many tokens it says that there is room, are one sum."""
+    """The refusal of a plan and the tokens that it has room for come from the same sum."""
     for split in every_split(len(cost.layers), num_ranks):
         stages = [stage_plan(cost, r, layers, demand, None) for r, layers in enumerate(split)]
         budgets = kv_budgets(stages, [memory] * num_ranks)
@@ -196,7 +196,7 @@ def grows(stages: list[StagePlan]) -> bool:
     return any(stage.cache_bytes_per_token for stage in stages)
 
 
-def test_smaller_demands_end_with_the_smallest() -> None:
+def test_smaller_demands_shrink_to_the_smallest() -> None:
     sizes = [demand.tokens for demand in Demand(8192, 32).smaller(256)]
     assert sizes[0] == 8192 * 32
     assert sizes[-1] == 256
@@ -244,7 +244,7 @@ def test_a_large_model_is_planned_at_once() -> None:
     assert len(ranges) == 8
 
 
-def test_a_split_by_hand() -> None:
+def test_a_split_by_hand_has_to_cover_all_layers() -> None:
     assert parse_split("5,3", 8, 2) == [(3, 8), (0, 3)]
     with fails(PlanError, "split_sum"):
         parse_split("5,4", 8, 2)

@@ -95,11 +95,11 @@ def test_tracker_completes_a_mark_that_has_begun() -> None:
     assert (tracker.forced_token, tracker.num_tokens) == (None, 1)
 
 
-def test_tracker_ends_reasoning_that_begins_again_at_once() -> None:
+def test_tracker_ends_reasoning_at_once_if_no_budget_is_left() -> None:
     tracker = ReasoningTracker(Reasoning(START, END, True, 2), [5, 6, *END, 7, *START])
     assert tracker.forced_token == END[0]
 
 
-def test_reads_tokens_only_with_a_budget() -> None:
+def test_sampling_reads_tokens_only_with_a_budget() -> None:
     assert not Sampling(reasoning=Reasoning(START, END)).reads_tokens
     assert Sampling(reasoning=Reasoning(START, END, budget=0)).reads_tokens

@@ -100,7 +100,7 @@ def kinds_of(base: type) -> set[type]:
     return {kind for kind in types if issubclass(kind, base)} - {base}
 
 
-def test_any_message_has_all_types_and_each_names_its_sender() -> None:
+def test_every_type_of_message_is_tested_and_names_its_sender() -> None:
     assert kinds_of(Message) | {Step} == set(ALL)
     assert kinds_of(AgentMessage) == set(LINES)
     assert kinds_of(Note) == set(NOTES)
@@ -122,7 +122,7 @@ def test_every_message_of_a_launcher_survives_as_one_line(kind: type, data: st.D
 
 
 @given(st.text() | st.binary())
-def test_random_lines_are_an_error_of_ours(said: str | bytes) -> None:
+def test_random_lines_raise_cluster_error(said: str | bytes) -> None:
     reader: wire.LineReader[ToAgent] = wire.LineReader(ToAgent)
     with fails(ClusterError, "unreadable_message"):
         reader.read(said)
@@ -170,7 +170,7 @@ def framed(body: bytes) -> bytes:
 
 
 @given(st.binary(max_size=60))
-def test_random_bodies_are_an_error_of_ours_or_a_message(body: bytes) -> None:
+def test_random_bodies_raise_cluster_error_or_are_a_message(body: bytes) -> None:
     try:
         (message,) = wire.FrameReader(AnyMessage).feed(framed(body))
     except ClusterError:
@@ -178,12 +178,12 @@ def test_random_bodies_are_an_error_of_ours_or_a_message(body: bytes) -> None:
     assert isinstance(message, ALL)
 
 
-def test_a_name_of_a_type_that_is_not_utf_8_is_an_error_of_ours() -> None:
+def test_a_type_name_that_is_not_utf_8_raises_cluster_error() -> None:
     with fails(ClusterError, "unreadable_message"):
         list(wire.FrameReader(AnyMessage).feed(framed(b"\x91\xa4\x00\x00\x00\x80")))
 
 
-def test_deeply_nested_bodies_are_an_error_of_ours() -> None:
+def test_deeply_nested_bodies_raise_cluster_error() -> None:
     body = b"\x91" * 100_000 + b"\x01"
     with pytest.raises(ClusterError):
         list(wire.FrameReader(AnyMessage).feed(framed(body)))
@@ -232,12 +232,12 @@ def test_a_message_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch)
         wire.frame(Hop(Step(1, 0, (), (), sample=False), (TensorSpec("float32", (1, 2, 3)),)))
 
 
-def test_the_name_of_an_order_is_its_rank_in_the_launch() -> None:
+def test_an_order_is_named_by_its_rank_in_the_launch() -> None:
     order = Order(1, (0, 2), ("a", "b"), [["a"]], 1, "m", None, None, "c", (0, 1), None, 1.0)
     assert order.name == "Rank 2"
 
 
-def test_num_missing_leads_to_the_end_of_a_message_and_not_further() -> None:
+def test_num_missing_never_reaches_beyond_the_end_of_a_message() -> None:
     data = wire.frame(Hop(Step(7, 0, (), (), sample=False), ())) + b"what follows"
     reader: wire.FrameReader[Hop] = wire.FrameReader(Hop)
     found: list[Hop] = []
