@@ -48,7 +48,7 @@ def _alive(http: httpx2.Client, right_answer: str) -> Iterator[None]:
 
 
 def check_error(body: bytes) -> str:
-    """An error object that tells a client nothing of this machine. What it says."""
+    """Checks an error object, which must reveal nothing of this machine. Returns what it says."""
     assert not _SECRETS.search(body), body
     error = json.loads(body)["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -67,14 +67,16 @@ def names(cases: list[Case]) -> list[str]:
     return [case.name for case in cases]
 
 
-def test_there_are_many_cases() -> None:
+def test_there_are_two_hundred_cases_with_different_names() -> None:
     cases = [*BODIES, *ANTHROPIC_BODIES, *REQUESTS, *WIRE]
     assert len({case.name for case in cases}) == len(cases) >= 200
 
 
 @pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", BODIES, ids=names(BODIES))
-def test_a_body(http: httpx2.Client, case: Case, stream: bool) -> None:
+def test_each_chat_body_gets_its_expected_reply(
+    http: httpx2.Client, case: Case, stream: bool
+) -> None:
     sent = case.sent
     if stream:
         if not sent.endswith(b"}") or b'"stream' in sent:
@@ -85,7 +87,7 @@ def test_a_body(http: httpx2.Client, case: Case, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("case", ANTHROPIC_BODIES, ids=names(ANTHROPIC_BODIES))
-def test_a_body_in_anthropics_words(http: httpx2.Client, case: Case) -> None:
+def test_each_messages_body_gets_its_expected_reply(http: httpx2.Client, case: Case) -> None:
     reply = http.post(ANTHROPIC, content=case.sent, headers=JSON)
     assert reply.status_code in case.status, reply.text[:500]
     if reply.status_code >= 400:
@@ -113,7 +115,7 @@ def num_hops(server: Server) -> list[int]:
 
 
 @pytest.mark.parametrize("case", REQUESTS, ids=names(REQUESTS))
-def test_a_request(http: httpx2.Client, case: Case) -> None:
+def test_each_http_request_gets_its_expected_reply(http: httpx2.Client, case: Case) -> None:
     method, path, headers = case.sent
     raw = {name: value.encode("latin-1") for name, value in headers.items()}
     content = good_body() if method == "POST" else None
@@ -148,7 +150,7 @@ def exchange(server: Server, pieces: list[bytes]) -> bytes:
 
 
 @pytest.mark.parametrize("case", WIRE, ids=names(WIRE))
-def test_bytes_on_a_connection(cluster: Server, case: Case) -> None:
+def test_raw_bytes_get_their_expected_reply(cluster: Server, case: Case) -> None:
     data = exchange(cluster, case.sent)
     statuses = [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", data)]
     if case.status == (0,):
@@ -185,7 +187,9 @@ LEAVE_AT = {
 
 @pytest.mark.parametrize("how", ["close", "reset", "half"])
 @pytest.mark.parametrize("sent", LEAVE_AT.values(), ids=LEAVE_AT.keys())
-def test_a_client_that_goes(cluster: Server, sent: bytes, how: str) -> None:
+def test_a_client_that_disconnects_leaves_nothing_behind(
+    cluster: Server, sent: bytes, how: str
+) -> None:
     for _ in range(5):
         with connect(cluster) as connection:
             connection.sendall(sent)
@@ -209,7 +213,7 @@ def wait_until_empty(server: Server) -> None:
         time.sleep(0.02)
 
 
-def test_silent_connections_hold_nobody_up(cluster: Server, http: httpx2.Client) -> None:
+def test_silent_connections_delay_nobody(cluster: Server, http: httpx2.Client) -> None:
     silent = [connect(cluster) for _ in range(300)]
     reply = http.post(CHAT, json=GOOD, timeout=5)
     for connection in silent:
@@ -267,7 +271,7 @@ def inner_ports(server: Server) -> set[int]:
 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE.keys())
-def test_garbage_on_the_ports_between_ranks(cluster: Server, garbage: bytes) -> None:
+def test_garbage_on_the_ports_between_ranks_does_no_harm(cluster: Server, garbage: bytes) -> None:
     ports = inner_ports(cluster)
     assert ports, "rank 0 listens for the others"
     greeting = {"type": "hello", "rank": 1, "num_ranks": 2, "secret": "x", "facts": {}, "pid": 1}
@@ -316,7 +320,7 @@ def test_nothing_that_a_client_sends_is_in_the_log(cluster: Server, http: httpx2
         assert "FORGED" not in line
 
 
-def test_the_log_of_it_all_is_lines_of_ours(cluster: Server) -> None:
+def test_the_log_has_no_error_and_no_foreign_line(cluster: Server) -> None:
     """No traceback either: each of the cases is a client's fault."""
     assert "Traceback" not in cluster.text
     assert " ERROR " not in cluster.text

@@ -1,6 +1,7 @@
 """Thousands of grammars that are too deep, too wide or recursive: none ends an engine.
 
-Of seeds, so that one that does can be sent again: `tests.faults.grammars.request(seed)`.
+Each comes from a seed, so that one that does can be sent again:
+`tests.faults.grammars.request(seed)`.
 """
 
 import time
@@ -80,8 +81,9 @@ def chain_of_definitions(length: int) -> Json:
     return {"json": {"$ref": "#/$defs/d0", "$defs": definitions}}
 
 
-def test_chains_around_the_end_of_a_stack_end_no_engine(cluster: Server) -> None:
-    """What 8 MB of stack are just not enough for, and what is far beyond."""
+def test_chains_of_rules_near_and_beyond_the_stack_limit_end_no_engine(cluster: Server) -> None:
+    """Chains for which 8 MB of stack are just too small are accepted; far longer ones are
+    refused."""
     engines = cluster.engines()
     lengths = {
         chain_of_rules: (2655, 2662, 2670, 5000),
@@ -98,8 +100,9 @@ def test_chains_around_the_end_of_a_stack_end_no_engine(cluster: Server) -> None
     assert cluster.engines() == engines
 
 
-def test_grammar_and_stop_tokens_or_allowed_tokens(cluster: Server) -> None:
-    """A stop token that the grammar allows ends the answer; what leaves nothing is named."""
+def test_grammars_combine_with_stop_tokens_and_allowed_tokens(cluster: Server) -> None:
+    """A stop token that the grammar allows ends the answer. Allowed tokens that the grammar forbids
+    are refused by name."""
 
     def id_of(text: str) -> int:
         tokenized = httpx2.post(

@@ -171,7 +171,7 @@ def ports_of(processes: list[psutil.Process]) -> set[int]:
 
 
 @pytest.mark.parametrize("kind", [*GOES_ON, *ENDS])
-def test_nobody_is_left_and_no_port_is_held(kind: str, tmp_path: Path) -> None:
+def test_each_kind_of_fault_leaves_no_process_and_no_open_port(kind: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(TINY_CHAT, model)
     port = free_ports(1)[0]
@@ -206,6 +206,6 @@ def test_nobody_is_left_and_no_port_is_held(kind: str, tmp_path: Path) -> None:
 
 
 def held() -> set[int]:
-    """By whomever."""
+    """All ports on which any process listens."""
     connections = psutil.net_connections("tcp")
     return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
