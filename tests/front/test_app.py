@@ -240,7 +240,7 @@ def test_an_internal_error_is_described_only_in_the_log(
 # --- the other endpoints
 
 
-def test_models(shared: Running) -> None:
+def test_the_served_model_is_listed_and_described(shared: Running) -> None:
     with client(shared) as ai:
         (model,) = ai.models.list().data
         assert model.id == "tiny"
@@ -260,7 +260,7 @@ def test_ready_gives_the_reason_for_the_wait(server: Running, engine: FakeEngine
     assert get(server, "/health").status_code == 200
 
 
-def test_version_and_admin(server: Running, engine: FakeEngine) -> None:
+def test_version_pipeline_and_trace_are_served(server: Running, engine: FakeEngine) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", get(server, "/version").json()["version"])
     assert get(server, "/admin/pipeline").json() == engine.pipeline()
     assert get(server, "/admin/trace?seconds=2.5").json()["seconds"] == 2.5

@@ -17,7 +17,9 @@ def load(server: Running, name: str, **more: Any) -> httpx2.Response:
     return call(server, "/v1/load_lora_adapter", lora_name=name, lora_path=f"p/{name}", **more)
 
 
-def test_load_use_replace_unload(server: Running, engine: FakeEngine) -> None:
+def test_an_adapter_can_be_loaded_used_replaced_and_unloaded(
+    server: Running, engine: FakeEngine
+) -> None:
     reply = load(server, "x", base_model_name="tiny")
     assert (reply.status_code, reply.text) == (200, "Success: LoRA adapter 'x' added successfully.")
     reply = post(server, model="x")

@@ -88,7 +88,9 @@ def test_errors_have_ollamas_form(
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
-def test_a_request_without_a_prompt_loads_nothing_more(shared: Running, path: str) -> None:
+def test_a_request_without_a_prompt_is_answered_as_a_load_or_unload(
+    shared: Running, path: str
+) -> None:
     for keep_alive, reason in ((0, "unload"), ("0s", "unload"), ("5m", "load"), (None, "load")):
         reply = post(shared, path, model="tiny:latest", keep_alive=keep_alive).json()
         assert (reply["done"], reply["done_reason"]) == (True, reason)
@@ -135,7 +137,9 @@ def test_writer_sends_whole_calls_and_thoughts(tokenizer: Tokenizer) -> None:
     ],
     ids=["chat", "generate", "raw"],
 )
-def test_scores_are_those_of_chats(server: Running, path: str, fields: dict[str, Any]) -> None:
+def test_scores_equal_those_of_openais_chats(
+    server: Running, path: str, fields: dict[str, Any]
+) -> None:
     openai = {**SAID, "model": "tiny", "logprobs": True, "top_logprobs": 2}
     chat = post(server, "/v1/chat/completions", **openai).json()
     asked = {**fields, "logprobs": True, "top_logprobs": 2}
@@ -212,7 +216,7 @@ def test_a_prompt_that_may_not_be_shortened_is_refused(
 # --- embeddings
 
 
-def test_embed_is_as_embeddings_of_openai(server: Running, engine: FakeEngine) -> None:
+def test_embed_equals_openais_embeddings(server: Running, engine: FakeEngine) -> None:
     texts = ["hello", "how are you"]
     hints = {"keep_alive": "5m", "options": {"num_ctx": 99}}
     reply = post(server, "/api/embed", model="tiny", input=texts, **hints)
@@ -243,7 +247,7 @@ def test_embed_leaves_out_the_end_of_an_input(server: Running, engine: FakeEngin
 
 
 @pytest.mark.parametrize("given", ["", []])
-def test_embed_of_nothing_is_nothing(shared: Running, given: Any) -> None:
+def test_embed_of_no_text_returns_no_numbers(shared: Running, given: Any) -> None:
     assert post(shared, "/api/embed", input=given).json() == {"model": "tiny", "embeddings": []}
     assert post(shared, "/api/embeddings", prompt="").json() == {"embedding": []}
 

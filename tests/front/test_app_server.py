@@ -314,7 +314,7 @@ def test_a_client_that_leaves_ends_its_generation(
     wait_until(lambda: 'completions",status="499"} 1.0' in httpx2.get(server.url + "/metrics").text)
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_stream(
+def test_a_client_that_leaves_in_mid_stream_ends_its_generation(
     server: Running, engine: FakeEngine
 ) -> None:
     engine.delay, engine.answer = 0.02, "hello world " * 100
@@ -530,7 +530,7 @@ def test_a_client_that_reads_too_little_is_disconnected(
         assert all(generation.closed.wait(5) for generation in engine.generations)
 
 
-def test_many_clients_at_once(server: Running, engine: FakeEngine) -> None:
+def test_two_hundred_clients_at_once_are_all_answered(server: Running, engine: FakeEngine) -> None:
     """All connect before the first is answered; none is reset."""
     engine.delay = 0.01
     with contextlib.ExitStack() as stack:

@@ -103,7 +103,9 @@ async def test_a_version_number_is_not_used_again_if_a_rank_has_read_it() -> Non
     assert await ranks.adapters.version("x") == 2
 
 
-async def test_a_rank_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_load_that_a_rank_answers_too_late_is_refused_and_undone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ranks = FakeRanks(load_timeout=1.0)
     await ranks.adapters.load("x", "a", in_place=False)
     ranks.is_silent = True
@@ -113,7 +115,7 @@ async def test_a_rank_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks.held == {1}
 
 
-async def test_a_cluster_that_breaks_ends_the_waiting() -> None:
+async def test_a_broken_cluster_ends_the_wait_for_a_load() -> None:
     ranks = FakeRanks()
     ranks.is_silent = True
     loading = asyncio.create_task(ranks.adapters.load("x", "a", in_place=False))
@@ -124,7 +126,7 @@ async def test_a_cluster_that_breaks_ends_the_waiting() -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", "../x", "/etc", "a b", "x\n", "", "a/b/c", "x" * 200])
-async def test_names_that_are_none(name: str) -> None:
+async def test_invalid_names_are_refused(name: str) -> None:
     with fails(RequestError, "adapter_name"):
         await FakeRanks().adapters.load(name, "a", in_place=False)
 
@@ -147,7 +149,7 @@ async def test_adapters_of_the_start_may_be_anywhere() -> None:
 # --- memory: two ranks with 100 and 50 KB for each adapter
 
 
-async def test_the_least_recently_used_goes_and_comes_back() -> None:
+async def test_the_least_recently_used_adapter_is_evicted_and_read_again() -> None:
     ranks = FakeRanks(adapter_memory="200KB,1MB")
     adapters = ranks.adapters
     for name in "abc":
@@ -161,7 +163,7 @@ async def test_the_least_recently_used_goes_and_comes_back() -> None:
     assert listed == [(4, 0), (2, 0), (None, 0)]
 
 
-async def test_what_is_pinned_or_in_use_stays() -> None:
+async def test_adapters_that_are_pinned_or_in_use_stay() -> None:
     ranks = FakeRanks(adapter_memory="200KB")
     adapters = ranks.adapters
     await adapters.load("a", "a", in_place=False)
@@ -199,7 +201,7 @@ async def refused_overload(call: Callable[[], Awaitable[Any]]) -> None:
         await call()
 
 
-async def test_one_that_can_never_fit() -> None:
+async def test_an_adapter_larger_than_all_memory_is_refused() -> None:
     ranks = FakeRanks(adapter_memory="99KB")
     with fails(AdapterError, "no_memory"):
         await ranks.adapters.load("a", "a", in_place=False)
@@ -219,7 +221,7 @@ async def test_an_adapter_whose_files_are_gone_is_503_for_clients() -> None:
     assert await ranks.adapters.version("a") == 4
 
 
-async def test_many_requests_reload_once() -> None:
+async def test_many_requests_reload_an_adapter_once() -> None:
     ranks = FakeRanks(adapter_memory="100KB")
     await ranks.adapters.load("a", "a", in_place=False)
     await ranks.adapters.load("b", "b", in_place=False)
@@ -280,7 +282,7 @@ async def test_a_ring_with_less_memory_evicts_idle_adapters(
 
 
 @pytest.mark.parametrize("fault", ["other files", "no files"])
-async def test_an_adapter_whose_files_changed_is_not_taken_for_what_it_was(fault: str) -> None:
+async def test_an_adapter_whose_files_changed_ends_the_requests_that_use_it(fault: str) -> None:
     ranks = FakeRanks()
     adapters = ranks.adapters
     await adapters.load("x", "x", in_place=False)
@@ -334,7 +336,7 @@ async def test_a_load_that_ends_the_engines_is_not_asked_for_without_end() -> No
     assert ranks.adapters.registry.names == [CONFIG.model_name]
 
 
-async def test_a_fault_right_after_the_last_answer_is_a_fault_all_the_same() -> None:
+async def test_a_load_survives_a_fault_right_after_the_last_answer() -> None:
     """The registry has not heard it yet, so it does not restore the version."""
     ranks = FakeRanks()
     loading = asyncio.create_task(ranks.adapters.load("x", "x", in_place=False))
@@ -362,7 +364,7 @@ async def test_ranks_learn_which_versions_they_may_have_read_before() -> None:
     assert ranks.told_held == [[], [1], [1, 2], [1, 2], []]
 
 
-async def test_what_is_unloaded_while_it_is_read_again_does_not_stay() -> None:
+async def test_an_adapter_that_is_unloaded_during_a_restore_does_not_stay() -> None:
     ranks = FakeRanks()
     await ranks.adapters.load("x", "x", in_place=False)
     restart(ranks)

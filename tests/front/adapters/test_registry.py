@@ -57,7 +57,7 @@ def test_evictions_are_the_least_recently_used_that_are_idle() -> None:
         made.registry.evictions([5000], None, RING)
 
 
-def test_release_keeps_versions_that_sequences_have() -> None:
+def test_release_keeps_versions_that_sequences_use() -> None:
     made = Registry("4KB")
     first, second = made.add("a"), made.add("b")
     made.running[1] = 1

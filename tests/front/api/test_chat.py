@@ -123,7 +123,7 @@ def test_every_parameter_reaches_the_sampling(tokenizer: Tokenizer) -> None:
     assert prompt.end_ids == {9, *tokenizer.eos_ids}
 
 
-def test_ignored_ends_are_still_banned_at_first(tokenizer: Tokenizer) -> None:
+def test_ignored_end_tokens_are_still_banned_before_min_tokens(tokenizer: Tokenizer) -> None:
     prompt = prepared(tokenizer, 200, ignore_eos=True, stop_token_ids=[9])
     assert prompt.end_ids == {9}
     assert set(prompt.samplings[0].end_ids) == {9, *tokenizer.eos_ids}

@@ -51,7 +51,7 @@ async def reply(engine: FakeEngine, **fields: Any) -> dict[str, Any]:
         (["hello", "one two"], ["hello", "one two"]),
     ],
 )
-async def test_prompts_as_text_and_as_ids(
+async def test_prompts_as_text_and_as_ids_get_the_same_answers(
     engine: FakeEngine, tokenizer: Tokenizer, prompt: Any, texts: list[str]
 ) -> None:
     ids = [tokenizer.encode(text) for text in texts]
@@ -170,7 +170,7 @@ async def test_an_echo_alone_generates_nothing(engine: FakeEngine) -> None:
     assert choice["logprobs"]["token_logprobs"] == [None, *(-id for id in ids[1:])]
 
 
-async def test_scores_of_prompt_and_answer_side_by_side(engine: FakeEngine) -> None:
+async def test_an_echo_has_the_scores_of_prompt_and_answer(engine: FakeEngine) -> None:
     ids = engine.tokenizer.encode("one two three")
     completion = await reply(engine, prompt=ids, echo=True, max_tokens=2, logprobs=2)
     (choice,) = completion["choices"]
@@ -224,7 +224,7 @@ async def test_prompts_are_scored_without_an_echo(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("prompt_logprobs", [-2, 21, True, "1", 0.5])
-def test_prompt_logprobs_that_are_refused(prompt_logprobs: Any) -> None:
+def test_invalid_prompt_logprobs_are_refused(prompt_logprobs: Any) -> None:
     with pytest.raises(RequestError) as caught:
         body(prompt_logprobs=prompt_logprobs)
     assert caught.value.param == "prompt_logprobs"
@@ -284,7 +284,7 @@ def test_ids_that_are_allowed_twice_count_once(tokenizer: Tokenizer) -> None:
     assert asked.prompts[0].samplings[0].allowed_ids == (7, 9)
 
 
-async def test_ids_of_prompt_and_answer(engine: FakeEngine) -> None:
+async def test_ids_of_prompt_and_answer_can_be_returned(engine: FakeEngine) -> None:
     (choice,) = (await reply(engine, prompt="one two", return_token_ids=True))["choices"]
     assert choice["prompt_token_ids"] == engine.tokenizer.encode("one two")
     eos = min(engine.tokenizer.eos_ids)

@@ -45,7 +45,7 @@ def refusal(**fields: Any) -> RequestError:
     return raised.value
 
 
-def test_everything_supported_arrives() -> None:
+def test_supported_fields_are_parsed() -> None:
     body = chat(
         max_completion_tokens=5,
         temperature=0,
@@ -64,7 +64,7 @@ def test_everything_supported_arrives() -> None:
     assert body.chat_template_kwargs == {"a": [1]}
 
 
-def test_null_is_absent() -> None:
+def test_fields_of_null_get_the_default() -> None:
     names = set(ChatBody.model_fields) - {"model", "messages"}
     body = chat(**dict.fromkeys(names))
     assert (body.max_answer_tokens, body.temperature, body.seed, body.stop) == (
@@ -242,7 +242,7 @@ def test_every_wrong_value_is_refused_by_name(name: str, kind: Any) -> None:
         ({"return_token_ids": 1}, "return_token_ids"),
     ],
 )
-def test_wrong_fields_of_a_chat(fields: dict[str, Any], param: str) -> None:
+def test_wrong_fields_of_a_chat_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
     assert refusal(**fields).param == param
 
 

@@ -65,7 +65,9 @@ def accepts(tokenizer: LLTokenizer, grammar: str | None, text: str) -> bool:
         ),
     ],
 )
-def test_response_formats(tokenizer: LLTokenizer, body: Any, right: str, wrong: str) -> None:
+def test_each_response_format_is_enforced(
+    tokenizer: LLTokenizer, body: Any, right: str, wrong: str
+) -> None:
     grammar = ResponseFormat.model_validate(body).grammar()
     assert accepts(tokenizer, grammar, right)
     assert not accepts(tokenizer, grammar, wrong)
@@ -110,7 +112,7 @@ ADA = '{"name": "Ada", "age": 36}'
         ),
     ],
 )
-def test_response_formats_of_other_servers(
+def test_response_formats_of_other_servers_are_enforced(
     tokenizer: LLTokenizer, body: Any, right: str, wrong: str
 ) -> None:
     grammar = ResponseFormat.model_validate(body).grammar()
@@ -176,7 +178,9 @@ def test_plain_text_has_no_grammar() -> None:
         ({"json_object": True}, "{}", "1"),
     ],
 )
-def test_structured_outputs(tokenizer: LLTokenizer, body: Any, right: str, wrong: str) -> None:
+def test_each_structured_output_is_enforced(
+    tokenizer: LLTokenizer, body: Any, right: str, wrong: str
+) -> None:
     grammar = StructuredOutputs.model_validate(body).grammar()
     assert accepts(tokenizer, grammar, right)
     assert not accepts(tokenizer, grammar, wrong)
@@ -425,7 +429,7 @@ DEEP = {
 
 
 @pytest.mark.parametrize("kind", DEEP)
-def test_check_bounds_chains(kind: str) -> None:
+def test_check_refuses_chains_that_are_too_long(kind: str) -> None:
     chain, max_length = DEEP[kind]
     grammars = GrammarChecker(MODEL)
     checker = start_checker(grammars)

@@ -140,7 +140,7 @@ def test_a_budget_is_refused_if_marks_are_ordinary_text(
     assert reasoning.budget is None
 
 
-def test_thinking_that_is_not_wanted_has_no_budget_left(harmony: Tokenizer) -> None:
+def test_unwanted_thinking_has_a_budget_of_zero(harmony: Tokenizer) -> None:
     reasoning = Thinking(is_wanted=False).reasoning(harmony, "")
     assert reasoning
     assert reasoning.budget == 0

@@ -25,7 +25,7 @@ def test_a_prompt_is_encoded_and_decoded(shared: Running) -> None:
     assert back == {"prompt": "hello <s>world"}
 
 
-def test_messages_as_the_chat_sees_them(shared: Running) -> None:
+def test_messages_are_tokenized_with_the_chat_template(shared: Running) -> None:
     messages = [{"role": "user", "content": "hi"}]
     tokenized = post(shared, "/tokenize", messages=messages, return_token_strs=True).json()
     assert shared.engine.tokenizer.decode(tokenized["tokens"]) == "<|user|>hi<|assistant|>"

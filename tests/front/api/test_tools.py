@@ -54,7 +54,7 @@ def test_any_means_required() -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_allowed_tools_are_those_that_are_offered(mode: str) -> None:
+def test_only_allowed_tools_are_offered(mode: str) -> None:
     allowed = {"mode": mode, "tools": [tool("b")]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
     assert offered(tools=[tool("a"), tool("b")], tool_choice=choice) == (["b"], mode)

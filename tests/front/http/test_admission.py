@@ -205,7 +205,7 @@ def test_an_absolute_target_names_the_host(shared: Running) -> None:
         assert raw(shared, f"GET {target} HTTP/1.1", HERE) == 404
 
 
-def test_an_upgrade_opens_nothing(shared: Running) -> None:
+def test_an_upgrade_does_not_bypass_the_check_of_the_host(shared: Running) -> None:
     upgrade = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
     line = "GET /admin/pipeline HTTP/1.1"
     assert raw(shared, line, "Host: evil.example", *upgrade) == 403
@@ -229,7 +229,7 @@ def has_ipv6() -> bool:
 
 @pytest.mark.skipif(not has_ipv6(), reason="This host has no IPv6 loopback address.")
 @pytest.mark.parametrize("address", ["::1", "::"])
-def test_this_host_may_ask_over_ipv6(engine: FakeEngine, address: str) -> None:
+def test_this_host_is_recognised_over_ipv6(engine: FakeEngine, address: str) -> None:
     with Running(engine, address, host=address) as server:
         url = f"http://[::1]:{server.port}"
         for path in ("/admin/pipeline", "/v1/models"):
@@ -520,7 +520,7 @@ def test_a_drain_with_wrong_seconds_does_not_begin(shared: Running, seconds: str
     assert get(shared, "/ready").status_code == 200
 
 
-def test_a_misspelt_drain_does_not_begin(shared: Running) -> None:
+def test_a_drain_with_a_misspelt_parameter_does_not_begin(shared: Running) -> None:
     assert httpx2.post(shared.url + "/admin/drain?second=5").status_code == 400
     assert get(shared, "/ready").status_code == 200
 

@@ -1,4 +1,4 @@
-"""The document names what serves, and replies have the types of the official clients."""
+"""The document describes every route, and replies have the types of the official clients."""
 
 import re
 from collections.abc import Iterator

@@ -70,7 +70,7 @@ def test_a_refusal_shows_its_code_and_not_its_message() -> None:
     assert record.failure() == "status=404 code=model_not_found param=lora_name"
 
 
-def test_an_error_of_the_server_shows_its_words() -> None:
+def test_an_unavailable_server_shows_its_reason_and_other_errors_their_code() -> None:
     record = AccessRecord("r", "POST", status=503)
     record.fail(UnavailableError("Rank 1 is gone."))
     assert record.line().endswith(' reason="Rank 1 is gone."')

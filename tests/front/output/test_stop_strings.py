@@ -142,7 +142,7 @@ class Counted(str):
 
 
 def test_stop_matcher_looks_at_each_character_a_constant_number_of_times() -> None:
-    """The worst stops: nearly all of them is held back with each character."""
+    """The worst case: with each character, nearly a whole stop string is held back."""
     stops = ["a" * 1023 + "b", *("c" + "a" * 1022 + chr(65 + i) for i in range(15))]
     counted = [Counted(stop) for stop in stops]
     matcher = StopMatcher(counted)

@@ -275,7 +275,7 @@ async def test_requests_that_come_during_a_recovery_wait_for_it() -> None:
 
 @pytest.mark.long
 async def test_client_that_leaves_during_a_recovery_is_computed_for_one_token() -> None:
-    """Which tells whether its request is what ended the engines."""
+    """That token tells whether its request is what ended the engines."""
     async with cluster() as engine:
         await ready(engine)
         generation = engine.submit([prompt(10, 5000)])
@@ -348,7 +348,9 @@ async def test_engines_outlive_a_broken_connection_between_parents() -> None:
         assert all(stage.has_stayed for stage in engine._membership.stages)
 
 
-async def test_engines_that_compute_for_long_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engines_that_leave_the_ring_only_after_a_long_step_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They can leave their ring only when the step is done."""
     monkeypatch.setattr(engine_module, "_LEAVE_SECONDS", 0.4)
     monkeypatch.setattr(own_engine_module, "_SIGN_SECONDS", 0.2)
@@ -364,7 +366,7 @@ async def test_engines_that_compute_for_long_stay(monkeypatch: pytest.MonkeyPatc
         assert engine.pipeline()["num_restarts"] == 1
 
 
-async def test_ids_of_sequences_are_not_kept() -> None:
+async def test_sequence_ids_take_no_memory() -> None:
     async with cluster() as engine:
         await ready(engine)
         tracemalloc.start()
@@ -393,7 +395,7 @@ async def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
 
 
 @pytest.mark.slow
-async def test_the_ranks_that_are_left_share_the_layers_until_others_are_there_again(
+async def test_the_remaining_ranks_share_the_layers_until_others_return(
     tmp_path: Path,
 ) -> None:
     flags = {"lora": ("poet=/p",), "adapter_root": tmp_path, "split": "2,4,6"}
@@ -424,7 +426,7 @@ async def test_the_ranks_that_are_left_share_the_layers_until_others_are_there_a
 async def ring_after(
     caplog: pytest.LogCaptureFixture, lost: Sequence[int], returns: int
 ) -> list[int]:
-    """Who answers in the end, if those that are left are not enough until one returns."""
+    """The ranks that answer in the end, if the remaining ones are too few until one returns."""
     async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
         await ready(engine)
         answer = asyncio.create_task(collect(engine, prompt(10, 500)))
@@ -556,7 +558,7 @@ async def test_a_returning_rank_without_memory_is_left_out(
 
 
 @pytest.mark.long
-async def test_an_engine_of_rank_0_that_stands_still_is_replaced_though_nothing_runs() -> None:
+async def test_a_hung_engine_of_rank_0_is_replaced_even_if_nothing_runs() -> None:
     async with ranks(stall_timeout=1.0) as (engine, _, _start):
         await ready(engine)
         assert engine._driver._engines._own.process
@@ -567,7 +569,7 @@ async def test_an_engine_of_rank_0_that_stands_still_is_replaced_though_nothing_
 
 
 @pytest.mark.long
-async def test_a_parent_that_stands_still_is_a_fault_though_its_engine_works(
+async def test_a_hung_parent_is_a_fault_even_if_its_engine_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with ranks(stall_timeout=1.0) as (engine, members, start):
@@ -595,7 +597,7 @@ async def test_a_returning_rank_does_not_use_up_the_last_restart() -> None:
 
 
 @pytest.mark.long
-async def test_an_answer_from_before_a_fault_retires_no_version(
+async def test_a_late_answer_from_before_a_fault_retires_no_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with cluster(lora_modules=("poet=/p",), adapter_root=tmp_path) as engine:
@@ -614,10 +616,10 @@ async def test_an_answer_from_before_a_fault_retires_no_version(
 
 
 @pytest.mark.long
-async def test_a_sequence_that_the_remaining_ranks_cannot_hold_ends(
+async def test_the_remaining_ranks_end_or_shorten_what_they_cannot_hold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And one that fits as far as it has come is shorter."""
+    """A sequence that fits so far goes on, up to the room that is left."""
     room = iter([KvRoom(10_000, 32), KvRoom(300, 32)])
     monkeypatch.setattr("serve.front.pipeline.requests.room_under_limits", lambda *_: next(room))
     async with ranks(replan=True, join_timeout=2.0) as (engine, members, _):
@@ -648,7 +650,7 @@ async def test_a_rank_that_stays_away_ends_the_cluster_with_the_reason(
     assert "event=waiting ranks=2 timeout=1" in caplog.text
 
 
-async def test_a_fault_of_our_own_ends_the_cluster_and_is_no_silence(
+async def test_a_bug_ends_the_cluster_with_an_internal_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(*_: Any) -> list[Event]:
@@ -776,7 +778,7 @@ async def test_a_stopped_engine_whose_parent_answers_is_no_reason_to_replace_the
 
 
 @pytest.mark.long
-async def test_adapters_are_there_again_in_the_same_versions(tmp_path: Path) -> None:
+async def test_adapters_are_restored_in_the_same_versions(tmp_path: Path) -> None:
     async with cluster(lora_modules=("poet=/p",), adapter_root=tmp_path) as engine:
         await ready(engine)
         await engine.adapters.load("pirate", "pirate", False)
@@ -798,7 +800,7 @@ async def test_adapters_are_there_again_in_the_same_versions(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-async def test_a_fault_while_adapters_are_read_again_is_one_fault_more(
+async def test_a_fault_while_adapters_are_read_again_counts_as_another_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was taken for a mistake of the server's own, which ends the cluster."""
@@ -852,7 +854,7 @@ async def test_an_engine_that_ends_in_the_warm_up_is_replaced(
         await collect(engine, prompt(20, 5))
 
 
-async def test_who_comes_while_new_engines_warm_up_need_not_wait_for_that(
+async def test_a_request_ends_the_warm_up_of_new_engines_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("STEP_SECONDS", "0.1")  # A warm-up takes four seconds.

@@ -58,7 +58,7 @@ def test_fault_blame_is_sure_before_the_restarts_are_used_up(
     assert blamed == [None] * (num_faults - 1) + [Blame(1, num_faults, num_faults)]
 
 
-def test_fault_blame_names_nobody_while_others_hold_something() -> None:
+def test_fault_blame_names_no_request_that_has_not_run_alone() -> None:
     fault_blame = FaultBlame(MAX_RESTARTS)
     for _ in range(MAX_SHARED_FAULTS):
         fault_blame.on_fault([1, 2])
@@ -66,7 +66,7 @@ def test_fault_blame_names_nobody_while_others_hold_something() -> None:
     assert fault_blame.on_fault([]) is None
 
 
-def test_fault_blame_forgets_faults_with_a_token() -> None:
+def test_fault_blame_forgets_faults_once_a_token_comes() -> None:
     fault_blame = FaultBlame(MAX_RESTARTS)
     for _ in range(10):
         assert fault_blame.on_fault([1, 2]) is None
@@ -174,7 +174,7 @@ class Fragile(Pipeline):
         self.pump()
 
     def check(self) -> None:
-        """All but those that were given up or left got what is theirs."""
+        """All sequences but those that were given up or left got exactly their tokens."""
         for id, sequence in list(self.added.items()):
             whole = expected(id, len(sequence.prompt), sequence.max_tokens)
             if id in self.left.union(self.given_up):
@@ -187,7 +187,9 @@ class Fragile(Pipeline):
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 @pytest.mark.parametrize("fatal_at", [0, 7, 11, 12, 13, 16])
-def test_fault_blame_finds_a_request_wherever_it_comes(num_stages: int, fatal_at: int) -> None:
+def test_fault_blame_finds_a_fatal_request_whenever_it_comes(
+    num_stages: int, fatal_at: int
+) -> None:
     for comes_at in range(0, 30, 3):
         pipeline = Fragile(num_stages, {9: fatal_at}, max_num_sequences=4)
         for id in range(5):
@@ -214,7 +216,7 @@ def test_fault_blame_makes_other_requests_wait_for_the_suspect() -> None:
     pipeline.check()
 
 
-def test_fault_blame_of_many_requests_ends_no_cluster() -> None:
+def test_many_fatal_requests_are_given_up_and_end_no_cluster() -> None:
     """Far more than max_restarts, at once and one after the other, beside others."""
     pipeline = Fragile(2, {id: 5 + id % 20 for id in range(100, 130)}, max_num_sequences=8)
     for id in range(6):
@@ -260,7 +262,7 @@ def check_random_life(
         for _ in range(chance.randint(0, 5)):
             pipeline.tick()
     for id in range(25):
-        is_clear = pipeline.fault_blame.is_clear(id)  # Others stay for a token, as in Engine.
+        is_clear = pipeline.fault_blame.is_clear(id)  # Suspects stay for a token, as in Engine.
         if chance.random() < 0.2 and is_clear and id in pipeline.scheduler._live:
             pipeline.leave(id)
     pipeline.run()

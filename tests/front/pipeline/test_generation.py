@@ -64,7 +64,7 @@ def test_progress_falls_back_when_a_prompt_begins_again() -> None:
     assert generation.progress == (60, 60)
 
 
-def test_phase_is_that_of_the_sequence_that_is_furthest() -> None:
+def test_phase_follows_a_sequence_from_the_queue_to_decoding() -> None:
     pipeline = Pipeline(2, prefill_chunk=8)
     sequence = make_sequence(1, 60, 4)
     generation = Generation([sequence], lambda _: None)

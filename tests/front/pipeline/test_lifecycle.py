@@ -75,7 +75,7 @@ def seeds(num_quick: int, num: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("num_examples", [20, pytest.param(60, marks=pytest.mark.slow)])
-def test_random_lives(num_examples: int) -> None:
+def test_random_lives_end_every_request_once(num_examples: int) -> None:
     def check(*life: Any) -> None:
         check_random_life(*life)
 
@@ -84,7 +84,7 @@ def test_random_lives(num_examples: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
-def test_ten_thousand_random_lives(part: int) -> None:
+def test_ten_thousand_random_lives_end_every_request_once(part: int) -> None:
     """In parts, each of which visits every state of a cluster that goes on."""
     states: Counter[State] = Counter()
     for seed in range(1000 * part, 1000 * (part + 1)):
@@ -205,7 +205,7 @@ def check_recovery(cluster: PlayedCluster, *asked: Asked) -> None:
     assert not any(check_answer(each) for each in asked)
 
 
-def test_a_fault_while_ranks_are_gathered_is_judged_at_once_when_they_are_there() -> None:
+def test_a_fault_while_ranks_are_gathered_is_handled_once_they_are_there() -> None:
     cluster = begun()
     cluster.lose(1)
     assert cluster.run(60, lambda: cluster.lifecycle.state is State.GATHERING)
@@ -341,7 +341,7 @@ def test_a_fault_that_no_engine_can_mend_ends_the_cluster_at_once() -> None:
     assert check_answer(asked)
 
 
-def test_the_better_reason_is_reported() -> None:
+def test_the_most_informative_reason_is_reported() -> None:
     """That a neighbour is gone is known first and says least."""
     cluster = begun()
     life = cluster.lifecycle.life
@@ -860,7 +860,7 @@ def test_lifecycle_gives_no_shards_to_engines_that_say_late_that_they_have_staye
 
 @pytest.mark.parametrize("tensor_parallel_size", ["2", "auto"])
 @pytest.mark.parametrize("seed", range(10))
-def test_random_lives_of_shards_that_are_planned_again(
+def test_shards_that_are_planned_again_come_to_rest_in_random_lives(
     seed: int, tensor_parallel_size: str
 ) -> None:
     cluster = PlayedCluster(

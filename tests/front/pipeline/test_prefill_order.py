@@ -27,7 +27,7 @@ def begun_in_order(pipeline: Pipeline, num_before: int = 0) -> list[int]:
     return list(dict.fromkeys(row.sequence for step in steps for row in step.rows))
 
 
-def test_the_fewest_tokens_left_come_first_and_of_equal_ones_the_oldest() -> None:
+def test_prompts_with_the_fewest_tokens_left_come_first_and_the_oldest_among_equals() -> None:
     prompts = [prompt(3, 250), prompt(0, 400, 100), prompt(2, 250), prompt(1, 300)]
     assert ids(PrefillOrder().in_order(prompts)) == [2, 3, 1, 0]
 
@@ -48,7 +48,7 @@ def test_short_prompts_keep_their_order_so_that_they_share_steps() -> None:
     check_all_ended(pipeline)
 
 
-def test_a_token_behind_others_is_more_work() -> None:
+def test_a_token_with_many_before_it_counts_as_more_work() -> None:
     assert work(0, 3000) == pytest.approx(3150)
     assert work(60_000, 61_000) > work(0, 2500)
     assert work(0, 1000) + work(1000, 9000) == pytest.approx(work(0, 9000))

@@ -154,7 +154,7 @@ TEN_THOUSAND = pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout
 
 
 @pytest.mark.parametrize("num_examples", [50, TEN_THOUSAND])
-def test_random_lives(num_examples: int) -> None:
+def test_random_lives_give_every_sequence_its_tokens(num_examples: int) -> None:
     check_examples(check_random_lives, LIVES, num_examples)
 
 
@@ -213,7 +213,7 @@ def test_eos_ends_a_sequence_and_counts_as_its_last_token() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [2, 4, 8])
-def test_stages_are_busy_when_there_are_as_many_sequences(num_stages: int) -> None:
+def test_as_many_sequences_as_stages_keep_the_stages_busy(num_stages: int) -> None:
     pipeline = Pipeline(num_stages)
     for id in range(num_stages):
         pipeline.add(make_sequence(id, 2, 200))
@@ -224,10 +224,10 @@ def test_stages_are_busy_when_there_are_as_many_sequences(num_stages: int) -> No
 @pytest.mark.long
 @pytest.mark.parametrize("num_stages", [2, 4, 8])
 @pytest.mark.parametrize("num_clients_of_a_stage", [1, 4])
-def test_stages_are_busy_with_prompts_and_answers(
+def test_prompts_and_answers_together_keep_the_stages_busy(
     num_stages: int, num_clients_of_a_stage: int
 ) -> None:
-    """Clients that ask one after the other; each step takes as long on each stage."""
+    """Each client asks again after its answer. A step takes equally long on all stages."""
     chance, pipeline = random.Random(7), Pipeline(num_stages, prefill_chunk=32)
     num_clients, num_ended = num_stages * num_clients_of_a_stage, 0
     for id in range(12 * num_clients):
@@ -238,7 +238,7 @@ def test_stages_are_busy_with_prompts_and_answers(
     assert pipeline.busy_share > 0.98
 
 
-def test_one_group_is_lockstep() -> None:
+def test_one_group_leaves_the_stages_mostly_idle() -> None:
     """Its steps follow each other only when all stages have run."""
     pipeline = Pipeline(4, num_groups=1)
     for id in range(8):
@@ -270,7 +270,7 @@ def test_a_long_prompt_does_not_stop_the_others() -> None:
     pipeline.add(make_sequence(1, 401, 1))
     for _ in range(100):
         pipeline.tick()
-    # One token takes two ticks alone; chunks may at most double and a half that.
+    # Alone, a token takes two ticks; beside chunks it may take five.
     assert len(pipeline.output(0)) - before >= 20
 
 
@@ -385,7 +385,7 @@ def test_short_prompts_go_first_until_a_long_one_tolerates_no_more() -> None:
     check_all_ended(pipeline)
 
 
-def test_a_prompt_does_not_push_out_what_it_begins_like() -> None:
+def test_a_prompt_does_not_evict_the_prefix_that_it_continues() -> None:
     pipeline = Pipeline(2)
     pipeline.scheduler.reuse, pipeline.scheduler.budget.max_tokens = "any", 160
     for id in range(3):
@@ -414,7 +414,7 @@ def test_no_group_is_empty_while_others_are_full(num_stages: int) -> None:
     check_all_ended(pipeline)
 
 
-def test_a_full_queue_refuses() -> None:
+def test_a_full_queue_refuses_requests() -> None:
     pipeline = Pipeline(2, max_num_sequences=2, max_queue=3)
     for id in range(5):
         pipeline.add(make_sequence(id, 5, 5))
@@ -424,7 +424,7 @@ def test_a_full_queue_refuses() -> None:
     assert sorted(e.sequence for e in pipeline.events if e.finish_reason) == [0, 1, 2, 3, 4]
 
 
-def test_of_a_burst_as_many_begin_as_there_is_room_for() -> None:
+def test_a_burst_begins_only_as_many_sequences_as_fit() -> None:
     pipeline = Pipeline(2)
     pipeline.scheduler.budget.max_tokens = 150
     for id in range(4):
@@ -478,7 +478,7 @@ def test_copies_survive_the_drop_of_their_original_at_every_tick() -> None:
         check_all_ended(pipeline)
 
 
-def test_copies_with_room_for_few_come_all_the_same() -> None:
+def test_copies_are_all_answered_though_few_fit_at_once() -> None:
     pipeline = Pipeline(2, max_num_sequences=4)
     pipeline.scheduler.budget.max_tokens = 100
     first, second = copies(pipeline, 0, 40, 5), copies(pipeline, 10, 30, 5)

@@ -124,7 +124,7 @@ def test_schedule_makes_a_checkpoint_once_for_the_same_tokens() -> None:
     check_checkpoints(pipeline)
 
 
-def test_schedule_drops_the_checkpoint_that_was_not_used_longest() -> None:
+def test_schedule_drops_the_least_recently_used_checkpoint() -> None:
     """A checkpoint costs as much as 100 tokens here, and there is room for about 1,300."""
     pipeline = with_checkpoints(num_stages=1)
     pipeline.scheduler.settle(1, 1300, state_tokens=100)
@@ -148,7 +148,7 @@ def check_room(pipeline: Pipeline) -> None:
     assert scheduler.num_held_tokens == held
 
 
-def test_schedule_makes_no_checkpoint_that_would_push_out_all_that_is_kept() -> None:
+def test_schedule_makes_no_checkpoint_that_would_evict_all_kept_sequences() -> None:
     pipeline = with_checkpoints(num_stages=1)
     pipeline.scheduler.settle(1, 1000, state_tokens=400)
     add_chat(pipeline, 0, tokens(0, 300), 200)
@@ -156,7 +156,7 @@ def test_schedule_makes_no_checkpoint_that_would_push_out_all_that_is_kept() -> 
     assert not any(step.ops(Save) for step in pipeline.steps)
 
 
-def test_schedule_saves_no_checkpoint_that_another_one_of_its_step_pushes_out() -> None:
+def test_schedule_saves_no_checkpoint_that_another_one_of_its_step_evicts() -> None:
     """Two short prompts share a step, and there is room for one checkpoint."""
     pipeline = with_checkpoints(num_stages=1)
     pipeline.scheduler.settle(1, 480, state_tokens=120)
@@ -270,12 +270,14 @@ def check_random_lives(
 
 
 @pytest.mark.parametrize("num_examples", [40, pytest.param(200, marks=pytest.mark.slow)])
-def test_random_lives_with_checkpoints(num_examples: int) -> None:
+def test_random_lives_with_checkpoints_give_every_sequence_its_tokens(num_examples: int) -> None:
     check_examples(check_random_lives, LIVES, num_examples)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(20))
-def test_ten_thousand_random_lives_with_checkpoints(part: int) -> None:
+def test_ten_thousand_random_lives_with_checkpoints_give_every_sequence_its_tokens(
+    part: int,
+) -> None:
     check_examples(check_random_lives, LIVES, 500, seed=part)

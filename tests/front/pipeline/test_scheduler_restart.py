@@ -46,7 +46,7 @@ def test_a_kill_at_every_tick_loses_and_repeats_nothing(num_stages: int, reuse: 
         check_whole(pipeline)
 
 
-def test_a_kill_at_every_tick_of_copies() -> None:
+def test_a_kill_at_every_tick_loses_and_repeats_nothing_of_copies() -> None:
     for num_ticks in range(40):
         pipeline = Pipeline(2)
         copies(pipeline, 0, 40, 4)
@@ -73,7 +73,7 @@ def test_earlier_answer_tokens_are_prefilled_and_not_sampled_again() -> None:
     assert LAST_TOKEN not in fed
 
 
-def test_running_ones_go_before_waiting_ones_in_their_order() -> None:
+def test_after_a_kill_running_sequences_queue_before_waiting_ones_in_their_order() -> None:
     pipeline = Pipeline(2, max_num_sequences=2)
     for id in range(5):
         pipeline.add(make_sequence(id, 10, 3))
@@ -142,7 +142,7 @@ def check_random_kills(
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_examples", [60, pytest.param(200, marks=pytest.mark.slow)])
-def test_random_kills(num_examples: int) -> None:
+def test_random_kills_lose_and_repeat_nothing(num_examples: int) -> None:
     check_examples(check_random_kills, LIVES, num_examples)
 
 
@@ -165,7 +165,7 @@ def test_waiting_frees_a_copy_after_the_prompt_of_its_original() -> None:
     assert waiting.next([]) is second
 
 
-def test_waiting_frees_all_that_read_when_the_engines_restart() -> None:
+def test_waiting_frees_blocked_sequences_when_the_engines_restart() -> None:
     waiting = Waiting(PrefillOrder())
     first, second = with_copy()
     for sequence in (first, second):

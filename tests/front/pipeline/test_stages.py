@@ -99,7 +99,7 @@ def room(stages: list[StageStatus], **flags: Any) -> int:
     return room_under_limits(stages, config).num_tokens
 
 
-def test_room_is_that_of_the_rank_with_least() -> None:
+def test_room_is_that_of_the_rank_with_the_least_room() -> None:
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
     # 300,000 bytes less half as much again, less 8 sequences of 1,000 bytes, by 10 a token.
     assert room(stages) == 19_200
@@ -148,7 +148,7 @@ def test_room_leaves_space_for_scoring_a_prompt() -> None:
         (((8, 12), (4, 8), (0, 4)), (0.04, 0.04, 0.12), [6, 5, 1]),  # one slow machine
     ],
 )
-def test_a_better_split(
+def test_better_split_balances_the_measured_times_if_that_gains_enough(
     layers: tuple[tuple[int, int], ...], seconds: tuple[float, ...], expected: list[int] | None
 ) -> None:
     stages = [
@@ -178,7 +178,7 @@ def stalled(**changes: dict[int, object]) -> tuple[str, set[int]]:
 @pytest.mark.parametrize(
     ("changes", "said", "stuck"),
     [
-        # Others wait for one that is stopped, so what it does is the better word.
+        # Others wait for a rank that is stopped, so its silence says more than their waiting.
         (
             {"heard_at": {2: 90.0}, "waits_on": {1: (2, 1)}},
             "rank 2 on h2 has been silent for 10.2 s",
@@ -199,7 +199,7 @@ def stalled(**changes: dict[int, object]) -> tuple[str, set[int]]:
         ({"num_steps": {1: 9}}, "rank 1 on h1 is behind", set()),
     ],
 )
-def test_stall_cause_and_stuck_ranks(
+def test_a_stall_has_a_cause_and_names_the_stuck_ranks(
     changes: dict[str, dict[int, object]], said: str, stuck: set[int]
 ) -> None:
     assert stalled(**changes) == (said, stuck)
@@ -210,7 +210,7 @@ def ready(**changes: Any) -> Status:
     return Status(StageState.READY, activity=msgspec.structs.replace(idle, **changes))
 
 
-def test_a_new_engine_starts_from_nothing_but_what_was_learned_stays() -> None:
+def test_a_new_engine_resets_the_activity_and_keeps_the_learned_pace() -> None:
     stage = make_stage(0, (4, 8), 0.1)
     stage.update(ready(kv_bytes=5, waits_on=(1, 0), step=4), [0, 2], 1.0)
     activity = stage.activity
@@ -224,7 +224,7 @@ def test_a_new_engine_starts_from_nothing_but_what_was_learned_stays() -> None:
     assert stage.plan is not None
 
 
-def test_a_trace_has_a_bar_for_each_step_since_then() -> None:
+def test_a_trace_has_a_bar_for_each_step_of_its_period() -> None:
     spans = [(7, 0, 4, 4, 9.0, 9.5), (8, 0, 4, 4, 10.0, 10.5), (9, 5, 1, 99, 10.25, 10.75)]
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1), StageStatus(2, "h")]
     stages[0].update(ready(spans=[Span(*span) for span in spans[:2]]), [0, 1], 1.0)

@@ -1,4 +1,4 @@
-"""Steps before clients come: on stages without machines, and without a trace."""
+"""Steps before clients come, on simulated stages. They leave no trace."""
 
 import asyncio
 from collections import deque
@@ -98,7 +98,7 @@ async def test_warm_up_runs_a_chunk_and_rows_alone_and_together(num_stages: int)
 
 
 async def test_a_warm_up_is_short() -> None:
-    """It had 60 steps, among them many with chunks and rows as in others."""
+    """There were 60 steps, many of which repeated the sizes of others."""
     stages = Stages(num_stages=2)
     await stages.run()
     assert len([step for step in stages.steps if step.rows]) <= 24
@@ -113,7 +113,7 @@ async def test_a_whole_chunk_is_left_out_where_it_would_take_seconds(num_stages:
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 32])
-async def test_warm_up_chooses_tokens_in_all_ways(max_num_seqs: int) -> None:
+async def test_warm_up_samples_greedily_randomly_and_under_a_grammar(max_num_seqs: int) -> None:
     stages = Stages(max_num_seqs=max_num_seqs, max_queue=0)
     await stages.run()
     samplings = [sequence.sampling for sequence in stages.begun]
@@ -182,7 +182,7 @@ async def test_a_warm_up_whose_steps_do_not_come_back_is_a_fault() -> None:
         await stages.warm_up.run()
 
 
-def test_numbers_of_steps_begin_again_before_those_of_a_warm_up() -> None:
+def test_step_numbers_begin_again_before_reaching_those_of_a_warm_up() -> None:
     scheduler = Scheduler(1, max_num_sequences=8, max_queue=8, prefill_chunk=8)
     scheduler.num_steps = FIRST_WARM_UP_STEP - 2
     scheduler.add(make_sequence(1, 9, 3))

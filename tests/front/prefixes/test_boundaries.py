@@ -90,10 +90,10 @@ def test_boundaries_are_where_later_prompts_differ(tokenizer: Tokenizer) -> None
     assert tokenizer.decode(prompt.ids[in_common[1] :], False) == "<think>\n"
 
 
-def test_boundaries_of_a_result_are_those_of_another_call_and_of_a_question(
+def test_a_tool_result_has_boundaries_for_another_call_and_for_a_question(
     tokenizer: Tokenizer,
 ) -> None:
-    """A question takes the thoughts before it away; another call leaves them."""
+    """A question removes the reasoning before it; another call leaves it."""
     messages = [SYSTEM, asked(1), *called(1, "I read it."), *called(2, "And this.")]
     prompt = prepared(tokenizer, messages)
     answer = {"role": "assistant", "content": "An answer."}
@@ -104,7 +104,7 @@ def test_boundaries_of_a_result_are_those_of_another_call_and_of_a_question(
     assert expected < set(prompt.boundaries)
 
 
-def test_later_prompts_of_a_chat_without_messages_are_questions() -> None:
+def test_a_chat_without_messages_can_only_continue_with_a_question() -> None:
     later = [prompt.messages[-1]["role"] for prompt in ChatPrompt([]).later()]
     assert later == ["user"]
 
@@ -164,7 +164,7 @@ def test_a_tool_loop_computes_little_twice(tokenizer: Tokenizer, sends_thoughts:
 
 
 @pytest.mark.parametrize("name", sorted(models.MODELS))
-def test_boundaries_of_every_family(name: str, tmp_path: Path) -> None:
+def test_every_family_has_a_boundary_where_the_next_turn_differs(name: str, tmp_path: Path) -> None:
     """Each template shares a long prefix with the next turn, and a boundary is at its end."""
     tokenizer = Tokenizer(models.save(name, tmp_path))
     messages = [asked(1, 60)]

@@ -37,7 +37,7 @@ def test_stops_are_not_close_to_boundaries_or_to_the_start() -> None:
     assert stops_of(sequence(1, MIN_TOKENS), 20) == []
 
 
-def test_stops_of_what_is_embedded_are_none() -> None:
+def test_an_embedded_prompt_has_no_stops() -> None:
     embedded = sequence(1, 6000)
     embedded.max_tokens = 0
     assert stops_of(embedded, 300) == []
@@ -83,7 +83,7 @@ def test_checkpoints_of_the_same_tokens_are_one_within_a_scope() -> None:
     assert index.latest([5] * 150, PrefixKey(scope="b")) is None
 
 
-def test_evict_takes_what_was_not_used_longest_first() -> None:
+def test_evict_takes_the_least_recently_used_first() -> None:
     index = PrefixIndex()
     first = index.save(sequence(1, 200), 100)
     second = index.save(sequence(1, 200), 150)

@@ -14,7 +14,7 @@ TOKENS = st.lists(st.integers(0, 2), max_size=60)
 
 
 @given(TOKENS, TOKENS, TOKENS)
-def test_common_length_is_what_counting_gives(start: list[int], a: list[int], b: list[int]) -> None:
+def test_common_length_equals_a_slow_count(start: list[int], a: list[int], b: list[int]) -> None:
     one, other = start + a, start + b
     expected = 0
     while expected < min(len(one), len(other)) and one[expected] == other[expected]:
@@ -22,7 +22,7 @@ def test_common_length_is_what_counting_gives(start: list[int], a: list[int], b:
     assert common_length(one, other) == expected
 
 
-def test_the_longest_common_beginning_wins() -> None:
+def test_the_longest_common_prefix_wins() -> None:
     index = PrefixIndex()
     index.keep(1, [*range(20), 77, 77])
     index.keep(2, [*range(30), 88])
@@ -35,7 +35,7 @@ def test_the_longest_common_beginning_wins() -> None:
     assert index.num_tokens == 22 + 31 + 40
 
 
-def test_what_was_used_stays_longest() -> None:
+def test_the_least_recently_used_sequence_is_evicted_first() -> None:
     index = PrefixIndex()
     for id in range(3):
         index.keep(id, [id] * 20)
@@ -45,7 +45,7 @@ def test_what_was_used_stays_longest() -> None:
     assert index.evict() == Gone([2], [])
 
 
-def test_a_longer_one_takes_the_place_of_its_beginnings() -> None:
+def test_a_longer_sequence_replaces_its_prefixes() -> None:
     index = PrefixIndex()
     assert index.keep(1, [1] * 20) == Gone([], [])
     assert index.keep(2, [2] * 20) == Gone([], [])
@@ -53,7 +53,7 @@ def test_a_longer_one_takes_the_place_of_its_beginnings() -> None:
     assert sorted(index) == [2, 3]
 
 
-def test_so_many_are_kept_and_no_more() -> None:
+def test_no_more_than_max_kept_sequences_are_kept() -> None:
     index = PrefixIndex()
     for id in range(MAX_KEPT):
         assert index.keep(id, [id] * 20) == Gone([], [])
@@ -107,7 +107,7 @@ ACTIONS = st.lists(
 
 @settings(max_examples=300)
 @given(ACTIONS)
-def test_prefix_index_gives_what_comparing_with_all_gives(
+def test_prefix_index_equals_a_comparison_with_every_sequence(
     actions: list[tuple[str, list[int], str]],
 ) -> None:
     fast, slow = PrefixIndex(), SlowIndex()
@@ -133,10 +133,10 @@ def test_prefix_index_gives_what_comparing_with_all_gives(
 
 @settings(max_examples=300)
 @given(st.lists(SIMILAR, min_size=1, max_size=12), SIMILAR, st.data())
-def test_prefix_tree_gives_what_comparing_with_all_gives(
+def test_prefix_tree_equals_a_comparison_with_every_list(
     lists: list[list[int]], tokens: list[int], data: st.DataObject
 ) -> None:
-    """Also of lists that are the same, after some were removed, and if some may not be."""
+    """Also with equal lists, after some were removed, and if some are not allowed."""
     tree = PrefixTree()
     for id, each in enumerate(lists):
         tree.add(id, each)
@@ -157,7 +157,7 @@ def decoded(id: int, prompt: list[int]) -> Sequence:
     return sequence
 
 
-def test_a_prompt_begins_as_one_that_is_decoded_while_it_is() -> None:
+def test_a_prompt_may_begin_like_a_sequence_that_is_still_decoding() -> None:
     index = PrefixIndex()
     index.keep(1, [1] * 20)
     running = decoded(2, [1] * 30)

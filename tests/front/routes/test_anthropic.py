@@ -48,7 +48,9 @@ def test_the_official_client_gets_reply_and_stream(server: Running, engine: Fake
 @pytest.mark.parametrize(
     "named", [{}, {"model": None}, {"model": "default"}, {"model": "openai/tiny"}]
 )
-def test_these_names_mean_the_served_model(shared: Running, named: Any) -> None:
+def test_missing_default_and_prefixed_names_mean_the_served_model(
+    shared: Running, named: Any
+) -> None:
     plain = {name: value for name, value in HELLO.items() if name != "model"}
     reply = httpx2.post(shared.url + MESSAGES, json={**plain, **named}, timeout=10)
     assert (reply.status_code, reply.json()["model"]) == (200, "tiny")
@@ -96,7 +98,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "kind", "type"), ERRORS)
-def test_errors_are_anthropics(
+def test_errors_have_anthropics_form_and_types(
     server: Running, engine: FakeEngine, error: Any, kind: Any, type: str
 ) -> None:
     engine.refuses_with = error
@@ -111,7 +113,7 @@ def test_errors_are_anthropics(
 
 
 @pytest.mark.parametrize(("error", "kind", "type"), ERRORS)
-def test_errors_in_a_stream(
+def test_errors_in_a_stream_have_anthropics_types(
     server: Running, engine: FakeEngine, error: Any, kind: Any, type: str
 ) -> None:
     engine.breaks_with = error
@@ -149,7 +151,7 @@ def test_bad_requests_are_refused(
         assert ai.messages.create(**HELLO).content
 
 
-def test_either_header_is_a_key(engine: FakeEngine) -> None:
+def test_a_key_is_accepted_in_either_header(engine: FakeEngine) -> None:
     with Running(engine, api_key=("sk-a",)) as server:
         for key in ({"api_key": "sk-a"}, {"api_key": None, "auth_token": "sk-a"}):
             with client(server, **key) as ai:
@@ -264,7 +266,9 @@ def test_hosted_tools_cannot_be_demanded(played: Running) -> None:
     assert "web_search" in str(caught.value)
 
 
-def test_a_shell_is_a_tool(played: Running, played_engine: PlayedEngine) -> None:
+def test_anthropics_shell_tool_is_offered_to_the_model(
+    played: Running, played_engine: PlayedEngine
+) -> None:
     """Anthropic defines its schema, and the client runs it."""
     with client(played) as ai:
         ai.beta.messages.create(**HELLO, tools=[{"type": "bash_20250124", "name": "bash"}])

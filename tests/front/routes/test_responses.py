@@ -455,7 +455,7 @@ def test_harmless_fields_change_nothing(client: OpenAI, played: Played) -> None:
     assert played.prompts[0] == played.prompts[1]
 
 
-def test_logprobs_of_texts(client: OpenAI, played: Played) -> None:
+def test_texts_have_logprobs_if_they_are_asked_for(client: OpenAI, played: Played) -> None:
     played.text = "ab"
     include = ["message.output_text.logprobs"]
     found = events(client, include=include, top_logprobs=2)
@@ -520,7 +520,7 @@ def test_many_tools_make_few_warnings_and_lines(
 
 
 @pytest.mark.parametrize("place", ["tools", "input"])
-def test_tools_in_namespaces_count(client: OpenAI, place: str) -> None:
+def test_tools_in_namespaces_count_towards_the_limit(client: OpenAI, place: str) -> None:
     functions = [{"type": "function", "name": f"f{number}"} for number in range(600)]
     tools = [{"type": "namespace", "name": name, "tools": functions} for name in "ab"]
     fields: Any = {"tools": tools}

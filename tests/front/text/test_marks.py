@@ -166,7 +166,7 @@ def test_a_format_without_an_end_ends_with_the_answer() -> None:
     assert taken_apart(marked(NAMED["mistral"]), list(text)) == [CALLED]
 
 
-def test_a_named_call_is_all_arguments() -> None:
+def test_the_whole_text_of_a_named_call_is_its_arguments() -> None:
     deltas = ['{"city"', "", ': "Rome"}']
     assert list(NamedCallReader("weather").feed("")) == []
     assert taken_apart(NamedCallReader("weather"), deltas) == [CALLED]
@@ -300,7 +300,7 @@ def test_demanded_calls_whose_schemas_refer_to_themselves(
     tokenizer: LLTokenizer,  # noqa: F811
     api: str,
 ) -> None:
-    """`#/$defs/...` is of the tool, wherever its schema is put."""
+    """`#/$defs/...` refers to the tool's own schema, wherever that is put."""
     said: list[ChatMessage] = [{"role": "user", "content": "hi"}]
     named = [(tool["name"], tool["schema"]) for tool in nested_tools()]
     if api == "chat":
@@ -339,7 +339,7 @@ def test_without_a_demanded_call_there_is_no_grammar() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a" * 129, "ü", "a\n"])
-def test_names_of_tools_are_plain(name: str) -> None:
+def test_tool_names_with_odd_characters_are_refused(name: str) -> None:
     with pytest.raises(ValidationError):
         Tool.model_validate({"type": "function", "function": {"name": name}})
 
@@ -447,7 +447,7 @@ def test_a_listed_call_that_is_nested_too_deeply_has_no_end(opening: str) -> Non
         assert found[0][2].count(opening) <= 200
 
 
-def test_a_listed_call_has_marks_in_its_strings() -> None:
+def test_a_listed_call_may_have_brackets_and_quotes_in_its_strings() -> None:
     arguments = {"city": 'a "quoted" } ] \\" { [ \\', "list": [[1, {"b": "}"}]]}
     text = json.dumps([{"name": "weather", "parameters": arguments}] * 3)
     expected = [("call", "weather", json.dumps(arguments))] * 3

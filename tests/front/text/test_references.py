@@ -30,7 +30,7 @@ DOCUMENT: dict[str, Any] = {
         ("https://example.org/#/allOf/1", None),
     ],
 )
-def test_target(reference: str, expected: Any) -> None:
+def test_target_resolves_json_pointers(reference: str, expected: Any) -> None:
     assert target(reference, DOCUMENT) == expected
 
 

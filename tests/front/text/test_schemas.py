@@ -99,7 +99,7 @@ def test_closed_reaches_every_schema_inside(around: Any) -> None:
 
 
 def test_closed_takes_references_of_an_identified_part_from_that_part() -> None:
-    """The schemas of tools are put into one; `#/$defs/...` is of the tool."""
+    """The schemas of tools are put into one; `#/$defs/...` refers to that of the tool."""
     tool = {"$id": "urn:tool:0", "$defs": {"x": {"properties": A}}, "properties": B}
     tool |= {"allOf": [{"$ref": "#/$defs/x"}]}
     other = {"$id": "urn:tool:1", "$defs": {"x": {"properties": A}}, "properties": B}
@@ -247,5 +247,5 @@ def test_inexpressible_keyword_ignores_names() -> None:
         "[]",
     ],
 )
-def test_a_client_s_own_grammar_that_begins_like_json_is_made_of_no_schema(grammar: str) -> None:
+def test_schema_of_ignores_other_grammars_that_begin_like_json(grammar: str) -> None:
     assert schema_of(grammar) is None

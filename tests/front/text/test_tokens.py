@@ -103,13 +103,13 @@ def test_a_long_run_of_replacement_characters_is_not_held(tokenizer: Tokenizer) 
     assert time.process_time() - started < 2
 
 
-def test_special_tokens_cost_nothing() -> None:
+def test_skipped_special_tokens_are_never_decoded() -> None:
     """Otherwise a model that repeats one would have more and more to decode."""
     stream = TextStream(lambda ids: pytest.fail("decoded"), frozenset({1}))
     assert [stream.push(1) for _ in range(100)] == [""] * 100
 
 
-def test_end_ids_are_of_all_files(tmp_path: Path) -> None:
+def test_end_ids_are_read_from_all_files(tmp_path: Path) -> None:
     tokenizer = load(
         byte_level(),
         tmp_path,
@@ -239,14 +239,16 @@ def swallow_spaces(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("change", [drop_spaces, drop_letters, swallow_spaces])
-def test_no_bound_where_text_may_vanish(change: Callable[[Backend], None], tmp_path: Path) -> None:
-    """Each of these makes a prompt of any length fit."""
+def test_min_tokens_is_0_where_text_may_vanish(
+    change: Callable[[Backend], None], tmp_path: Path
+) -> None:
+    """With each of these, a long text may have no tokens at all."""
     backend = byte_level()
     change(backend)
     assert load(backend, tmp_path).min_tokens("x " * 100_000) == 0
 
 
-def test_no_bound_for_unknown_components(tmp_path: Path) -> None:
+def test_min_tokens_is_0_for_unknown_components(tmp_path: Path) -> None:
     assert load(metaspace(), tmp_path).min_tokens("x" * 100_000) == 0
 
 
@@ -282,7 +284,7 @@ def test_text_that_goes_on_keeps_its_first_space(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_of_tokens_add_up(kind: Callable[[], Backend], tmp_path: Path) -> None:
+def test_texts_of_tokens_add_up_to_the_whole(kind: Callable[[], Backend], tmp_path: Path) -> None:
     tokenizer = load(kind(), tmp_path)
     ids = tokenizer.encode("hello world how are you")
     assert "".join(map(tokenizer.token_text, ids)).strip() == "hello world how are you"

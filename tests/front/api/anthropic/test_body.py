@@ -148,7 +148,9 @@ def test_a_format_is_a_grammar() -> None:
         ({"type": "none"}, "none", True),
     ],
 )
-def test_choices_of_tools(choice: Any, wanted: str, parallel: bool) -> None:
+def test_each_tool_choice_has_its_equivalent_in_chats(
+    choice: Any, wanted: str, parallel: bool
+) -> None:
     chat = as_chat(tools=[{"name": "add", "input_schema": {}}], tool_choice=choice)
     assert (chat.tool_use.choice, chat.tool_use.is_parallel) == (wanted, parallel)
     assert chat.tool_use.tools[0].function.parameters == {"type": "object"}
@@ -435,6 +437,6 @@ def test_any_body_is_read_or_refused_with_a_request_error(messages: Any, fields:
     assert chat.prompt.continues is (chat.prompt.messages[-1]["role"] == "assistant")
 
 
-def test_count_refuses_fields_that_are_not_of_the_prompt() -> None:
+def test_count_refuses_fields_that_do_not_concern_the_prompt() -> None:
     with fails(RequestError, "unknown_parameter", match="max_tokens"):
         parse(CountBody, HELLO)

@@ -1,4 +1,4 @@
-"""Bodies are read where large ones hold up nobody, with the same result everywhere."""
+"""Bodies are read where large ones delay nobody, with the same result in every process."""
 
 import asyncio
 import json
@@ -109,7 +109,7 @@ def ask(reader: Reader, kind: kinds.BodyKind[Any], data: bytes) -> Answer:
 
 
 @pytest.mark.parametrize(("kind", "body"), BODIES)
-def test_answered_gives_the_same_in_a_helper_process(
+def test_answered_gives_an_answer_that_survives_json(
     reader: Reader, kind: kinds.BodyKind[Any], body: dict[str, Any]
 ) -> None:
     answer = ask(reader, kind, json.dumps(body).encode())
@@ -207,7 +207,7 @@ async def test_a_large_body_may_name_a_new_adapter(
         (kinds.COMPLETION, MAX_SMALL_BYTES, False),
     ],
 )
-async def test_texts_of_a_few_kilobytes_are_read_in_the_process_unless_they_are_answered(
+async def test_texts_of_a_few_kilobytes_go_to_the_helper_unless_they_are_answered(
     body_readers: BodyReaders,
     reader: Reader,
     slow: Slow,
@@ -215,17 +215,16 @@ async def test_texts_of_a_few_kilobytes_are_read_in_the_process_unless_they_are_
     num_bytes: int,
     is_read_here: bool,
 ) -> None:
-    """Tokenizing many of them would take the server's process a core."""
+    """Tokenizing many of them would keep a core of the server's own process busy."""
     slow.may_go_on.set()
     await body_readers.read(reader, kind, padded(num_bytes), "client")
     assert slow.sizes == ([] if is_read_here else [sum(map(len, padded(num_bytes)[0]))])
 
 
-async def test_a_body_of_megabytes_delays_no_medium_one(
+async def test_a_large_body_delays_no_medium_or_small_one(
     body_readers: BodyReaders, reader: Reader, slow: Slow
 ) -> None:
-    """Encoding megabytes takes seconds, and it cannot be interrupted for a turn of others. Nor
-    does a medium one delay a small one."""
+    """Encoding megabytes takes seconds, and cannot be interrupted to give others a turn."""
     tasks = [
         asyncio.ensure_future(body_readers.read(reader, kinds.TOKENIZE, padded(size), "client"))
         for size in (MAX_MEDIUM_BYTES, MAX_SMALL_BYTES)
@@ -269,7 +268,7 @@ async def test_text_too_long_for_a_prompt_is_not_encoded(
         assert caught.value.code == "context_length_exceeded"
 
 
-async def test_large_bodies_take_turns_and_answered_ones_go_first(
+async def test_large_bodies_take_turns_and_those_to_be_answered_go_first(
     body_readers: BodyReaders, reader: Reader, slow: Slow
 ) -> None:
     def read(kind: kinds.BodyKind[Any], num_bytes: int, client: str) -> "asyncio.Task[Any]":
@@ -311,8 +310,8 @@ async def test_a_body_that_takes_too_long_to_read_is_refused(
         await body_readers.read(reader, kinds.TOKENIZE, padded(MAX_SMALL_BYTES), "client")
 
 
-def test_responses_continue_large_ones(tokenizer: Tokenizer) -> None:
-    """Their messages are stored as JSON, and read where the body is."""
+def test_a_large_response_can_be_continued(tokenizer: Tokenizer) -> None:
+    """Its messages are stored as JSON, and read in the process that reads the body."""
     engine = FakeEngine(tokenizer)
     with Running(engine) as server, ThreadPoolExecutor(1):
         url = f"{server.url}/v1/responses"

@@ -28,7 +28,7 @@ def request(tokenizer: Tokenizer, **fields: Any) -> ChatRequest:
     return asked.request(messages_of(asked.input, asked.offer), tokenizer)
 
 
-def test_text_and_instructions(tokenizer: Tokenizer) -> None:
+def test_instructions_become_a_system_message(tokenizer: Tokenizer) -> None:
     assert request(tokenizer, instructions="Be short.").prompt.messages == [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": "hi"},

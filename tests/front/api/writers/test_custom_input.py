@@ -30,7 +30,7 @@ def test_input_is_the_same_however_it_was_cut(written: str, size: int) -> None:
     assert given(parts)[0] == TEXT
 
 
-def test_input_comes_while_it_is_written() -> None:
+def test_input_streams_while_it_is_written() -> None:
     _, pieces = given(iter(['{"inp', 'ut": "ab', "cd", '"}']))
     assert pieces == ["", "ab", "cd", ""]
 
@@ -40,7 +40,7 @@ def test_input_in_another_form_is_unchanged(written: str) -> None:
     assert given(iter(written))[0] == written
 
 
-def test_input_that_was_cut_is_its_beginning() -> None:
+def test_input_that_was_cut_off_gives_its_whole_characters() -> None:
     assert given(iter('{"input": "abc\\ud83d'))[0] == "abc"
 
 

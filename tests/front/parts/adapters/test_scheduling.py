@@ -41,7 +41,7 @@ class AdapterStage(StageModel):
 
     def run(self, step: Step) -> None:
         for copy in step.ops(Copy):
-            # Of the source it is known what it was fed with.
+            # The version that the source was fed with is known.
             assert self.version[copy.source] == self.sequences[copy.sequence].adapter_version
             self.version[copy.sequence] = self.version[copy.source]
         super().run(step)
@@ -141,7 +141,7 @@ def test_a_drop_that_waits_for_tokens_keeps_its_adapter() -> None:
 
 
 @pytest.mark.parametrize("num_examples", [50, pytest.param(200, marks=pytest.mark.slow)])
-def test_random_loads_unloads_requests_and_aborts(num_examples: int) -> None:
+def test_random_requests_compute_only_with_versions_that_every_stage_has(num_examples: int) -> None:
     check_examples(check_random_life, LIVES, num_examples)
 
 
@@ -187,7 +187,7 @@ def test_prefixes_of_a_retired_version_are_dropped_at_once() -> None:
     assert pipeline.stages[0].loaded == {0}
 
 
-def test_only_the_same_version_begins_alike() -> None:
+def test_prefixes_are_shared_only_within_an_adapter_version() -> None:
     index = PrefixIndex()
     index.keep(1, [5] * 30, PrefixKey(adapter_version=1))
     assert index.keep(2, [5] * 40, PrefixKey(adapter_version=2)) == Gone([], [])

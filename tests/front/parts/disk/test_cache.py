@@ -203,7 +203,7 @@ def test_disk_prefixes_end_only_at_states_if_caches_cannot_be_cut() -> None:
     assert ranks.read([*tokens(1, 39), 999]) is None
 
 
-def test_disk_prefixes_add_states_to_segments_that_are_there() -> None:
+def test_disk_prefixes_add_states_to_existing_segments() -> None:
     ranks = Ranks(has_states=True)
     ranks.keep(tokens(1, 64), {32: 7})
     for own in ranks.files.values():
@@ -214,7 +214,7 @@ def test_disk_prefixes_add_states_to_segments_that_are_there() -> None:
     assert ranks.read([*tokens(1, 40), 999]) == 32
 
 
-def test_disk_prefixes_of_one_rank_alone_are_deleted() -> None:
+def test_disk_prefixes_that_only_one_rank_has_are_deleted() -> None:
     """A kill between the writes of two ranks leaves such files. Files that follow a missing one are
     useless, too."""
     ranks = Ranks()

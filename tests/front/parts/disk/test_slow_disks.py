@@ -271,7 +271,7 @@ LIVES = st.tuples(
 
 
 @pytest.mark.parametrize("num_examples", [20, pytest.param(60, marks=pytest.mark.slow)])
-def test_random_lives_with_slow_disks(num_examples: int) -> None:
+def test_random_lives_with_slow_disks_write_the_right_tokens(num_examples: int) -> None:
     """Stages hold all tokens of the files that they are to write, and these are the right ones."""
     num_reads = 0
 

@@ -294,13 +294,13 @@ LIVES = st.tuples(
 
 
 @pytest.mark.parametrize("num_examples", [15, pytest.param(40, marks=pytest.mark.slow)])
-def test_random_lives_with_drafts(num_examples: int) -> None:
+def test_random_lives_with_drafts_change_no_answer(num_examples: int) -> None:
     check_examples(check_random_lives, LIVES, num_examples)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(10))
-def test_ten_thousand_random_lives_with_drafts(part: int) -> None:
+def test_ten_thousand_random_lives_with_drafts_change_no_answer(part: int) -> None:
     """In parts with different random lives, because all of them together take many minutes."""
     check_examples(check_random_lives, LIVES, 1_000, seed=part)

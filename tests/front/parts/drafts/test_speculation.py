@@ -105,7 +105,7 @@ def test_nothing_is_guessed_if_impossible_or_too_expensive() -> None:
         assert not speculation.drafted
 
 
-def test_ended_leaves_nothing() -> None:
+def test_ended_forgets_the_sequence() -> None:
     speculation = make_with_model()
     speculation.propose([make_sequence()])
     speculation.plan_guesses([make_sequence()], 1)
@@ -128,7 +128,9 @@ def test_ended_leaves_nothing() -> None:
         ([[0.9, 0.8], [], [], [], [], [], [], []], 0.3, 0),
     ],
 )
-def test_best_number(gains: list[list[float]], token_cost: float, expected: int) -> None:
+def test_best_number_weighs_gains_against_costs(
+    gains: list[list[float]], token_cost: float, expected: int
+) -> None:
     number, _ = best_number(gains, token_cost, min_gain=1.05)
     assert number == expected
 

@@ -36,7 +36,7 @@ def test_match_is_the_longest_and_of_several_the_latest() -> None:
 
 
 @pytest.mark.parametrize("num_kinds", [2, 3, 8])
-def test_match_of_random_texts(num_kinds: int) -> None:
+def test_match_of_random_texts_equals_a_slow_search(num_kinds: int) -> None:
     chance = random.Random(num_kinds)
     for _ in range(300):
         text = [chance.randrange(num_kinds) for _ in range(chance.randint(0, 20))]

@@ -28,7 +28,7 @@ async def test_warm_up_runs_steps_with_drafts_where_there_will_be_some(
 
 
 async def test_a_warm_up_with_drafts_is_short() -> None:
-    """It had 60 steps, among them many with chunks and rows as in others."""
+    """There were 60 steps, many of which repeated the sizes of others."""
     speculation = Speculation(serve_config(model=Path("model")))
     speculation.is_possible = True
     stages = Stages(parts=(speculation,))

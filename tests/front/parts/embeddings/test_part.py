@@ -44,7 +44,7 @@ def test_takes_refuses_embeddings_that_the_model_cannot_make(
     assert raised.value.param == param
 
 
-def test_an_engine_is_told_each_time_that_a_prompt_begins_until_it_has_ended() -> None:
+def test_the_engine_is_told_each_time_that_a_prompt_to_embed_begins() -> None:
     part = on_model(8)
     embedded, answered = make_sequence(1, 3, 0), make_sequence(2, 3, 5)
     part.added(embedded, to_embed(Pooling("cls")))

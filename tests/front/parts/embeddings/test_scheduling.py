@@ -60,7 +60,7 @@ def test_fit_lets_a_prompt_fill_the_room_when_it_is_embedded() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_schedule_ends_each_once_whatever_happens(seed: int) -> None:
+def test_schedule_ends_each_sequence_once_whatever_happens(seed: int) -> None:
     """Chats and embeddings arrive at random, with little room, drops and lost engines."""
     chance = random.Random(seed)
     pipeline = Pipeline(chance.choice([1, 2, 3]), max_num_sequences=chance.choice([2, 5, 32]))

@@ -178,7 +178,9 @@ def test_value_rules_follow_a_reference_of_all_parameters(
         ("a/b", ["a/b"], ["ab"]),
     ],
 )
-def test_searching_equals_the_pattern(pattern: str, right: Any, wrong: Any) -> None:
+def test_searching_matches_the_texts_in_which_the_pattern_is_found(
+    pattern: str, right: Any, wrong: Any
+) -> None:
     found = searching(pattern)
     assert (found is None) == (right is None)
     for text in right or ():

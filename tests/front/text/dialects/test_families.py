@@ -298,7 +298,7 @@ def test_kimi_keeps_the_id_that_the_model_wrote() -> None:
         ('[write(path="a, b", lines=[1, 2], deep=true)]', "write", None),
     ],
 )
-def test_llama_calls_without_a_mark(text: str, name: str, arguments: Json | None) -> None:
+def test_llama_calls_are_read_without_a_mark(text: str, name: str, arguments: Json | None) -> None:
     expected = {"path": "a, b", "lines": [1, 2], "deep": True} if arguments is None else arguments
     assert calls_in(every_way(llama.LLAMA, text)) == [(name, expected)]
 
@@ -360,7 +360,7 @@ def test_minimax_m3_nested_values_have_the_types_of_their_schema() -> None:
     }
 
 
-def test_mistral_ids_and_old_lists() -> None:
+def test_mistral_ids_and_older_lists_of_calls_are_read() -> None:
     text = '[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}[TOOL_CALLS]now{"a": 1}'
     parts = every_way(mistral.MISTRAL, text)
     assert calls_in(parts) == [("now", {}), ("now", {"a": 1})]

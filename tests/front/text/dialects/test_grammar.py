@@ -56,7 +56,9 @@ def text_of(dialect: Dialect, tools: list[Json], added: dict[str, int], **option
 
 
 @families
-def test_plain_text_is_free(name: str, tokenizer: LLTokenizer, added: dict[str, int]) -> None:
+def test_plain_text_is_unrestricted(
+    name: str, tokenizer: LLTokenizer, added: dict[str, int]
+) -> None:
     grammar = grammar_of(name, added)
     for text in ("", "Hello", "a < b, {x}\n<tool", "{", "[1, 2]", '{"city": "Rome"}'):
         assert accepts(tokenizer, grammar, [text]), text
@@ -222,7 +224,7 @@ TWO_IN_A_SECTION = {
 
 
 @pytest.mark.parametrize("name", TWO_IN_A_SECTION)
-def test_without_parallel_calls_a_section_has_one(
+def test_without_parallel_calls_a_section_has_one_call(
     name: str, tokenizer: LLTokenizer, added: dict[str, int]
 ) -> None:
     calls = FAMILIES[name][0].calls
@@ -266,7 +268,7 @@ def test_grammar_names_the_keywords_that_it_does_not_enforce(added: dict[str, in
     assert grammar.left_out == ("pattern",)
 
 
-def test_a_format_without_grammar_for_its_calls_still_allows_them(
+def test_a_dialect_without_a_grammar_for_calls_still_allows_them_beside_a_format(
     tokenizer: LLTokenizer, added: dict[str, int]
 ) -> None:
     dialect = Dialect("parsed", ParsedCalls("<call>", "</call>", json.loads))

@@ -266,7 +266,7 @@ def test_deepseek_v4_sorts_results_by_their_calls(tokenizers: dict[str, Tokenize
     assert f"<｜User｜>{joined}<｜Assistant｜>" in prompt
 
 
-def test_generic_tools_for_a_template_without_tools_and_system(
+def test_tools_are_described_to_a_template_that_knows_neither_tools_nor_system(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     """Gemma 3 refuses a system's message and roles that do not alternate."""
@@ -301,7 +301,9 @@ def test_arguments_are_text_only_where_a_template_wants_text(
     assert wanting == {"deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4"}
 
 
-def test_templates_may_need_what_tools_leave_out(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_template_gets_the_description_that_a_tool_leaves_out(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     """gpt-oss' template fails for a tool without a description."""
     prompt = tokenizers["harmony"].render(HISTORY, {}, tools=TOOLS)
     assert "// \ntype write = " in prompt
@@ -309,14 +311,14 @@ def test_templates_may_need_what_tools_leave_out(tokenizers: dict[str, Tokenizer
         tokenizers["gemma3"].render([{"role": "assistant", "content": "a"}], {}, tools=None)
 
 
-def test_variables_are_not_words_of_the_template(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_word_in_a_template_is_not_taken_for_a_variable(tokenizers: dict[str, Tokenizer]) -> None:
     """The template of MiniMax M2 mentions thinking in a comment and as a field."""
     reasoning = tokenizers["minimax_m2"].dialect.reasoning
     assert reasoning is not None
     assert reasoning.switch is None
 
 
-def test_a_parser_can_be_named(tmp_path: Path) -> None:
+def test_the_parser_of_calls_can_be_chosen_by_name(tmp_path: Path) -> None:
     folder = save("gemma3", tmp_path)
     assert Tokenizer(folder, "mistral").dialect.calls == NAMED["mistral"].calls
     longcat = Tokenizer(folder, "longcat").dialect

@@ -41,7 +41,9 @@ SILENT = (
         ([FIRST, ASKED, ASKED], [FIRST, ASKED, ASKED]),
     ],
 )
-def test_early_system_keeps_what_is_said_where_it_is_said(messages: Any, wanted: Any) -> None:
+def test_early_system_keeps_the_text_of_late_messages_in_its_place(
+    messages: Any, wanted: Any
+) -> None:
     given = [dict(each) for each in messages]
     plain = [
         {"role": each[0], "content": each[1]} if isinstance(each, tuple) else each
@@ -60,7 +62,7 @@ def test_early_system_keeps_what_is_said_where_it_is_said(messages: Any, wanted:
         (SILENT, f"<system>Be short.<user>Hello?\n\n{NOTE}"),
     ],
 )
-def test_template_shows_what_the_system_says_late(
+def test_every_template_shows_late_system_messages(
     tmp_path: Path, template: str, shown: str
 ) -> None:
     """Whether it takes such messages, refuses them, or leaves them out without a word."""
