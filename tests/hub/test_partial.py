@@ -53,7 +53,7 @@ def assert_right(model: PartialModel, names: Iterable[str]) -> None:
         with place.file.open("rb") as stream:
             stream.seek(place.start)
             is_right = stream.read(place.num_bytes) == expected[name][1]
-            assert is_right, name  # pytest would be minutes at showing what differs
+            assert is_right, name  # pytest would take minutes to show the difference
 
 
 def owned_bytes(names: Iterable[str]) -> int:
@@ -602,7 +602,7 @@ def test_a_kill_loses_only_bytes_in_transit(hub: FakeHub, home: Path, repo: Path
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
-def test_two_processes_fetch_together(
+def test_two_processes_together_fetch_each_byte_once(
     hub: FakeHub, home: Path, repo: Path, num_shards: int
 ) -> None:
     for path in repo.iterdir():

@@ -31,7 +31,7 @@ def test_subtract_is_the_difference_of_sets(
 
 
 @given(RANGES, RANGES, st.integers(1, 50))
-def test_requests(
+def test_requests_cover_exactly_the_missing_bytes(
     wanted: list[tuple[int, int]], present: list[tuple[int, int]], max_bytes: int
 ) -> None:
     asked = requests(wanted, present, max_bytes)

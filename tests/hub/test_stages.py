@@ -267,7 +267,7 @@ def test_a_model_that_requires_its_own_code_is_refused(
         from_hub(home / "cache", (0, 3))
 
 
-def test_a_lost_hub_is_one_error(hub: FakeHub, home: Path, repo: Path) -> None:
+def test_a_hub_that_refuses_halfway_is_one_error(hub: FakeHub, home: Path, repo: Path) -> None:
     open_partial(REPO, COMMIT, home / "cache")
     hub.faults.gated = 403
     with fails(ModelError, "licence"):

@@ -124,7 +124,7 @@ def test_a_problem_is_found_with_its_fix(
     assert "\n" not in finding.what + finding.fix
 
 
-def test_a_bridge_is_fine_for_two_macs_and_shared_by_the_links_of_three() -> None:
+def test_a_thunderbolt_bridge_is_fine_for_two_macs_and_a_warning_for_three() -> None:
     macs = [host(**mac(ports={"en5": "Thunderbolt Bridge"}), host=name) for name in "abc"]
     assert {each.status for each in check_hosts(macs[:2])} == {"ok"}
     warnings = [each for each in check_hosts(macs) if each.status == "warn"]
@@ -222,7 +222,7 @@ def test_hosts_may_differ_in_memory() -> None:
     assert {each.status for each in together({"memory_bytes": 1})} == {"ok"}
 
 
-def test_a_host_alone_is_compared_with_nobody() -> None:
+def test_a_single_host_is_not_compared() -> None:
     assert not [each for each in check_hosts([GOOD]) if each.where == "all hosts"]
 
 
@@ -265,5 +265,5 @@ def test_profile_clock_and_port_are_checked() -> None:
 @pytest.mark.parametrize(
     ("statuses", "code"), [(["ok"], 0), (["ok", "warn"], 1), (["warn", "fail", "ok"], 2)]
 )
-def test_the_worst_finding_is_the_exit_code(statuses: list[str], code: int) -> None:
+def test_the_worst_finding_decides_the_exit_code(statuses: list[str], code: int) -> None:
     assert checks.exit_code([Finding(status, "a", "b") for status in statuses]) == code

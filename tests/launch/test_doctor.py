@@ -256,7 +256,7 @@ def test_digests_differ_when_a_model_does(tmp_path: Path) -> None:
     assert model_facts(one)["config.json"] != model_facts(other)["config.json"]
 
 
-def test_the_interface_of_an_address() -> None:
+def test_interface_names_the_interface_of_an_own_address() -> None:
     name = interface("127.0.0.1")
     assert name
     assert name.startswith("lo")
@@ -271,7 +271,7 @@ def test_listener_names_the_program_on_a_port() -> None:
 
 @pytest.fixture
 def orphan() -> Iterator[psutil.Process]:
-    """What looks like an engine, and whose parent has gone."""
+    """A process that looks like an engine and has lost its parent."""
     program = (
         "import subprocess, sys\n"
         "words = [sys.executable, '-c', 'import time; time.sleep(30)', 'serve.rank.worker']\n"

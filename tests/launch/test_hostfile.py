@@ -19,7 +19,7 @@ def parse(content: Any) -> Any:
     return parse_hostfile(json.dumps(content), "hosts.json")
 
 
-def test_a_list_of_hosts() -> None:
+def test_a_list_of_hosts_is_read() -> None:
     assert parse([A, B]).hosts == (
         Host(0, "a", ("10.0.0.1",)),
         Host(1, "b", ("10.0.0.2", "10.0.1.2")),

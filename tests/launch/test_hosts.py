@@ -375,7 +375,7 @@ def test_each_rank_finds_the_same_ring_and_its_own_number(launch: Start) -> None
     assert len({*addresses, ranks[0]["BRIGADE_CONTROL"]}) == 3
 
 
-def test_several_addresses_of_a_host_and_this_machine_beside_others(
+def test_this_machine_may_have_several_addresses_beside_other_hosts(
     launch: Start, hostfile: Path
 ) -> None:
     here = {"ssh": "127.0.0.1", "ips": ["127.0.0.2", "127.0.0.4"]}
@@ -500,17 +500,15 @@ def test_a_signal_while_connecting_ends_the_launch(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("serves", [False, True])
-def test_a_signal_while_connecting_is_not_lost_in_a_callback(
-    number: signal.Signals, serves: bool
-) -> None:
-    """As what its handler raised could be."""
+def test_a_signal_right_after_connecting_is_not_lost(number: signal.Signals, serves: bool) -> None:
+    """An exception that its handler raised could get lost in a callback."""
     connections: list[AgentConnection] = []
 
     def connect() -> None:
         hosts = [Host(0, "127.0.0.1", ())]
         with connected(hosts, SshAccess(), lambda _: None, serves=serves) as made:
             os.kill(os.getpid(), number)
-            connections.extend(made)  # It has not ended here, but goes no further than this.
+            connections.extend(made)  # The signal has not ended it here, but the next request will.
             made[0].request(ReservePorts([]), PortsReserved)
 
     with pytest.raises(SystemExit) as ended:
@@ -612,7 +610,7 @@ def test_long_messages_in_pieces_are_joined(
     try:
         os.dup2(reading, 0)
         agent = Agent("t")
-        os.write(writing, b"\n" * 3000)  # what hours of being there come to
+        os.write(writing, b"\n" * 3000)  # the signs of life of some hours
         os.write(writing, b'{"type": "ReservePorts", "ips": []}\n{"ty')
         assert agent._hear() == ReservePorts([])
         os.write(writing, b'pe": "StartEcho", "ip": "a"}\n')

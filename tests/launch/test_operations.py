@@ -148,7 +148,7 @@ def test_commands_for_watching_show_restarts_and_state() -> None:
     assert '"state": "ready"' in run.stdout
 
 
-def test_there_are_commands_in_every_section() -> None:
+def test_every_section_has_the_expected_number_of_commands() -> None:
     assert [len(blocks(section)) for section in (*SECTIONS, "Drain", "Watching")] == [4, 1, 1, 1, 1]
 
 

@@ -22,7 +22,7 @@ def test_the_users_flags_come_first_and_the_host_before_the_command() -> None:
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh", "fish"])
-def test_any_login_shell_runs_the_same_words(shell: str) -> None:
+def test_every_login_shell_passes_on_the_same_words(shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"needs {shell}")
     program = "import sys; print(sys.argv[1:])"

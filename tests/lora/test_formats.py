@@ -1,4 +1,4 @@
-"""The other format says exactly the same, and converted back it is what it was."""
+"""An adapter means exactly the same in the other format, and converting it back restores it."""
 
 import math
 from collections.abc import Callable
@@ -76,7 +76,9 @@ def test_adapters_that_the_other_format_cannot_express_are_refused(tmp_path: Pat
         convert(source, tmp_path)
 
 
-def test_the_command_converts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_converts_and_overwrites_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = adapters.save_adapter(tmp_path / "mlx", build("llama"))
     words = ["convert-adapter", "--adapter", str(source), "--output", str(tmp_path / "peft")]
     assert main(words) == 0

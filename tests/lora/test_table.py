@@ -1,4 +1,4 @@
-"""Rows with different adapters in one forward, beside mlx_lm with one of them at a time."""
+"""Rows with different adapters in one forward pass, beside mlx_lm with one of them at a time."""
 
 import json
 import math
@@ -329,7 +329,7 @@ def test_a_scale_that_makes_numbers_infinite_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_peft_computes_the_same(tmp_path: Path, dora: bool) -> None:
+def test_an_adapter_gives_the_same_logits_in_pefts_format(tmp_path: Path, dora: bool) -> None:
     source = adapters.save_adapter(tmp_path / "mlx", LLAMA(), dora=dora)
     pipeline = Pipeline(LLAMA, [2])
     pipeline.read(1, source)
@@ -343,7 +343,7 @@ def test_peft_computes_the_same(tmp_path: Path, dora: bool) -> None:
         assert difference(got, other) < 1e-6
 
 
-def test_peft_embeddings(tmp_path: Path) -> None:
+def test_an_adapter_of_the_embedding_gives_the_same_logits_in_pefts_format(tmp_path: Path) -> None:
     source = adapters.save_adapter(tmp_path / "mlx", TIED(), keys=["model.embed_tokens"])
     pipeline = Pipeline(TIED, [2])
     pipeline.read(1, source)
@@ -614,7 +614,7 @@ def test_experts_in_peft_s_format_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("swapped", ["adapters.safetensors", "adapter_config.json", "folder"])
-def test_links_that_appear_after_the_check_are_not_followed(
+def test_links_made_after_the_check_are_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swapped: str
 ) -> None:
     outside = adapters.save_adapter(tmp_path / "outside", LLAMA())

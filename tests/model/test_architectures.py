@@ -215,7 +215,7 @@ def test_with_empty_caches_the_logits_differ(
     "name", ["afm7", "gemma2", "gpt_bigcode", pytest.param("phi3small", marks=pytest.mark.long)]
 )
 def test_rows_that_cannot_be_batched_would_be_wrong_in_a_batch(name: str, model: nn.Module) -> None:
-    """The trial is right to refuse: mlx-lm's own forward breaks, or does not and is wrong."""
+    """The trial is right to refuse: mlx-lm's own forward pass fails, or gives wrong numbers."""
     try:
         together = list(ragged([whole(model)], can_batch=True))
     except (TypeError, ValueError):

@@ -100,8 +100,8 @@ def test_one_survivor_gets_all_layers_if_it_has_room_for_a_conversation(
                 make_plan(folder, request)
 
 
-def test_memory_without_a_promise_is_for_the_weights_and_some_room(tmp_path: Path) -> None:
-    """`serve` asks so: 32 sequences of 512 tokens would take 12 MB."""
+def test_without_a_promised_context_only_weights_and_some_room_have_to_fit(tmp_path: Path) -> None:
+    """`serve` plans like this: 32 sequences of 512 tokens would take 12 MB."""
     folder = save(tmp_path, "llama")
     plan = make_plan(folder, PlanRequest(num_ranks=2, concurrency=32, min_tokens=256, memory="1MB"))
     assert plan.kv_tokens
@@ -111,7 +111,7 @@ def test_memory_without_a_promise_is_for_the_weights_and_some_room(tmp_path: Pat
         make_plan(folder, replace(limited, memory="90KB"))
 
 
-def test_more_memory_goes_to_where_it_makes_more_room(tmp_path: Path) -> None:
+def test_layers_go_where_they_leave_more_room_for_keys_and_values(tmp_path: Path) -> None:
     """Rank 0 has room for two layers, and then for hardly any keys and values."""
     folder = save(tmp_path, "llama")
     small = (
@@ -178,7 +178,7 @@ def test_make_plan_counts_the_head_on_the_last_stage(tmp_path: Path, name: str) 
     assert found == [(head_bytes, 96 * 4)] * 2 + [(0, 0)] * 2
 
 
-def test_experts_cost_time_by_their_use(tmp_path: Path) -> None:
+def test_experts_cost_more_time_when_more_of_them_are_used(tmp_path: Path) -> None:
     """deepseek_v3 here: layer 0 is dense, of 4 experts a token uses 2."""
     folder = save(tmp_path, "deepseek_v3")
     alone = make_plan(folder, PlanRequest(num_ranks=2, split="3,1"))

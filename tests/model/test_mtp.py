@@ -69,8 +69,8 @@ def test_deepseeks_head_is_converted_as_its_layers_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_head_inputs_give_logits_without_adapters(tmp_path: Path, is_tied: bool) -> None:
-    """The adapter of the head belongs to rows of another forward. The engine ended if their number
-    did not divide that of the prediction head's rows."""
+    """The adapter of the head belongs to rows of another forward pass. The engine ended if their
+    number did not divide that of the prediction head's rows."""
     folder = heads.make(tmp_path, "mimo", tie_word_embeddings=is_tied)
     model = build_model(folder)
     stage = Stage(model, 0, len(model.layers))

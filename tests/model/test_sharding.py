@@ -135,7 +135,7 @@ def test_without_sums_shows_the_shapes_of_a_shard() -> None:
     ],
     ids=["one kv head", "fewer kv heads than shards", "no whole kv heads"],
 )
-def test_shard_with_heads_that_mlx_lm_cannot_divide(
+def test_shard_is_right_for_heads_that_mlx_lm_cannot_divide(
     changes: dict[str, int], num_shards: int, parts: set[str]
 ) -> None:
     """mlx-lm would round the number of heads down and give wrong results. Shards that need the same
@@ -256,7 +256,7 @@ def test_shards_of_four_bits_are_cut_between_groups() -> None:
         assert packed == [number // 8 for number in num_numbers]
 
 
-def test_shards_of_four_bits() -> None:
+def test_experts_of_four_bits_are_divided() -> None:
     divisions = compare_shards(lambda: architectures.quantized(architectures.build("mixtral")))
     assert any("switch_mlp.down_proj" in name for name in divisions)
 
@@ -272,7 +272,7 @@ def test_shard_keeps_modules_whole_without_a_proof() -> None:
     }
 
 
-def test_digest_of_a_shard_that_leaves_a_matrix_whole_is_another_one(
+def test_digest_differs_if_a_shard_leaves_a_matrix_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its processor may round differently, so that a trial run fails there. The other shards would

@@ -36,7 +36,7 @@ def test_cut_units_gives_the_first_shards_one_unit_more(
         ((((0, 2),), ((2, 4),)), False),  # no end
     ],
 )
-def test_slices_know_whether_each_number_has_one_shard(
+def test_is_partition_tells_whether_each_number_is_on_one_shard(
     ranges: tuple[tuple[tuple[int, int], ...], ...], is_partition: bool
 ) -> None:
     assert Slices(6, ranges).is_partition == is_partition
