@@ -18,7 +18,7 @@ def test_page_is_small() -> None:
     assert sum(len(file.compressed) for file in files if file) <= MAX_COMPRESSED_BYTES
 
 
-def test_page_imports_files_that_there_are() -> None:
+def test_page_imports_only_files_that_exist() -> None:
     missing = []
     for path in pages.ROOT.rglob("*.js"):
         for name in re.findall(r"""(?:from|import)\s*\(?["']([^"']+)["']""", path.read_text()):

@@ -48,7 +48,7 @@ def run(page: Page, module: str, call: str) -> Any:
         ("m.clock(new Date(2026, 1, 3, 16, 3, 7) / 1000, false)", "16:03"),
     ],
 )
-def test_numbers_are_short_and_honest(page: Page, call: str, shown: str) -> None:
+def test_numbers_are_rounded_and_missing_ones_are_dashes(page: Page, call: str, shown: str) -> None:
     assert run(page, "format.js", call) == shown
 
 
@@ -68,7 +68,7 @@ def test_axes_have_round_marks(page: Page, call: str, value: Any) -> None:
     assert run(page, "plot.js", call) == value
 
 
-def test_line_has_gaps_and_dots(page: Page) -> None:
+def test_a_line_has_gaps_for_missing_values_and_dots_for_single_ones(page: Page) -> None:
     points = "[[0, 1], [1, 2], [2, null], [3, 3], [9, 4]]"
     samples = f"{points}.map(([time, rate]) => ({{ time, rate }}))"
     path = run(page, "plot.js", f"m.pathOf({samples}, 'rate', 3, (x) => x, (y) => y)")

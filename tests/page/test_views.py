@@ -80,7 +80,7 @@ def test_views_ask_for_keys_and_use_them(engine: ShownEngine, tab: Tab) -> None:
         tab.check(allowed=REFUSED)
 
 
-def test_views_show_how_a_start_goes_on(engine: ShownEngine, server: Running, tab: Tab) -> None:
+def test_views_show_the_progress_of_a_start(engine: ShownEngine, server: Running, tab: Tab) -> None:
     engine.cluster = {"name": "loading", "what": "the engines load", "has_worked": False}
     engine.stage_fields[1] = {"state": "fetching", "bytes_done": 3, "bytes_total": 4}
     page = tab.show(server.url)
@@ -116,7 +116,7 @@ def test_views_say_that_the_server_is_gone(engine: ShownEngine, tab: Tab) -> Non
 @pytest.mark.parametrize(
     ("num_clients", "min_overlap", "max_overlap"), [(1, 0.9, 1.1), (4, 1.8, 2.0)]
 )
-def test_steps_of_stages_overlap_if_they_do(
+def test_drawn_steps_overlap_as_much_as_those_of_the_engine(
     engine: ShownEngine,
     server: Running,
     tab: Tab,
@@ -255,7 +255,7 @@ def test_charts_without_samples_have_times_of_today_and_no_speed(
         tab.check()
 
 
-def test_head_and_charts_show_the_same_number_of_requests(server: Running, tab: Tab) -> None:
+def test_header_and_charts_show_the_same_number_of_requests(server: Running, tab: Tab) -> None:
     """Also while the newest sample is older than the state."""
     page = tab.show(server.url)
     expect(page.locator("[data-state=ready]")).to_be_visible()
@@ -301,7 +301,7 @@ def test_steps_lie_above_the_lines_of_their_axis(server: Running, tab: Tab) -> N
 # --- how it looks
 
 
-def test_tabs_stay_where_they_are(server: Running, tab: Tab) -> None:
+def test_tabs_have_the_same_places_in_every_view(server: Running, tab: Tab) -> None:
     page = tab.show(server.url)
     places = []
     for view in VIEWS:
@@ -313,7 +313,7 @@ def test_tabs_stay_where_they_are(server: Running, tab: Tab) -> None:
     tab.check()
 
 
-def test_zoom_goes_from_less_to_more(server: Running, tab: Tab) -> None:
+def test_zooming_in_shortens_the_period(server: Running, tab: Tab) -> None:
     page = tab.show(server.url)
     expect(page.locator(".zoom")).to_have_text("−2 s+")
     page.get_by_role("button", name="Zoom in").click()
@@ -341,7 +341,7 @@ def test_requests_and_kinds_of_steps_differ_in_colour(server: Running, tab: Tab)
     tab.check()
 
 
-def test_cards_say_what_they_show(server: Running, tab: Tab) -> None:
+def test_cards_name_their_values(server: Running, tab: Tab) -> None:
     page = tab.show(server.url)
     names = ["layers", "weights", "KV cache", "adapters", "decode step", "transfer", "restarts"]
     expect(page.locator(".stage").first.locator("dt")).to_have_text([*names, "state"])
@@ -362,7 +362,7 @@ def test_chat_fills_the_window_and_does_not_scroll_it(
     tab.check()
 
 
-def test_phones_are_told_no_keys(server: Running, browser: Browser) -> None:
+def test_phones_see_no_keyboard_hints(server: Running, browser: Browser) -> None:
     for options, is_phone in ({}, False), ({"has_touch": True, "is_mobile": True}, True):
         with opened(browser, viewport={"width": 900, "height": 800}, **options) as tab:
             page = tab.show(server.url)

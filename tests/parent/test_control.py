@@ -100,7 +100,7 @@ async def test_all_ranks_join_in_any_order() -> None:
         ({"pid": None}, "cannot be read .*int"),
     ],
 )
-async def test_a_wrong_rank_gets_the_reason(change: dict[str, Any], reason: str) -> None:
+async def test_a_refused_rank_gets_the_reason(change: dict[str, Any], reason: str) -> None:
     async with control_server() as (centre, address, _):
         with fails(ClusterError, "rank_refused", match=reason):
             await join(address, replace(MINE, **{"rank": 1, **change}), 5)
@@ -159,7 +159,7 @@ async def test_an_impostor_of_rank_0_is_found_out(answer: ToRank) -> None:
             await join(address, replace(MINE, rank=1), 5)
 
 
-async def test_one_that_has_gone_may_come_again() -> None:
+async def test_a_rank_that_has_left_may_join_again() -> None:
     async with control_server() as (centre, address, heard):
         link = await join(address, replace(MINE, rank=1), 5)
         await link.close()
@@ -189,7 +189,7 @@ async def test_a_rank_cannot_come_twice() -> None:
         await living
 
 
-async def test_one_that_comes_again_takes_the_place_of_its_silent_connection(
+async def test_a_rank_that_joins_again_replaces_its_silent_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A host that lost its power says no goodbye."""
@@ -302,7 +302,7 @@ async def test_a_rank_that_goes_is_reported(last_words: bytes) -> None:
         assert message.reason
 
 
-async def test_closing_says_stop() -> None:
+async def test_closing_sends_stop_to_the_ranks() -> None:
     async with control_server() as (centre, address, heard):
         link = await join(address, replace(MINE, rank=1), 5)
         await until(lambda: centre.joined == {1})
@@ -319,14 +319,14 @@ async def test_a_port_in_use_is_one_clear_error() -> None:
             await ControlServer(MINE, lambda *_: None).listen(address)
 
 
-async def test_nobody_there() -> None:
+async def test_join_fails_if_nobody_listens() -> None:
     address = Address("127.0.0.1", free_ports(1)[0])
     with fails(ClusterError, "unreachable"):
         await join(address, replace(MINE, rank=1), 0.2)
 
 
-async def test_what_takes_calls_for_a_rank_0_that_is_yet_to_come_is_asked_again() -> None:
-    """As ssh -L and what forwards a container's ports."""
+async def test_join_tries_again_if_a_forwarder_closes_the_connection_at_once() -> None:
+    """As ssh -L does, and the forwarding of a container's ports."""
     num_calls = 0
 
     async def forward(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -349,7 +349,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
         yield listening
 
 
-async def test_a_rank_0_that_stands_still_is_asked_again(silent: socket.socket) -> None:
+async def test_join_tries_again_if_rank_0_is_stopped(silent: socket.socket) -> None:
     """It was taken for another program, and the rank ended with the whole launch."""
     address = Address("127.0.0.1", silent.getsockname()[1])
     joining = asyncio.create_task(join(address, replace(MINE, rank=1), 10))
@@ -361,7 +361,7 @@ async def test_a_rank_0_that_stands_still_is_asked_again(silent: socket.socket) 
         await link.close()
 
 
-async def test_nobody_answers(silent: socket.socket) -> None:
+async def test_join_fails_if_nobody_answers(silent: socket.socket) -> None:
     address = Address("127.0.0.1", silent.getsockname()[1])
     with fails(ClusterError, "unreachable", match=r"0.3 s \(nobody answers\)"):
         await join(address, replace(MINE, rank=1), 0.3)
@@ -375,7 +375,7 @@ def hasty_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hasty_clock")
-async def test_a_host_that_refuses_connections_is_there_and_its_rank_0_may_be_late() -> None:
+async def test_join_waits_for_a_late_rank_0_if_its_host_refuses_connections() -> None:
     """After the long start of rank 0 on a busy machine, one more delay ended the launch."""
     port = free_ports(1)[0]
     joining = asyncio.create_task(join(Address("127.0.0.1", port), replace(MINE, rank=1), 35, 1e6))
@@ -397,10 +397,10 @@ async def test_a_rank_0_that_never_listens_is_given_up() -> None:
 
 
 async def test_a_host_without_power_is_asked_again_when_it_is_back(silent: socket.socket) -> None:
-    """Whoever asks for minutes whether it is there hears of its return after minutes."""
+    """A single attempt that lasted minutes would notice its return only after minutes."""
     address = Address("127.0.0.1", silent.getsockname()[1])
     silent.listen(0)
-    # No more than one or two are taken: to the others it is as if nobody were there.
+    # The system accepts only one or two: to the others it is as if nobody were there.
     lost = [socket.socket() for _ in range(3)]
     for each in lost:
         each.setblocking(False)

@@ -18,7 +18,7 @@ from tests.rank.loops import ORDER
 pytestmark = pytest.mark.anyio
 
 KINDS = ["importing", "loading", "idle", "computing", "out of its ring"]
-PROMPT = (5,) * 3000  # A step of it takes longer than to notice that the parent ends.
+PROMPT = (5,) * 3000  # A step takes longer than noticing that the parent ends.
 
 
 @pytest.fixture

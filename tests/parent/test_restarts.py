@@ -18,7 +18,7 @@ from tests.errors import fails
 KILLED = EngineError("The engine of rank 1 ended by signal 9.")
 
 
-def test_the_first_restart_is_at_once_and_so_is_every_one_after_work() -> None:
+def test_every_restart_after_work_is_at_once() -> None:
     restarts = Restarts(3, 60)
     assert [restarts.wait_seconds(KILLED, True, now) for now in (0, 1, 2)] == [0, 0, 0]
 
@@ -31,7 +31,7 @@ def test_engines_that_never_work_wait_longer_and_longer() -> None:
     assert restarts.wait_seconds(KILLED, False, 0) == 0.5
 
 
-def test_too_many_in_the_window_are_the_end_with_the_reason_and_its_code() -> None:
+def test_too_many_restarts_in_the_window_end_with_the_reason_and_its_code() -> None:
     restarts = Restarts(2, 60)
     for now in (0, 59):
         restarts.wait_seconds(KILLED, True, now)
@@ -72,7 +72,7 @@ def test_faults_of_a_request_that_is_found_do_not_count() -> None:
         assert restarts.num_left(1) == 2, "the one before is still counted"
 
 
-def test_no_restarts_at_all() -> None:
+def test_without_restarts_the_first_fault_is_the_end() -> None:
     with fails(EngineError, "engine", match=r"signal 9\.$"):
         Restarts(0, 60).wait_seconds(KILLED, True, 0)
 

@@ -72,7 +72,7 @@ async def test_spare_is_taken_once() -> None:
         await second.stop()
 
 
-async def test_spare_whose_taker_is_cancelled_is_still_the_spare_one() -> None:
+async def test_spare_stays_if_its_taker_is_cancelled() -> None:
     own = Spare(is_on=True)
     own.prepare()
     while not own._is_there:
@@ -87,7 +87,7 @@ async def test_spare_whose_taker_is_cancelled_is_still_the_spare_one() -> None:
     assert not processes()
 
 
-async def test_spare_that_two_want_goes_to_one_of_them() -> None:
+async def test_spare_goes_to_one_of_two_takers() -> None:
     async with prepared() as (own, process):
         first, second = await asyncio.gather(own.take(), own.take())
         assert process.pid in (first.pid, second.pid)
