@@ -138,7 +138,7 @@ def test_a_parked_row_moves_to_another_group(rig: Rig) -> None:
     rig.step(0, {0: [13], 2: [14]})
 
 
-def test_a_row_that_comes_back_may_stand_elsewhere(rig: Rig) -> None:
+def test_a_row_may_come_back_at_another_place_in_the_step(rig: Rig) -> None:
     rig.step(0, {0: [1], 1: [2], 2: [3]})
     rig.step(0, {1: [4], 2: [5]})
     rig.step(0, {2: [6], 0: [7], 1: [8]})
@@ -174,7 +174,7 @@ def test_only_new_rows_may_have_different_lengths(rig: Rig) -> None:
         rig.caches.arrange(Step(99, 1, rows, (3, 4, 5), sample=False))
 
 
-def test_rows_go_back_behind_wrong_drafts(rig: Rig) -> None:
+def test_rows_roll_back_wrong_drafts(rig: Rig) -> None:
     rig.step(0, {0: [1, 2, 3]})
     rig.step(0, {0: [4, 5, 6, 7]})
     rig.reject(0, 2)
@@ -208,7 +208,7 @@ def test_rows_end_in_one_column_again_when_no_drafts_come() -> None:
     assert own_ends == [True] * 8 + [False] * 4
 
 
-def test_rows_go_back_only_behind_drafts(rig: Rig) -> None:
+def test_rows_roll_back_nothing_but_drafts(rig: Rig) -> None:
     rig.step(0, {0: [1, 2, 3]})
     rig.step(0, {0: [4]})
     rig.length[0] = 3
@@ -224,7 +224,7 @@ def test_rows_go_back_only_behind_drafts(rig: Rig) -> None:
     rig.step(0, {0: [5]})
 
 
-def test_caches_keep_only_the_beginnings_of_some_sequences(rig: Rig) -> None:
+def test_keep_only_shortens_some_sequences_and_drops_the_others(rig: Rig) -> None:
     rig.step(0, {0: [1, 2, 3], 1: [4, 5], 2: [6]})
     rig.step(0, {0: [7], 1: [8], 2: [9]})
     rig.step(1, {3: [10, 11, 12, 13]})
@@ -336,8 +336,8 @@ def test_a_sequence_begins_as_a_copy_of_another(rig: Rig) -> None:
         rig.caches.copy(Copy(4, 3, 99))
 
 
-def test_a_row_that_joins_sees_nothing_of_who_had_its_slot(rig: Rig) -> None:
-    """Not even numbers that are none: a masked one times zero is still none."""
+def test_a_row_that_joins_sees_nothing_of_the_former_row_in_its_slot(rig: Rig) -> None:
+    """Not even NaN: a masked NaN times zero is still NaN."""
     rig = Rig(rig.caches._can_batch, rig.kv_bits, OVERFLOWS)
     rig.step(0, {0: [1, 2, 3, 4, 5, 6]})
     rig.step(0, {0: [7], 1: [OVERFLOWS]})
@@ -348,7 +348,7 @@ def test_a_row_that_joins_sees_nothing_of_who_had_its_slot(rig: Rig) -> None:
     rig.step(0, {0: [15], 2: [16]})
 
 
-def test_a_row_that_moves_to_another_slot_sees_nothing_of_who_had_it(rig: Rig) -> None:
+def test_a_row_that_changes_slots_sees_nothing_of_the_former_row(rig: Rig) -> None:
     rig = Rig(rig.caches._can_batch, rig.kv_bits, OVERFLOWS)
     rig.step(0, {0: [1, 2, 3, 4, 5, 6]})
     for sequence in range(1, 5):
@@ -359,8 +359,8 @@ def test_a_row_that_moves_to_another_slot_sees_nothing_of_who_had_it(rig: Rig) -
 
 
 @pytest.mark.parametrize("kv_bits", [None, 8])
-def test_what_fills_up_short_prompts_may_overflow(kv_bits: int | None) -> None:
-    """Rows are filled up with token 0 where a longer one is prefilled in the same step."""
+def test_padding_that_overflows_changes_no_row(kv_bits: int | None) -> None:
+    """Short rows are padded with token 0 if a longer one is prefilled in the same step."""
     rig = Rig(can_batch=True, kv_bits=kv_bits, overflows=0)
     rig.step(0, {0: [1, 2, 3, 4, 5, 6], 1: [7, 8, 9, 10], 2: [11, 12, 13, 14, 15]})
     rig.step(1, {0: [1], 1: [2], 2: [3]})
@@ -448,7 +448,9 @@ class RandomLife:
 
 
 @pytest.mark.parametrize(("seed", "kv_bits", "overflows"), LIVES)
-def test_random_lives(seed: int, kv_bits: int | None, overflows: int | None) -> None:
+def test_rows_keep_their_results_in_random_lives(
+    seed: int, kv_bits: int | None, overflows: int | None
+) -> None:
     """Rows of very different lengths share batches. Some overflow, and so does the padding of a
     batch if that is token 0."""
     life = RandomLife(seed, kv_bits, overflows, 0.1)
@@ -470,7 +472,9 @@ def test_random_lives(seed: int, kv_bits: int | None, overflows: int | None) -> 
 
 
 @pytest.mark.parametrize(("seed", "kv_bits", "overflows"), LIVES)
-def test_random_lives_with_drafts(seed: int, kv_bits: int | None, overflows: int | None) -> None:
+def test_rows_keep_their_results_in_random_lives_with_drafts(
+    seed: int, kv_bits: int | None, overflows: int | None
+) -> None:
     """Rows feed drafts of different numbers, of which some are wrong, while others join, leave for
     a while, move, are copied and dropped."""
     life = RandomLife(seed, kv_bits, overflows, 0.03)
@@ -549,7 +553,7 @@ def run(stage: Stage, caches: GroupCaches, step: Step) -> None:
 
 
 @pytest.mark.parametrize("can_batch", [True, False])
-def test_new_rows_beside_old_ones_are_a_part_of_their_own(can_batch: bool) -> None:
+def test_new_and_old_rows_run_in_separate_passes(can_batch: bool) -> None:
     rig = Rig(can_batch)
     rig.step(0, {0: [1], 1: [2]})
     rows = (Row(2, 0, 1), Row(0, 1, 1), Row(3, 0, 1), Row(1, 1, 1))

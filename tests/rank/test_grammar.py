@@ -83,10 +83,10 @@ def test_after_the_last_token_only_the_end_is_allowed(grammars: GrammarCompiler)
     assert json.loads(TOKENIZER.decode(tokens)) == [1, 2]
 
 
-def test_a_grammar_that_everybody_would_wait_for_is_an_error_of_the_request(
+def test_a_grammar_that_would_delay_every_row_is_an_error_of_the_request(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each text there are more readings than of the one before; a plain grammar goes on."""
+    """Each text has more parses than the one before. A plain grammar still works afterwards."""
     monkeypatch.setattr(grammar, "_MAX_LATE_SECONDS", 0.05)
     monkeypatch.setattr(grammar, "_SECONDS_PER_TOKEN", 0.001)
     slow = LLMatcher.grammar_from_lark("start: s\ns: s s | s s s | /[a-z ]/")
@@ -107,8 +107,8 @@ def test_a_grammar_that_is_slow_to_prepare_is_an_error_of_the_request(
         allowed(begin(grammars, slow, []))
 
 
-def test_rows_share_a_grammar_and_not_how_far_they_are(grammars: GrammarCompiler) -> None:
-    """What is slow is done once (twice, if two threads begin with it together)."""
+def test_rows_share_a_compiled_grammar_and_not_their_progress(grammars: GrammarCompiler) -> None:
+    """The slow part is done once (twice, if two threads begin it together)."""
     first = begin(grammars, CHOICE, [])
     allowed(first)
     rows = [first, *(begin(grammars, CHOICE, []) for _ in range(7))]
@@ -136,7 +136,9 @@ def test_accept_leaves_the_error_of_a_broken_grammar_to_the_next_mask(
         allowed(constraint)
 
 
-def test_before_it_begins_everything_but_the_end_is_allowed(grammars: GrammarCompiler) -> None:
+def test_before_a_grammar_begins_every_token_but_the_end_is_allowed(
+    grammars: GrammarCompiler,
+) -> None:
     """An answer that ends in its thoughts would lack what was demanded."""
     thought = TOKENIZER.encode("first a thought", add_special_tokens=False).ids
     mark = TOKENIZER.token_to_id("</tool_call>")
@@ -147,7 +149,9 @@ def test_before_it_begins_everything_but_the_end_is_allowed(grammars: GrammarCom
     assert 0 < allowed(constraint).sum().item() < 20
 
 
-def test_where_the_answer_would_end_its_thoughts_end(grammars: GrammarCompiler) -> None:
+def test_a_model_that_would_end_its_answer_ends_its_reasoning_instead(
+    grammars: GrammarCompiler,
+) -> None:
     mark = TOKENIZER.token_to_id("</tool_call>")
     constraint = begin(grammars, CHOICE, [], free_until=mark)
     logits = mx.zeros(NUM_LOGITS)
@@ -159,7 +163,7 @@ def test_where_the_answer_would_end_its_thoughts_end(grammars: GrammarCompiler) 
     assert allowed(endless)[END].item()
 
 
-def test_the_end_of_thoughts_may_be_the_answers(grammars: GrammarCompiler) -> None:
+def test_the_token_that_ends_reasoning_may_be_an_end_token(grammars: GrammarCompiler) -> None:
     assert allowed(begin(grammars, CHOICE, [], free_until=END))[END].item()
 
 
@@ -221,7 +225,7 @@ OF_SPECIAL: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("text", SPECIAL)
 @pytest.mark.parametrize("kind", OF_SPECIAL)
-def test_the_text_of_a_special_token_is_spelled(
+def test_the_text_of_a_special_token_is_spelled_out(
     grammars: GrammarCompiler, kind: str, text: str
 ) -> None:
     """It became that token, which the grammar then refused: a request with it ended with 400."""
@@ -234,7 +238,7 @@ def test_the_text_of_a_special_token_is_spelled(
     assert drawn(again, 2, output[:3])[-1] == END
 
 
-def test_a_special_token_that_a_grammar_names_is_itself(grammars: GrammarCompiler) -> None:
+def test_a_special_token_that_a_grammar_names_is_one_token(grammars: GrammarCompiler) -> None:
     named = LLMatcher.grammar_from_lark("start: <tool_call> /a{3}/")
     output = drawn(begin(grammars, named, []), 1, [])
     assert output[0] == TOKENIZER.token_to_id("<tool_call>")

@@ -11,7 +11,7 @@ def decode(number: int, group: int, *rows: tuple[int, int, int]) -> Step:
     return Step(number, group, made, tuple(token for *_, token in rows), True)
 
 
-def test_a_step_goes_when_its_tokens_are_there() -> None:
+def test_a_step_is_sent_once_its_tokens_are_known() -> None:
     sent: list[Step] = []
     outbox = Outbox(sent.append)
     first, second = decode(1, 0, (5, 9, 42)), decode(2, 0, (5, 10, LAST_TOKEN), (6, 3, 77))
@@ -30,7 +30,7 @@ def test_a_token_for_another_position_is_not_taken() -> None:
     assert not sent
 
 
-def test_only_what_has_nothing_in_common_goes_before() -> None:
+def test_only_unrelated_steps_overtake_a_waiting_one() -> None:
     sent: list[Step] = []
     outbox = Outbox(sent.append)
     outbox.put(decode(1, 0, (5, 10, LAST_TOKEN)))

@@ -216,7 +216,7 @@ def test_greedy_tokens_equal_mlx_lm(num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 512])
-def test_neither_chunks_nor_what_is_kept_change_greedy_tokens(chunk: int) -> None:
+def test_neither_chunks_nor_kept_prefixes_change_greedy_tokens(chunk: int) -> None:
     """Two turns of chats that begin alike; the second begins as a copy of the first."""
     prompts = {i: [*range(1, 20), i, *range(5 * i)] for i in range(5)}
     with pipeline(2) as local:
@@ -235,7 +235,7 @@ def test_neither_chunks_nor_what_is_kept_change_greedy_tokens(chunk: int) -> Non
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma4_text", "recurrent_gemma"])
-def test_greedy_tokens_of_other_architectures(name: str) -> None:
+def test_greedy_tokens_of_other_architectures_equal_mlx_lm(name: str) -> None:
     """Rows that cannot share caches, keys and values that cross a cut, and one-token
     prompts beside longer rows."""
     make = partial(architectures.build, name)
@@ -247,7 +247,7 @@ def test_greedy_tokens_of_other_architectures(name: str) -> None:
 
 
 @pytest.mark.parametrize("kv_bits", [pytest.param(4, marks=pytest.mark.long), 8])
-def test_greedy_tokens_with_quantised_keys_and_values(kv_bits: int) -> None:
+def test_greedy_tokens_with_quantised_keys_and_values_equal_mlx_lm(kv_bits: int) -> None:
     make = partial(build, "qwen3", head_dim=32)
     with pipeline(2, make, kv_bits) as local:
         sequences = [Sequence(i, p, 12, GREEDY, frozenset()) for i, p in enumerate(PROMPTS)]
@@ -326,7 +326,7 @@ def test_prompt_scores_equal_the_whole_model(num_ranks: int, chunk: int) -> None
             check_scores(local.scores[i], whole, range(1, len(whole)), 2)
 
 
-def test_scores_of_a_prompt_that_is_held_already() -> None:
+def test_a_prompt_is_computed_again_to_be_scored_though_it_is_held() -> None:
     prompt = [*range(1, 30)]
     asking = Sampling(temperature=0, prompt_logprobs=0)
     with pipeline(2) as local:

@@ -38,7 +38,7 @@ def nucleus(temperature: float, top_p: float) -> np.ndarray:
 @pytest.mark.parametrize(
     ("temperature", "top_p"), [(1, 1), (0.5, 1), (2, 0.9), (1, 0.6), (1, 0.01)]
 )
-def test_tokens_come_as_often_as_they_should(temperature: float, top_p: float) -> None:
+def test_tokens_are_drawn_with_their_probabilities(temperature: float, top_p: float) -> None:
     count = 4000
     found = draws(Sampling(temperature, top_p, seed=3), count)
     for token, probability in enumerate(nucleus(temperature, top_p)):

@@ -17,7 +17,7 @@ from tests.models import build
 from tests.rank.loops import ORDER, loop_of, surroundings_of
 
 
-def test_caches_are_looked_at_after_steps_alone() -> None:
+def test_caches_are_measured_only_after_steps() -> None:
     """There may be many of them, and an idle engine reports four times a second."""
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -176,7 +176,7 @@ def test_an_engine_whose_parent_was_killed_ends_also_in_the_middle_of_joining(
     assert b"in form_group" in said, "it had not begun, or was through"
 
 
-def test_the_system_finds_out_whether_a_neighbour_is_there() -> None:
+def test_connections_to_neighbours_have_keep_alive_and_a_timeout() -> None:
     """A ring of one rank, which is its own neighbour on both sides."""
     (port,) = free_ports(1)
     neighbours = meet(Grid(0, 1, (Address("127.0.0.1", port),), 5, 5.0))

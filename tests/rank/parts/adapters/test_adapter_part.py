@@ -16,7 +16,7 @@ class Broken(Adapters):
         raise BufferError("odd")
 
 
-def test_a_mistake_in_reading_is_that_adapters_alone() -> None:
+def test_a_bug_in_reading_refuses_only_that_adapter() -> None:
     """Not the engine's, which others use."""
     sent: list[Any] = []
     part = AdapterPart(Broken(Stage(build("llama"), 0, 4)), sent.append)

@@ -101,7 +101,7 @@ def test_prefix_store_serves_a_second_turn_after_a_restart(
 
 
 @pytest.mark.parametrize("name", RUNNING)
-def test_prefix_store_has_the_contexts_of_answers_that_the_end_of_an_engine_interrupts(
+def test_prefix_store_continues_answers_that_the_end_of_an_engine_interrupted(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two answers share a batch while their contexts are written, and are continued by other
@@ -346,7 +346,7 @@ def test_open_store_works_without_a_folder_and_beside_one_that_is_in_use(
     [{"layers": (0, 2)}, {"kv_bits": 4}, {"num_shards": 2}, {"rank": 1}, {"commit": "c" * 40}],
     ids=str,
 )
-def test_open_store_has_files_for_one_model_split_and_shard(
+def test_open_store_keeps_files_of_each_model_split_and_shard_apart(
     tmp_path: Path, reports: queue.Queue, changes: dict[str, Any]
 ) -> None:
     """They are there again when the split is what it was before."""

@@ -97,7 +97,7 @@ def test_embeddings_neither_read_nor_fill_the_prefix_cache() -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3", "gemma4_text"])
-def test_embeddings_of_other_architectures(name: str) -> None:
+def test_embeddings_of_other_architectures_equal_the_whole_model(name: str) -> None:
     make: Callable[[], nn.Module] = partial(build if name == "qwen3" else architectures.build, name)
     with pipeline(2, make) as local:
         local.answer([sequence(local, i, p, Pooling("mean")) for i, p in enumerate(PROMPTS[:4])])
@@ -171,7 +171,7 @@ def test_pool_gives_no_embedding_of_numbers_that_are_not_finite() -> None:
     assert feed(part, Row(5, 0, 2), mx.array([[1.0, mx.nan], [1, 2]])) == {5: None}
 
 
-def test_dropped_leaves_nothing() -> None:
+def test_dropped_forgets_the_prompt() -> None:
     part = begun("mean", 2)
     for sequence in (4, 5):
         part.dropped(sequence)
