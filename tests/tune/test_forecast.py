@@ -42,7 +42,7 @@ def test_the_update_can_be_the_peak() -> None:
     assert peak_bytes(clipped, 1) == 100 + 50 + 2 * 50
 
 
-def test_one_micro_batch_has_no_sums_beside_it() -> None:
+def test_a_single_micro_batch_needs_no_room_for_summed_gradients() -> None:
     """Its gradients come in W, which was measured with them."""
     probe = probed(gradients=2, updated=2)
     assert peak_bytes(probe, 1, adds_up=False) == 100 + max(15, 10 + 4, 10 + 3, 2 + 2)
@@ -55,7 +55,7 @@ def test_gradients_of_half_precision_weights_count_as_float32() -> None:
     assert peak_bytes(clipped, 1) == 100 + 80 + 45 + 80
 
 
-def test_a_forecast_has_the_ranks_in_their_order() -> None:
+def test_a_forecast_lists_the_ranks_in_order() -> None:
     """Rank 0 has the last stage, which holds one micro-batch; rank 1 holds two."""
     schedule = make_schedule("1f1b", Shape(2, 8))
     probes = [

@@ -215,7 +215,7 @@ def test_an_adapter_of_a_tied_embedding_gets_the_gradients_of_both_ends() -> Non
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_one_end_of_a_tied_embedding_has_another_gradient(num_ranks: int) -> None:
+def test_one_end_of_a_tied_embedding_lacks_a_part_of_its_gradient(num_ranks: int) -> None:
     """The negative control of what the ranks sum."""
     config = config_of(fine_tune_type="full")
     name = "model.embed_tokens.weight"

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.long
 __all__ = ["tiny_hub"]  # a fixture of others
 
 
-def test_the_first_adapter_is_mlx_lms_on_every_stage(tmp_path: Path) -> None:
+def test_the_initial_adapter_equals_mlx_lms_on_every_stage(tmp_path: Path) -> None:
     """Each rank draws all of it and keeps its own."""
     config, path = config_of(seed=5), save(tmp_path / "m", "llama")
     mx.random.seed(5)

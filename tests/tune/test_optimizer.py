@@ -39,7 +39,7 @@ def schedule(highest: float) -> Any:
     return optimizers.join_schedules([warmup, optimizers.cosine_decay(highest, 10)], [4])
 
 
-def test_each_parameter_gets_what_its_optimizer_alone_would_give_it() -> None:
+def test_each_parameter_is_updated_as_by_its_optimizer_alone() -> None:
     both = make_optimizer(config_of(optimizer="muon", optimizer_config=BOTH, lr_schedule=SCHEDULE))
     found = stepped(both, [MATRIX, NORM, EMBEDDING])
     muon = optimizers.Muon(schedule(0.02), momentum=0.9, weight_decay=0.0)

@@ -306,7 +306,7 @@ def test_loss_scale_rises_after_a_long_time_and_stays_within_its_bounds() -> Non
     assert scale.value == 1
 
 
-def test_loss_scale_is_for_float16_alone() -> None:
+def test_without_float16_the_loss_scale_stays_1() -> None:
     scale = LossScale.of_model(is_float16=False)
     assert not scale.lower()
     for _ in range(2000):
@@ -314,7 +314,7 @@ def test_loss_scale_is_for_float16_alone() -> None:
     assert scale.value == 1
 
 
-def test_master_weights_are_of_half_precision_alone() -> None:
+def test_only_half_precision_weights_have_masters() -> None:
     arrays = {
         "a": mx.ones((2,), mx.bfloat16),
         "b": mx.ones((2,), mx.float16),

@@ -85,8 +85,8 @@ def test_schedules_hold_the_expected_numbers_of_activations() -> None:
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (8, 16), (3, 7)])
 def test_utilisation_is_that_of_the_textbook(ranks: int, count: int) -> None:
-    """The bubble of GPipe and 1F1B is (P - 1) / (M + P - 1), of v stages a rank a v-th of
-    that beside the work; the naive one keeps one rank busy."""
+    """The bubble of GPipe and 1F1B is (P - 1) / (M + P - 1). With v stages a rank, ranks idle a
+    v-th as long. The naive schedule keeps one rank busy."""
     lora = [OpCost(1, 2, 0)] * ranks
     for kind in ("gpipe", "1f1b"):
         busy = simulate(make_schedule(kind, Shape(ranks, count)), lora).utilisation

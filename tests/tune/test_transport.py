@@ -56,7 +56,7 @@ def test_a_neighbour_that_ends_is_an_error_not_a_hang(tmp_path: Path) -> None:
     assert "Rank 1 has ended" in first or "link to rank 1 broke" in first
 
 
-def test_an_error_of_one_rank_ends_all(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_ends_all_ranks(tmp_path: Path) -> None:
     """The fourth rank is no neighbour of the one that ends."""
     said = run_ring(tmp_path, "error_ends_all", 4, PROGRAMS)
     assert said[1] == "4 no_memory Its disk is full."

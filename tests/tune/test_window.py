@@ -40,7 +40,7 @@ def test_speed_counts_only_the_time_of_updates() -> None:
     assert window.report(9, 1e-4, accumulated=3).tokens_per_second == pytest.approx(100)
 
 
-def test_a_report_is_of_all_learned_tokens_and_both_ranks() -> None:
+def test_a_report_averages_over_all_learned_tokens_and_both_ranks() -> None:
     window = Window(2)
     window.add(update(busy=1.0, peak=9, loss=1.0, labels=30), 1.0)
     window.add(update(busy=2.0, loss=3.0, labels=10), 1.0)

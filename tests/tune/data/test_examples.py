@@ -331,7 +331,7 @@ def split_of(lengths: list[int]) -> Split:
     return Split(examples, 0, 0, "")
 
 
-def test_an_epoch_contains_each_example_once_except_for_a_rest() -> None:
+def test_an_epoch_contains_each_example_once_except_for_a_remainder() -> None:
     split = split_of([3 + n * 7 % 11 for n in range(23)])
     left_out = set()
     for epoch in range(6):
@@ -395,7 +395,7 @@ def test_validations_use_the_same_examples() -> None:
     assert some_examples(split, None, seed=3) == list(range(30))
 
 
-def test_the_largest_micro_batch_is_of_the_longest() -> None:
+def test_the_largest_micro_batch_has_the_longest_examples() -> None:
     assert largest(split_of([4, 9, 3, 8]), 2).inputs.shape == (2, 8)
     assert mx.array_equal(largest(split_of([4, 9]), 1).inputs, mx.arange(1, 9)[None])
 

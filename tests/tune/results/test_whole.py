@@ -47,7 +47,7 @@ def tensors_of(folder: Path) -> dict[str, mx.array]:
     return arrays
 
 
-def test_the_files_are_those_of_the_base(trained: tuple[Path, str]) -> None:
+def test_the_folder_has_all_files_and_shapes_of_the_base_model(trained: tuple[Path, str]) -> None:
     out, said = trained
     model = out / "model"
     assert f"brigade serve --model '{model}'" in said

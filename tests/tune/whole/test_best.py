@@ -68,9 +68,7 @@ def test_an_early_stop_leaves_best_and_last(
         assert loss_of(place, folder / "valid.jsonl") == pytest.approx(losses[iteration], rel=1e-4)
 
 
-def test_the_tested_weights_are_those_to_serve(
-    folder: Path, stopped: tuple[Path, list[Event]]
-) -> None:
+def test_the_best_weights_are_tested(folder: Path, stopped: tuple[Path, list[Event]]) -> None:
     out, events = stopped
     (tested,) = (e for e in events if isinstance(e, Validated) and e.name == "test")
     losses = [loss_of(place, folder / "test.jsonl") for place in (out / run_folder.BEST, out)]
@@ -191,7 +189,7 @@ def test_a_run_that_was_killed_in_its_first_save_can_start_again(
     assert [path.name for path in half.parent.iterdir()] == ["0000004"]
 
 
-def test_a_kill_while_peft_is_written_leaves_one_that_loads(
+def test_a_kill_while_peft_is_written_leaves_an_adapter_that_loads(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"

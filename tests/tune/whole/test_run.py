@@ -512,7 +512,7 @@ def test_ranks_with_other_data_do_not_train(folder: Path, tmp_path: Path) -> Non
     assert not out.exists()
 
 
-def test_metrics_are_numbers(alone: tuple[Path, list[Event]]) -> None:
+def test_every_reported_loss_is_finite(alone: tuple[Path, list[Event]]) -> None:
     assert np.isfinite(list(losses_of(alone[0]).values())).all()
 
 
