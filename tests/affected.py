@@ -5,9 +5,9 @@ A test is affected if it reaches a changed module by imports: its own, those of 
 files above it, and those of what they import. A module that another one names in a string, as in
 `[sys.executable, "-m", "serve.rank.worker"]`, counts as imported by it.
 
-A test that starts processes imports little of what it tests. It is known by `import subprocess`,
-its own or that of a test module that it imports, such as `tests.cluster.servers`: it depends on
-every file of the product.
+A test that starts processes imports little of what it tests. If it or a test module that it
+imports, such as `tests.cluster.servers`, has `import subprocess`, it depends on every file of the
+product.
 """
 
 import ast

@@ -63,7 +63,7 @@ def test_a_change_chooses_the_tests_that_depend_on_it(changed: list[str], chosen
     assert choose(SOURCES, changed)[0] == chosen
 
 
-def test_importers_of_a_file_that_is_gone_are_chosen() -> None:
+def test_importers_of_a_deleted_file_are_chosen() -> None:
     sources = {path: source for path, source in SOURCES.items() if path != "serve/core.py"}
     assert UNIT - {"tests/unit/test_parent.py"} <= choose(sources, ["serve/core.py"])[0]
 

@@ -81,7 +81,7 @@ def test_no_imports_form_a_cycle() -> None:
         ("serve/rank/a.py", "g()  # FIXME"),
     ],
 )
-def test_a_broken_card_is_seen(path: str, source: str) -> None:
+def test_a_file_that_breaks_the_card_is_found(path: str, source: str) -> None:
     assert list(faults(path, source))
 
 
@@ -95,7 +95,7 @@ def test_a_broken_card_is_seen(path: str, source: str) -> None:
         ("serve/rank/a.py", "g('TODO')  # TODO(ada): mend"),
     ],
 )
-def test_a_kept_card_passes(path: str, source: str) -> None:
+def test_a_file_that_keeps_the_card_passes(path: str, source: str) -> None:
     assert not list(faults(path, source))
 
 
@@ -112,7 +112,7 @@ def test_messages_between_processes_have_types() -> None:
         ("serve/core/messages.py", "class Status(Message):\n    note: Any"),
     ],
 )
-def test_an_untyped_message_is_seen(path: str, source: str) -> None:
+def test_an_untyped_message_is_found(path: str, source: str) -> None:
     assert untyped_messages({path: source, "serve/core/wire.py": ""}) == {path: 1}
 
 

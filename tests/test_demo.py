@@ -97,7 +97,7 @@ def demo(model: str, once: bool = True) -> Demo:
 
 
 @pytest.mark.parametrize("terminal", [80, 40])
-def test_once_shows_the_answer(
+def test_a_demo_with_once_shows_the_answer_and_ends(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(terminal))

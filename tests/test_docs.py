@@ -60,7 +60,7 @@ def test_every_module_says_its_purpose() -> None:
     assert [path for path, purpose in purposes.items() if not purpose] == []
 
 
-def test_scripts_name_tests_that_there_are() -> None:
+def test_scripts_name_only_tests_that_exist() -> None:
     scripts = [path for path in (ROOT / "scripts").iterdir() if path.is_file()]
     patterns = {
         pattern
@@ -74,7 +74,7 @@ def test_scripts_name_tests_that_there_are() -> None:
     assert [name for name in listed.stdout.split() if not (ROOT / name).exists()] == []
 
 
-def test_documents_name_files_that_there_are() -> None:
+def test_documents_name_only_files_that_exist() -> None:
     named = {
         (document.name, name)
         for document in DOCUMENTS
@@ -84,7 +84,7 @@ def test_documents_name_files_that_there_are() -> None:
     assert sorted(pair for pair in named if not (ROOT / pair[1]).exists()) == []
 
 
-def test_pages_about_the_design_name_files_that_there_are() -> None:
+def test_pages_about_the_design_name_only_files_that_exist() -> None:
     """Their paths are below the repository, `serve` or `serve/front`."""
     pages = [ROOT / "docs" / "architecture.md", *(ROOT / "docs" / "design").glob("*.md")]
     folders = [ROOT, ROOT / "serve", ROOT / "serve" / "front"]
@@ -118,7 +118,7 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_links_lead_to_files_and_headings_that_there_are() -> None:
+def test_links_lead_to_existing_files_and_headings() -> None:
     links = [
         (document, target, anchor)
         for document in DOCUMENTS
@@ -144,7 +144,7 @@ def test_recovery_gives_every_exit_code() -> None:
         assert f"| {code} |" in text, f"exit code {code}"
 
 
-def test_pages_for_operators_name_flags_and_metrics_that_there_are() -> None:
+def test_pages_for_operators_name_only_flags_and_metrics_that_exist() -> None:
     pages = ("recovery", "memory-and-prefixes", "access")
     text = "".join((ROOT / "docs" / f"{page}.md").read_text() for page in pages)
     names = re.findall(r"`--(?:no-(?=enable))?([a-z-]+)`", text)
@@ -173,7 +173,7 @@ def parameters(text: str) -> list[str]:
     return sorted(name for cell in cells for name in re.findall(r"`(\w+)`", cell))
 
 
-def test_api_gives_every_parameter() -> None:
+def test_api_documents_every_parameter() -> None:
     api = ROOT / "docs" / "api"
     supported, refused = (api / "openai.md").read_text().split("## Not supported")
     _, both, rest = re.split(r"### Chat and completions\n|### Chat only\n", supported)

@@ -46,7 +46,7 @@ def test_flags_name_a_value_that_is_not_a_number(words: tuple[str, ...], message
 
 
 @pytest.mark.parametrize("root", ["nowhere", "file", "x" * 5000])
-def test_an_adapter_root_that_is_no_folder(tmp_path: Path, root: str) -> None:
+def test_an_adapter_root_that_is_no_folder_is_refused(tmp_path: Path, root: str) -> None:
     (tmp_path / "file").touch()
     model = Path(__file__).parents[1] / "examples" / "tiny-chat"
     words = ["--model", str(model), "--adapter-root"]

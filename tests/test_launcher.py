@@ -205,7 +205,7 @@ def test_a_signal_is_forwarded_once_to_each_rank(launch: Start, signum: int) -> 
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_only_a_server_ends_well_by_a_signal_before_it_handles_signals(
+def test_a_signal_before_ranks_handle_it_is_a_good_end_only_for_a_server(
     launch: Start, monkeypatch: pytest.MonkeyPatch, signum: int
 ) -> None:
     """`brigade launch … fine-tune && …` went on without an adapter."""
@@ -398,7 +398,7 @@ def test_a_rank_that_is_lost_again_and_again_ends_the_launch(relaunch: Start) ->
         (f"if rank == 0: os.kill(os.getpid(), 9)\n{SLEEP}", 137),
     ],
 )
-def test_a_rank_that_decided_to_end_and_rank_0_do_not_come_back(
+def test_neither_rank_0_nor_a_rank_that_decided_to_end_is_started_again(
     relaunch: Start, program: str, code: int
 ) -> None:
     launched = relaunch(2, program)
@@ -856,7 +856,7 @@ def test_free_ports_are_all_different() -> None:
 
 
 @pytest.mark.parametrize(("returncode", "code"), [(0, 0), (7, 7), (-9, 137), (-15, 143)])
-def test_exit_codes(returncode: int, code: int) -> None:
+def test_the_exit_code_after_a_signal_is_128_plus_its_number(returncode: int, code: int) -> None:
     assert exit_code(returncode) == code
 
 
@@ -1131,7 +1131,7 @@ def test_the_reason_of_a_failed_start_is_the_last_line(launch: Start) -> None:
     assert launched.text.count("event=rank_ended") == 1, "the others ended because of it"
 
 
-def test_a_reason_of_two_ranks_is_written_once_and_other_reasons_too(
+def test_each_reason_is_written_once_even_if_two_ranks_give_it(
     launch: Start,
 ) -> None:
     said = "'brigade serve: the model is broken'"

@@ -1,4 +1,4 @@
-"""What is shown of how far the ranks are."""
+"""How the progress of the ranks is shown."""
 
 import os
 import subprocess
@@ -62,7 +62,7 @@ def test_a_rank_that_is_done_has_no_line(
     assert capsys.readouterr().err == ""
 
 
-def test_lines_that_are_not_a_terminals_have_no_bar(
+def test_lines_outside_of_a_terminal_have_no_bar(
     capsys: pytest.CaptureFixture[str], clock: list[float]
 ) -> None:
     view = start.TerminalView(URL, "tiny")

@@ -382,7 +382,7 @@ def test_walls_hold() -> None:
         ("serve/__init__.py", "def f(): ..."),
     ],
 )
-def test_a_broken_wall_is_seen(path: str, source: str) -> None:
+def test_an_import_through_a_wall_is_found(path: str, source: str) -> None:
     assert violations(path, source)
 
 
@@ -414,7 +414,7 @@ def test_a_broken_wall_is_seen(path: str, source: str) -> None:
         ("launcher/cli.py", "def f():\n    from serve.cli.main import main"),
     ],
 )
-def test_what_is_allowed_passes(path: str, source: str) -> None:
+def test_allowed_imports_pass(path: str, source: str) -> None:
     assert violations(path, source) == []
 
 
