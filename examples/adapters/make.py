@@ -27,7 +27,7 @@ from mlx_lm import load  # noqa: E402
 
 ROOT = HERE.parent.parent
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
-# Of the config: the rest says where the run's files were.
+# The keys of the config that are kept. The others say where the run's files were.
 KEPT = ("fine_tune_type", "model", "num_layers", "lora_parameters")
 NUM_SCORED = 300
 
@@ -79,7 +79,7 @@ def train(manner: str, folder: Path, seed: int, num_dialogues: int) -> None:
 
 
 def keep(run: Path, target: Path) -> None:
-    """Copy what an adapter is, without what a run leaves beside it."""
+    """Copy the files of an adapter, without the other files of its run."""
     target.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(run / WEIGHTS, target / WEIGHTS)
     config = json.loads((run / CONFIG).read_text())

@@ -99,7 +99,7 @@ def score_folder(
 
 
 def table(asked: Counter[str], right: Counter[str]) -> str:
-    """Say it in Markdown."""
+    """Format the score as a table in Markdown."""
     rows = [(task, right[task], asked[task]) for task in sorted(asked)]
     rows.append(("**all**", right.total(), asked.total()))
     lines = [f"| {name} | {good} of {all_} | {good / all_:.2%} |" for name, good, all_ in rows]

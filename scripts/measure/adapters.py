@@ -1,4 +1,4 @@
-"""What adapters cost: in decoding, while one is swapped, and until a new one says something."""
+"""What adapters cost: in decoding, while one is swapped, and until a new one first answers."""
 
 import asyncio
 import json
@@ -64,7 +64,8 @@ async def _post(asked: Asked, what: str, name: str, path: str | None = None) -> 
 
 
 async def _decode(asked: Asked, rates: Samples, round_: int) -> None:
-    """Base rows with no adapter there, and beside loaded ones; one adapter each; all the same."""
+    """Decodes rows without an adapter, before and after any is loaded, with one each, and with the
+    same one."""
 
     async def run(name: str, askers: Sequence[Asked]) -> None:
         prompts = asked.prompts(f"{name}/{round_}", PROMPT_TOKENS, NUM_ROWS)
@@ -112,7 +113,7 @@ async def _swap(asked: Asked, gaps: Samples, round_: int) -> None:
         await asyncio.sleep(6.0)  # until all prompts are read
         for n in range(NUM_LOADS):
             for kind in KINDS:
-                # What the one before has done to the streams is not this one's.
+                # The streams have to recover from the load before.
                 await asyncio.sleep(SETTLE_SECONDS)
                 start = time.perf_counter()
                 if "swap" in kind:

@@ -1,4 +1,4 @@
-"""What asks a running server: prompts of exact lengths, whole answers, and its own pages."""
+"""Requests to a running server: prompts of exact lengths, whole answers, and its own pages."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""A model that costs what a real one of its size does, and answers with words without end."""
+"""A model that costs what a real one of its size does, and never ends its answers."""
 
 import json
 import shutil

@@ -57,7 +57,7 @@ def running(
     speculates: bool = False,
     checkout: Path = ROOT,
 ) -> Iterator[str]:
-    """The URL of a server that answers; more flags are for Brigade, whose code is that of checkout.
+    """Yields the URL of a server that answers. Brigade runs from checkout, and gets more as flags.
 
     Brigade guesses tokens only if speculates is set, because texts of random weights repeat
     themselves more than real ones.

@@ -1,4 +1,4 @@
-"""What is worked out of records and timelines. Pure functions."""
+"""Figures computed from records and timelines, by pure functions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +22,8 @@ def ratio(values: Sequence[float], others: Sequence[float]) -> float:
 
 
 def steady_window(run: Sequence[RequestRecord]) -> Window:
-    """While every request of the run decodes: from the last first chunk to the first last one."""
+    """While all requests of the run decode: from the latest first chunk to the earliest last
+    one."""
     return max(record.times[0] for record in run), min(record.times[-1] for record in run)
 
 
