@@ -18,8 +18,8 @@ def played_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def front(played_tokenizer: Tokenizer) -> Iterator[Running]:
-    """A server that answers everything with the same short text, and a grammar with what it
-    demands: a title as JSON, or a call."""
+    """A server that answers with the same short text, or with a title or a call where a grammar
+    demands one."""
 
     call = Call("write_file", {"path": "a", "content": "b"})
     texts = "Done.", TITLE, *call.forms()

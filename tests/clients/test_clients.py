@@ -1,4 +1,4 @@
-"""What others wrote against OpenAI's API runs unchanged, each against two real ranks.
+"""Other projects' clients run unchanged, each against two real ranks.
 
 The suites are files of the clients' environment; what they leave out is said in them.
 """

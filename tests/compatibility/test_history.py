@@ -182,7 +182,7 @@ SEEN: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_history_of_chats_arrives(server: Server, name: str) -> None:
+def test_history_of_chats_reaches_the_model(server: Server, name: str) -> None:
     given, text = SEEN[name]
     assert text in server.ask(CHAT, {"messages": [*given, USER]}).prompt
 
@@ -301,7 +301,7 @@ SEEN_ITEMS: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("name", SEEN_ITEMS)
-def test_history_of_responses_arrives(server: Server, name: str) -> None:
+def test_history_of_responses_reaches_the_model(server: Server, name: str) -> None:
     given, text = SEEN_ITEMS[name]
     assert text in server.ask(RESPONSES, {"input": [*given, USER]}).prompt
 
@@ -403,7 +403,7 @@ SEEN_TURNS: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("name", SEEN_TURNS)
-def test_history_of_messages_arrives(server: Server, name: str) -> None:
+def test_history_of_messages_reaches_the_model(server: Server, name: str) -> None:
     given, text = SEEN_TURNS[name]
     assert text in server.ask(MESSAGES, {"messages": given}).prompt
 

@@ -128,7 +128,7 @@ FORMS: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("path", "fields", "wrong", "right"), FORMS, ids=name_of)
-def test_words_for_a_form_enforce_it(
+def test_words_that_demand_a_form_enforce_it(
     server: Server, path: str, fields: dict[str, Any], wrong: str, right: str
 ) -> None:
     assert text_of(path, server.ask(path, fields, wrong, right).body) == right
@@ -202,7 +202,7 @@ def test_words_that_demand_a_call_force_it(
     assert calls_of(path, asked.body) == [("weather", ARGUMENTS)]
 
 
-def test_words_allowed_tools_offer_a_part(server: Server) -> None:
+def test_allowed_tools_are_the_only_ones_offered(server: Server) -> None:
     fields = {"tools": [WEATHER, tool("other")], "tool_choice": allowed("auto")}
     asked = server.ask(CHAT, fields)
     assert '"weather"' in asked.prompt
@@ -210,14 +210,14 @@ def test_words_allowed_tools_offer_a_part(server: Server) -> None:
 
 
 @pytest.mark.parametrize("choice", [None, "auto", {"name": "weather"}])
-def test_words_functions_are_tools(server: Server, choice: Any) -> None:
+def test_functions_are_called_like_tools(server: Server, choice: Any) -> None:
     fields = {"functions": [WEATHER["function"]], "function_call": choice}
     answers = WRITTEN[1:] if choice in (None, "auto") else WRITTEN
     message = server.ask(CHAT, fields, *answers).body["choices"][0]["message"]
     assert message["function_call"] == {"name": "weather", "arguments": ARGUMENTS}
 
 
-def test_words_function_call_none_offers_nothing(server: Server) -> None:
+def test_function_call_none_allows_no_call(server: Server) -> None:
     fields = {"functions": [WEATHER["function"]], "function_call": "none"}
     assert text_of(CHAT, server.ask(CHAT, fields, *WRITTEN).body) == ANSWER
 
@@ -244,13 +244,13 @@ def test_words_for_the_same_tool_make_the_same_prompt(server: Server) -> None:
 
 
 @pytest.mark.parametrize("name", ["mcp:server/tool", "mcp__server__tool", "a.b", "n" * 128])
-def test_words_names_of_tools_may_be_those_of_gateways(server: Server, name: str) -> None:
+def test_tool_names_of_gateways_are_accepted(server: Server, name: str) -> None:
     call = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
     asked = server.ask(CHAT, {"tools": [tool(name)]}, call)
     assert calls_of(CHAT, asked.body) == [(name, "{}")]
 
 
-def test_words_tools_may_be_very_many(server: Server) -> None:
+def test_a_thousand_tools_are_accepted(server: Server) -> None:
     tools = [tool(f"t{number}") for number in range(1024)]
     call = '<tool_call>\n{"name": "t1023", "arguments": {}}\n</tool_call>'
     assert calls_of(CHAT, server.ask(CHAT, {"tools": tools}, call).body) == [("t1023", "{}")]

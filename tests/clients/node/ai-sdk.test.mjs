@@ -16,7 +16,7 @@ const provider = createOpenAICompatible({
 const base = { model: provider("tiny-chat"), temperature: 0, maxOutputTokens: 40, maxRetries: 0 };
 const prompt = "Say the alphabet.";
 
-test("a stream is the reply", async () => {
+test("a stream adds up to the reply", async () => {
   const reply = await generateText({ ...base, prompt });
   assert.ok(reply.text.startsWith("a, b, c"));
   const stream = streamText({ ...base, prompt });
@@ -26,7 +26,7 @@ test("a stream is the reply", async () => {
   assert.equal((await stream.usage).outputTokens, reply.usage.outputTokens);
 });
 
-test("a tool that is demanded", async () => {
+test("a required tool is called", async () => {
   const weather = tool({ description: "The weather.", inputSchema: z.object({ city: z.enum(["Rome", "Oslo"]) }) });
   const options = { ...base, prompt, tools: { weather }, toolChoice: "required", maxOutputTokens: 100 };
   const reply = await generateText(options);
@@ -35,7 +35,7 @@ test("a tool that is demanded", async () => {
   assert.deepEqual((await stream.toolCalls)[0].input, reply.toolCalls[0].input);
 });
 
-test("structured output", async () => {
+test("an answer follows its schema", async () => {
   const output = Output.object({ schema: z.object({ colour: z.enum(["red", "green"]) }) });
   const reply = await generateText({ ...base, maxOutputTokens: 200, prompt, output });
   assert.ok(["red", "green"].includes(reply.output.colour));
@@ -44,7 +44,7 @@ test("structured output", async () => {
 // Its own provider speaks Responses, and refers to earlier answers by their ids.
 const responses = createOpenAI({ baseURL: process.env.OPENAI_BASE_URL, apiKey: "none" });
 
-test("a second turn of responses", async () => {
+test("a second turn refers to the stored response", async () => {
   const options = { ...base, model: responses("tiny-chat") };
   const messages = [{ role: "user", content: prompt }];
   const first = await generateText({ ...options, messages });
