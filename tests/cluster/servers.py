@@ -36,7 +36,7 @@ def brigade_launch(num_ranks: int, flags: Sequence[str]) -> list[str]:
 
 
 def mlx_launch(num_ranks: int, flags: Sequence[str]) -> list[str]:
-    """As README has it, but for the ports: other tests may run beside this one."""
+    """As docs/cluster.md has it, but for the ports: other tests may run beside this one."""
     port = str(free_ports(num_ranks + 1)[1])
     ranks = ["-n", str(num_ranks), "--starting-port", port]
     return [str(BIN / "mlx.launch"), *ranks, "serve", *flags]

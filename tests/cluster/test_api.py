@@ -112,7 +112,7 @@ def test_prompts_of_chats_are_scored_as_vllm_does(server: Server, whole: Whole) 
             assert best["logprob"] == pytest.approx(row.max(), abs=1e-3)
 
 
-def test_a_stream_of_several_prompts_and_choices(server: Server) -> None:
+def test_a_stream_of_several_prompts_and_choices_adds_up_to_the_reply(server: Server) -> None:
     fields: dict[str, Any] = {"n": 2, "temperature": 1, "seed": 5, "max_tokens": 6, "echo": True}
     prompts = [PROMPT, "one two three"]
     reply = complete(server, prompts, **fields)

@@ -93,7 +93,7 @@ def test_embeddings_have_the_requested_form(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_mean_pooling_beside_generation_and_after_a_kill(
+def test_mean_pooling_is_right_beside_generation_and_after_a_kill(
     mended: Server, hidden_states: Embed
 ) -> None:
     """Chats run meanwhile, get what they get alone, and an engine of each rank is killed."""

@@ -134,13 +134,17 @@ def check_all(server: Server, num_calls: int, **fields: Any) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_random_tools_with_random_weights(random_model: Server, choice: Any) -> None:
+def test_calls_of_random_tools_follow_their_schemas_with_random_weights(
+    random_model: Server, choice: Any
+) -> None:
     bias = biases(TINY_CHAT, "<tool_call>")
     check_all(random_model, 2, tool_choice=choice, temperature=1, logit_bias=bias, max_tokens=800)
 
 
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_random_tools_with_a_real_model(real_model: Server, choice: Any) -> None:
+def test_calls_of_random_tools_follow_their_schemas_with_a_real_model(
+    real_model: Server, choice: Any
+) -> None:
     num_calls = 2 if choice == "auto" else 0
     check_all(real_model, num_calls, tool_choice=choice, temperature=0.3, max_tokens=200)

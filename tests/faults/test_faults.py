@@ -38,7 +38,8 @@ _SECRETS = re.compile(rb'Traceback|File "|\.py\b|0x[0-9a-f]{6}|/(home|root|work|
 
 @pytest.fixture(autouse=True)
 def _alive(http: httpx2.Client, right_answer: str) -> Iterator[None]:
-    """The probe: a small request of its own is answered right, soon, and leaves nothing."""
+    """Checks after each case that a small request is answered right and soon, and leaves
+    nothing."""
     yield
     began = time.monotonic()
     reply = http.post(CHAT, json=GOOD, timeout=5)
