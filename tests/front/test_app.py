@@ -477,8 +477,8 @@ def test_unknown_fields_are_named_where_nothing_is_generated(shared: Running) ->
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-def test_unknown_fields_are_refused_elsewhere(shared: Running, path: str) -> None:
-    """So there is none to name."""
+def test_unknown_fields_are_refused_in_responses_and_messages(shared: Running, path: str) -> None:
+    """So there is none for the header to name."""
     asked = {"input": "hi"} if path == "/v1/responses" else {**HELLO, "max_tokens": 5}
     reply = httpx2.post(shared.url + path, json={"model": "tiny", **asked, "temprature": 1})
     assert reply.status_code == 400

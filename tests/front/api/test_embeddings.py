@@ -23,7 +23,7 @@ def post(server: Running, **fields: Any) -> httpx2.Response:
         ([[5, 6, 7], [8]], [[3, 7], [1, 8]]),
     ],
 )
-def test_embeddings_of_token_ids(server: Running, given: Any, vectors: Any) -> None:
+def test_token_ids_are_embedded_and_counted(server: Running, given: Any, vectors: Any) -> None:
     reply = post(server, input=given).raise_for_status().json()
     num_tokens = int(sum(vector[0] for vector in vectors))
     assert reply == {
@@ -37,7 +37,7 @@ def test_embeddings_of_token_ids(server: Running, given: Any, vectors: Any) -> N
     }
 
 
-def test_embeddings_of_texts_in_base64(server: Running, engine: FakeEngine) -> None:
+def test_texts_are_embedded_in_base64(server: Running, engine: FakeEngine) -> None:
     texts = ["hello", "how are you"]
     reply = post(server, input=texts, encoding_format="base64").raise_for_status().json()
     expected = [engine.tokenizer.encode(text, add_special_tokens=True) for text in texts]

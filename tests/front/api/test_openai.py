@@ -251,7 +251,7 @@ def test_a_missing_field_is_named() -> None:
         read(b'{"model": "m"}')
 
 
-def test_the_newer_limit_counts() -> None:
+def test_max_completion_tokens_wins_over_max_tokens() -> None:
     assert chat(max_tokens=1, max_completion_tokens=2).max_answer_tokens == 2
     assert chat(max_tokens=2).max_answer_tokens == 2
     assert chat(max_tokens=2, max_completion_tokens=-1).max_answer_tokens == -1

@@ -37,7 +37,7 @@ def test_delta_lists_every_type() -> None:
 
 
 @pytest.mark.parametrize("delta", EACH, ids=lambda each: type(each).__name__)
-def test_delta_is_frozen_and_equals_its_like(delta: Any) -> None:
+def test_deltas_are_frozen_and_compare_by_value(delta: Any) -> None:
     fields = {field.name: getattr(delta, field.name) for field in dataclasses.fields(delta)}
     assert type(delta)(**fields) == delta
     for name in fields:
@@ -50,7 +50,7 @@ def test_deltas_of_different_types_differ() -> None:
 
 
 @pytest.mark.parametrize("delta", EACH, ids=lambda each: type(each).__name__)
-def test_update_knows_its_begin_and_its_end(delta: Any) -> None:
+def test_update_finds_the_begin_and_the_end_of_an_answer(delta: Any) -> None:
     update = Update(0, (delta,))
     assert update.begin == (delta if isinstance(delta, AnswerBegin) else None)
     assert update.end == (delta if isinstance(delta, AnswerEnd) else None)

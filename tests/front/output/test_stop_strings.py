@@ -74,7 +74,7 @@ def test_the_stop_string_that_ended_the_text_is_known(stops: list[str], which: s
     assert matcher.matched == which
 
 
-def test_a_stop_string_inside_the_beginning_of_a_longer_one() -> None:
+def test_a_stop_string_is_found_inside_the_beginning_of_a_longer_one() -> None:
     assert cut_in_pieces(["xabc", "dX"], ["abcde", "cd"]) == ("xab", True)
 
 

@@ -50,7 +50,7 @@ def prompt_of(sequence: Sequence, boundaries: tuple[int, ...] = ()) -> Prompt:
 
 @dataclass
 class StageModel:
-    """held are the tokens whose keys and values it would have, checkpoints those whose states. If
+    """held has the tokens whose keys and values it would hold, checkpoints those whose states. If
     can_cut is false, a sequence can begin only at a checkpoint or as all of another one. loaded are
     the tokens that were read from disk for new sequences."""
 

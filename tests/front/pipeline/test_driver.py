@@ -514,7 +514,7 @@ async def test_a_returning_rank_that_cannot_load_is_left_out(
 
 
 @pytest.mark.long
-async def test_rank_that_could_not_load_and_returns_is_enough_with_rank_0(
+async def test_a_rank_that_could_not_load_may_form_a_ring_with_rank_0_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MIN_RANKS", "2")

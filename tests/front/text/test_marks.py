@@ -296,7 +296,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("api", ["chat", "responses", "anthropic"])
-def test_demanded_calls_whose_schemas_refer_to_themselves(
+def test_demanded_calls_follow_schemas_that_refer_to_themselves(
     tokenizer: LLTokenizer,  # noqa: F811
     api: str,
 ) -> None:

@@ -393,7 +393,7 @@ def test_body_drops_system_messages_for_one_turn() -> None:
         ({"n": 2}, "n"),
     ],
 )
-def test_everything_else_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
+def test_unsupported_fields_are_refused_by_name(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestError) as caught:
         as_chat(**fields)
     assert named in str(caught.value)

@@ -130,7 +130,7 @@ def test_a_format_is_a_grammar(tokenizer: Tokenizer, schema: Any) -> None:
         ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format"),
     ],
 )
-def test_everything_else_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_unsupported_fields_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         body(**fields)
     assert (caught.value.param or "").startswith(param)

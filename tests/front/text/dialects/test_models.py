@@ -163,7 +163,9 @@ def test_reasoning_is_switched_by_the_templates_variable(
         assert low != high
 
 
-def test_harmony_efforts_and_thoughts_of_the_history(tokenizers: dict[str, Tokenizer]) -> None:
+def test_harmony_maps_efforts_and_shows_reasoning_of_the_history(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     tokenizer = tokenizers["harmony"]
     reasoning = tokenizer.dialect.reasoning
     assert reasoning is not None
