@@ -1,7 +1,7 @@
 """A tiny random model of every architecture of the installed mlx-lm.
 
-A config is made from words: small values by the names that configs use for the same
-things. An architecture is listed here only where these do not fit it.
+A config is made from words: names that configs share, with small values. An architecture is listed
+here only where these do not fit it.
 """
 
 import dataclasses

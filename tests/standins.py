@@ -1,6 +1,5 @@
-"""What some architectures need and a test machine has not: Metal kernels, in plain MLX.
-
-Not the kernels' rounding, but their shapes, and what depends on what.
+"""Metal kernels that some architectures need and a test machine lacks, in plain MLX. They have the
+kernels' shapes and dependencies, but not their rounding.
 """
 
 import sys

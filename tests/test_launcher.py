@@ -132,7 +132,7 @@ Start = Callable[[int, str], Launch]
 # --- ends
 
 
-def test_all_ranks_end_well(launch: Start) -> None:
+def test_a_launch_whose_ranks_end_well_ends_with_0(launch: Start) -> None:
     assert launch(3, "print('done', rank)").end()[0] == 0
 
 

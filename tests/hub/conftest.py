@@ -18,7 +18,7 @@ def repo(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """HF_HOME, empty; nobody's token."""
+    """An empty HF_HOME, without a token."""
     folder = tmp_path / "home"
     folder.mkdir()
     monkeypatch.setattr(constants, "HF_HOME", str(folder))

@@ -83,14 +83,16 @@ def test_shared_head_gives_the_logits_of_the_whole_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("num_shards", [3, 5])
-def test_shared_head_of_a_vocabulary_that_does_not_divide(num_shards: int) -> None:
+def test_shared_head_is_exact_for_a_vocabulary_that_does_not_divide(num_shards: int) -> None:
     """96 tokens make parts of 20, 20, 20, 20 and 16."""
     check_equal(lambda: make("llama-tied"), num_shards)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_shared_head_of_half_precision_and_of_four_bits(dtype: mx.Dtype, is_tied: bool) -> None:
+def test_shared_head_is_exact_in_half_precision_and_four_bits(
+    dtype: mx.Dtype, is_tied: bool
+) -> None:
     def half() -> nn.Module:
         model = build("llama", tie_word_embeddings=is_tied, intermediate_size=64)
         model.set_dtype(dtype)
@@ -171,7 +173,7 @@ def test_share_head_leaves_a_vocabulary_whole_that_has_no_part_for_the_last_shar
         ("llama-tied", "model.embed_tokens", False),
     ],
 )
-def test_shared_head_with_an_adapter(name: str, module_name: str, is_dora: bool) -> None:
+def test_shared_head_is_exact_with_an_adapter(name: str, module_name: str, is_dora: bool) -> None:
     """DoRA scales the plain logits, and the adapter of a tied head is that of the embedding."""
 
     def adapt(model: nn.Module) -> None:

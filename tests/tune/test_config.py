@@ -189,7 +189,7 @@ def test_mistakes_are_reported_before_the_start(
         (["--lora-scale", "3", "--lora-dropout", "0.1"], {"rank": 8, "scale": 3.0, "dropout": 0.1}),
     ],
 )
-def test_flags_of_the_adapter(words: list[str], lora: dict[str, float]) -> None:
+def test_flags_of_the_adapter_set_its_parameters(words: list[str], lora: dict[str, float]) -> None:
     assert _parse([*BASE, *words]).lora == lora
 
 

@@ -73,7 +73,7 @@ def test_gradients_over_the_ring_are_exact(tmp_path: Path, num_ranks: int) -> No
 
 
 def test_a_finished_neighbour_does_not_end_the_other_ranks() -> None:
-    """The last word goes round: rank 0 is gone before rank 1 has it from rank 2."""
+    """The last message goes round the ring: rank 0 is gone before rank 1 has it from rank 2."""
     _, first, second = links = local_links(3)
     links[0].close()
     second.send(1, "late", (Reached("the end"),), [])

@@ -1,5 +1,5 @@
-"""What a run must never replace: good weights on disk, by ones that are not finite, by half a file,
-or because one rank of several is broken."""
+"""Good weights on disk are never replaced by ones that are not finite, by half a file, or because
+one rank of several is broken."""
 
 import json
 import math
