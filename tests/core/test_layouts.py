@@ -183,11 +183,11 @@ def test_gathering_logits_takes_at_most_half_of_the_time_that_sharing_the_head_s
     assert max_tokens_of_shared_head(0.00121, 300_000, 3, link) == 2
 
 
-def test_parse_link() -> None:
+def test_parse_link_reads_milliseconds_and_megabytes_per_second() -> None:
     assert parse_link("0.2,1100") == Link(0.0002, 1.1e9)
 
 
 @pytest.mark.parametrize("text", ["", "0.2", "0,1", "a,b", "1,2,3", "nan,1", "1,-1"])
-def test_parse_link_refuses_what_is_no_link(text: str) -> None:
+def test_parse_link_refuses_malformed_links(text: str) -> None:
     with fails(UsageError, "malformed"):
         parse_link(text)

@@ -375,7 +375,7 @@ def test_peft_patterns_give_ranks_and_scales(tmp_path: Path) -> None:
     pipeline.logits([1, 0])
 
 
-def test_half_precision_and_only_the_own_layers_are_read(tmp_path: Path) -> None:
+def test_a_stage_reads_only_its_own_layers_in_half_precision(tmp_path: Path) -> None:
     folder = adapters.save_adapter(tmp_path / "a", LLAMA())
     tensors, config = adapters.read(folder)
     half = {name: array.astype(mx.bfloat16) for name, array in tensors.items()}

@@ -56,7 +56,7 @@ def test_engine_reads_only_the_weights_that_it_lacks(
         earlier = set(weights)
 
 
-def test_engine_has_never_more_than_its_own_layers_in_memory(ordered: Ordered) -> None:
+def test_engine_never_holds_more_than_its_own_layers(ordered: Ordered) -> None:
     before = mx.get_active_memory()
     owned = ordered.load(layers=(0, 3)).bytes_owned
     for layers in ((2, 4), (0, 3), (1, 3)):

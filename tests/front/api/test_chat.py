@@ -75,7 +75,7 @@ def test_an_absurd_prompt_is_not_encoded(
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_defaults_of_sampling(tokenizer: Tokenizer) -> None:
+def test_without_parameters_sampling_has_defaults_and_a_random_seed(tokenizer: Tokenizer) -> None:
     (first,), (second,) = (prepared(tokenizer, 200).samplings for _ in range(2))
     ends = tuple(sorted(tokenizer.eos_ids))
     assert first == Sampling(seed=first.seed, end_ids=ends)
