@@ -8,6 +8,11 @@ keeps its layers, and waits until its parent sends an order for another ring, pe
 layers, or kills it.
 """
 
+from serve.model.without_tokenizers import import_without_tokenizers
+
+if __name__ == "__main__":
+    import_without_tokenizers()  # Before anything imports mlx-lm.
+
 import faulthandler
 import os
 import shutil
