@@ -60,7 +60,7 @@ OWNERS = {
     "msgspec": ["serve.*", "launcher.checks", "launcher.hostfile"],
     "pydantic": ["serve.front.*"],
     "pydantic_core": ["serve.front.*"],
-    "huggingface_hub": ["serve.hub.*"],
+    "huggingface_hub": ["serve.hub.*", "serve.model.models_only"],
     "mlx": ["serve.ring.*", "serve.model.*", "serve.lora.*", "serve.rank.*", "serve.tune.*"],
     "mlx_lm": ["serve.model.*", "serve.lora.*", "serve.rank.*", "serve.tune.*"],
     "llguidance": [

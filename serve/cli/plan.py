@@ -134,9 +134,9 @@ def run(argv: Sequence[str]) -> int:
     gc.disable()  # A large model has 100,000 tensors, and this process ends soon.
     config = parse(PlanConfig, current("plan", argv, PlanConfig), "brigade plan", __doc__)
     # Imported here: a wrong flag should not wait for MLX.
-    from serve.model.without_tokenizers import import_without_tokenizers
+    from serve.model.models_only import import_models_only
 
-    import_without_tokenizers()
+    import_models_only()
     from serve.cli.layouts import layout_notes, layout_table
     from serve.model.layouts import Comparison, compare
     from serve.model.planning import make_plan

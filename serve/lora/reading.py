@@ -3,18 +3,20 @@
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from serve.core.errors import AdapterError, ModelError
-from serve.hub.partial import PartialModel
 from serve.lora.files import CONFIG_FILE, AdapterFiles, TargetModule, file_stamp
 from serve.lora.layers import EMBEDDINGS, EXPERTS, Matrices, ModuleMatrices, dequantized
 from serve.model.sharding import DIVIDED, Division, Divisions
 from serve.model.stage import Stage
+
+if TYPE_CHECKING:
+    from serve.hub.partial import PartialModel
 
 _ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *DIVIDED, *EMBEDDINGS, *EXPERTS)
 
@@ -160,7 +162,7 @@ def _matches_with_any_rank(found: tuple[int, ...], pattern: tuple[int | None, ..
     return True
 
 
-def fetch(partial: PartialModel, targets: Mapping[str, TargetModule]) -> None:
+def fetch(partial: "PartialModel", targets: Mapping[str, TargetModule]) -> None:
     """Fetches the tensors of these targets from the hub. Raises AdapterError."""
     names: list[str] = []
     for target in targets.values():

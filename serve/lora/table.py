@@ -8,14 +8,13 @@ import hashlib
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from serve.core.errors import AdapterError, EngineError, ModelError
 from serve.core.messages import AdapterRead, AdapterRefused, LoadAdapter
 from serve.core.types import Row, Step
-from serve.hub.partial import PartialModel, open_partial
-from serve.hub.repo import ADAPTER
 from serve.lora import copies
 from serve.lora.files import (
     CONFIG_FILE,
@@ -40,6 +39,9 @@ from serve.lora.reading import (
 from serve.model import trace
 from serve.model.sharding import Divisions
 from serve.model.stage import Stage
+
+if TYPE_CHECKING:
+    from serve.hub.partial import PartialModel
 
 _MIN_SLOTS = 4
 _MAX_RANK = 512  # All slots are as large as the largest rank.
@@ -131,7 +133,11 @@ class Adapters:
                 code="missing_tensor",
             )
 
-    def _open(self, repo: str, commit: str) -> PartialModel:
+    def _open(self, repo: str, commit: str) -> "PartialModel":
+        # Imported here, because an adapter in a folder does not need it.
+        from serve.hub.partial import open_partial
+        from serve.hub.repo import ADAPTER
+
         try:
             return open_partial(repo, commit, self._cache_dir, kind=ADAPTER)
         except ModelError as error:

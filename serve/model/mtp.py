@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,12 +18,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from serve.core.checkpoint import Checkpoint, read_checkpoint, read_json
 from serve.core.errors import ModelError
 from serve.core.plan import Demand, with_slack
-from serve.hub.partial import PartialModel
 from serve.model import trace
 from serve.model.costs import measure
 from serve.model.stage import Stage
 from serve.model.trial import named_arrays
 from serve.model.weights import Progress, Variant, build_model, load_variant
+
+if TYPE_CHECKING:
+    from serve.hub.partial import PartialModel
 
 _HEAD = "lm_head"  # of the model, which its prediction head uses too
 _MAX_NAMED = 3  # missing tensors in an error
@@ -191,7 +193,7 @@ def head_bytes(folder: Path, demand: Demand) -> int:
 
 
 def load_head(
-    model: Path | PartialModel,
+    model: "Path | PartialModel",
     progress: Progress,
     prepare: Callable[[nn.Module], None],
 ) -> PredictionHead:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,12 +19,14 @@ from mlx_lm import utils
 
 from serve.core.checkpoint import TensorRange, read_checkpoint
 from serve.core.errors import ModelError
-from serve.hub.partial import PartialModel, open_partial
 from serve.hub.parts import TensorPart
 from serve.model.sharding import Divisions, Sharding
 from serve.model.stage import Stage
 from serve.model.trace import Arrays, depends_on, edges
 from serve.model.trial import named_arrays
+
+if TYPE_CHECKING:
+    from serve.hub.partial import PartialModel
 
 _GROUP_BYTES = 64 << 20
 _MAX_TRACED = 400  # arrays in one call of the tracer
@@ -66,16 +68,19 @@ def open_model(
     model: str,
     commit: str | None,
     cache_dir: str | None,
-) -> Path | PartialModel:
+) -> "Path | PartialModel":
     """Returns a model's folder, partial for a commit of a hub model. Raises ModelError."""
     if commit is None:
         return Path(model)
+    # Imported here, because a model in a folder does not need it.
+    from serve.hub.partial import open_partial
+
     cache = Path(cache_dir) if cache_dir else None
     return open_partial(model, commit, cache)
 
 
 def load_stage(
-    model: Path | PartialModel,
+    model: "Path | PartialModel",
     start: int,
     end: int,
     progress: Progress,
@@ -94,12 +99,12 @@ def load_stage(
     before = _bytes_read()
     raw: Arrays = {}
     own, bytes_fetched = _build(model, progress, cut, _Cut.missing, raw, own_parts=_Cut.parts)
-    if isinstance(model, PartialModel):
-        folder = model.folder
-        tensors = model.tensors
-    else:
+    if isinstance(model, Path):
         folder = model
         tensors = read_checkpoint(folder).tensors if own.sharding else {}
+    else:
+        folder = model.folder
+        tensors = model.tensors
     weights = list(own.weights())
     missing = list(own.missing())
     parts = own.parts(raw, tensors)
@@ -127,7 +132,7 @@ def load_stage(
 
 
 def load_variant(
-    model: Path | PartialModel,
+    model: "Path | PartialModel",
     variant: Variant,
     progress: Progress,
     make: Callable[[nn.Module], Made],
@@ -201,7 +206,7 @@ def _read_part(array: mx.array, part: TensorPart) -> None:
     array[...] = whole
 
 
-def load_changed(model: Path | PartialModel, changed: Mapping[str, mx.array]) -> nn.Module:
+def load_changed(model: "Path | PartialModel", changed: Mapping[str, mx.array]) -> nn.Module:
     """Builds the whole lazy model, with these weights in place of its own."""
 
     def change(whole: nn.Module) -> nn.Module:
@@ -280,7 +285,7 @@ def _recording(model: nn.Module, raw: Arrays) -> nn.Module:
 
 
 def _build(
-    model: Path | PartialModel,
+    model: "Path | PartialModel",
     progress: Progress,
     make: Callable[[nn.Module], Made],
     weights: Callable[[Made], Iterable[mx.array]],

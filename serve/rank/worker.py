@@ -8,10 +8,10 @@ keeps its layers, and waits until its parent sends an order for another ring, pe
 layers, or kills it.
 """
 
-from serve.model.without_tokenizers import import_without_tokenizers
+from serve.model.models_only import import_models_only
 
 if __name__ == "__main__":
-    import_without_tokenizers()  # Before anything imports mlx-lm.
+    import_models_only()  # Before anything imports mlx-lm.
 
 import faulthandler
 import os

@@ -1,25 +1,28 @@
-"""Imports of mlx-lm without its tokenizers, each in a process of its own."""
+"""Imports of mlx-lm's models only, each in a process of its own."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
-WITHOUT = """
+MODELS_ONLY = """
 import sys
-from serve.model.without_tokenizers import import_without_tokenizers
-import_without_tokenizers()
+from serve.model.models_only import import_models_only
+import_models_only()
 """
 
 ENGINE = """
 import serve.rank.worker, serve.model.planning
 assert "mlx_lm.models.cache" in sys.modules
-assert "transformers" not in sys.modules
+assert not {"huggingface_hub", "httpx2", "transformers"} & set(sys.modules)
 """
 
 WHOLE = f"""
 import mlx_lm.utils, mlx_lm
+assert "huggingface_hub" not in sys.modules
 assert "transformers" not in sys.modules
 model, tokenizer = mlx_lm.load({str(ROOT / "examples" / "tiny-chat")!r})
 assert "transformers" in sys.modules
@@ -27,6 +30,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 assert isinstance(tokenizer, TokenizerWrapper)
 assert mlx_lm.generate(model, tokenizer, "Hello", max_tokens=3)
 assert mlx_lm.__version__
+try:
+    mlx_lm.load("Some/Repository")
+except Exception as error:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+    assert isinstance(error, LocalEntryNotFoundError)
+else:
+    raise AssertionError("it needs no hub")
 """
 
 
@@ -36,12 +46,13 @@ def run(program: str, folder: Path = ROOT) -> None:
     subprocess.run([sys.executable, "-c", lines], check=True, timeout=60)
 
 
-def test_an_engine_imports_no_tokenizers() -> None:
-    run(WITHOUT + ENGINE)
+def test_an_engine_imports_neither_tokenizers_nor_the_hub() -> None:
+    run(MODELS_ONLY + ENGINE)
 
 
-def test_mlx_lm_is_whole_for_who_asks_for_more() -> None:
-    run(WITHOUT + WHOLE)
+def test_mlx_lm_is_whole_for_who_asks_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    run(MODELS_ONLY + WHOLE)
 
 
 def test_another_mlx_lm_is_imported_as_usual(tmp_path: Path) -> None:
@@ -54,9 +65,9 @@ def test_another_mlx_lm_is_imported_as_usual(tmp_path: Path) -> None:
     )
     (package / "tokenizer_utils.py").write_text("class Wrapper: ...\n")
     run(
-        f"{WITHOUT}import mlx_lm\nassert mlx_lm.load.__base__.__name__ == 'Wrapper'",
+        f"{MODELS_ONLY}import mlx_lm\nassert mlx_lm.load.__base__.__name__ == 'Wrapper'",
         folder=tmp_path,
     )
     (package / "utils.py").unlink()
     (package / "__init__.py").write_text("from .tokenizer_utils import Wrapper\n")
-    run(f"{WITHOUT}import mlx_lm.tokenizer_utils as t\nassert t.Wrapper()", folder=tmp_path)
+    run(f"{MODELS_ONLY}import mlx_lm.tokenizer_utils as t\nassert t.Wrapper()", folder=tmp_path)
