@@ -25,7 +25,7 @@ from serve.front.text.tokens import Tokenizer
 from serve.parent.engines import Engines
 from tests.configs import serve_config
 from tests.front.fakes import MAX_CONTEXT, FakeEngine, Running, byte_level, save
-from tests.front.pipeline.simulation import result_of
+from tests.front.pipeline.stage_model import result_of
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 

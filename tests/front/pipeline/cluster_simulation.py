@@ -41,7 +41,7 @@ from serve.parent.control import Gone, Joined
 from serve.parent.engines import Engines
 from serve.rank.outbox import Outbox
 from tests.configs import serve_config
-from tests.front.pipeline.simulation import StageModel, next_token, result_of
+from tests.front.pipeline.stage_model import StageModel, next_token, result_of
 
 FACTS = {"mlx": "1"}
 POISON = 1500  # no token of the model's own

@@ -33,7 +33,7 @@ from serve.core.plan import StagePlan, even_split
 from serve.core.types import StageState, Step
 from serve.core.wire import FrameReader, frame
 from serve.rank.outbox import Outbox
-from tests.front.pipeline.simulation import StageModel, next_token, result_of
+from tests.front.pipeline.stage_model import StageModel, next_token, result_of
 
 STATUS_SECONDS = 0.1
 COMPUTING = Activity(0.0, 0, 0, 0.0, None, 1, None, [], 0.0)

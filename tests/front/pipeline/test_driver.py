@@ -37,7 +37,7 @@ from serve.parent.engine import EngineProcess
 from serve.parent.member import run_member
 from tests.configs import changed, serve_config
 from tests.errors import fails
-from tests.front.pipeline.simulation import next_token
+from tests.front.pipeline.stage_model import next_token
 from tests.ports import free_ports
 
 pytestmark = pytest.mark.anyio

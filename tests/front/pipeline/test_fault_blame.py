@@ -11,13 +11,8 @@ from serve.core.types import Step
 from serve.front.pipeline.fault_blame import MAX_FAULTS_ALONE, MAX_SHARED_FAULTS, Blame, FaultBlame
 from serve.front.pipeline.scheduler import Reuse
 from serve.parent.restarts import Restarts
-from tests.front.pipeline.simulation import (
-    Pipeline,
-    StageModel,
-    check_examples,
-    expected,
-    make_sequence,
-)
+from tests.front.pipeline.simulation import Pipeline, check_examples, expected, make_sequence
+from tests.front.pipeline.stage_model import StageModel
 from tests.front.pipeline.test_scheduler import check_all_ended, copies
 
 MAX_RESTARTS = 5

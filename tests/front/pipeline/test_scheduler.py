@@ -13,15 +13,14 @@ from serve.core.types import FAILURES
 from serve.front.pipeline.scheduler import Reuse
 from tests.errors import fails
 from tests.front.pipeline.simulation import (
-    VOCABULARY,
     Pipeline,
     check_examples,
     check_outputs,
     expected,
     live,
     make_sequence,
-    next_token,
 )
+from tests.front.pipeline.stage_model import VOCABULARY, next_token
 
 
 def check_all_ended(pipeline: Pipeline) -> None:

@@ -12,7 +12,6 @@ from serve.core.ops import Forget, Save
 from serve.core.types import Sequence
 from serve.front.prefixes import checkpoints
 from tests.front.pipeline.simulation import (
-    VOCABULARY,
     Pipeline,
     check_examples,
     check_outputs,
@@ -20,6 +19,7 @@ from tests.front.pipeline.simulation import (
     live,
     make_sequence,
 )
+from tests.front.pipeline.stage_model import VOCABULARY
 from tests.front.pipeline.test_scheduler import check_all_ended
 
 

@@ -15,7 +15,8 @@ from serve.front.pipeline.scheduler import Scheduler
 from serve.front.pipeline.warm_up import WarmUp
 from tests.configs import serve_config
 from tests.errors import fails
-from tests.front.pipeline.simulation import StageModel, make_sequence, next_token, result_of
+from tests.front.pipeline.simulation import make_sequence
+from tests.front.pipeline.stage_model import StageModel, next_token, result_of
 
 pytestmark = pytest.mark.anyio
 

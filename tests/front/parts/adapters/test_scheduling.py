@@ -17,13 +17,12 @@ from serve.front.prefixes.index import Gone, PrefixIndex, PrefixMatch
 from tests.configs import serve_config
 from tests.front.pipeline.simulation import (
     Pipeline,
-    StageModel,
     check_examples,
     check_outputs,
     expected,
     make_sequence,
-    next_token,
 )
+from tests.front.pipeline.stage_model import StageModel, next_token
 from tests.front.pipeline.test_scheduler import check_all_ended
 
 

@@ -28,12 +28,12 @@ from tests.configs import serve_config
 from tests.front.parts.disk.observing import is_busy
 from tests.front.pipeline.simulation import (
     Pipeline,
-    StageModel,
     check_examples,
     check_outputs,
     live,
     make_sequence,
 )
+from tests.front.pipeline.stage_model import StageModel
 from tests.front.pipeline.test_scheduler import check_all_ended, make_prompt
 
 MAX_BYTES = 10**9

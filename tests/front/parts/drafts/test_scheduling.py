@@ -18,16 +18,14 @@ from serve.front.parts.drafts.drafting import Drafting
 from serve.front.pipeline.scheduler import Reuse
 from tests.configs import serve_config
 from tests.front.pipeline.simulation import (
-    VOCABULARY,
     Pipeline,
     check_examples,
     check_outputs,
     expected,
     live,
     make_sequence,
-    next_token,
-    result_of,
 )
+from tests.front.pipeline.stage_model import VOCABULARY, next_token, result_of
 from tests.front.pipeline.test_scheduler import check_all_ended, make_prompt
 
 WRONG = VOCABULARY  # a token that never comes
