@@ -41,9 +41,11 @@ _FILE_EVENTS = {"open", "os.listdir", "os.scandir"}
 
 def _refuse_proc(event: str, arguments: tuple[object, ...]) -> None:
     """Hides /proc, except from psutil, which asks macOS in other ways."""
-    if event not in _FILE_EVENTS or not arguments or not isinstance(arguments[0], (str, bytes)):
-        return
-    path = os.fsdecode(arguments[0])
+    if event in _FILE_EVENTS and arguments and isinstance(arguments[0], (str, bytes, os.PathLike)):
+        _refuse(os.fsdecode(arguments[0]))
+
+
+def _refuse(path: str) -> None:
     if not path.startswith("/proc/"):
         return
     frame = sys._getframe()
@@ -54,6 +56,17 @@ def _refuse_proc(event: str, arguments: tuple[object, ...]) -> None:
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
 
+_stat = os.stat
+
+
+def _stat_without_proc(path: object, **options: object) -> os.stat_result:
+    """os.stat, which no audit event precedes."""
+    if isinstance(path, (str, bytes, os.PathLike)):
+        _refuse(os.fsdecode(path))
+    return _stat(path, **options)  # type: ignore[arg-type]
+
+
+os.stat = _stat_without_proc
 for module, names in _LINUX_ONLY.items():
     for name in names:
         if hasattr(module, name):
