@@ -33,6 +33,9 @@ for phase in ("connect", "read", "write", "pool"):
 hypothesis.settings.register_profile("brigade", deadline=None)
 hypothesis.settings.load_profile("brigade")
 
+# Until all tests are collected (see pytest_collection_finish): there is no garbage before.
+gc.disable()
+
 # The tests that start clusters, in two halves. A half runs on one worker, so that its files can
 # share fixtures that keep a cluster running.
 CLUSTERS = {
@@ -113,6 +116,7 @@ def pytest_collection_finish() -> None:
     collection of garbage in a test, or by an engine that loads a model, would take a second."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
