@@ -10,6 +10,7 @@ Nothing secret is on its command line. When the launcher is gone, or silent for 
 rank is asked to end, and killed if it does not.
 """
 
+import json
 import os
 import select
 import signal
@@ -19,10 +20,11 @@ from contextlib import suppress
 from socket import socket
 
 from launcher.command import exit_code, rank_environment
-from launcher.facts import host_facts, kill_former
+from launcher.facts import host_facts, kill_former, network_addresses
 from launcher.hop import Echo, measure_hop
 from launcher.process import LocalProcess, bound, shared_ring
 from serve.core.agent_messages import (
+    AddressesListed,
     AgentError,
     AgentMessage,
     DescribeHost,
@@ -30,6 +32,7 @@ from serve.core.agent_messages import (
     EnterFolder,
     FolderEntered,
     FromAgent,
+    ListAddresses,
     MeasureHop,
     PortsReserved,
     RankEnded,
@@ -81,13 +84,15 @@ class Agent:
                     return self._enter(question)
                 case DescribeHost(model, ips, prefix_cache_dir, port):
                     return host_facts(model, ips, prefix_cache_dir, port)
+                case ListAddresses():
+                    return AddressesListed(network_addresses())
                 case ReservePorts(ips):
                     return self._reserve(ips)
                 case StartEcho(ip):
                     self._echoes.append(Echo(ip))
                     return EchoStarted(self._echoes[-1].port)
-                case MeasureHop(ip, port):
-                    return measure_hop(ip, port)
+                case MeasureHop(ip, port, seconds):
+                    return measure_hop(ip, port, seconds)
                 case RunRank() | SendSignal():
                     return AgentError("No rank runs here yet.")
         except (BrigadeError, OSError) as error:
@@ -109,7 +114,9 @@ class Agent:
         for reserved in self._reserved:
             reserved.close()
         kill_former(order.secret, order.rank)
-        with shared_ring(order.addresses, order.control, order.secret) as ring:
+        addresses = order.addresses
+        listen = json.dumps(addresses.own)
+        with shared_ring(addresses.theirs, order.control, order.secret, listen) as ring:
             base = {**os.environ, **order.environment}
             place = (order.rank, order.num_ranks, order.num_returns)
             environment = rank_environment(base, ring, *place)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from launcher.hostfile import Host
+from launcher.routes import BRIDGE, WIFI, Hops, Pair, is_link_local
 from serve.core.agent_messages import HopSpeed, HostFacts
 from serve.core.amounts import format_bytes
 from serve.core.facts import MISSING, compare
@@ -148,6 +150,10 @@ def check_strays(facts: HostFacts) -> Finding:
 
 def check_addresses(facts: HostFacts) -> Finding | None:
     for ip, reason in facts.unusable.items():
+        if is_link_local(ip):
+            what = f"{ip} is not an address of this host any more, so another one is used"
+            fix = "leave out addresses that begin with 169.254: they change at each boot"
+            return Finding("warn", facts.host, what, fix)
         fix = "write one of its addresses into the hostfile (`ip addr`, `ifconfig`)"
         if facts.system == "Darwin":
             fix += (
@@ -207,38 +213,27 @@ def check_firewall(facts: HostFacts) -> Finding | None:
     return Finding("warn", facts.host, what, fix)
 
 
-def check_links(facts: HostFacts) -> Finding | None:
-    """Checks whether the addresses in the hostfile belong to cables."""
-    ports = facts.mac.ports if facts.mac else {}
-    kinds = {ip: ports.get(name, name) for ip, name in facts.interfaces.items() if name}
-    if not ports or not kinds:
-        return None
-    what = ", ".join(f"{ip} is on {kind}" for ip, kind in kinds.items())
-    if "Wi-Fi" in kinds.values():
-        fix = (
-            "use the address of a cable: mlx.distributed_config --over thunderbolt --backend ring "
-            "(or --over ethernet)"
-        )
-        return Finding("warn", facts.host, what, fix)
-    return Finding("ok", facts.host, what)
-
-
-def check_bridge(facts: HostFacts) -> Finding | None:
-    """Warns of a Thunderbolt Bridge: two Macs can use it, but the links of more would share it."""
-    ports = facts.mac.ports if facts.mac else {}
-    shared = [ip for ip, name in facts.interfaces.items() if name and _is_bridge(ports, name)]
-    if not shared:
-        return None
-    fix = (
-        "give each link its own address: mlx.distributed_config --over thunderbolt "
-        "--backend ring --auto-setup"
-    )
-    what = f"{shared[0]} is on the Thunderbolt Bridge, which all links share"
-    return Finding("warn", facts.host, what, fix)
-
-
-def _is_bridge(ports: Mapping[str, str], interface: str) -> bool:
-    return ports.get(interface) == "Thunderbolt Bridge"
+def check_kinds(hosts: Sequence[Host], hops: Hops, needed: Sequence[Pair]) -> Iterator[Finding]:
+    """Warns of needed hops over Wi-Fi, and of a Thunderbolt Bridge that several cables share."""
+    for pair in needed:
+        one, other = (hosts[rank] for rank in pair)
+        kind = hops[pair].kind
+        if one.rank > other.rank:  # It was named in the other direction.
+            continue
+        where = f"{one} and {other}"
+        if kind == WIFI:
+            fix = "connect them with a cable, and leave the addresses of Wi-Fi out of the hostfile"
+            yield Finding(
+                "warn", where, f"they are connected over Wi-Fi ({hops[pair].ips[0]})", fix
+            )
+        if kind == BRIDGE and len(hosts) > 2:
+            fix = (
+                "give each cable its own subnet: mlx.distributed_config --over thunderbolt "
+                "--backend ring --auto-setup"
+            )
+            yield Finding(
+                "warn", where, "they use the Thunderbolt Bridge, which all links share", fix
+            )
 
 
 def check_model(facts: HostFacts) -> Finding | None:
@@ -271,7 +266,6 @@ HOST_CHECKS: Sequence[Callable[[HostFacts], Finding | None]] = (
     check_system,
     check_power,
     check_firewall,
-    check_links,
     check_model,
 )
 
@@ -280,8 +274,6 @@ def check_hosts(facts: Sequence[HostFacts]) -> Iterator[Finding]:
     """Checks each host alone, then all hosts together."""
     for each in facts:
         yield from filter(None, (check(each) for check in HOST_CHECKS))
-    if len(facts) > 2:
-        yield from filter(None, map(check_bridge, facts))
     if len(facts) > 1:
         yield check_same_versions(facts)
         copy = "copy the model from one host to the others"

@@ -5,6 +5,7 @@ from serve.core import ctrl_c
 _catch_ctrl_c = ctrl_c.ends_silently()
 
 import errno
+import json
 import os
 import shlex
 import sys
@@ -15,15 +16,24 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 
+from launcher.checks import check_kinds
 from launcher.command import HOST, PROGRAMS, check_variable, forwarded, rank_command
 from launcher.demo import DEFAULT_MODEL, Demo
-from launcher.doctor import check_before, diagnose, query_host
+from launcher.doctor import check_before, diagnose, log_warnings, query_host
 from launcher.facts import host_facts
-from launcher.hostfile import Host, read_hostfile
+from launcher.hostfile import Host, Hostfile, read_hostfile
 from launcher.process import Start, local_ranks
 from launcher.record import launches, recorded, stop
-from launcher.remote import SshAccess, connected, on_each, remote_ranks
-from launcher.supervisor import DRAIN_SECONDS, END_SECONDS, MAX_RESTARTS, Supervisor, write_line
+from launcher.remote import SshAccess, connected, find_hops, on_each, remote_ranks
+from launcher.routes import needed_pairs
+from launcher.supervisor import (
+    DRAIN_SECONDS,
+    END_SECONDS,
+    MAX_RESTARTS,
+    Supervisor,
+    event_line,
+    write_line,
+)
 from serve import __version__
 from serve.cli.flags import did_you_mean, parse
 from serve.cli.old_flags import current
@@ -149,7 +159,7 @@ def launch(words: Sequence[str]) -> int:
         ranks = local_ranks(ranks_command, flags.num_ranks, environment)
         return supervise(command, [HOST] * flags.num_ranks, ranks, program_flags)
     assert flags.hostfile is not None
-    hostfile = read_hostfile(flags.hostfile)
+    hostfile = _read(flags.hostfile)
     hosts = hostfile.hosts
     # The model's files can be checked only if a rank runs on this machine.
     here = next((rank for rank, host in enumerate(hosts) if host.is_local), None)
@@ -158,8 +168,20 @@ def launch(words: Sequence[str]) -> int:
     with connected(hosts, access, write_line, serves=serves) as connections:
         environment = {**forwarded(os.environ), **hostfile.environment, **environment}
         check_before([facts for facts, _ in on_each(connections, query_host)], environment)
-        ranks = remote_ranks(connections, ranks_command, environment, program_flags.drain_seconds)
+        needed = needed_pairs(len(hosts), program_flags.num_shards, serves=serves)
+        hops = find_hops(connections, needed)
+        log_warnings(check_kinds(hosts, hops, needed))
+        drain_seconds = program_flags.drain_seconds
+        ranks = remote_ranks(connections, hops, ranks_command, environment, drain_seconds)
         return supervise(command, [host.ssh for host in hosts], ranks, program_flags)
+
+
+def _read(path: Path) -> Hostfile:
+    hostfile = read_hostfile(path)
+    if hostfile.is_for_rdma:
+        what = f"{path} is for RDMA: ranks use TCP over the same cables instead"
+        write_line(event_line(f"event=note what={json.dumps(what)}"))
+    return hostfile
 
 
 def split_at_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -182,11 +204,12 @@ def split_at_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
 @dataclass(frozen=True, slots=True)
 class ProgramFlags:
     """The program's flags that the launcher obeys: the seconds that ranks may take to end and to
-    reach rank 0, and whether rank 0 goes on without another rank."""
+    reach rank 0, whether rank 0 goes on without another rank, and the shards of a stage."""
 
     drain_seconds: float = DRAIN_SECONDS
     join_seconds: float = 0.0
     replans: bool = False
+    num_shards: int = 1
 
 
 def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> ProgramFlags:
@@ -209,6 +232,7 @@ def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> P
         config.drain_timeout + END_SECONDS,
         config.start_patience(is_launched=True),
         config.replan,
+        config.num_shards or 1,
     )
 
 
@@ -258,7 +282,7 @@ def doctor(words: Sequence[str]) -> int:
     flags = parse(DoctorFlags, words, "brigade doctor", PURPOSES["doctor"])
     hosts: Sequence[Host] = (Host(0, HOST, ()),)
     if flags.hostfile:
-        hosts = read_hostfile(flags.hostfile).hosts
+        hosts = _read(flags.hostfile).hosts
     return diagnose(
         hosts,
         flags.access,

@@ -20,6 +20,7 @@ RING_CHECK = "serve.ring.check"
 RANK_VARIABLES = (
     "BRIGADE_CONTROL",
     "BRIGADE_LEASH",
+    "BRIGADE_LISTEN",
     "BRIGADE_RETURNS",
     "BRIGADE_SECRET",
     "MLX_HOSTFILE",
@@ -44,13 +45,15 @@ class Ring:
     """The settings that the ranks of one launch share.
 
     control is where rank 0's parent listens, secret distinguishes this launch from others, and
-    leash is the descriptor of a pipe that ends with the launcher.
+    leash is the descriptor of a pipe that ends with the launcher. listen, if not empty, is where
+    each other rank finds this one, as JSON; else all find it at its addresses in the hostfile.
     """
 
     hostfile: str
     control: str
     secret: str
     leash: int
+    listen: str = ""
 
 
 def rank_command(words: Sequence[str], python: str = sys.executable) -> list[str]:
@@ -81,6 +84,8 @@ def rank_environment(
         environment["BRIGADE_SECRET"] = ring.secret
         environment["MLX_HOSTFILE"] = ring.hostfile
         environment["MLX_RANK"] = str(rank)
+        if ring.listen:
+            environment["BRIGADE_LISTEN"] = ring.listen
     if num_returns:
         environment["BRIGADE_RETURNS"] = str(num_returns)
     return environment

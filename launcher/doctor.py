@@ -4,10 +4,9 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +19,7 @@ from launcher.checks import (
     check_clock,
     check_hop,
     check_hosts,
+    check_kinds,
     check_shell,
     exit_code,
     named,
@@ -33,9 +33,11 @@ from launcher.remote import (
     HostsError,
     SshAccess,
     connected,
+    find_hops,
     on_each,
     remote_ranks,
 )
+from launcher.routes import Hops, Pair, needed_pairs
 from launcher.supervisor import Supervisor, event_line, write_line
 from serve.core.agent_messages import (
     DescribeHost,
@@ -48,6 +50,7 @@ from serve.core.agent_messages import (
 from serve.core.errors import ClusterError
 
 RING_SECONDS = 60.0
+HOP_SECONDS = 0.5
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 Tell = Callable[[str], None]
@@ -74,13 +77,17 @@ def diagnose(
 def check_before(facts: Sequence[HostFacts], environment: Mapping[str, str]) -> None:
     """Makes the quick checks before a launch. Logs warnings, raises ClusterError for failures."""
     findings = list(check_hosts([with_variables(each, environment) for each in facts]))
+    log_warnings(findings)
+    failed = [f for f in findings if f.status == "fail"]
+    if failed:
+        raise ClusterError("; ".join(f"{f.where}: {f.what}: {f.fix}" for f in failed) + ".")
+
+
+def log_warnings(findings: Iterable[Finding]) -> None:
     for finding in findings:
         if finding.status == "warn":
             what = f"what={json.dumps(finding.what)} fix={json.dumps(finding.fix)}"
             write_line(event_line(f"event=warning host={finding.where} {what}", "WARNING"))
-    failed = [f for f in findings if f.status == "fail"]
-    if failed:
-        raise ClusterError("; ".join(f"{f.where}: {f.what}: {f.fix}" for f in failed) + ".")
 
 
 def query_host(
@@ -111,7 +118,7 @@ def examine(
         with connected(hosts, access, tell) as connections:
             yield from examine_connected(connections, access, query, tell)
     except HostsError as error:
-        yield from (Finding("fail", each.where, each.what, each.fix) for each in error.errors)
+        yield from in_findings(error)
     except HostError as error:
         yield Finding("fail", error.where, error.what, error.fix)
 
@@ -134,41 +141,60 @@ def examine_connected(
             notes.append(check_shell(label, connection.noise))
             notes.append(check_clock(label, ahead_seconds))
     findings = [*check_hosts(facts), *notes]
+    hops: Hops = {}
     if has_several:
-        findings += examine_hops(connections, tell)
+        needed = needed_pairs(len(connections))
+        try:
+            hops = find_hops(connections, needed)
+            findings += check_kinds([each.host for each in connections], hops, needed)
+            findings += examine_hops(connections, hops, needed, tell)
+        except HostsError as error:
+            findings += in_findings(error)
     yield from findings
     if any(each.status == "fail" for each in findings):
         yield Finding("warn", "ring", "not tried", "fix the failures above first")
     elif has_several:
-        yield examine_ring(connections, access.python, tell)
+        yield examine_ring(connections, hops, access.python, tell)
 
 
-def examine_hops(connections: Sequence[AgentConnection], tell: Tell) -> Iterator[Finding]:
-    """Measures both directions of each hop, one after the other, because they may share a cable."""
-    pairs = list(pairwise([*connections, connections[0]]))
-    if len(connections) == 2:
-        pairs.pop()  # Of two hosts, the second pair is the first one reversed.
-    for one, other in pairs:
-        for here, there in ((one, other), (other, one)):
-            for ip in there.host.ips:
-                tell(f"measuring {here.host} to {there.host}")
-                yield examine_hop(here, there, ip)
+def in_findings(error: HostsError) -> Iterator[Finding]:
+    for each in error.errors:
+        yield Finding("fail", each.where, each.what, each.fix)
+
+
+def examine_hops(
+    connections: Sequence[AgentConnection],
+    hops: Hops,
+    needed: Sequence[Pair],
+    tell: Tell,
+) -> Iterator[Finding]:
+    """Measures the needed hops one after the other, because they may share a cable."""
+    for pair in needed:
+        here, there = (connections[rank] for rank in pair)
+        for ip in hops[pair].ips:
+            tell(f"measuring {here.host} to {there.host}")
+            yield examine_hop(here, there, ip)
 
 
 def examine_hop(here: AgentConnection, there: AgentConnection, ip: str) -> Finding:
     where = f"{here.host} → {there.host} ({ip})"
     try:
         port = there.request(StartEcho(ip), EchoStarted).port
-        return check_hop(where, here.request(MeasureHop(ip, port), HopSpeed))
+        return check_hop(where, here.request(MeasureHop(ip, port, HOP_SECONDS), HopSpeed))
     except ClusterError as error:
         return broken_hop(where, str(error).rstrip("."))
 
 
-def examine_ring(connections: list[AgentConnection], python: str, tell: Tell) -> Finding:
+def examine_ring(
+    connections: list[AgentConnection],
+    hops: Hops,
+    python: str,
+    tell: Tell,
+) -> Finding:
     """Starts a real MLX ring, in which the ranks compute a sum."""
     tell("forming a ring")
     lines: list[str] = []
-    ranks = remote_ranks(connections, [python, "-m", RING_CHECK], {}, 0.0)
+    ranks = remote_ranks(connections, hops, [python, "-m", RING_CHECK], {}, 0.0)
     supervisor = Supervisor(ranks, lines.append)
     timer = threading.Timer(RING_SECONDS, supervisor.stop)
     timer.start()

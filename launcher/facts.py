@@ -20,7 +20,7 @@ import psutil
 
 from launcher.command import HOST
 from launcher.process import bound
-from serve.core.agent_messages import HostFacts, MacFacts, PrefixFolder
+from serve.core.agent_messages import HostFacts, MacFacts, NetworkAddress, PrefixFolder
 from serve.core.blas import with_openblas
 from serve.core.checkpoint import read_checkpoint
 from serve.core.config import hub_id
@@ -147,6 +147,31 @@ def interface(ip: str) -> str | None:
     return None
 
 
+def network_addresses() -> list[NetworkAddress]:
+    """Returns the IPv4 addresses of this host's interfaces that are up. MLX's ring has no IPv6."""
+    states = psutil.net_if_stats()
+    ports = {device: port for port, device in _PORT.findall(_tool(*_LIST_PORTS))}
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        if name in states and not states[name].isup:
+            continue
+        for address in addresses:
+            if address.family == socket.AF_INET:
+                # An end of a tunnel may have no netmask.
+                netmask = address.netmask or "255.255.255.255"
+                length = ipaddress.IPv4Network(f"0.0.0.0/{netmask}").prefixlen
+                kind = ports.get(name) or _linux_kind(name)
+                found.append(NetworkAddress(address.address, length, name, kind))
+    return found
+
+
+def _linux_kind(name: str) -> str:
+    """Returns the name of an interface of Linux, but macOS' words for Wi-Fi and Thunderbolt."""
+    if Path("/sys/class/net", name, "wireless").exists():
+        return "Wi-Fi"
+    return name.replace("thunderbolt", "Thunderbolt ")
+
+
 def listener(port: int) -> str | None:
     """Returns the program that listens on a port of this host, or None."""
     with suppress(psutil.AccessDenied):  # macOS tells root only
@@ -177,11 +202,9 @@ def _unusable(ip: str) -> str | None:
 def mac_facts() -> MacFacts:
     """Returns the facts of this Mac. Not run on macOS yet."""
     settings = dict(_SETTING.findall(_tool("pmset", "-g")))
-    ports = _PORT.findall(_tool(*_LIST_PORTS))
     return MacFacts(
         wired_limit=_tool("sysctl", "-n", "iogpu.wired_limit_mb"),
         sleep=settings.get("sleep", ""),
-        ports={device: port for port, device in ports},
         version=platform.mac_ver()[0],
         machine=platform.machine(),
         # Portable Macs have powermode, others only lowpowermode.

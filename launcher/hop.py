@@ -17,7 +17,6 @@ from serve.core.agent_messages import HopSpeed
 _LENGTH = struct.Struct("!Q")
 _MAX_BYTES = 8 << 20
 _NUM_PINGS = 20
-_SECONDS = 0.5  # of sending
 _TIMEOUT_SECONDS = 5.0
 
 
@@ -43,18 +42,18 @@ class Echo:
                     connection.sendall(b"\n")
 
 
-def measure_hop(ip: str, port: int) -> HopSpeed:
-    """Measures a hop to the Echo at this address. Raises OSError."""
+def measure_hop(ip: str, port: int, seconds: float) -> HopSpeed:
+    """Measures a hop to the Echo at this address, by sending for so long. Raises OSError."""
     with socket.create_connection((ip, port), _TIMEOUT_SECONDS) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         round_trip = median(_send(connection, 0) for _ in range(_NUM_PINGS))
         num_bytes = 0
         started = time.perf_counter()
-        while (seconds := time.perf_counter() - started) < _SECONDS:
+        while (passed := time.perf_counter() - started) < seconds:
             size = min(_MAX_BYTES, max(1 << 16, num_bytes))
             _send(connection, size)
             num_bytes += size
-    return HopSpeed(round_trip, num_bytes / seconds)
+    return HopSpeed(round_trip, num_bytes / passed)
 
 
 def _send(connection: socket.socket, size: int) -> float:

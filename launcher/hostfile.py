@@ -4,7 +4,8 @@ the hostfile of a ring on one host.
     [{"ssh": "studio-1", "ips": ["10.0.0.1"]}, {"ssh": "studio-2", "ips": ["10.0.0.2"]}]
 
 or the same list as "hosts" of an object with "backend" and "envs", which is what
-mlx.distributed_config writes. Each error names file, entry and reason, and says what to write.
+mlx.distributed_config writes. Without "ips", the launcher chooses addresses. Each error names file,
+entry and reason, and says what to write.
 """
 
 import ipaddress
@@ -35,7 +36,7 @@ _WORDS = {
 
 class _HostEntry(msgspec.Struct, forbid_unknown_fields=True):
     ssh: str
-    ips: Annotated[list[str], msgspec.Meta(min_length=1)]
+    ips: list[str] = []
     rdma: list[Any] = []
 
 
@@ -47,7 +48,7 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The host of one rank. ips are the addresses on which it listens for its neighbours.
+    """The host of one rank. ips are the addresses that others should use, best first, if possible.
     is_shared says that other ranks are on the same host, so its name does not identify the rank."""
 
     rank: int
@@ -75,8 +76,11 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Hostfile:
+    """The content of a hostfile. is_for_rdma says that it was written for MLX's jaccl."""
+
     hosts: tuple[Host, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    is_for_rdma: bool = False
 
 
 def read_hostfile(path: Path) -> Hostfile:
@@ -103,21 +107,20 @@ def parse_hostfile(text: str, path: str) -> Hostfile:
     except (ValueError, RecursionError) as error:
         problem = f"the file is not JSON ({error}): {_FORM}"
         raise UsageError(f"{path}: {problem}.", code="wrong_format") from error
-    if read.backend not in ("", "ring"):
+    is_for_rdma = read.backend in ("jaccl", "jaccl-ring")
+    if read.backend not in ("", "ring") and not is_for_rdma:
         fix = 'write "backend": "ring", or leave it out'
-        if read.backend.startswith("jaccl"):
-            # Its addresses are those of the network, and may be of Wi-Fi.
-            fix = "run mlx.distributed_config again with --over thunderbolt --backend ring"
         _wrong(path, "backend", f"is {read.backend!r}, and only a ring is supported", fix)
     names = [entry.ssh for entry in read.hosts]
     hosts = []
     for rank, entry in enumerate(read.hosts):
         _check_entry(path, rank, entry)
-        ips = tuple(dict.fromkeys(entry.ips))
+        # For RDMA, these are addresses of the LAN or of Wi-Fi, not of the cables.
+        ips = () if is_for_rdma else tuple(dict.fromkeys(entry.ips))
         hosts.append(Host(rank, entry.ssh, ips, names.count(entry.ssh) > 1))
     _check_together(path, hosts)
     environment = dict(check_variable(word, f"{path}: envs") for word in read.envs)
-    return Hostfile(tuple(hosts), environment)
+    return Hostfile(tuple(hosts), environment, is_for_rdma)
 
 
 def _in_words(problem: str) -> str:

@@ -136,6 +136,7 @@ def shared_ring(
     addresses: Sequence[Sequence[str]],
     control: str,
     secret: str,
+    listen: str = "",
 ) -> Iterator[Ring]:
     """Writes the files that ranks on this machine read, and removes them at the end."""
     leash, our_end = os.pipe()
@@ -143,7 +144,7 @@ def shared_ring(
         with own_folder() as folder:
             hostfile = f"{folder}/hosts.json"
             write_hostfile(hostfile, addresses)
-            yield Ring(hostfile, control, secret, leash)
+            yield Ring(hostfile, control, secret, leash, listen)
     finally:
         os.close(leash)
         os.close(our_end)

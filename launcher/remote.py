@@ -21,19 +21,33 @@ from typing import TypeVar
 from launcher.agent import ALIVE_SECONDS
 from launcher.hostfile import Host
 from launcher.process import Start, is_loss, shown, signal_group
+from launcher.routes import (
+    Hops,
+    Network,
+    Pair,
+    addresses_of,
+    choose,
+    listening_ips,
+)
 from launcher.ssh import CONNECT_SECONDS, meaning, ssh_command
 from launcher.supervisor import event_line
 from serve.core.agent_messages import (
+    AddressesListed,
     AgentError,
+    EchoStarted,
     EnterFolder,
     FolderEntered,
     FromAgent,
+    HopSpeed,
+    ListAddresses,
+    MeasureHop,
     PortsReserved,
     RankEnded,
     RankStarted,
     ReservePorts,
     RunRank,
     SendSignal,
+    StartEcho,
     ToAgent,
 )
 from serve.core.errors import ClusterError
@@ -321,30 +335,84 @@ def on_each(
     return results
 
 
+def find_hops(connections: Sequence[AgentConnection], needed: Sequence[Pair]) -> Hops:
+    """Chooses the addresses at which the ranks find each other. Raises HostsError for needed pairs
+    of ranks whose hosts have no network in common."""
+    networks = [each.addresses for each in on_each(connections, _list_addresses)]
+
+    def reaches(pair: Pair, ip: str) -> bool:
+        caller, called = (connections[rank] for rank in pair)
+        return _reaches(caller, called, ip)
+
+    hops = choose([each.host for each in connections], networks, reaches)
+    missing = {tuple(sorted(pair)) for pair in needed if pair not in hops}
+    errors = [_no_network(connections, networks, one, other) for one, other in sorted(missing)]
+    if errors:
+        raise HostsError(errors)
+    return hops
+
+
+def _list_addresses(connection: AgentConnection) -> AddressesListed:
+    return connection.request(ListAddresses(), AddressesListed)
+
+
+def _reaches(caller: AgentConnection, called: AgentConnection, ip: str) -> bool:
+    try:
+        port = called.request(StartEcho(ip), EchoStarted).port
+        caller.request(MeasureHop(ip, port, 0.0), HopSpeed)
+    except HostError:
+        return False
+    return True
+
+
+def _no_network(
+    connections: Sequence[AgentConnection],
+    networks: Sequence[Network],
+    one: int,
+    other: int,
+) -> HostError:
+    hosts = [connections[rank].host for rank in (one, other)]
+    have = [", ".join(map(str, networks[host.rank])) or "no address" for host in hosts]
+    what = (
+        "they have no network in common in which one reaches the other "
+        f"({hosts[0]} has {have[0]}; {hosts[1]} has {have[1]})"
+    )
+    need = "neighbouring ranks"
+    if one == 0:
+        need = "rank 0 and every other rank"
+    fix = (
+        f"{need} exchange messages: connect these hosts, and give each cable its own subnet "
+        "(mlx.distributed_config --over thunderbolt --backend ring --auto-setup)"
+    )
+    return HostError(f"{hosts[0]} and {hosts[1]}", what, fix)
+
+
 @contextmanager
 def remote_ranks(
     connections: list[AgentConnection],
+    hops: Hops,
     command: Sequence[str],
     environment: Mapping[str, str],
     drain_seconds: float,
 ) -> Iterator[list[Start]]:
     """Prepares one rank on each host. Each restart needs a new connection."""
-    ports = on_each(connections, _reserve_ports)
-    control = f"{connections[0].host.ips[0]}:{ports[0].pop()}"
-    addresses = [
-        [f"{ip}:{port}" for ip, port in zip(connection.host.ips, own, strict=True)]
-        for connection, own in zip(connections, ports, strict=True)
-    ]
+    ports = on_each(connections, functools.partial(_reserve_ports, hops))
+    control_ports = _reserve_ports(hops, connections[0])
     order = functools.partial(
         RunRank,
         num_ranks=len(connections),
         command=list(command),
         environment=dict(environment),
-        addresses=addresses,
-        control=control,
         secret=secrets.token_hex(16),
         drain_seconds=drain_seconds,
     )
+
+    def control(rank: int) -> str:
+        ips = list(control_ports)
+        if rank:
+            ips = [hops[rank, 0].ips[0]]
+        return ",".join(f"{ip}:{control_ports[ip]}" for ip in ips)
+
     num_starts: Counter[int] = Counter()
     is_over = threading.Event()
 
@@ -358,7 +426,13 @@ def remote_ranks(
                 connections[rank].close()
             connections[rank].greet()
         num_starts[rank] += 1
-        return RemoteProcess(connections[rank], order(rank=rank, num_returns=num_returns))
+        place = order(
+            rank=rank,
+            addresses=addresses_of(rank, hops, ports),
+            control=control(rank),
+            num_returns=num_returns,
+        )
+        return RemoteProcess(connections[rank], place)
 
     try:
         yield [functools.partial(start, rank) for rank in range(len(connections))]
@@ -366,9 +440,8 @@ def remote_ranks(
         is_over.set()
 
 
-def _reserve_ports(connection: AgentConnection) -> list[int]:
-    """Reserves a port for each address, and one more on rank 0's host, where the parents meet."""
-    ips = list(connection.host.ips)
-    if connection.host.rank == 0:
-        ips.append(ips[0])
-    return connection.request(ReservePorts(ips), PortsReserved).ports
+def _reserve_ports(hops: Hops, connection: AgentConnection) -> dict[str, int]:
+    """Reserves a port at each address where other ranks find this one."""
+    ips = listening_ips(hops, connection.host.rank)
+    ports = connection.request(ReservePorts(ips), PortsReserved).ports
+    return dict(zip(ips, ports, strict=True))

@@ -7,6 +7,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from serve.core.addresses import Addresses
+
 
 class AgentMessage(msgspec.Struct, frozen=True, tag=True):
     """The base of the messages between a launcher and an agent. The receiver ignores unknown
@@ -32,6 +34,10 @@ class DescribeHost(AgentMessage, frozen=True):
     port: int | None = None
 
 
+class ListAddresses(AgentMessage, frozen=True):
+    """A launcher asks an agent for the addresses of its host. The answer is AddressesListed."""
+
+
 class ReservePorts(AgentMessage, frozen=True):
     """A launcher asks an agent to reserve a free port of each of these addresses until the rank
     starts. The answer is PortsReserved."""
@@ -46,23 +52,26 @@ class StartEcho(AgentMessage, frozen=True):
 
 
 class MeasureHop(AgentMessage, frozen=True):
-    """A launcher asks an agent to measure the hop to another's echo. The answer is HopSpeed."""
+    """A launcher asks an agent to measure the hop to another's echo, by sending for so long. The
+    answer is HopSpeed."""
 
     ip: str
     port: int
+    seconds: float
 
 
 class RunRank(AgentMessage, frozen=True):
     """A launcher asks an agent to start and supervise a rank. The answers are RankStarted and, at
-    the end, RankEnded. addresses are those of all ranks, control is where rank 0's parent listens,
-    and secret distinguishes this launch from others. A rank that is asked to end is killed after
-    drain_seconds. num_returns is how often the rank was started before."""
+    the end, RankEnded. control is where this rank finds rank 0's parent; for rank 0, it is all
+    addresses on which that listens, separated by commas. secret distinguishes this launch from
+    others. A rank that is asked to end is killed after drain_seconds. num_returns is how often the
+    rank was started before."""
 
     rank: int
     num_ranks: int
     command: list[str]
     environment: dict[str, str]
-    addresses: list[list[str]]
+    addresses: Addresses
     control: str
     secret: str
     drain_seconds: float
@@ -84,12 +93,11 @@ class FolderEntered(AgentMessage, frozen=True):
 class MacFacts(msgspec.Struct, frozen=True):
     """The facts of a Mac, each as its tool prints it, or "" if the tool failed. wired_limit is the
     limit of wired memory in units of 2**20 bytes ("0" is the system's default), sleep the minutes
-    until it sleeps ("0" means never), and ports the kind of port of each network interface.
+    until it sleeps ("0" means never).
     power_mode is "1" for low power. machine is the processor that Python was built for."""
 
     wired_limit: str
     sleep: str
-    ports: dict[str, str]
     version: str = ""
     machine: str = ""
     power_mode: str = ""
@@ -139,6 +147,25 @@ class HostFacts(AgentMessage, frozen=True):
     port_holder: str | None = None
 
 
+class NetworkAddress(msgspec.Struct, frozen=True):
+    """An IPv4 address of a host, with the length of its network's prefix in bits. kind is what
+    macOS calls the port, such as Thunderbolt 1, Ethernet or Wi-Fi."""
+
+    ip: str
+    prefix_length: int
+    interface: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.ip}/{self.prefix_length} on {self.interface}"
+
+
+class AddressesListed(AgentMessage, frozen=True):
+    """An agent reports the addresses of its host's interfaces that are up."""
+
+    addresses: list[NetworkAddress]
+
+
 class PortsReserved(AgentMessage, frozen=True):
     """An agent reports the ports that it has reserved, in the order of the addresses."""
 
@@ -177,11 +204,19 @@ class AgentError(AgentMessage, frozen=True):
 
 
 ToAgent: TypeAlias = (
-    EnterFolder | DescribeHost | ReservePorts | StartEcho | MeasureHop | RunRank | SendSignal
+    EnterFolder
+    | DescribeHost
+    | ListAddresses
+    | ReservePorts
+    | StartEcho
+    | MeasureHop
+    | RunRank
+    | SendSignal
 )
 FromAgent: TypeAlias = (
     FolderEntered
     | HostFacts
+    | AddressesListed
     | PortsReserved
     | EchoStarted
     | HopSpeed

@@ -5,7 +5,7 @@ Both are read once, checked, and frozen. No other module defines defaults.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from serve.core.addresses import Addresses
 from serve.core.constants import Constants, quick_start
 from serve.core.errors import UsageError
 from serve.core.layouts import check_layout, parse_num_shards
@@ -421,19 +422,20 @@ class Address:
 class Cluster:
     """The place of this rank in its cluster.
 
-    control is the address where rank 0's parent listens for the others. secret distinguishes one
-    launch from another. leash is a file descriptor that is closed when the launcher ends. addresses
-    are those of the hostfile when this rank started: the file may be gone when an engine restarts.
-    num_returns is how often the launcher has started this rank again.
+    control is where rank 0's parent listens for the others: on rank 0 all addresses, on another
+    rank the one that it can reach. secret distinguishes one launch from another. leash is a file
+    descriptor that is closed when the launcher ends. addresses are those of the hostfile when this
+    rank started: the file may be gone when an engine restarts. num_returns is how often the
+    launcher has started this rank again.
     """
 
     rank: int = 0
     num_ranks: int = 1
     hosts: tuple[str, ...] = ("127.0.0.1",)
-    control: Address | None = None
+    control: tuple[Address, ...] = ()
     secret: str = ""
     leash: int | None = None
-    addresses: tuple[tuple[str, ...], ...] = ()
+    addresses: Addresses = Addresses(0, (), ())
     num_returns: int = 0
 
 
@@ -455,7 +457,7 @@ def read_cluster(environment: Mapping[str, str]) -> Cluster:
             "MLX_RANK is set but MLX_HOSTFILE is not: start the ranks with `brigade launch` "
             "or with `mlx.launch --backend ring`."
         )
-    ring, addresses = _read_hostfile(Path(hostfile))
+    ring, listed = _read_hostfile(Path(hostfile))
     if rank not in range(max(1, len(ring))):
         raise UsageError(
             f"MLX_RANK={rank} is not one of the {len(ring)} ranks in {hostfile}.",
@@ -465,16 +467,45 @@ def read_cluster(environment: Mapping[str, str]) -> Cluster:
         return Cluster(leash=leash)
     # mlx.launch numbers its ports upwards from rank 0's, so it does not use the port below.
     control = environment.get("BRIGADE_CONTROL") or f"{ring[0].host}:{ring[0].port - 1}"
+    addresses = Addresses.known_to_all(rank, listed)
+    if environment.get("BRIGADE_LISTEN"):
+        own = _read_own_addresses(environment["BRIGADE_LISTEN"], len(ring))
+        addresses = Addresses(rank, listed, own)
     return Cluster(
         rank=rank,
         num_ranks=len(ring),
-        hosts=tuple(address.host for address in ring),
-        control=parse_address(control, "BRIGADE_CONTROL"),
+        hosts=_hosts(ring, addresses),
+        control=tuple(parse_address(each, "BRIGADE_CONTROL") for each in control.split(",")),
         secret=environment.get("BRIGADE_SECRET", ""),
         leash=leash,
         addresses=addresses,
         num_returns=num_returns,
     )
+
+
+def _hosts(ring: Sequence[Address], addresses: Addresses) -> tuple[str, ...]:
+    """Returns the host of each rank. Ranks on this host get this rank's name for it, because it may
+    have an address for each pair."""
+    mine = ring[addresses.rank].host
+    own = {parse_address(each, "BRIGADE_LISTEN").host for pair in addresses.own for each in pair}
+    return tuple(mine if address.host in own else address.host for address in ring)
+
+
+def _read_own_addresses(text: str, num_ranks: int) -> tuple[tuple[str, ...], ...]:
+    try:
+        own = msgspec.json.decode(text, type=tuple[tuple[str, ...], ...])
+    except msgspec.MsgspecError as error:
+        raise UsageError(
+            f"BRIGADE_LISTEN is not a JSON list of lists of 'ip:port': {error}.",
+            code="wrong_format",
+        ) from error
+    if len(own) != num_ranks or not all(own):
+        raise UsageError(
+            f"BRIGADE_LISTEN does not have addresses for {num_ranks} ranks: "
+            "it is set by the launcher.",
+            code="wrong_format",
+        )
+    return own
 
 
 def parse_address(text: str, where: str) -> Address:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from serve.core.addresses import Addresses
 from serve.core.layouts import Link as LinkSpeed
 from serve.core.outputs import AnyOutput, OutputT
 from serve.core.plan import DraftSource, PlanRequest, StagePlan
@@ -78,7 +79,7 @@ class Order(Message, frozen=True):
     rank: int
     ring: tuple[int, ...]
     hosts: tuple[str, ...]
-    addresses: list[list[str]]
+    addresses: Addresses
     nonce: int
     model: str
     commit: str | None

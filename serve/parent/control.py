@@ -89,13 +89,13 @@ class ControlServer:
         self._heard: dict[int, asyncio.Event] = {}
         self._pings: dict[int, Pings] = {}
         self._connected: dict[asyncio.Task[Any], Link[FromRank]] = {}
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._stopping = False
 
     async def listen(self, address: Address) -> None:
         try:
             # Without port sharing, a second cluster on the same ports is noticed here.
-            self._server = await asyncio.start_server(
+            server = await asyncio.start_server(
                 self._serve,
                 address.host,
                 address.port,
@@ -107,6 +107,7 @@ class ControlServer:
                 "is another cluster running there? Choose other ports "
                 "(mlx.launch --starting-port) or stop it."
             ) from error
+        self._servers.append(server)
 
     @property
     def joined(self) -> set[int]:
@@ -125,8 +126,8 @@ class ControlServer:
 
     async def close(self) -> None:
         self._stopping = True
-        if self._server:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         for link in self._connected.values():
             link.send(Stop())
         for link in list(self._connected.values()):

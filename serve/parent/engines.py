@@ -28,7 +28,7 @@ class Engines:
     orders, or all ranks before that."""
 
     def __init__(self, cluster: Cluster, facts: dict[str, str], keeps_spare: bool) -> None:
-        self._address = cluster.control
+        self._addresses = cluster.control
         mine = Identity.of_cluster(cluster, facts, os.getpid())
         self._control = ControlServer(mine, self._on_heard)
         self._own = OwnEngine(0, keeps_spare, self._on_report)
@@ -39,8 +39,8 @@ class Engines:
         """Starts to listen for the other ranks. hear takes their messages, and those of rank 0's
         engine. Raises AddressError."""
         self._hear = hear
-        if self._address:
-            await self._control.listen(self._address)
+        for address in self._addresses:
+            await self._control.listen(address)
 
     async def close(self) -> None:
         """Ends the engines of all ranks. Raises EngineError if rank 0's does not end."""

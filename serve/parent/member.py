@@ -45,7 +45,7 @@ async def run_member(
     signals all ranks at once, and rank 0 may have streams to finish. So after a signal, a rank that
     has joined waits for rank 0's Stop. If none comes, it ends by that signal: the launcher then
     sees that the rank was lost."""
-    if cluster.control is None:
+    if not cluster.control:
         raise ClusterError("A rank above 0 needs the control address of rank 0.")
     loop = asyncio.get_running_loop()
     signalled: asyncio.Future[signal.Signals] = loop.create_future()
@@ -53,7 +53,8 @@ async def run_member(
         loop.add_signal_handler(number, _on_signal, signalled, number)
     mine = Identity.of_cluster(cluster, facts, os.getpid())
     start_seconds = config.start_patience(is_launched=cluster.leash is not None)
-    joining = join(cluster.control, mine, config.join_timeout, start_seconds)
+    rank_0, *_ = cluster.control
+    joining = join(rank_0, mine, config.join_timeout, start_seconds)
     control = await _unless_signalled(signalled, joining)
     grace_seconds = config.drain_timeout + _STOP_SECONDS
     with own_folder() as copies:
@@ -64,9 +65,7 @@ async def run_member(
                     return
                 # The connection broke, or rank 0 ended. A launcher should see that end first.
                 await asyncio.sleep(_LAST_WORD_SECONDS)
-                control = await _unless_signalled(
-                    signalled, _join_again(cluster.control, mine, config)
-                )
+                control = await _unless_signalled(signalled, _join_again(rank_0, mine, config))
         finally:
             await member.close()
     signal.signal(signalled.result(), signal.SIG_DFL)

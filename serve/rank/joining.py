@@ -5,7 +5,7 @@ from pathlib import Path
 
 from serve.core.messages import Order
 from serve.ring.grid import GridTransport
-from serve.ring.peers import Grid, first_addresses, meet
+from serve.ring.peers import grid_of, meet
 from serve.ring.transport import RingTransport, Streams, Transport, among, local_ring
 
 _PARENT_FIRST_SECONDS = 5.0  # The parent gives up first, because its reason is clearer.
@@ -20,10 +20,9 @@ def join(order: Order, streams: Streams | None = None) -> Transport:
     # that the parent was killed. This one needs no lock, and ends the process.
     faulthandler.dump_traceback_later(order.join_timeout + _PARENT_FIRST_SECONDS, exit=True)
     try:
-        addresses = first_addresses(order.addresses[rank] for rank in order.ring)
         # A ring is a grid of one row.
         num_shards = order.num_shards if order.num_shards > 1 else len(order.ring)
-        grid = Grid(order.rank, num_shards, addresses, order.nonce, order.join_timeout)
+        grid = grid_of(order.ring, order.addresses, num_shards, order.nonce, order.join_timeout)
         neighbours = meet(grid)
         row = [order.ring[place] for place in grid.row]
         with among(row, order.addresses, Path(order.copies)):

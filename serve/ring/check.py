@@ -10,7 +10,7 @@ import mlx.core as mx
 from serve.core.config import Cluster, read_cluster
 from serve.core.errors import BrigadeError, ClusterError
 from serve.core.types import Step
-from serve.ring.peers import Grid, first_addresses, meet
+from serve.ring.peers import grid_of, meet
 from serve.ring.regroup import objection
 from serve.ring.transport import RingTransport, Streams
 
@@ -23,8 +23,8 @@ def go_round(cluster: Cluster, streams: Streams) -> str | None:
     None on the others. Each rank adds its rank plus one, and rank 0 sends the sum to the last rank,
     so that every hop is used. Raises ClusterError."""
     nonce = zlib.crc32(cluster.secret.encode()) >> 1
-    addresses = first_addresses(cluster.addresses)
-    grid = Grid(cluster.rank, cluster.num_ranks, addresses, nonce, _JOIN_SECONDS)
+    ring = range(cluster.num_ranks)
+    grid = grid_of(ring, cluster.addresses, cluster.num_ranks, nonce, _JOIN_SECONDS)
     transport = RingTransport(grid, meet(grid), streams)
     is_last = cluster.rank == cluster.num_ranks - 1
     started = time.perf_counter()

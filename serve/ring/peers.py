@@ -3,10 +3,11 @@
 import selectors
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
+from serve.core.addresses import Addresses
 from serve.core.config import Address, parse_address
 from serve.core.connection import keep_alive
 from serve.core.errors import ClusterError
@@ -29,14 +30,20 @@ class RingLostError(ClusterError):
 @dataclass(frozen=True, slots=True)
 class Grid:
     """The place of this rank in a grid. Each row is a stage, and each column holds the same shard
-    of all stages. A ring without shards is a single row. addresses lists one address of each rank,
-    row by row. nonce distinguishes this start of the grid from others."""
+    of all stages. A ring without shards is a single row. addresses lists where this rank finds each
+    rank, row by row, and own lists where they find it (by default, the one in addresses). nonce
+    distinguishes this start of the grid from others."""
 
     rank: int
     num_shards: int
     addresses: tuple[Address, ...]
     nonce: int
     timeout_seconds: float
+    own: tuple[Address, ...] = ()
+
+    @property
+    def listens_on(self) -> tuple[Address, ...]:
+        return self.own or (self.addresses[self.rank],)
 
     @property
     def num_stages(self) -> int:
@@ -141,9 +148,20 @@ class PeerConnection:
         self.tcp_socket.close()
 
 
-def first_addresses(addresses: Iterable[Sequence[str]]) -> tuple[Address, ...]:
-    """Returns the first address of each rank, from a hostfile. Raises UsageError."""
-    return tuple(parse_address(first, "MLX_HOSTFILE") for first, *_ in addresses)
+def grid_of(
+    ring: Sequence[int],
+    addresses: Addresses,
+    num_shards: int,
+    nonce: int,
+    timeout_seconds: float,
+) -> Grid:
+    """Returns a rank's place in the grid of these ranks of its launch. Raises UsageError."""
+    theirs = [parse_address(addresses.theirs[rank][0], "MLX_HOSTFILE") for rank in ring]
+    callers = [rank for rank in ring if rank != addresses.rank]
+    own = [parse_address(addresses.own[rank][0], "BRIGADE_LISTEN") for rank in callers]
+    place = ring.index(addresses.rank)
+    unique = tuple(dict.fromkeys(own))
+    return Grid(place, num_shards, tuple(theirs), nonce, timeout_seconds, unique)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,11 +248,15 @@ class Reception:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._listening = _listening(grid)
-        self._listening.setblocking(False)
         self._silent: dict[socket.socket, PeerConnection] = {}
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listening, selectors.EVENT_READ)
+        self._listening: list[socket.socket] = []
+        with ExitStack() as on_failure:
+            for address in grid.listens_on:
+                listening = on_failure.enter_context(_listening(grid, address))
+                self._listening.append(listening)
+                self._selector.register(listening, selectors.EVENT_READ)
+            on_failure.pop_all()
 
     def __enter__(self) -> "Reception":
         return self
@@ -243,7 +265,8 @@ class Reception:
         for connection in self._silent.values():
             connection.close()
         self._selector.close()
-        self._listening.close()
+        for listening in self._listening:
+            listening.close()
 
     def answer(self, expected: Set[int], deadline: float) -> tuple[int, PeerConnection]:
         """Returns the first of the expected ranks that greets with the nonce. Closes the
@@ -278,14 +301,15 @@ class Reception:
                 code="missing_rank",
             )
         for key, _ in ready:
-            if key.fileobj is self._listening:
-                self._accept()
-            elif key.fileobj in self._silent:
+            for listening in self._listening:
+                if key.fileobj is listening:
+                    self._accept(listening)
+            if key.fileobj in self._silent:
                 yield self._silent[key.fileobj]
 
-    def _accept(self) -> None:
+    def _accept(self, listening: socket.socket) -> None:
         try:
-            tcp_socket, _ = self._listening.accept()
+            tcp_socket, _ = listening.accept()
         except OSError:  # The caller has gone again.
             return
         connection = PeerConnection(tcp_socket)
@@ -302,15 +326,16 @@ class Reception:
         del self._silent[connection.tcp_socket]
 
 
-def _listening(grid: Grid) -> socket.socket:
-    address = grid.addresses[grid.rank]
+def _listening(grid: Grid, address: Address) -> socket.socket:
     try:
-        return socket.create_server((address.host, address.port), backlog=len(grid.addresses))
+        made = socket.create_server((address.host, address.port), backlog=len(grid.addresses))
     except OSError as error:
         raise ClusterError(
             f"Rank {grid.rank} cannot listen on {address} ({error.strerror}): is another cluster "
             "running there? Choose other ports or stop it."
         ) from error
+    made.setblocking(False)
+    return made
 
 
 def _call(grid: Grid, rank: int, deadline: float) -> PeerConnection:

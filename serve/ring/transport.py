@@ -19,6 +19,7 @@ from typing import cast
 
 import mlx.core as mx
 
+from serve.core.addresses import Addresses
 from serve.core.errors import ClusterError
 from serve.core.messages import Hop, TensorSpec
 from serve.core.types import FIRST_WARM_UP_STEP, Step
@@ -200,7 +201,7 @@ class RingTransport(Transport):
 @contextmanager
 def among(
     ranks: Sequence[int],
-    addresses: list[list[str]],
+    addresses: Addresses,
     folder: Path,
 ) -> Iterator[None]:
     """Sets the environment variables from which MLX forms a ring of these ranks of the launch. The
@@ -210,7 +211,7 @@ def among(
     own_place = os.environ["MLX_RANK"]
     rank = int(own_place)
     with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".json") as file:
-        json.dump([addresses[each] for each in ranks], file)
+        json.dump(addresses.of_ring(ranks), file)
         file.flush()
         os.environ["MLX_HOSTFILE"] = file.name
         os.environ["MLX_RANK"] = str(ranks.index(rank))

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from serve.core.config import TRAINING_JOIN_SECONDS, Cluster
 from serve.core.errors import BrigadeError, ClusterError
-from serve.ring.peers import Grid, first_addresses, meet_all
+from serve.ring.peers import Grid, grid_of, meet_all
 from serve.ring.transport import among, form_group
 from serve.tune.layout import Layout
 from serve.tune.transport import Links, Notes, Payload, TcpLinks, local_links
@@ -103,8 +103,8 @@ def join(
     if cluster.num_ranks == 1:
         return groups_of(layout, local_links(1)[0])
     nonce = zlib.crc32(cluster.secret.encode()) >> 1
-    addresses = first_addresses(cluster.addresses)
-    grid = Grid(cluster.rank, layout.num_shards, addresses, nonce, timeout_seconds)
+    everybody = range(cluster.num_ranks)
+    grid = grid_of(everybody, cluster.addresses, layout.num_shards, nonce, timeout_seconds)
     connections = meet_all(grid, layout.peers(cluster.rank))
     group = None
     if layout.num_shards > 1:
@@ -124,11 +124,10 @@ def join(
 @contextmanager
 def _forming(cluster: Cluster, grid: Grid) -> Iterator[None]:
     """Prepares everything from which MLX forms the ring of a row of the grid."""
-    addresses = [list(each) for each in cluster.addresses]
     # MLX holds the interpreter's lock while it waits for neighbours, so no signal would be heeded.
     faulthandler.dump_traceback_later(TRAINING_JOIN_SECONDS, exit=True)
     try:
-        with TemporaryDirectory() as folder, among(grid.row, addresses, Path(folder)):
+        with TemporaryDirectory() as folder, among(grid.row, cluster.addresses, Path(folder)):
             yield
     except RuntimeError as error:
         raise ClusterError(f"MLX's ring broke: {error}.") from error

@@ -49,11 +49,12 @@ class Server:
     process: subprocess.Popen[str]
     port: int
     log: list[str] = field(default_factory=list)
+    host: str = "127.0.0.1"
     clients: list[openai.OpenAI] = field(default_factory=list)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def text(self) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from serve.cli.flags import parse
+from serve.core.addresses import Addresses
 from serve.core.config import (
     Address,
     Cluster,
@@ -39,8 +40,9 @@ def test_mlx_launch_with_one_rank_gives_an_empty_hostfile(tmp_path: Path) -> Non
 def test_mlx_launch_gives_the_rank_and_all_addresses(hostfile: Path) -> None:
     cluster = read_cluster({"MLX_RANK": "1", "MLX_HOSTFILE": str(hostfile)})
     assert (cluster.rank, cluster.hosts) == (1, ("10.0.0.1", "10.0.0.2"))
-    assert cluster.addresses == (("10.0.0.1:32323",), ("10.0.0.2:32324", "10.1.0.2:32325"))
-    assert cluster.control == Address("10.0.0.1", 32322), "free of the ports of mlx.launch"
+    listed = (("10.0.0.1:32323",), ("10.0.0.2:32324", "10.1.0.2:32325"))
+    assert cluster.addresses == Addresses(1, listed, (listed[1], listed[1]))
+    assert cluster.control == (Address("10.0.0.1", 32322),), "free of the ports of mlx.launch"
 
 
 def test_brigade_launch_adds_control_address_secret_and_leash(hostfile: Path) -> None:
@@ -54,9 +56,26 @@ def test_brigade_launch_adds_control_address_secret_and_leash(hostfile: Path) ->
             "BRIGADE_RETURNS": "2",
         }
     )
-    assert cluster.control == Address("127.0.0.1", 5000)
+    assert cluster.control == (Address("127.0.0.1", 5000),)
     assert (cluster.secret, cluster.leash, cluster.num_returns) == ("s", 7, 2)
     assert read_cluster({"BRIGADE_RETURNS": "1"}).num_returns == 1, "alone"
+
+
+def test_each_pair_of_ranks_may_have_addresses_of_its_own(tmp_path: Path) -> None:
+    """As rank 0 sees it, which shares its host with rank 1 and has a cable to rank 2."""
+    path = tmp_path / "hosts.json"
+    path.write_text('[["10.0.1.1:1"], ["127.0.0.1:2"], ["10.0.1.2:3"]]')
+    variables = {"MLX_RANK": "0", "MLX_HOSTFILE": str(path)}
+    variables["BRIGADE_CONTROL"] = "127.0.0.1:8,10.0.1.1:9"
+    own = '[["10.0.1.1:1"], ["127.0.0.1:1"], ["10.0.1.1:1"]]'
+    cluster = read_cluster({**variables, "BRIGADE_LISTEN": own})
+    assert cluster.addresses.theirs[2] == ("10.0.1.2:3",)
+    assert cluster.addresses.own[1] == ("127.0.0.1:1",)
+    assert cluster.hosts == ("10.0.1.1", "10.0.1.1", "10.0.1.2"), "two of them share a memory"
+    assert cluster.control == (Address("127.0.0.1", 8), Address("10.0.1.1", 9))
+    for wrong in ("{", "[]", '[["a:1"], [], ["b:1"]]'):
+        with fails(UsageError, "wrong_format", match="BRIGADE_LISTEN"):
+            read_cluster({**variables, "BRIGADE_LISTEN": wrong})
 
 
 @pytest.mark.parametrize(

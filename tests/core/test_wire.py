@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from serve.core import agent_messages, messages, wire
+from serve.core.addresses import Addresses
 from serve.core.agent_messages import (
     AgentMessage,
     FromAgent,
@@ -233,7 +234,8 @@ def test_a_message_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_order_is_named_by_its_rank_in_the_launch() -> None:
-    order = Order(1, (0, 2), ("a", "b"), [["a"]], 1, "m", None, None, "c", (0, 1), None, 1.0)
+    nowhere = Addresses(2, (), ())
+    order = Order(1, (0, 2), ("a", "b"), nowhere, 1, "m", None, None, "c", (0, 1), None, 1.0)
     assert order.name == "Rank 2"
 
 

@@ -1,18 +1,23 @@
 """Every check, good and bad: each finding that is not ok says what to do."""
 
 import os
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from launcher import checks, facts
-from launcher.checks import Finding, broken_hop, check_hop, check_hosts
+from launcher.checks import Finding, broken_hop, check_hop, check_hosts, check_kinds
+from launcher.hostfile import Host
+from launcher.routes import Hop, needed_pairs
 from serve.core.agent_messages import (
     HopSpeed,
     HostFacts,
     MacFacts,
+    NetworkAddress,
     PrefixFolder,
 )
 
@@ -39,7 +44,7 @@ Changes = dict[str, Any]
 
 def mac(**changes: Any) -> Changes:
     """The fields of a good Mac, of whose own facts these are different."""
-    own = MacFacts(wired_limit="0", sleep="0", ports={"en5": "Thunderbolt 1"})
+    own = MacFacts(wired_limit="0", sleep="0")
     return {"system": "Darwin", "blas": None, "mac": msgspec.structs.replace(own, **changes)}
 
 
@@ -94,7 +99,7 @@ def versions(**changes: str) -> dict[str, Any]:
         ({"free_disk_bytes": 5 * 10**7}, "warn", "50.0 MB of disk space are free", "HF_HOME"),
         ({"max_files": 256}, "warn", "256 files", "limits.conf"),
         ({**mac(), "max_files": 256}, "warn", "256 files", "launchctl limit maxfiles"),
-        (mac(ports={"en5": "Wi-Fi"}), "warn", "10.0.0.1 is on Wi-Fi", "--over thunderbolt"),
+        ({"unusable": {"169.254.3.4": "no"}}, "warn", "169.254.3.4 is not", "leave out"),
         ({"variables": {"MLX_METAL_FAST_SYNCH": "1"}}, "fail", "hang a GPU", "unset MLX_METAL"),
         ({"strays": [7, 9]}, "warn", "still run: 7 9", "kill -9 7 9"),
         (
@@ -124,12 +129,26 @@ def test_a_problem_is_found_with_its_fix(
     assert "\n" not in finding.what + finding.fix
 
 
+def of_kind(kind: str, num_hosts: int) -> list[Finding]:
+    """What is found if all hosts are connected over this kind of network."""
+    hosts = [Host(rank, name, ()) for rank, name in enumerate("abc"[:num_hosts])]
+    needed = needed_pairs(num_hosts)
+    return list(check_kinds(hosts, {pair: Hop(("10.0.0.1",), kind) for pair in needed}, needed))
+
+
 def test_a_thunderbolt_bridge_is_fine_for_two_macs_and_a_warning_for_three() -> None:
-    macs = [host(**mac(ports={"en5": "Thunderbolt Bridge"}), host=name) for name in "abc"]
-    assert {each.status for each in check_hosts(macs[:2])} == {"ok"}
-    warnings = [each for each in check_hosts(macs) if each.status == "warn"]
-    assert [each.where for each in warnings] == ["a", "b", "c"]
+    assert not of_kind("Thunderbolt Bridge", 2)
+    warnings = of_kind("Thunderbolt Bridge", 3)
+    assert sorted(each.where for each in warnings) == ["a and b", "a and c", "b and c"]
     assert all("--auto-setup" in each.fix for each in warnings)
+
+
+def test_each_hop_over_wifi_is_named_once() -> None:
+    (warning,) = of_kind("Wi-Fi", 2)
+    assert (warning.status, warning.where) == ("warn", "a and b")
+    assert "over Wi-Fi (10.0.0.1)" in warning.what
+    assert "cable" in warning.fix
+    assert not of_kind("Thunderbolt 1", 3)
 
 
 TOOLS = {
@@ -166,14 +185,47 @@ def test_facts_of_a_mac_are_read_from_what_its_tools_print(
     monkeypatch.setattr(facts, "_FIREWALL", str(tmp_path / "socketfilterfw"))
     read = facts.mac_facts()
     assert (read.wired_limit, read.sleep, read.power_mode) == ("499712", "1", "1")
-    assert read.ports == {"en0": "Ethernet", "en1": "Wi-Fi"}
     assert read.has_firewall
+
+
+def test_addresses_are_listed_with_the_kinds_of_their_ports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "networksetup"
+    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{TOOLS['networksetup']}\nEND\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def address(family: int, ip: str, netmask: str | None) -> SimpleNamespace:
+        return SimpleNamespace(family=family, address=ip, netmask=netmask)
+
+    addresses = {
+        "en0": [
+            address(socket.AF_INET6, "fe80::1%en0", "ffff:ffff:ffff:ffff::"),
+            address(socket.AF_INET, "192.168.0.1", "255.255.255.252"),
+        ],
+        "en1": [address(socket.AF_INET, "169.254.7.8", "255.255.0.0")],
+        "utun3": [address(socket.AF_INET, "100.64.0.1", None)],
+        "en7": [address(socket.AF_INET, "10.0.0.1", "255.0.0.0")],
+    }
+    states = {name: SimpleNamespace(isup=name != "en7") for name in addresses}
+    monkeypatch.setattr(facts.psutil, "net_if_addrs", lambda: addresses)
+    monkeypatch.setattr(facts.psutil, "net_if_stats", lambda: states)
+    assert facts.network_addresses() == [
+        NetworkAddress("192.168.0.1", 30, "en0", "Ethernet"),
+        NetworkAddress("169.254.7.8", 16, "en1", "Wi-Fi"),
+        NetworkAddress("100.64.0.1", 32, "utun3", "utun3"),
+    ]
+
+
+def test_this_machine_lists_its_addresses() -> None:
+    assert "127.0.0.1" in [address.ip for address in facts.network_addresses()]
 
 
 def test_without_the_tools_of_a_mac_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     read = facts.mac_facts()
-    assert (read.wired_limit, read.sleep, read.ports, read.has_firewall) == ("", "", {}, False)
+    assert (read.wired_limit, read.sleep, read.has_firewall) == ("", "", False)
     changes = {"mac": msgspec.structs.replace(read, machine="arm64")}
     assert not [each for each in found(changes) if each.status == "fail"]
 

@@ -20,7 +20,7 @@ from launcher.facts import host_facts, interface, listener, model_facts, strays
 from launcher.hop import Echo, measure_hop
 from launcher.hostfile import Host
 from launcher.process import local_ranks
-from launcher.remote import AgentConnection, SshAccess, connected
+from launcher.remote import AgentConnection, SshAccess, connected, find_hops
 from launcher.supervisor import Supervisor
 from serve.core.agent_messages import (
     DescribeHost,
@@ -313,7 +313,7 @@ def test_a_rank_with_a_parent_is_no_stray() -> None:
 
 
 def test_a_hop_is_measured() -> None:
-    measured = measure_hop("127.0.0.1", Echo("127.0.0.1").port)
+    measured = measure_hop("127.0.0.1", Echo("127.0.0.1").port, 0.2)
     assert 0 < measured.round_trip_seconds < 1
     assert measured.bytes_per_second > 1e6
 
@@ -322,7 +322,7 @@ def test_a_broken_measurement_does_not_end_the_echo() -> None:
     echo = Echo("127.0.0.1")
     with socket.create_connection(("127.0.0.1", echo.port)) as connection:
         connection.sendall(b"abc")
-    assert measure_hop("127.0.0.1", echo.port)
+    assert measure_hop("127.0.0.1", echo.port, 0.0).round_trip_seconds > 0
 
 
 def test_an_unreachable_hop_is_a_failure_with_its_reason(sshd: Sshd) -> None:
@@ -330,7 +330,7 @@ def test_an_unreachable_hop_is_a_failure_with_its_reason(sshd: Sshd) -> None:
     way = SshAccess(tuple(shlex.split(sshd.ssh)))
     with connected(hosts, way, lambda _: None) as (one, other):
         with pytest.raises(ClusterError, match="refused"):
-            one.request(MeasureHop("127.0.0.3", 1), HopSpeed)
+            one.request(MeasureHop("127.0.0.3", 1, 0.0), HopSpeed)
         finding = doctor.examine_hop(one, other, "198.51.100.7")
     assert finding.status == "fail"
     assert "198.51.100.7" in finding.where
@@ -391,5 +391,6 @@ def test_a_ring_that_does_not_form_is_given_up(sshd: Sshd, monkeypatch: pytest.M
     monkeypatch.setattr(doctor, "RING_SECONDS", 0.2)
     way = SshAccess(tuple(shlex.split(sshd.ssh)))
     with connected(hosts, way, lambda _: None) as connections:
-        finding = doctor.examine_ring(connections, way.python, lambda _: None)
+        hops = find_hops(connections, [])
+        finding = doctor.examine_ring(connections, hops, way.python, lambda _: None)
     assert finding == Finding("fail", "ring", "no answer within 0.2 s", finding.fix)

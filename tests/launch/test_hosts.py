@@ -21,6 +21,7 @@ from launcher.agent import Agent
 from launcher.hostfile import Host
 from launcher.remote import AgentConnection, HostError, SshAccess, connected
 from launcher.supervisor import RETRY_SECONDS
+from serve.core.addresses import Addresses
 from serve.core.agent_messages import (
     AgentError,
     EnterFolder,
@@ -58,13 +59,13 @@ import os, shlex, sys
 from pathlib import Path
 from launcher.command import forwarded
 from launcher.hostfile import read_hostfile
-from launcher.remote import SshAccess, connected, remote_ranks
+from launcher.remote import SshAccess, connected, find_hops, remote_ranks
 from launcher.supervisor import Supervisor, write_line
 hostfile, ssh, program = sys.argv[1:]
 hosts, way = read_hostfile(Path(hostfile)).hosts, SshAccess(tuple(shlex.split(ssh)))
 with connected(hosts, way, write_line) as all:
     environment = {**forwarded(os.environ), "GIVEN": "a 'b'"}
-    ranks = remote_ranks(all, [sys.executable, "-c", program], environment, 2.0)
+    ranks = remote_ranks(all, find_hops(all, []), [sys.executable, "-c", program], environment, 2.0)
     sys.exit(Supervisor(ranks, drain_seconds=3.0, serves=True).run())
 """
 
@@ -207,7 +208,7 @@ def test_an_agent_ends_the_rank_of_a_silent_launcher() -> None:
     )
     assert agent.stdin is not None
     assert agent.stdout is not None
-    order = RunRank(0, 1, ["sleep", "60"], {}, [], "", "", 1.0)
+    order = RunRank(0, 1, ["sleep", "60"], {}, Addresses(0, (), ()), "", "", 1.0)
     with agent:
         agent.stdout.readline()
         agent.stdin.write(line(order).encode() + b"\n")
@@ -466,7 +467,7 @@ def test_agent_refuses_nonsense_in_one_line_and_ends(said: str) -> None:
 
 def test_agent_that_gets_nonsense_ends_its_rank() -> None:
     command = [sys.executable, "-m", "launcher.agent", "token"]
-    order = RunRank(0, 1, ["sleep", "60"], {}, [], "", "", 1.0)
+    order = RunRank(0, 1, ["sleep", "60"], {}, Addresses(0, (), ()), "", "", 1.0)
     said = f"{line(order)}\n{{\n"
     run = subprocess.run(command, input=said, capture_output=True, text=True, timeout=20)
     assert run.returncode == 143

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from serve.core.addresses import Addresses
 from serve.core.messages import LoadAdapter, Order
 from serve.rank.worker import Parent, Worker
 from tests import adapters
@@ -132,7 +133,20 @@ def test_an_engine_whose_parent_was_killed_leaves_nothing(
     with here:
         worker = Worker(
             Parent(here),
-            Order(0, (0,), ("a",), [], 0, ".", None, None, str(copies), (0, 2), None, 1.0),
+            Order(
+                0,
+                (0,),
+                ("a",),
+                Addresses(0, (), ()),
+                0,
+                ".",
+                None,
+                None,
+                str(copies),
+                (0, 2),
+                None,
+                1.0,
+            ),
         )
         worker.run()
     assert not copies.exists()

@@ -110,7 +110,7 @@ class Played:
 
     def __init__(self) -> None:
         config = ServeConfig(model=Path("."))
-        self.member = _Member(config, Cluster(1, 2, ("h",) * 2, None, ""), "")
+        self.member = _Member(config, Cluster(1, 2, ("h",) * 2), "")
         self.engines: list[PlayedEngine] = []
         self.member._engine.spare = cast(Any, PlayedSpare(self.engines))
         self.control = PlayedControl()
@@ -233,7 +233,7 @@ async def test_a_launched_rank_waits_for_rank_0_as_long_as_a_start_may_take(
     monkeypatch.setattr(control_module, "time", clock)
     monkeypatch.setattr(own_engine_module, "Spare", lambda _: PlayedSpare([]))
     address = Address("127.0.0.1", free_ports(1)[0])
-    cluster = Cluster(1, 2, ("h",) * 2, address, "secret", leash)
+    cluster = Cluster(1, 2, ("h",) * 2, (address,), "secret", leash)
     config = serve_config(join_timeout=30.0, load_timeout=1e6)
     running = asyncio.create_task(run_member(config, cluster, {}))
     if leash is None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from serve.core.addresses import Addresses
 from serve.core.messages import Order
 from serve.model.caches import quantized
 from serve.model.head import SharedHead
@@ -19,7 +20,13 @@ from serve.ring.transport import LocalTransport, Transport
 PartT = TypeVar("PartT", bound=RankPart)
 
 ORDER = Order(
-    **{"rank": 0, "ring": (0,), "hosts": ("127.0.0.1",), "addresses": [[]], "nonce": 1},
+    **{
+        "rank": 0,
+        "ring": (0,),
+        "hosts": ("127.0.0.1",),
+        "addresses": Addresses(0, (), ()),
+        "nonce": 1,
+    },
     **{"model": ".", "commit": None, "cache_dir": None, "copies": "."},
     **{"layers": (0, 4), "kv_bits": None, "join_timeout": 1.0},
 )

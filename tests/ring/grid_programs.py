@@ -10,22 +10,22 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from serve.core.config import parse_address
+from serve.core.addresses import Addresses
 from serve.core.errors import ClusterError
 from serve.core.types import Row, Step
 from serve.ring.grid import GridTransport
-from serve.ring.peers import Grid, meet
+from serve.ring.peers import Grid, grid_of, meet
 from serve.ring.transport import among
 
 RANK = int(os.environ["MLX_RANK"])
-ADDRESSES = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())
+LISTED = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text())
+ADDRESSES = Addresses.known_to_all(RANK, LISTED)
 NUM_STEPS = 40
 NUM_SMALL_SUMS = 10**6
 
 
 def place(nonce: int = 1) -> Grid:
-    parsed = [parse_address(first, "hosts") for first, *_ in ADDRESSES]
-    return Grid(RANK, 2, tuple(parsed), nonce, 10.0)
+    return grid_of(range(len(LISTED)), ADDRESSES, 2, nonce, 10.0)
 
 
 def join() -> GridTransport:

@@ -12,22 +12,23 @@ from pathlib import Path
 import mlx.core as mx
 import psutil
 
+from serve.core.addresses import Addresses
 from serve.core.errors import ClusterError
 from serve.core.messages import Order
 from serve.core.types import Row, Step
 from serve.rank.joining import join as meet_and_join
-from serve.ring.peers import Grid, RingLostError, first_addresses, meet
+from serve.ring.peers import RingLostError, grid_of, meet
 from serve.ring.transport import Received, RingTransport, Streams
 
 RANK = int(os.environ["MLX_RANK"])
 NUM_RANKS = int(os.environ["NUM_RANKS"])
 HOSTFILE = Path(os.environ["MLX_HOSTFILE"])
-ADDRESSES = json.loads(HOSTFILE.read_text())
+ADDRESSES = Addresses.known_to_all(RANK, json.loads(HOSTFILE.read_text()))
 
 
 def join(nonce: int = 1, streams: Streams | None = None, late_seconds: float = 0) -> RingTransport:
     """Joins a ring. Rank 0 begins to listen late_seconds after the ranks have met."""
-    grid = Grid(RANK, NUM_RANKS, first_addresses(ADDRESSES), 1, 10.0)
+    grid = grid_of(range(NUM_RANKS), ADDRESSES, NUM_RANKS, 1, 10.0)
     neighbours = meet(grid)
     if RANK == 0:
         time.sleep(late_seconds)

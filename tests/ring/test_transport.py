@@ -12,6 +12,7 @@ import mlx.core as mx
 import psutil
 import pytest
 
+from serve.core.addresses import Addresses
 from serve.core.config import Address, parse_address
 from serve.core.errors import ClusterError
 from serve.core.messages import Order
@@ -146,7 +147,7 @@ def test_an_engine_whose_parent_was_killed_ends_also_in_the_middle_of_joining(
         rank=0,
         ring=(0, 1),
         hosts=("127.0.0.1", "127.0.0.1"),
-        addresses=addresses,
+        addresses=Addresses.known_to_all(0, addresses),
         nonce=1,
         model=str(tmp_path),
         commit=None,

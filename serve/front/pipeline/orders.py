@@ -66,7 +66,6 @@ def order(
     rank = stage.rank
     place = ring.index(rank)
     hosts = tuple(cluster.hosts[each] for each in ring)
-    addresses = [list(pair) for pair in cluster.addresses]
     cache_dir = _path_text(config.cache_dir)
     prefix_dir = _path_text(config.prefix_cache_dir)
     prefix_bytes = memory_of(config.prefix_cache_disk, [rank])
@@ -75,7 +74,7 @@ def order(
         rank=place,
         ring=tuple(ring),
         hosts=hosts,
-        addresses=addresses,
+        addresses=cluster.addresses,
         nonce=nonce,
         model=str(config.model),
         commit=config.revision,

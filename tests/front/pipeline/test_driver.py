@@ -85,7 +85,7 @@ async def ranks(**flags: Any) -> AsyncIterator[tuple[Engine, Members, Callable[[
     settings |= {"keeps_spare_engine": False, **flags}
     config = serve_config(**settings)
     address = Address("127.0.0.1", free_ports(1)[0])
-    rank_0 = Cluster(0, 3, ("127.0.0.1",) * 3, address, "secret")
+    rank_0 = Cluster(0, 3, ("127.0.0.1",) * 3, (address,), "secret")
     engine = Engine(config, rank_0, Path("."), FACTS, Silent())
     await engine.listen()
     engine.start()

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from mlx_lm.models.cache import KVCache
 
+from serve.core.addresses import Addresses
 from serve.core.messages import (
     ForgetPrefixFiles,
     Order,
@@ -313,7 +314,7 @@ def order(prefix_dir: Path | None) -> Order:
         rank=0,
         ring=(3, 1),
         hosts=("a", "b"),
-        addresses=[],
+        addresses=Addresses(0, (), ()),
         nonce=1,
         model="m",
         commit=None,
