@@ -10,7 +10,6 @@ Nothing secret is on its command line. When the launcher is gone, or silent for 
 rank is asked to end, and killed if it does not.
 """
 
-import json
 import os
 import select
 import signal
@@ -115,8 +114,7 @@ class Agent:
             reserved.close()
         kill_former(order.secret, order.rank)
         addresses = order.addresses
-        listen = json.dumps(addresses.own)
-        with shared_ring(addresses.theirs, order.control, order.secret, listen) as ring:
+        with shared_ring(addresses.theirs, order.control, order.secret, addresses.own) as ring:
             base = {**os.environ, **order.environment}
             place = (order.rank, order.num_ranks, order.num_returns)
             environment = rank_environment(base, ring, *place)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from launcher.hostfile import Host
-from launcher.routes import BRIDGE, WIFI, Hops, Pair, is_link_local
+from launcher.routes import BRIDGE, WIFI, Pair, Routes, is_link_local
 from serve.core.agent_messages import HopSpeed, HostFacts
 from serve.core.amounts import format_bytes
 from serve.core.facts import MISSING, compare
@@ -213,18 +213,18 @@ def check_firewall(facts: HostFacts) -> Finding | None:
     return Finding("warn", facts.host, what, fix)
 
 
-def check_kinds(hosts: Sequence[Host], hops: Hops, needed: Sequence[Pair]) -> Iterator[Finding]:
-    """Warns of needed hops over Wi-Fi, and of a Thunderbolt Bridge that several cables share."""
+def check_kinds(hosts: Sequence[Host], routes: Routes, needed: Sequence[Pair]) -> Iterator[Finding]:
+    """Warns of needed routes over Wi-Fi, and of a Thunderbolt Bridge that several cables share."""
     for pair in needed:
         one, other = (hosts[rank] for rank in pair)
-        kind = hops[pair].kind
+        kind = routes[pair].kind
         if one.rank > other.rank:  # It was named in the other direction.
             continue
         where = f"{one} and {other}"
         if kind == WIFI:
             fix = "connect them with a cable, and leave the addresses of Wi-Fi out of the hostfile"
             yield Finding(
-                "warn", where, f"they are connected over Wi-Fi ({hops[pair].ips[0]})", fix
+                "warn", where, f"they are connected over Wi-Fi ({routes[pair].ips[0]})", fix
             )
         if kind == BRIDGE and len(hosts) > 2:
             fix = (

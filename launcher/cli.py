@@ -24,7 +24,7 @@ from launcher.facts import host_facts
 from launcher.hostfile import Host, Hostfile, read_hostfile
 from launcher.process import Start, local_ranks
 from launcher.record import launches, recorded, stop
-from launcher.remote import SshAccess, connected, find_hops, on_each, remote_ranks
+from launcher.remote import SshAccess, connected, find_routes, on_each, remote_ranks
 from launcher.routes import needed_pairs
 from launcher.supervisor import (
     DRAIN_SECONDS,
@@ -169,10 +169,10 @@ def launch(words: Sequence[str]) -> int:
         environment = {**forwarded(os.environ), **hostfile.environment, **environment}
         check_before([facts for facts, _ in on_each(connections, query_host)], environment)
         needed = needed_pairs(len(hosts), program_flags.num_shards, serves=serves)
-        hops = find_hops(connections, needed)
-        log_warnings(check_kinds(hosts, hops, needed))
+        routes = find_routes(connections, needed)
+        log_warnings(check_kinds(hosts, routes, needed))
         drain_seconds = program_flags.drain_seconds
-        ranks = remote_ranks(connections, hops, ranks_command, environment, drain_seconds)
+        ranks = remote_ranks(connections, routes, ranks_command, environment, drain_seconds)
         return supervise(command, [host.ssh for host in hosts], ranks, program_flags)
 
 

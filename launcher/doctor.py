@@ -33,11 +33,11 @@ from launcher.remote import (
     HostsError,
     SshAccess,
     connected,
-    find_hops,
+    find_routes,
     on_each,
     remote_ranks,
 )
-from launcher.routes import Hops, Pair, needed_pairs
+from launcher.routes import Pair, Routes, needed_pairs
 from launcher.supervisor import Supervisor, event_line, write_line
 from serve.core.agent_messages import (
     DescribeHost,
@@ -141,20 +141,20 @@ def examine_connected(
             notes.append(check_shell(label, connection.noise))
             notes.append(check_clock(label, ahead_seconds))
     findings = [*check_hosts(facts), *notes]
-    hops: Hops = {}
+    routes: Routes = {}
     if has_several:
         needed = needed_pairs(len(connections))
         try:
-            hops = find_hops(connections, needed)
-            findings += check_kinds([each.host for each in connections], hops, needed)
-            findings += examine_hops(connections, hops, needed, tell)
+            routes = find_routes(connections, needed)
+            findings += check_kinds([each.host for each in connections], routes, needed)
+            findings += examine_hops(connections, routes, needed, tell)
         except HostsError as error:
             findings += in_findings(error)
     yield from findings
     if any(each.status == "fail" for each in findings):
         yield Finding("warn", "ring", "not tried", "fix the failures above first")
     elif has_several:
-        yield examine_ring(connections, hops, access.python, tell)
+        yield examine_ring(connections, routes, access.python, tell)
 
 
 def in_findings(error: HostsError) -> Iterator[Finding]:
@@ -164,14 +164,14 @@ def in_findings(error: HostsError) -> Iterator[Finding]:
 
 def examine_hops(
     connections: Sequence[AgentConnection],
-    hops: Hops,
+    routes: Routes,
     needed: Sequence[Pair],
     tell: Tell,
 ) -> Iterator[Finding]:
     """Measures the needed hops one after the other, because they may share a cable."""
     for pair in needed:
         here, there = (connections[rank] for rank in pair)
-        for ip in hops[pair].ips:
+        for ip in routes[pair].ips:
             tell(f"measuring {here.host} to {there.host}")
             yield examine_hop(here, there, ip)
 
@@ -187,14 +187,14 @@ def examine_hop(here: AgentConnection, there: AgentConnection, ip: str) -> Findi
 
 def examine_ring(
     connections: list[AgentConnection],
-    hops: Hops,
+    routes: Routes,
     python: str,
     tell: Tell,
 ) -> Finding:
     """Starts a real MLX ring, in which the ranks compute a sum."""
     tell("forming a ring")
     lines: list[str] = []
-    ranks = remote_ranks(connections, hops, [python, "-m", RING_CHECK], {}, 0.0)
+    ranks = remote_ranks(connections, routes, [python, "-m", RING_CHECK], {}, 0.0)
     supervisor = Supervisor(ranks, lines.append)
     timer = threading.Timer(RING_SECONDS, supervisor.stop)
     timer.start()

@@ -1,6 +1,7 @@
 """A rank from its supervisor's point of view, and the ranks of this machine."""
 
 import codecs
+import json
 import os
 import secrets
 import signal
@@ -136,14 +137,16 @@ def shared_ring(
     addresses: Sequence[Sequence[str]],
     control: str,
     secret: str,
-    listen: str = "",
+    own: Sequence[Sequence[str]] = (),
 ) -> Iterator[Ring]:
-    """Writes the files that ranks on this machine read, and removes them at the end."""
+    """Writes the files that ranks on this machine read, and removes them at the end. own, if given,
+    is where each rank finds the only one on this machine."""
     leash, our_end = os.pipe()
     try:
         with own_folder() as folder:
             hostfile = f"{folder}/hosts.json"
             write_hostfile(hostfile, addresses)
+            listen = json.dumps(own) if own else ""
             yield Ring(hostfile, control, secret, leash, listen)
     finally:
         os.close(leash)

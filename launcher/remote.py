@@ -22,9 +22,9 @@ from launcher.agent import ALIVE_SECONDS
 from launcher.hostfile import Host
 from launcher.process import Start, is_loss, shown, signal_group
 from launcher.routes import (
-    Hops,
     Network,
     Pair,
+    Routes,
     addresses_of,
     choose,
     listening_ips,
@@ -335,7 +335,7 @@ def on_each(
     return results
 
 
-def find_hops(connections: Sequence[AgentConnection], needed: Sequence[Pair]) -> Hops:
+def find_routes(connections: Sequence[AgentConnection], needed: Sequence[Pair]) -> Routes:
     """Chooses the addresses at which the ranks find each other. Raises HostsError for needed pairs
     of ranks whose hosts have no network in common."""
     networks = [each.addresses for each in on_each(connections, _list_addresses)]
@@ -344,12 +344,12 @@ def find_hops(connections: Sequence[AgentConnection], needed: Sequence[Pair]) ->
         caller, called = (connections[rank] for rank in pair)
         return _reaches(caller, called, ip)
 
-    hops = choose([each.host for each in connections], networks, reaches)
-    missing = {tuple(sorted(pair)) for pair in needed if pair not in hops}
+    routes = choose([each.host for each in connections], networks, reaches)
+    missing = {tuple(sorted(pair)) for pair in needed if pair not in routes}
     errors = [_no_network(connections, networks, one, other) for one, other in sorted(missing)]
     if errors:
         raise HostsError(errors)
-    return hops
+    return routes
 
 
 def _list_addresses(connection: AgentConnection) -> AddressesListed:
@@ -390,14 +390,14 @@ def _no_network(
 @contextmanager
 def remote_ranks(
     connections: list[AgentConnection],
-    hops: Hops,
+    routes: Routes,
     command: Sequence[str],
     environment: Mapping[str, str],
     drain_seconds: float,
 ) -> Iterator[list[Start]]:
     """Prepares one rank on each host. Each restart needs a new connection."""
-    ports = on_each(connections, functools.partial(_reserve_ports, hops))
-    control_ports = _reserve_ports(hops, connections[0])
+    ports = on_each(connections, functools.partial(_reserve_ports, routes))
+    control_ports = _reserve_ports(routes, connections[0])
     order = functools.partial(
         RunRank,
         num_ranks=len(connections),
@@ -410,7 +410,7 @@ def remote_ranks(
     def control(rank: int) -> str:
         ips = list(control_ports)
         if rank:
-            ips = [hops[rank, 0].ips[0]]
+            ips = [routes[rank, 0].ips[0]]
         return ",".join(f"{ip}:{control_ports[ip]}" for ip in ips)
 
     num_starts: Counter[int] = Counter()
@@ -428,7 +428,7 @@ def remote_ranks(
         num_starts[rank] += 1
         place = order(
             rank=rank,
-            addresses=addresses_of(rank, hops, ports),
+            addresses=addresses_of(rank, routes, ports),
             control=control(rank),
             num_returns=num_returns,
         )
@@ -440,8 +440,8 @@ def remote_ranks(
         is_over.set()
 
 
-def _reserve_ports(hops: Hops, connection: AgentConnection) -> dict[str, int]:
+def _reserve_ports(routes: Routes, connection: AgentConnection) -> dict[str, int]:
     """Reserves a port at each address where other ranks find this one."""
-    ips = listening_ips(hops, connection.host.rank)
+    ips = listening_ips(routes, connection.host.rank)
     ports = connection.request(ReservePorts(ips), PortsReserved).ports
     return dict(zip(ips, ports, strict=True))

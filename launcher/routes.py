@@ -23,7 +23,7 @@ _THUNDERBOLT = re.compile(r"Thunderbolt( Bridge| \d+)")  # not a Thunderbolt Eth
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
+class Route:
     """The addresses at which a host finds another one, and the kind of network. is_sure is false
     if only a trial tells whether they can be reached."""
 
@@ -35,7 +35,7 @@ class Hop:
 Pair: TypeAlias = tuple[int, int]
 """A rank that calls another one, and the rank that it calls."""
 
-Hops: TypeAlias = Mapping[Pair, Hop]
+Routes: TypeAlias = Mapping[Pair, Route]
 
 Network: TypeAlias = Sequence[NetworkAddress]
 """The addresses of a host."""
@@ -48,22 +48,22 @@ def choose(
     hosts: Sequence[Host],
     networks: Sequence[Network],
     reaches: Callable[[Pair, str], bool],
-) -> dict[Pair, Hop]:
-    """Chooses the hop for each pair of ranks, and leaves out pairs that have none. networks are
+) -> dict[Pair, Route]:
+    """Chooses the route for each pair of ranks, and leaves out pairs that have none. networks are
     those of the hosts. reaches says whether a caller reaches an address."""
-    chosen: dict[Pair, Hop] = {}
+    chosen: dict[Pair, Route] = {}
     for caller in hosts:
         for called in hosts:
             pair = caller.rank, called.rank
             if called is caller:
                 continue
-            for hop in _candidates(caller, networks[caller.rank], called, networks[called.rank]):
-                if hop.is_sure or all(reaches(pair, ip) for ip in hop.ips):
-                    chosen[pair] = hop
+            for route in _candidates(caller, networks[caller.rank], called, networks[called.rank]):
+                if route.is_sure or all(reaches(pair, ip) for ip in route.ips):
+                    chosen[pair] = route
                     break
     # MLX needs as many connections to the left as to the right.
-    fewest = min((len(hop.ips) for hop in chosen.values()), default=0)
-    return {pair: replace(hop, ips=hop.ips[:fewest]) for pair, hop in chosen.items()}
+    fewest = min((len(route.ips) for route in chosen.values()), default=0)
+    return {pair: replace(route, ips=route.ips[:fewest]) for pair, route in chosen.items()}
 
 
 def _candidates(
@@ -71,27 +71,27 @@ def _candidates(
     near_caller: Network,
     called: Host,
     near_called: Network,
-) -> Iterator[Hop]:
-    """Yields the hops that may lead from a host to another one, best first."""
+) -> Iterator[Route]:
+    """Yields the routes that may lead from a host to another one, best first."""
     written = tuple(ip for ip in called.ips if not _is_outdated(ip, near_called))
     if caller.ssh == called.ssh:
-        yield Hop(written or (HOST,), "this host")
+        yield Route(written or (HOST,), "this host")
         return
     direct = tuple(ip for ip in written if _in_any(ip, near_caller))
     if direct:
         kinds = [_kind(ip, near_caller, near_called) for ip in direct]
         is_sure = not any(map(is_link_local, direct))
-        yield Hop(direct, max(kinds, key=_slowness), is_sure)
+        yield Route(direct, max(kinds, key=_slowness), is_sure)
     yield from _shared(near_caller, near_called)
     if written and not direct:
-        yield Hop(written, "a router", is_sure=False)
+        yield Route(written, "a router", is_sure=False)
 
 
-def _shared(near_caller: Network, near_called: Network) -> list[Hop]:
-    """Returns the hops over networks that both hosts have, best first. The link-local addresses of
-    all cables look like one network, so a trial has to tell which lead to the other host."""
+def _shared(near_caller: Network, near_called: Network) -> list[Route]:
+    """Returns the routes over networks that both hosts have, best first. The link-local addresses
+    of all cables look like one network, so a trial has to tell which lead to the other host."""
     own = {address.ip for address in near_caller}  # both hosts may have the bridge of Docker
-    hops = []
+    routes = []
     for address in near_called:
         ip = ipaddress.IPv4Address(address.ip)
         is_shared = any(
@@ -99,11 +99,11 @@ def _shared(near_caller: Network, near_called: Network) -> list[Hop]:
         )
         if is_shared and not ip.is_loopback and address.ip not in own:
             kind = _kind(address.ip, near_caller, near_called)
-            hop = Hop((address.ip,), kind, is_sure=not ip.is_link_local)
-            hops.append((_slowness(kind), ip.is_link_local, ip, hop))
+            route = Route((address.ip,), kind, is_sure=not ip.is_link_local)
+            routes.append((_slowness(kind), ip.is_link_local, ip, route))
     # The order of addresses is that of their networks, so both ends choose the same cable.
-    hops.sort(key=lambda each: each[:3])
-    return [hop for *_, hop in hops]
+    routes.sort(key=lambda each: each[:3])
+    return [route for *_, route in routes]
 
 
 def _is_outdated(ip: str, near: Network) -> bool:
@@ -157,26 +157,26 @@ def needed_pairs(num_ranks: int, num_shards: int = 1, *, serves: bool = True) ->
     return list(pairs)
 
 
-def listening_ips(hops: Hops, rank: int) -> list[str]:
+def listening_ips(routes: Routes, rank: int) -> list[str]:
     """Returns the addresses at which other ranks find this one."""
-    called = [hop.ips for (_, called), hop in hops.items() if called == rank]
+    called = [route.ips for (_, called), route in routes.items() if called == rank]
     return list(dict.fromkeys(ip for ips in called for ip in ips))
 
 
-def addresses_of(rank: int, hops: Hops, ports: Sequence[Ports]) -> Addresses:
+def addresses_of(rank: int, routes: Routes, ports: Sequence[Ports]) -> Addresses:
     """Returns the addresses that one rank is started with. ports are those of all ranks."""
     num_ranks = len(ports)
-    own = [_with_ports((other, rank), hops, ports) for other in range(num_ranks)]
-    theirs = [_with_ports((rank, other), hops, ports) for other in range(num_ranks)]
+    own = [_with_ports((other, rank), routes, ports) for other in range(num_ranks)]
+    theirs = [_with_ports((rank, other), routes, ports) for other in range(num_ranks)]
     # A plain ring of MLX reads this from its hostfile: there the rank before this one calls it.
     own[rank] = theirs[rank] = own[rank - 1]
     return Addresses(rank, tuple(theirs), tuple(own))
 
 
-def _with_ports(pair: Pair, hops: Hops, ports: Sequence[Ports]) -> tuple[str, ...]:
-    """Returns where a rank finds another one. Without a hop, this is any address of that rank: the
-    error that names it tells more than none."""
+def _with_ports(pair: Pair, routes: Routes, ports: Sequence[Ports]) -> tuple[str, ...]:
+    """Returns where a rank finds another one. Without a route, this is any address of that rank:
+    the error that names it tells more than none."""
     called_ports = ports[pair[1]]
-    hop = hops.get(pair)
-    ips = hop.ips if hop else tuple(called_ports)[:1]
+    route = routes.get(pair)
+    ips = route.ips if route else tuple(called_ports)[:1]
     return tuple(f"{ip}:{called_ports[ip]}" for ip in ips)

@@ -59,13 +59,14 @@ import os, shlex, sys
 from pathlib import Path
 from launcher.command import forwarded
 from launcher.hostfile import read_hostfile
-from launcher.remote import SshAccess, connected, find_hops, remote_ranks
+from launcher.remote import SshAccess, connected, find_routes, remote_ranks
 from launcher.supervisor import Supervisor, write_line
 hostfile, ssh, program = sys.argv[1:]
 hosts, way = read_hostfile(Path(hostfile)).hosts, SshAccess(tuple(shlex.split(ssh)))
 with connected(hosts, way, write_line) as all:
     environment = {**forwarded(os.environ), "GIVEN": "a 'b'"}
-    ranks = remote_ranks(all, find_hops(all, []), [sys.executable, "-c", program], environment, 2.0)
+    command, routes = [sys.executable, "-c", program], find_routes(all, [])
+    ranks = remote_ranks(all, routes, command, environment, 2.0)
     sys.exit(Supervisor(ranks, drain_seconds=3.0, serves=True).run())
 """
 

@@ -40,12 +40,12 @@ def never(pair: Pair, ip: str) -> bool:
 
 def chosen(entries: list[Host], *networks: Network, reaches: Reaches = never) -> dict[str, str]:
     """The hop of each pair: "caller-called" and the addresses."""
-    hops = choose(entries, networks, reaches)
-    return {f"{one}-{other}": " ".join(hop.ips) for (one, other), hop in hops.items()}
+    routes = choose(entries, networks, reaches)
+    return {f"{one}-{other}": " ".join(route.ips) for (one, other), route in routes.items()}
 
 
 def kinds(entries: list[Host], *networks: Network, reaches: Reaches = never) -> set[str]:
-    return {hop.kind for hop in choose(entries, networks, reaches).values()}
+    return {route.kind for route in choose(entries, networks, reaches).values()}
 
 
 # As mlx.distributed_config sets up a cable for each pair.
@@ -211,11 +211,11 @@ def test_only_ranks_that_exchange_messages_need_a_hop(
 
 
 def test_each_rank_is_told_where_the_others_find_it_and_it_finds_them() -> None:
-    hops = choose(hosts(*WRITTEN), TRIANGLE, never)
-    ips = [listening_ips(hops, rank) for rank in range(3)]
+    routes = choose(hosts(*WRITTEN), TRIANGLE, never)
+    ips = [listening_ips(routes, rank) for rank in range(3)]
     assert ips[2] == ["192.168.0.6", "192.168.0.10"]
     ports = [{ip: 10 * rank + at for at, ip in enumerate(own)} for rank, own in enumerate(ips)]
-    views = [addresses_of(rank, hops, ports) for rank in range(3)]
+    views = [addresses_of(rank, routes, ports) for rank in range(3)]
     for view in views:
         for other in range(3):
             if other != view.rank:
@@ -226,9 +226,9 @@ def test_each_rank_is_told_where_the_others_find_it_and_it_finds_them() -> None:
 
 @pytest.mark.parametrize("ring", [[0, 1, 2], [0, 2], [1, 2]])
 def test_in_a_ring_of_mlx_each_rank_listens_where_the_one_before_it_calls(ring: list[int]) -> None:
-    hops = choose(hosts(*WRITTEN), TRIANGLE, never)
-    ports = [dict.fromkeys(listening_ips(hops, rank), 5000 + rank) for rank in range(3)]
-    views = {rank: addresses_of(rank, hops, ports) for rank in ring}
+    routes = choose(hosts(*WRITTEN), TRIANGLE, never)
+    ports = [dict.fromkeys(listening_ips(routes, rank), 5000 + rank) for rank in range(3)]
+    views = {rank: addresses_of(rank, routes, ports) for rank in ring}
     hostfiles = {rank: views[rank].of_ring(ring) for rank in ring}
     for at, called in enumerate(ring):
         caller = ring[at - 1]
@@ -240,7 +240,7 @@ def test_in_a_ring_of_mlx_each_rank_listens_where_the_one_before_it_calls(ring: 
 
 def test_a_rank_without_a_hop_has_an_address_for_an_error_to_name() -> None:
     """A ring of four cables: ranks 0 and 2 have none in common."""
-    hops = choose(hosts(*WRITTEN), TRIANGLE, never)
-    del hops[1, 2], hops[2, 1]
-    ports = [dict.fromkeys(listening_ips(hops, rank), 5000 + rank) for rank in range(3)]
-    assert addresses_of(1, hops, ports).theirs[2] == ("192.168.0.6:5002",)
+    routes = choose(hosts(*WRITTEN), TRIANGLE, never)
+    del routes[1, 2], routes[2, 1]
+    ports = [dict.fromkeys(listening_ips(routes, rank), 5000 + rank) for rank in range(3)]
+    assert addresses_of(1, routes, ports).theirs[2] == ("192.168.0.6:5002",)

@@ -77,9 +77,17 @@ class Hosts:
             ip(f"-n {name} addr add {address} dev {device}")
             ip(f"-n {name} link set {device} up")
 
+    def wait_until_up(self) -> None:
+        deadline = time.monotonic() + 30
+        for name in self.names:
+            while "DOWN" in ip(f"-n {name} -brief link"):
+                assert time.monotonic() < deadline, "the cables have no carrier"
+                time.sleep(0.05)
+
     def command(self, name: str, written: Sequence[str] = ()) -> list[str]:
         """Returns the beginning of a command line of `brigade`. The hostfile has the written
         addresses, one for each host, or none."""
+        self.wait_until_up()
         entries = [
             {"ssh": host, "ips": list(written[at : at + 1])} for at, host in enumerate(self.names)
         ]

@@ -19,8 +19,9 @@ HERE, THERE = "198.18.77.1", "198.18.77.2"  # a range for tests of networks
 STALL_SECONDS = 8
 
 
-def ip(words: str) -> None:
-    subprocess.run(["ip", *words.split()], check=True, capture_output=True, timeout=10)
+def ip(words: str) -> str:
+    command = ["ip", *words.split()]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout
 
 
 class Cable:
