@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from itertools import combinations
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cluster.recovery.test_namespaces import ip
@@ -133,12 +134,22 @@ def serving(hosts: Hosts, *flags: str, written: Sequence[str] = ()) -> Iterator[
         yield server
 
 
+def engine(server: Server, rank: int) -> psutil.Process:
+    """Returns a rank's engine. Only clients on rank 0's host may ask the server for it."""
+    (found,) = [
+        process
+        for process in server.family()
+        if "serve.rank.worker" in process.cmdline() and process.environ()["MLX_RANK"] == str(rank)
+    ]
+    return found
+
+
 def check(server: Server, expected: list[Stream]) -> None:
     """Compares answers with those of one rank, also when an engine is killed."""
 
     def kill() -> None:
         time.sleep(0.3)
-        server.engines()[1].kill()
+        engine(server, 1).kill()
 
     def streams(disturb: Callable[[], None] = lambda: None) -> list[Stream]:
         return run_streams(server, disturb, NUM_STREAMS, NUM_TOKENS)
