@@ -18,28 +18,34 @@ _LENGTH = struct.Struct("!Q")
 _MAX_BYTES = 8 << 20
 _NUM_PINGS = 20
 _TIMEOUT_SECONDS = 5.0
+_IDLE_SECONDS = 30.0
 
 
 class Echo:
-    """Answers on a free port of an address for as long as this process lives."""
+    """Answers on a free port of an address, until nobody has called for half a minute."""
 
     def __init__(self, ip: str) -> None:
         self._listening = bound(ip)
         self._listening.listen()
+        self._listening.settimeout(_IDLE_SECONDS)
         self.port: int = self._listening.getsockname()[1]
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
-        while True:
-            connection, _ = self._listening.accept()
-            # If a measurement breaks off, its caller reports that.
-            with connection, suppress(OSError, struct.error):
-                connection.settimeout(_TIMEOUT_SECONDS)
-                while header := connection.recv(_LENGTH.size, socket.MSG_WAITALL):
-                    (left,) = _LENGTH.unpack(header)
-                    while left > 0 and (data := connection.recv(min(left, 1 << 18))):
-                        left -= len(data)
-                    connection.sendall(b"\n")
+        with self._listening, suppress(TimeoutError):
+            while True:
+                connection, _ = self._listening.accept()
+                # If a measurement breaks off, its caller reports that.
+                with connection, suppress(OSError, struct.error):
+                    self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        connection.settimeout(_TIMEOUT_SECONDS)
+        while header := connection.recv(_LENGTH.size, socket.MSG_WAITALL):
+            (left,) = _LENGTH.unpack(header)
+            while left > 0 and (data := connection.recv(min(left, 1 << 18))):
+                left -= len(data)
+            connection.sendall(b"\n")
 
 
 def measure_hop(ip: str, port: int, seconds: float) -> HopSpeed:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from serve.core.addresses import Addresses
 from serve.core.config import Address, parse_address
-from serve.core.connection import keep_alive
+from serve.core.connection import advice, keep_alive
 from serve.core.errors import ClusterError
 from serve.core.messages import AroundRing, Greeting, Hop
 from serve.core.wire import FrameReader, frame
@@ -350,6 +350,7 @@ def _call(grid: Grid, rank: int, deadline: float) -> PeerConnection:
             if time.monotonic() > deadline:
                 raise ClusterError(
                     f"Rank {grid.rank} cannot reach rank {rank} at {address}: {error}."
+                    f"{advice(error)}"
                 ) from error
         time.sleep(_RETRY_SECONDS)
     connection = PeerConnection(tcp_socket)
