@@ -338,17 +338,27 @@ def on_each(
 def find_routes(connections: Sequence[AgentConnection], needed: Sequence[Pair]) -> Routes:
     """Chooses the addresses at which the ranks find each other. Raises HostsError for needed pairs
     of ranks whose hosts have no network in common."""
+    hosts = [each.host for each in connections]
     networks = [each.addresses for each in on_each(connections, _list_addresses)]
+    failures: dict[Pair, str] = {}
 
     def reaches(pair: Pair, ip: str) -> bool:
         caller, called = (connections[rank] for rank in pair)
-        return _reaches(caller, called, ip)
+        try:
+            _try(caller, called, ip)
+        except HostError as error:
+            failures[pair] = f"; {hosts[pair[0]]} tried {ip}: {error.what}"
+            return False
+        return True
 
-    routes = choose([each.host for each in connections], networks, reaches)
-    missing = {tuple(sorted(pair)) for pair in needed if pair not in routes}
-    errors = [_no_network(connections, networks, one, other) for one, other in sorted(missing)]
+    routes = choose(hosts, networks, reaches)
+    errors: dict[Pair, HostError] = {}
+    for one, other in needed:
+        if (one, other) not in routes and (other, one) not in errors:
+            reason = failures.get((one, other), "")
+            errors[one, other] = _no_route(hosts[one], hosts[other], networks, reason)
     if errors:
-        raise HostsError(errors)
+        raise HostsError(list(errors.values()))
     return routes
 
 
@@ -356,35 +366,26 @@ def _list_addresses(connection: AgentConnection) -> AddressesListed:
     return connection.request(ListAddresses(), AddressesListed)
 
 
-def _reaches(caller: AgentConnection, called: AgentConnection, ip: str) -> bool:
-    try:
-        port = called.request(StartEcho(ip), EchoStarted).port
-        caller.request(MeasureHop(ip, port, 0.0), HopSpeed)
-    except HostError:
-        return False
-    return True
+def _try(caller: AgentConnection, called: AgentConnection, ip: str) -> None:
+    port = called.request(StartEcho(ip), EchoStarted).port
+    caller.request(MeasureHop(ip, port, 0.0), HopSpeed)
 
 
-def _no_network(
-    connections: Sequence[AgentConnection],
-    networks: Sequence[Network],
-    one: int,
-    other: int,
-) -> HostError:
-    hosts = [connections[rank].host for rank in (one, other)]
-    have = [", ".join(map(str, networks[host.rank])) or "no address" for host in hosts]
+def _no_route(one: Host, other: Host, networks: Sequence[Network], reason: str) -> HostError:
+    """Returns the error for two hosts that have to be connected. reason is why a trial failed."""
+    addresses = [", ".join(map(str, networks[host.rank])) for host in (one, other)]
     what = (
         "they have no network in common in which one reaches the other "
-        f"({hosts[0]} has {have[0]}; {hosts[1]} has {have[1]})"
+        f"({one} has {addresses[0]}; {other} has {addresses[1]}{reason})"
     )
-    need = "neighbouring ranks"
-    if one == 0:
-        need = "rank 0 and every other rank"
+    need = "neighbouring ranks" if one.rank and other.rank else "rank 0 and every other rank"
     fix = (
         f"{need} exchange messages: connect these hosts, and give each cable its own subnet "
         "(mlx.distributed_config --over thunderbolt --backend ring --auto-setup)"
     )
-    return HostError(f"{hosts[0]} and {hosts[1]}", what, fix)
+    if "No route to host" in reason:
+        fix += "; on macOS, allow the terminal under Privacy & Security, Local Network"
+    return HostError(f"{one} and {other}", what, fix)
 
 
 @contextmanager

@@ -152,9 +152,8 @@ def needed_pairs(num_ranks: int, num_shards: int = 1, *, serves: bool = True) ->
             others.append(0)
         for other in others:
             if other != rank:
-                pairs[rank, other] = None
-                pairs[other, rank] = None
-    return list(pairs)
+                pairs[min(rank, other), max(rank, other)] = None
+    return [pair for one, other in pairs for pair in ((one, other), (other, one))]
 
 
 def listening_ips(routes: Routes, rank: int) -> list[str]:

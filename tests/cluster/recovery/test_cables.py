@@ -219,6 +219,21 @@ def test_hosts_without_a_cable_to_rank_0_are_named(make: Make) -> None:
 
 
 @pytest.mark.slow
+def test_hosts_with_link_local_addresses_of_other_cables_are_named(make: Make) -> None:
+    """All three look as if they were in one network."""
+    hosts = make(3)
+    hosts.lay_cable(0, 2, "169.254.7.1/16", "169.254.7.3/16")
+    hosts.lay_cable(1, 2, "169.254.7.2/16", "169.254.7.4/16")
+    words = ["--", "serve", "--model", str(TINY_CHAT)]
+    launch = subprocess.run([*hosts.command("launch"), *words], capture_output=True, text=True)
+    assert launch.returncode == 6
+    last = launch.stderr.splitlines()[-1]
+    assert f"{hosts.names[0]} and {hosts.names[1]}: they have no network in common" in last
+    assert f"{hosts.names[0]} tried 169.254.7.2: " in last
+    assert "Local Network" in last
+
+
+@pytest.mark.slow
 def test_doctor_measures_each_cable(make: Make) -> None:
     hosts = make(3)
     for one, other in combinations(range(3), 2):
