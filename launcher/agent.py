@@ -114,7 +114,8 @@ class Agent:
             reserved.close()
         kill_former(order.secret, order.rank)
         addresses = order.addresses
-        with shared_ring(addresses.theirs, order.control, order.secret, addresses.own) as ring:
+        listen = addresses.own_as_json()
+        with shared_ring(addresses.theirs, order.control, order.secret, listen) as ring:
             base = {**os.environ, **order.environment}
             place = (order.rank, order.num_ranks, order.num_returns)
             environment = rank_environment(base, ring, *place)

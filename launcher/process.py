@@ -1,7 +1,6 @@
 """A rank from its supervisor's point of view, and the ranks of this machine."""
 
 import codecs
-import json
 import os
 import secrets
 import signal
@@ -137,16 +136,14 @@ def shared_ring(
     addresses: Sequence[Sequence[str]],
     control: str,
     secret: str,
-    own: Sequence[Sequence[str]] = (),
+    listen: str = "",
 ) -> Iterator[Ring]:
-    """Writes the files that ranks on this machine read, and removes them at the end. own, if given,
-    is where each rank finds the only one on this machine."""
+    """Writes the files that ranks on this machine read, and removes them at the end."""
     leash, our_end = os.pipe()
     try:
         with own_folder() as folder:
             hostfile = f"{folder}/hosts.json"
             write_hostfile(hostfile, addresses)
-            listen = json.dumps(own) if own else ""
             yield Ring(hostfile, control, secret, leash, listen)
     finally:
         os.close(leash)

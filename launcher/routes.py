@@ -23,7 +23,7 @@ _THUNDERBOLT = re.compile(r"Thunderbolt( Bridge| \d+)")  # not a Thunderbolt Eth
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class HostRoute:
     """The addresses at which a host finds another one, and the kind of network. is_sure is false
     if only a trial tells whether they can be reached."""
 
@@ -35,7 +35,7 @@ class Route:
 Pair: TypeAlias = tuple[int, int]
 """A rank that calls another one, and the rank that it calls."""
 
-Routes: TypeAlias = Mapping[Pair, Route]
+Routes: TypeAlias = Mapping[Pair, HostRoute]
 
 Network: TypeAlias = Sequence[NetworkAddress]
 """The addresses of a host."""
@@ -48,10 +48,10 @@ def choose(
     hosts: Sequence[Host],
     networks: Sequence[Network],
     reaches: Callable[[Pair, str], bool],
-) -> dict[Pair, Route]:
+) -> dict[Pair, HostRoute]:
     """Chooses the route for each pair of ranks, and leaves out pairs that have none. networks are
     those of the hosts. reaches says whether a caller reaches an address."""
-    chosen: dict[Pair, Route] = {}
+    chosen: dict[Pair, HostRoute] = {}
     for caller in hosts:
         for called in hosts:
             pair = caller.rank, called.rank
@@ -71,23 +71,23 @@ def _candidates(
     near_caller: Network,
     called: Host,
     near_called: Network,
-) -> Iterator[Route]:
+) -> Iterator[HostRoute]:
     """Yields the routes that may lead from a host to another one, best first."""
     written = tuple(ip for ip in called.ips if not _is_outdated(ip, near_called))
     if caller.ssh == called.ssh:
-        yield Route(written or (HOST,), "this host")
+        yield HostRoute(written or (HOST,), "this host")
         return
     direct = tuple(ip for ip in written if _in_any(ip, near_caller))
     if direct:
         kinds = [_kind(ip, near_caller, near_called) for ip in direct]
         is_sure = not any(map(is_link_local, direct))
-        yield Route(direct, max(kinds, key=_slowness), is_sure)
+        yield HostRoute(direct, max(kinds, key=_slowness), is_sure)
     yield from _shared(near_caller, near_called)
     if written and not direct:
-        yield Route(written, "a router", is_sure=False)
+        yield HostRoute(written, "a router", is_sure=False)
 
 
-def _shared(near_caller: Network, near_called: Network) -> list[Route]:
+def _shared(near_caller: Network, near_called: Network) -> list[HostRoute]:
     """Returns the routes over networks that both hosts have, best first. The link-local addresses
     of all cables look like one network, so a trial has to tell which lead to the other host."""
     own = {address.ip for address in near_caller}  # both hosts may have the bridge of Docker
@@ -99,7 +99,7 @@ def _shared(near_caller: Network, near_called: Network) -> list[Route]:
         )
         if is_shared and not ip.is_loopback and address.ip not in own:
             kind = _kind(address.ip, near_caller, near_called)
-            route = Route((address.ip,), kind, is_sure=not ip.is_link_local)
+            route = HostRoute((address.ip,), kind, is_sure=not ip.is_link_local)
             routes.append((_slowness(kind), ip.is_link_local, ip, route))
     # The order of addresses is that of their networks, so both ends choose the same cable.
     routes.sort(key=lambda each: each[:3])

@@ -20,6 +20,9 @@ class Addresses(msgspec.Struct, frozen=True):
         theirs = tuple(tuple(each) for each in listed)
         return cls(rank, theirs, (theirs[rank],) * len(theirs))
 
+    def own_as_json(self) -> str:
+        return msgspec.json.encode(self.own).decode()
+
     def of_ring(self, ranks: Sequence[int]) -> list[tuple[str, ...]]:
         """Returns the content of MLX's hostfile for a ring of these ranks. In MLX's ring, each rank
         connects to the next one."""

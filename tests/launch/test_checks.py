@@ -12,7 +12,7 @@ import pytest
 from launcher import checks, facts
 from launcher.checks import Finding, broken_hop, check_hop, check_hosts, check_kinds
 from launcher.hostfile import Host
-from launcher.routes import Route, needed_pairs
+from launcher.routes import HostRoute, needed_pairs
 from serve.core.agent_messages import (
     HopSpeed,
     HostFacts,
@@ -133,7 +133,9 @@ def of_kind(kind: str, num_hosts: int) -> list[Finding]:
     """What is found if all hosts are connected over this kind of network."""
     hosts = [Host(rank, name, ()) for rank, name in enumerate("abc"[:num_hosts])]
     needed = needed_pairs(num_hosts)
-    return list(check_kinds(hosts, {pair: Route(("10.0.0.1",), kind) for pair in needed}, needed))
+    return list(
+        check_kinds(hosts, {pair: HostRoute(("10.0.0.1",), kind) for pair in needed}, needed)
+    )
 
 
 def test_a_thunderbolt_bridge_is_fine_for_two_macs_and_a_warning_for_three() -> None:
