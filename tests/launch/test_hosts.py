@@ -381,12 +381,13 @@ def test_this_machine_may_have_several_addresses_beside_other_hosts(
     launch: Start, hostfile: Path
 ) -> None:
     here = {"ssh": "127.0.0.1", "ips": ["127.0.0.2", "127.0.0.4"]}
-    hostfile.write_text(json.dumps([here, {"ssh": "127.0.0.3", "ips": ["127.0.0.3"]}]))
+    there = {"ssh": "127.0.0.3", "ips": ["127.0.0.3", "127.0.0.5"]}
+    hostfile.write_text(json.dumps([here, there]))
     launched = launch("print('hosts ' + open(os.environ['MLX_HOSTFILE']).read())")
     launched.end()
     (hosts,) = set(re.findall(r"hosts (.*)", launched.text))
     ips = [[address.partition(":")[0] for address in own] for own in json.loads(hosts)]
-    assert ips == [["127.0.0.2", "127.0.0.4"], ["127.0.0.3"]]
+    assert ips == [["127.0.0.2", "127.0.0.4"], ["127.0.0.3", "127.0.0.5"]]
 
 
 def test_a_rank_gets_given_and_allowed_variables(
