@@ -6,7 +6,7 @@ arrays shows which weights the stage needs. A stage neither communicates nor eva
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from serve.model import trace, trial
 from serve.model.trial import Crossing, Layers, Trial, named_arrays
 
+_LAYERS_BETWEEN_SEAMS = 8
 _NOTHING = (0,)
 """The shape of the array that is sent in place of None: the model has no array there yet."""
+AtSeam = Callable[[list[mx.array]], None]
+"""Takes the lazy output of every eighth layer, which it may begin to evaluate: a GPU then computes
+while Python builds the graph of the other layers. All shards of a stage have the same seams."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ class Stage:
         self._caches: Sequence[Any] = ()
         self._given: dict[int, Any] = {}
         self._hidden: mx.array | None = None
+        self._at_seam: AtSeam | None = None
         self._backbone = _backbone(model, self.layers)
         with trial.without_weights(model):
             with_caches = Trial(model, self.layers, cached=True)
@@ -129,9 +134,11 @@ class Stage:
         tokens: mx.array,
         cache: list[Any] | None,
         received: Sequence[mx.array],
+        at_seam: AtSeam | None = None,
     ) -> list[mx.array]:
         """Runs the stage lazily on tokens (B, L) and on the previous stage's arrays ([] for the
         first). Returns arrays for the next; the last returns [logits (B, L, vocabulary)]."""
+        self._at_seam = at_seam
         if cache is None:
             return self._run(tokens, None, received)
         outputs = self._run(tokens, self._caching.as_model_expects(cache), received)
@@ -163,6 +170,7 @@ class Stage:
             return self._arrays_to_send(cut.sends)
         finally:
             self._given = {}
+            self._at_seam = None
 
     def _arrays_to_send(self, sends: Sequence[Crossing]) -> list[mx.array]:
         to_send: list[mx.array] = []
@@ -184,6 +192,8 @@ class Stage:
                 trace.open_seam(layer, self._leave)
             elif i in sources:
                 trace.open_seam(layer, functools.partial(self._record, i))
+            elif (i + 1 - self.start) % _LAYERS_BETWEEN_SEAMS == 0:
+                trace.open_seam(layer, self._pass_seam)
 
     def _replay(self, i: int, _call: trace.Call, args: Any, kwargs: Any) -> Any:
         output, written = self._given[i]
@@ -195,6 +205,12 @@ class Stage:
         output = call(*args, **kwargs)
         written = trial.writable(args, kwargs, self._caches)
         self._given[i] = trace.snapshot((output, written))
+        return output
+
+    def _pass_seam(self, call: trace.Call, args: Any, kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
+        if self._at_seam:
+            self._at_seam(trace.arrays_in(output))
         return output
 
     def _record_hidden(self, call: trace.Call, args: Any, kwargs: Any) -> Any:

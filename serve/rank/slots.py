@@ -95,9 +95,9 @@ def num_slots(num_rows: int) -> int:
 
 
 def _num_rows(sequences: list[int], num_tokens: int) -> int:
-    """Returns the number of rows to feed: a multiple of four where that costs less."""
+    """Returns the number of rows to feed: on a CPU a multiple of four where that costs less."""
     num_rows = len(sequences)
-    if num_rows <= 2 or num_tokens > 1:
+    if num_rows <= 2 or num_tokens > 1 or mx.default_device() == mx.gpu:
         return num_rows
     return -(-num_rows // 4) * 4
 

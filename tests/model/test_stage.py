@@ -8,6 +8,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from serve.core.errors import PlanError
+from serve.model import stage as stage_module
 from serve.model.stage import Stage
 from serve.model.weights import load_stage
 from tests.errors import fails
@@ -108,3 +109,24 @@ def test_a_model_that_runs_layers_twice_is_refused() -> None:
     looping.model.__class__ = Looping
     with fails(PlanError, "unsplittable"):
         Stage(looping, 0, 2)
+
+
+def test_seams_pass_the_output_of_every_second_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What begins early is computed once, and changes nothing."""
+    monkeypatch.setattr(stage_module, "_LAYERS_BETWEEN_SEAMS", 2)
+    tokens = mx.array([[3, 1, 4, 1, 5]])
+    passed: list[mx.array] = []
+    begun: list[list[tuple[int, ...]]] = []
+    for stage in split("llama", [0, 3, 4]):
+        found: list[mx.array] = []
+
+        def begin(arrays: list[mx.array], found: list[mx.array] = found) -> None:
+            mx.async_eval(arrays)
+            found += arrays
+
+        passed = stage(tokens, stage.make_cache(), passed, begin)
+        begun.append([array.shape for array in found])
+    assert begun == [[(1, 5, 32)], []]
+    assert mx.array_equal(passed[0], build("llama")(tokens))
+    (logits,) = Stage(build("llama"), 0, 4)(tokens, None, [])
+    assert mx.array_equal(logits, passed[0])

@@ -586,3 +586,18 @@ def test_groups_without_rows_are_forgotten() -> None:
         caches.arrange(Step(number, number, (Row(number, 0, 1),), (1,), sample=False))
         caches.drop(number)
     assert len(caches._keys_of_group) < 300
+
+
+@pytest.mark.parametrize(("device", "num_rows"), [(mx.cpu, 8), (mx.gpu, 5)])
+def test_only_a_cpu_pads_rows_to_multiples_of_four(
+    monkeypatch: pytest.MonkeyPatch, device: mx.DeviceType, num_rows: int
+) -> None:
+    """No kernel of a GPU prefers them, and each row more costs time there."""
+    monkeypatch.setattr(mx, "default_device", lambda: device)
+    rig = Rig(can_batch=True)
+    feeds = {sequence: [sequence, 2] for sequence in range(5)}
+    rig.step(0, feeds)
+    rig.step(0, {sequence: [7] for sequence in feeds})
+    step = Step(9, 0, tuple(Row(s, 3, 1) for s in feeds), (8,) * 5, True)
+    (own,) = rig.caches.arrange(step)
+    assert len(own.rows) == num_rows
