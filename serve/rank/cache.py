@@ -14,9 +14,10 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from serve.core.errors import EngineError
 from serve.core.ops import NO_CHECKPOINT, Copy, Save
-from serve.core.types import Step
+from serve.core.types import LAST_TOKEN, Step
 from serve.rank import checkpoints
 from serve.rank.checkpoints import SavedState
+from serve.rank.drawing import Drawing
 from serve.rank.merged import MergedBatch
 from serve.rank.slots import SlotBatch
 
@@ -34,8 +35,9 @@ class ForwardPass:
     rows: tuple[int | None, ...]
     caches: list[Any]
 
-    def tokens(self, step: Step) -> mx.array:
-        """Returns the tokens (B, L). New rows are padded on the left, others on the right."""
+    def tokens(self, step: Step, before: Drawing | None = None) -> mx.array:
+        """Returns the tokens (B, L). New rows are padded on the left, others on the right. before
+        draws the tokens for which the step has LAST_TOKEN."""
         tokens_fed = step.tokens_fed
         own = [() if n is None else tokens_fed[n] for n in self.rows]
         length = max(map(len, own))
@@ -48,7 +50,11 @@ class ForwardPass:
             else:
                 # With the row's own first token, padding overflows only if the row does.
                 padded.append(tokens + tokens[:1] * num_missing)
-        return mx.array(padded)
+        known = mx.array(padded)
+        if before is None:
+            return known
+        drawn = before.of([None if n is None else step.rows[n].sequence for n in self.rows])
+        return mx.where(known == LAST_TOKEN, drawn[:, None], known)
 
     def outputs_of_rows(self, step: Step, output: mx.array) -> dict[int, mx.array]:
         """Divides an output (B, L, ...) among the step's rows: (num_tokens, ...) by index."""

@@ -50,6 +50,17 @@ class _Scoring:
     start: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What a step is choosing, besides one token for each row."""
+
+    scorings: list[_Scoring]
+    verification: Verification | None = None
+
+
+_NO_CHOICE = _Choice([])
+
+
 class Chooser:
     """Keeps a sampler for each sequence that the parent has admitted. Call choose and result from
     one thread; admit and forget may be called from any. folder contains the model's tokenizer."""
@@ -57,8 +68,7 @@ class Chooser:
     def __init__(self, folder: Path | None = None) -> None:
         self._grammars = GrammarCompiler(folder) if folder else None
         self._samplers: dict[int, Sampler] = {}
-        self._scorings: list[_Scoring] = []  # of the step that is being computed
-        self._verification: Verification | None = None  # of the same step
+        self._choices: dict[int, _Choice] = {}  # of the steps under way, by their numbers
         self._num_begun: Counter[int] = Counter()
         self._lock = threading.Lock()
 
@@ -89,6 +99,7 @@ class Chooser:
         with self._lock:
             self._samplers.clear()
             self._num_begun.clear()
+            self._choices.clear()
 
     def sampler(self, sequence: int) -> Sampler:
         with self._lock:
@@ -99,6 +110,11 @@ class Chooser:
         with self._lock:
             sampler = self._samplers.get(sequence)
         return None if sampler is None else len(sampler.tokens)
+
+    def needs_tokens(self, step: Step) -> bool:
+        """Whether a row of a step can be continued only when its token is known."""
+        with self._lock:
+            return any(self._samplers[row.sequence].reads_tokens for row in step.rows)
 
     def cut_drafts(self, step: Step) -> Step:
         """Returns the step without the drafts that a grammar forbids. It may be called while
@@ -124,22 +140,22 @@ class Chooser:
         samples, and scores. Without either, the head is never evaluated. Prompts are scored in
         slices, each to be evaluated before the next, because scoring takes several times the memory
         of the logits."""
-        self._verification = None
         if step.num_drafts:
-            self._verification = self._verify(step, passes, logits)
-            self._scorings = []
-            yield self._verification.arrays
+            verification = self._verify(step, passes, logits)
+            self._choices[step.number] = _Choice([], verification)
+            yield verification.arrays
             return
         if step.sample:
             outputs = [self._sample(step, passes, logits)]
         else:
             outputs = []
-        self._scorings = list(self._wanted_scores(step))
-        if self._scorings:
+        scorings = list(self._wanted_scores(step))
+        self._choices[step.number] = _Choice(scorings)
+        if scorings:
             rows = _outputs_of_rows(step, passes, logits)
         else:
             rows = {}
-        for scoring in self._scorings:
+        for scoring in scorings:
             own = rows[scoring.row]
             if scoring.tokens is None:
                 chosen = outputs[0][scoring.row : scoring.row + 1]
@@ -153,15 +169,15 @@ class Chooser:
 
     def result(self, step: Step, outputs: list[mx.array]) -> Result:
         """Makes the result of a step from the arrays that choose gave for it, evaluated."""
-        if step.num_drafts and self._verification:
-            return self._result_of_drafts(step, self._verification)
+        choice = self._choices.pop(step.number, _NO_CHOICE)
+        if choice.verification:
+            return self._result_of_drafts(step, choice.verification)
         tokens: tuple[int, ...] = ()
         if step.sample:
             tokens = tuple(outputs[0].tolist())  # type: ignore[arg-type]
         scores = []
-        scorings = self._scorings if step.rows else ()
         first = int(step.sample)
-        for scoring in scorings:
+        for scoring in choice.scorings:
             end = first + _ARRAYS_PER_SCORING
             chosen = scoring.tokens or [tokens[scoring.row]]
             scored = _scores(chosen, outputs[first:end])

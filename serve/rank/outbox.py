@@ -2,7 +2,8 @@
 
 The scheduler sends a group's next step before it has the result of the previous one: LAST_TOKEN
 stands for a token that the previous step samples. So no stage waits while the front end counts,
-decodes text and writes to its clients.
+decodes text and writes to its clients. A rank that has all layers need not know the token: it takes
+it from the array of the previous step.
 """
 
 import threading
@@ -27,6 +28,18 @@ class Outbox:
         with self._lock:
             self._steps.append(step)
             self._send_ready()
+
+    def drawing(self, step: Step) -> None:
+        """Lets steps go that feed the tokens which a step is drawing. LAST_TOKEN stays in them."""
+        with self._lock:
+            for row in step.rows:
+                self._sampled[row.sequence] = (row.position + row.num_tokens, LAST_TOKEN)
+            self._send_ready()
+
+    def filled(self, step: Step) -> Step:
+        """Returns a step with the tokens that are known by now."""
+        with self._lock:
+            return self._filled(step) or step
 
     def sampled(
         self,

@@ -56,6 +56,11 @@ class Sampler:
         self._prompted: mx.array | None = None
 
     @property
+    def reads_tokens(self) -> bool:
+        """Whether the next token depends on the earlier ones, or a draft model reads them."""
+        return self._records
+
+    @property
     def is_plain(self) -> bool:
         """Whether the next token is the one with the largest logit."""
         adjusts = self._adjusts or self.sampling.min_tokens or self._constraint

@@ -5,23 +5,55 @@ by name.
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from serve.core.messages import Activity, Order, Result
 from serve.core.ops import AnyOp, Copy, Drop, Forget, Op, Save, ShareHead
-from serve.core.types import Step
+from serve.core.types import LAST_TOKEN, Step
 from serve.model.head import SharedHead
-from serve.model.stage import Stage
+from serve.model.stage import AtSeam, Stage
 from serve.rank import memory
 from serve.rank.cache import ForwardPass, GroupCaches
 from serve.rank.chooser import Chooser
+from serve.rank.drawing import Drawing
 from serve.rank.outbox import Outbox
 from serve.rank.parts.dispatch import Parts
 from serve.rank.shards import ShardSums
 from serve.rank.work_log import WorkLog
-from serve.ring.transport import Transport
+from serve.ring.transport import LocalTransport, Transport
+
+_WAITING_SHARE = 0.25  # of a step: how long the next one is waited for
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """What a step computes, not evaluated: arrays for the next stage or the chooser's, and others
+    that have to be evaluated with them."""
+
+    outputs: list[mx.array]
+    others: list[mx.array]
+
+    def begin(self) -> list[mx.array]:
+        """Begins to compute it. Returns the outputs."""
+        mx.async_eval(self.outputs, self.others)
+        return self.outputs
+
+
+class _FirstPart:
+    """Begins to compute only the first arrays that it gets, for two reasons. MLX waits while many
+    operations are under way, and the tokens of the step before must not wait for that. And it
+    copies keys and values, instead of writing in place, while the step before reads them."""
+
+    def __init__(self) -> None:
+        self._has_begun = False
+
+    def begin(self, arrays: list[mx.array]) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            mx.async_eval(arrays)
 
 
 class StepLoop:
@@ -43,6 +75,8 @@ class StepLoop:
         self.sums = ShardSums(shared_head, is_last=stage.is_last)
         self.has_head = has_head(stage, transport)
         self.work = WorkLog()
+        is_on_gpu = mx.default_device() == mx.gpu
+        self._at_seam: AtSeam | None = mx.async_eval if is_on_gpu else None
         self._performers: dict[type[Op], Callable[[Any], None]] = {
             Copy: caches.copy,
             Drop: self._drop,
@@ -57,6 +91,10 @@ class StepLoop:
     def _begin(self, transport: Transport) -> None:
         """Begins to run steps in a ring."""
         self.transport = transport
+        self._local: LocalTransport | None = None  # only on a rank that has all layers
+        has_all_layers = self.stage.start == 0 and self.stage.is_last
+        if has_all_layers and isinstance(transport, LocalTransport):
+            self._local = transport
         self.outbox = Outbox(lambda step: transport.send(step, []))
         self.work.clear()
 
@@ -78,37 +116,96 @@ class StepLoop:
         while (message := self.transport.receive()) is not None:
             step, received = message
             self.work.begin(step)
+            if self._local:
+                step = self.outbox.filled(step)
+            if self._can_be_followed(step):
+                yield from self._run_without_pause(step)
+                continue
             with self.transport.sums.of_step(step):
-                outputs = self.forward(step, received)
+                outputs = self._forward(step, received)
             if self.has_head:
                 yield self._result(step, outputs)
             else:
                 self._send(step, outputs)
             self._finish(step)
 
-    def forward(self, step: Step, received: list[mx.array]) -> list[mx.array]:
+    def _forward(self, step: Step, received: list[mx.array]) -> list[mx.array]:
         """Performs the operations before a step's rows, then runs the rows. Returns arrays for the
         next stage, one forward pass after the other; on rank 0 the tokens (B,) and their scores."""
+        graph = self._graph(step, received, self._at_seam)
+        mx.eval(graph.outputs, graph.others)
+        if not step.sample:
+            memory.tidy()  # Chunks of prompts have many sizes.
+        return graph.outputs
+
+    # --- without a pause between steps
+
+    def _can_be_followed(self, step: Step) -> bool:
+        """Whether the next step can begin before the tokens of this one are read. The rank has to
+        have all layers, and no row may need its token."""
+        if self._local is None or not step.sample or step.num_drafts or step.after:
+            return False
+        return not self.chooser.needs_tokens(step)
+
+    def _run_without_pause(self, step: Step) -> Iterator[Result]:
+        """Runs a step, and begins the next one before it reads the tokens of the one before, as
+        long as such steps come: the device then computes while this thread builds and reports."""
+        outputs = self._graph(step, [], self._at_seam).begin()
+        seconds = 0.0
+        while self._can_be_followed(step) and (following := self._following(step, seconds)):
+            started = time.monotonic()
+            first = _FirstPart()
+            graph = self._graph(following, [], first.begin, Drawing(step, outputs[0]))
+            first.begin(graph.outputs)
+            yield self._result(step, outputs)
+            self.work.begin(following)
+            step, outputs = following, graph.begin()
+            seconds = _WAITING_SHARE * (time.monotonic() - started)
+        yield self._result(step, outputs)
+        self._finish(step)
+
+    def _following(self, step: Step, seconds: float) -> Step | None:
+        """Returns the next step, if it comes in time and feeds tokens that this step draws."""
+        assert self._local is not None
+        self.outbox.drawing(step)
+        following = self._local.peek(seconds)
+        if following is None or following.before:
+            return None
+        following = self.outbox.filled(following)
+        if LAST_TOKEN not in following.tokens:
+            return None
+        self._local.receive()
+        return following
+
+    # --- the graph of a step
+
+    def _graph(
+        self,
+        step: Step,
+        received: list[mx.array],
+        at_seam: AtSeam | None,
+        before: Drawing | None = None,
+    ) -> _Graph:
+        """Performs the operations before a step's rows, and returns the graph of the rows. before
+        draws the tokens for which the step has LAST_TOKEN."""
         self.sums.begin_step()
         for op in step.before:
             self._perform(op, step)
         passes = self.caches.arrange(step)
         self._evaluate_moved()
         mx.eval(self.parts.prepare(step))
-        outputs, hidden = self._run_stage(step, passes, received)
+        outputs, hidden = self._run_stage(step, passes, received, at_seam, before)
         outputs = self._chosen(step, passes, outputs)
         others = self.parts.after_rows(step, passes, hidden)
-        del hidden
-        mx.eval(outputs, others, self.caches.states(step))
-        if not step.sample:
-            memory.tidy()  # Chunks of prompts have many sizes.
-        return outputs
+        return _Graph(outputs, [*others, *self.caches.states(step)])
 
     def _run_stage(
         self,
         step: Step,
         passes: list[ForwardPass],
         received: list[mx.array],
+        at_seam: AtSeam | None,
+        before: Drawing | None,
     ) -> tuple[list[mx.array], list[mx.array | None]]:
         """Runs the layers lazily. Returns the arrays of all passes, and their hidden states."""
         outputs: list[mx.array] = []
@@ -118,7 +215,8 @@ class StepLoop:
             self.parts.select(step, each.rows)
             own_received = received[n * size : (n + 1) * size]
             with self.sums.head():
-                own_outputs = self.stage(each.tokens(step), each.caches, own_received)
+                tokens = each.tokens(step, before)
+                own_outputs = self.stage(tokens, each.caches, own_received, at_seam)
             own_hidden = self.stage.pop_hidden()
             self.sums.evaluate(self.transport, own_outputs, own_hidden)
             outputs += own_outputs

@@ -94,6 +94,7 @@ class LocalTransport(Transport):
     def __init__(self) -> None:
         super().__init__()
         self._inbox: queue.SimpleQueue[Received | None] = queue.SimpleQueue()
+        self._seen: list[Received | None] = []
         self._left = self
 
     def send(self, step: Step, arrays: Sequence[mx.array]) -> None:
@@ -101,7 +102,17 @@ class LocalTransport(Transport):
         self._left._inbox.put((step, list(arrays)))
 
     def receive(self) -> Received | None:
-        return self._inbox.get()
+        return self._seen.pop() if self._seen else self._inbox.get()
+
+    def peek(self, seconds: float) -> Step | None:
+        """Returns the step that `receive` will return, if it comes within this time."""
+        if not self._seen:
+            try:
+                self._seen.append(self._inbox.get(timeout=seconds))
+            except queue.Empty:
+                return None
+        (message,) = self._seen
+        return message[0] if message else None
 
     def close(self) -> None:
         self._inbox.put(None)

@@ -167,7 +167,10 @@ class LocalPipeline:
         if pooling := self.poolings.get(sequence.id):
             self.loops[0].parts.obey(Embed(sequence.id, pooling, num_prompt))
         else:
-            self.loops[0].chooser.admit(sequence.id, sequence.sampling, num_prompt, sequence.tokens)
+            sampling = sequence.sampling
+            is_read = any(part.reads_tokens for part in self.scheduler.parts)
+            tokens = sequence.tokens if is_read or sampling.reads_tokens else []
+            self.loops[0].chooser.admit(sequence.id, sampling, num_prompt, tokens)
 
 
 @contextmanager
