@@ -1,5 +1,5 @@
-"""Compares this checkout with another one on two ranks: tokens per second at each number of
-clients, and a hop's time. Both servers run all the time and are asked in turn.
+"""Compares this checkout with another one on two ranks, or on one: tokens per second at each number
+of clients, and a hop's time. Both servers run all the time and are asked in turn.
 
     .venv/bin/python -m scripts.measure.compare OTHER_CHECKOUT
 """
@@ -14,7 +14,7 @@ from scripts.measure.clients import asked_of, timeline
 from scripts.measure.hops import DIRECTIONS, hop_seconds
 from scripts.measure.model import FOLDER, make_model
 from scripts.measure.rounds import Settings, Table, in_turn, levels_of, markdown
-from scripts.measure.servers import BRIGADE_2, ROOT, NotMeasuredError, running
+from scripts.measure.servers import BRIGADE_1, BRIGADE_2, ROOT, NotMeasuredError, running
 from scripts.measure.sums import p50
 from serve.bench.records import tokens_per_second
 
@@ -30,32 +30,37 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="its folder (150 M random weights)")
     parser.add_argument("--levels", type=levels_of, default="1,8,32", help="clients (1,8,32)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each checkout (3)")
+    parser.add_argument("--one-rank", action="store_true", help="one rank, which has no hops")
     flags = parser.parse_args()
     model = flags.model.resolve() if flags.model else make_model(FOLDER)
     settings = Settings(model, flags.levels, flags.rounds, requests_per_client=1, seed=0)
     try:
-        print(markdown(table_of(compare(settings, flags.other.resolve()))))
+        server = BRIGADE_1 if flags.one_rank else BRIGADE_2
+        print(markdown(table_of(compare(settings, flags.other.resolve(), server))))
     except NotMeasuredError as error:
         raise SystemExit(f"compare: {error}") from error
 
 
-def compare(settings: Settings, other: Path) -> Figures:
+def compare(settings: Settings, other: Path, kind: str = BRIGADE_2) -> Figures:
     """Measures both checkouts in each round."""
     figures: Figures = {BEFORE: {}, AFTER: {}}
     with ExitStack() as stack:
         urls: dict[str, str] = {}
         for name, checkout in ((BEFORE, other), (AFTER, ROOT)):
-            server = running(BRIGADE_2, settings.model, checkout=checkout)
+            server = running(kind, settings.model, checkout=checkout)
             urls[name] = stack.enter_context(server)
 
         def run(name: str, round_: int) -> None:
-            figures[name][round_] = asyncio.run(_measure(settings, urls[name], round_))
+            measured = _measure(settings, urls[name], round_, has_hops=kind != BRIGADE_1)
+            figures[name][round_] = asyncio.run(measured)
 
         in_turn(settings.rounds, list(urls), run)
     return figures
 
 
-async def _measure(settings: Settings, url: str, round_: int) -> dict[str, float]:
+async def _measure(
+    settings: Settings, url: str, round_: int, *, has_hops: bool
+) -> dict[str, float]:
     """The figures of one round. Hops are those of a single client, whose stages wait for them."""
     found: dict[str, float] = {}
     async with asked_of(url, settings.model.name, settings.seed) as asked:
@@ -68,7 +73,7 @@ async def _measure(settings: Settings, url: str, round_: int) -> dict[str, float
                 run = await asked.at_once(f"{round_}/{turn}", n, MAX_TOKENS)
                 rates.append(tokens_per_second(run))
             found[f"tokens/s, clients: {n}"] = p50(rates)
-            if n == 1:
+            if n == 1 and has_hops:
                 seconds = hop_seconds(await timeline(url, start))
                 for direction, each in zip(DIRECTIONS, seconds, strict=True):
                     found[f"hop {direction}, p50, ms"] = 1000 * p50(each)

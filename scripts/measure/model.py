@@ -81,11 +81,12 @@ def _weights() -> dict[str, np.ndarray]:
     weights["model.norm.weight"] = np.ones(HIDDEN, np.float32)
     # Any token but a plain word has logit 0, and of many random logits one is above it: greedy
     # answers never end early, and each token is a piece of text that servers send at once.
-    weights["lm_head.weight"] = drawn(VOCAB, HIDDEN) * _is_word()[:, None]
+    weights["lm_head.weight"] = drawn(VOCAB, HIDDEN) * is_word()[:, None]
     return weights
 
 
-def _is_word() -> np.ndarray:
+def is_word() -> np.ndarray:
+    """1 for each token (VOCAB,) that is a plain word, and 0 for the others."""
     tokenizer = json.loads((TOKENIZER / "tokenizer.json").read_text())
     special = {token["id"] for token in tokenizer["added_tokens"]}
     found = np.zeros(VOCAB, np.float32)
