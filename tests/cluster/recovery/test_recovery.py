@@ -219,6 +219,17 @@ def test_streams_go_on_after_kills(
     check_kills(num_ranks, 1, num_kills, launch, first_seed=3, num_tokens=num_tokens)
 
 
+def test_steps_of_one_rank_that_run_ahead_are_lost_with_their_engine() -> None:
+    """No row of the two streams needs its token, so each step begins before the one before is
+    read. Text would be guessed otherwise, and then steps wait."""
+    flags = (WITHOUT_LIMIT, "--draft-model", "none")
+    with running(1, *flags, launch=alone) as server:
+        expected = run_streams(server, num_streams=2)
+        killer = Killer(server, 3, seed=5, whole=False)
+        check_same(run_streams(server, killer, num_streams=2), expected)
+    assert server.text.count("event=recovered") == 3
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("first_seed", [100, 200, 300, 400])
