@@ -18,6 +18,7 @@ from serve.core.messages import (
     Planned,
     ToEngine,
 )
+from serve.core.mlx_errors import explained
 from serve.core.wire import FrameReader, frame
 from serve.model.layouts import compare, plan_with_fewer_shards
 from serve.model.planning import make_plan
@@ -87,7 +88,8 @@ def fail(parent: Parent, error: BaseException, name: str = "The engine") -> NoRe
     """Reports an error to the parent, and ends the process without waiting for any thread."""
     if not isinstance(error, BrigadeError):
         sys.excepthook(type(error), error, error.__traceback__)
-        error = EngineError(f"{name}: {type(error).__name__}: {error}")
+        unknown = EngineError(f"{name}: {type(error).__name__}: {error}")
+        error = explained(error, name) or unknown
     exit_code = error.exit_code
     try:
         parent.send(Fault(exit_code, str(error), error.code))

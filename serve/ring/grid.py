@@ -18,6 +18,7 @@ import mlx.core as mx
 from serve.core.errors import ClusterError
 from serve.core.layouts import Link
 from serve.core.messages import Hop
+from serve.core.mlx_errors import is_lost_peer
 from serve.core.types import Step
 from serve.ring.peers import Grid, Neighbours, PeerConnection
 from serve.ring.transport import (
@@ -66,7 +67,7 @@ class GridTransport(Transport):
         try:
             mx.eval(*arrays)
         except RuntimeError as error:
-            if "[ring]" in str(error):
+            if is_lost_peer(error):
                 raise ClusterError(f"The ring of the shards broke: {error}.") from error
             raise
 

@@ -22,6 +22,7 @@ import mlx.core as mx
 from serve.core.addresses import Addresses
 from serve.core.errors import ClusterError
 from serve.core.messages import Hop, TensorSpec
+from serve.core.mlx_errors import is_lost_peer
 from serve.core.types import FIRST_WARM_UP_STEP, Step
 from serve.ring.peers import Grid, Neighbours, RingLostError
 from serve.ring.regroup import clear_groups, closing_failed_connections
@@ -79,7 +80,7 @@ class Transport(ABC):
         try:
             yield
         except RuntimeError as error:
-            kind = RingLostError if "[ring]" in str(error) else ClusterError
+            kind = RingLostError if is_lost_peer(error) else ClusterError
             raise kind(f"The ring broke: {error}.") from error
         finally:
             self.waits_on = None

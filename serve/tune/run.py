@@ -9,6 +9,7 @@ import mlx.core as mx
 from serve.core.config import TRAINING_JOIN_SECONDS, Cluster
 from serve.core.errors import BrigadeError, ClusterError, EngineError, LostRankError
 from serve.core.messages import NumTrained, OpTimes, Probe, Reached
+from serve.core.mlx_errors import explained, is_lost_peer
 from serve.ring.peers import RingLostError
 from serve.tune import saving
 from serve.tune.config import FineTuneConfig
@@ -83,9 +84,11 @@ def _run_to_the_end(
     except RingLostError as error:
         raise LostRankError(f"{error} {_ADVICE}") from error
     except RuntimeError as error:
-        if "[ring]" not in str(error):
-            raise
-        raise LostRankError(f"The ring of the shards broke: {error}. {_ADVICE}") from error
+        if is_lost_peer(error):
+            raise LostRankError(f"The ring of the shards broke: {error}. {_ADVICE}") from error
+        if meaning := explained(error, "This rank"):
+            raise meaning from error
+        raise
 
 
 def run_rank(
