@@ -56,6 +56,7 @@ class GridTransport(Transport):
         self.group = form_group(grid, mx.default_stream(mx.cpu))
         self.link = self._measured_link()
         self.sums.install(grid.num_shards, self.evaluate)
+        self.sums.choose(self._exchange, self.group)
         self._sender: _Sender | None = None
         if grid.stage:
             assert neighbours.column_left is not None
@@ -75,6 +76,11 @@ class GridTransport(Transport):
         """Returns the lazy concatenation of the arrays (n, ...) of all shards of this stage."""
         gathered: mx.array = mx.distributed.all_gather(own, group=self.group)
         return gathered
+
+    def _exchange(self, number: float) -> list[float]:
+        gathered = self.gather(mx.array([number]))
+        self.evaluate([gathered])
+        return cast(list[float], gathered.tolist())
 
     def _measured_link(self) -> Link:
         """Measures how fast the shards gather arrays. All shards of a row do this together."""

@@ -9,12 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import mlx.core as mx
+import msgspec
 
 from serve.core.addresses import Addresses
 from serve.core.errors import ClusterError
 from serve.core.types import Row, Step
+from serve.ring import sums
 from serve.ring.grid import GridTransport
 from serve.ring.peers import Grid, grid_of, meet
+from serve.ring.sums import Sums
 from serve.ring.transport import among
 
 RANK = int(os.environ["MLX_RANK"])
@@ -88,6 +91,22 @@ def steps() -> None:
     os._exit(0)
 
 
+def waits() -> None:
+    """As with GPUs. In decode, only the first shard measures that waiting for each sum is cheap."""
+    costs = {True: 1.0 if RANK == 0 else 9.0, False: 1.0}
+    vars(sums)["has_gpu"] = lambda exchange: True
+    Sums._chain_seconds = lambda self, group, waits=False: costs[waits]  # type: ignore[method-assign]
+    transport = join()
+    evaluated: list[int] = []
+    transport.sums._evaluate = lambda arrays: evaluated.append(len(arrays))
+    for sample in (False, True):
+        with transport.sums.of_step(msgspec.structs.replace(step(1), sample=sample)):
+            total = mx.distributed.all_sum(mx.ones(1), group=transport.group)
+        transport.evaluate([total])
+    print(evaluated, flush=True)
+    os._exit(0)
+
+
 def small_sums() -> None:
     """Both ranks compute sums as large as those of a small model's decode step, one by one."""
     transport = join()
@@ -149,6 +168,7 @@ def idle() -> None:
 if __name__ == "__main__":
     PROGRAMS = {
         "steps": steps,
+        "waits": waits,
         "small_sums": small_sums,
         "other_nonce": other_nonce,
         "peer_dies": peer_dies,

@@ -31,6 +31,11 @@ def test_grid_passes_steps_to_all_shards_in_order(tmp_path: Path, num_ranks: int
     assert run_ring(tmp_path, "steps", num_ranks, PROGRAMS) == ["fine"] * num_ranks
 
 
+def test_shards_with_gpus_evaluate_up_to_each_sum_alike(tmp_path: Path) -> None:
+    """First the summand, which the GPU computes, then the sum."""
+    assert run_ring(tmp_path, "waits", 2, PROGRAMS) == ["[1, 1, 1, 1]"] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_grid_computes_a_million_small_sums(tmp_path: Path) -> None:

@@ -2,14 +2,70 @@
 
 BROKEN_SEED is a seed with which drawing a token raises, FATAL_SEED one with which it ends the
 engine as a stack overflow would. STEP_SECONDS is how much longer each step takes.
+
+With GPU_SECONDS, MLX fails as it does on Metal: work of the GPU that takes longer is an error, also
+if it waits for a sum of the shards, which the CPU computes. GPU_COST is how many times longer
+decode steps take if each sum is evaluated separately.
 """
 
 import os
 import signal
 import sys
+import threading
 import time
 
+METAL = (
+    "[METAL] Command buffer execution failed: Caused GPU Timeout Error "
+    "(00000002:kIOGPUCommandBufferCallbackErrorTimeout)"
+)
+TICK_SECONDS = 0.05
+
+
+class _Metal:
+    """A GPU's watchdog. Its clock stands still while this process is stopped: a GPU goes on."""
+
+    def __init__(self, max_seconds):
+        from serve.ring import sums
+
+        self.max_ticks = max_seconds / TICK_SECONDS
+        self.num_ticks = 0
+        self.summand = self.sum = None
+        self.is_summand_done = False
+        threading.Thread(target=self.tick, daemon=True).start()
+        distributed = vars(mx.distributed)
+        for name in ("all_sum", "all_gather"):
+            distributed[name] = functools.partial(self.add_up, distributed[name])
+        self.eval, mx.eval = mx.eval, self.checked_eval
+        sums.has_gpu = lambda exchange: True
+        cost = float(os.environ["GPU_COST"])
+        sums.Sums._chain_seconds = lambda self, group, waits=False: cost if waits else 1.0
+
+    def tick(self):
+        while True:
+            time.sleep(TICK_SECONDS)
+            self.num_ticks += 1
+
+    def add_up(self, original, x, **kwargs):
+        self.summand, self.sum = x, original(x, **kwargs)
+        self.is_summand_done = False
+        return self.sum
+
+    def checked_eval(self, *arrays):
+        only = arrays[0] if len(arrays) == 1 else None
+        is_cpu = only is not None and only is self.sum and self.is_summand_done
+        before = self.num_ticks
+        self.eval(*arrays)
+        if only is not None and only is self.summand:
+            self.is_summand_done = True
+        if self.num_ticks - before > self.max_ticks and not is_cpu:
+            raise RuntimeError(METAL)
+
+
 if "serve.rank.worker" in sys.orig_argv:
+    import functools
+
+    import mlx.core as mx
+
     from serve.model.stage import Stage
     from serve.rank import sampling
 
@@ -29,3 +85,5 @@ if "serve.rank.worker" in sys.orig_argv:
         return _call(self, *arguments)
 
     sampling._key, Stage.__call__ = _breaking_key, _slow_call
+    if "GPU_SECONDS" in os.environ:
+        _Metal(float(os.environ["GPU_SECONDS"]))
