@@ -14,6 +14,7 @@ class Constants:
     warms_up: bool = True
     keeps_spare_engine: bool = True
     prefill_chunk: int = 512  # prompt tokens in one step
+    gpu_prefill_chunk: int = 2048  # the same if all ranks have GPUs
     num_groups: int | None = None
 
     max_connections: int = 1024

@@ -281,7 +281,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     a monotonic clock: that of the host in its report, and that of rank 0 once it has the report.
     num_drafts of the tokens were guesses. sum_seconds is the time of the sums between shards, None
     if it was not measured. is_draft marks a run of the draft model, which guessed num_drafts tokens
-    for each row, or none while it read their text."""
+    for each row, or none while it read their text. context is the number of tokens before a token
+    of a prefill step, on average."""
 
     step: int
     group: int
@@ -292,6 +293,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     num_drafts: int = 0
     sum_seconds: float | None = None
     is_draft: bool = False
+    context: float = 0.0
 
     @property
     def kind(self) -> str:

@@ -40,7 +40,13 @@ class AdapterMemory(Section, frozen=True):
     num_bytes: int
 
 
-AnySection: TypeAlias = HiddenSize | DraftCosts | SharedHeadLimit | AdapterMemory
+class StepLimit(Section, frozen=True):
+    """A GPU runs the steps of this rank, and should have done each within this time."""
+
+    max_seconds: float
+
+
+AnySection: TypeAlias = HiddenSize | DraftCosts | SharedHeadLimit | AdapterMemory | StepLimit
 
 
 def section_of(sections: Iterable[Section], kind: type[SectionT]) -> SectionT | None:

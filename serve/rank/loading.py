@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 
@@ -12,6 +13,7 @@ from serve.core.errors import ClusterError, EngineError
 from serve.core.facts import stamp
 from serve.core.layouts import max_tokens_of_shared_head
 from serve.core.messages import FromEngine, Loaded, Order
+from serve.core.sections import StepLimit
 from serve.model.caches import quantized
 from serve.model.head import SharedHead, share_head
 from serve.model.sharding import Sharding, shard
@@ -28,6 +30,8 @@ from serve.rank.step_loop import StepLoop, has_head
 from serve.ring.grid import GridTransport
 from serve.ring.regroup import objection
 from serve.ring.transport import Transport
+
+_MAX_GPU_STEP_SECONDS = 2.0  # macOS ends work that takes about 5 s.
 
 Send = Callable[[FromEngine], None]
 """Sends a message to the parent, from any thread."""
@@ -195,5 +199,9 @@ def _what_is_loaded(order: Order, loaded: LoadedStage, loop: StepLoop, model: Mo
         objection=why_it_cannot_stay(order),
         files=order.commit or stamp(Path(order.model)),
         sharding=loaded.sharding_digest,
-        sections=(*loop.sums.loaded(), *loop.parts.loaded()),
+        sections=(*loop.sums.loaded(), *loop.parts.loaded(), *_step_limit()),
     )
+
+
+def _step_limit() -> list[StepLimit]:
+    return [] if mx.default_device() == mx.cpu else [StepLimit(_MAX_GPU_STEP_SECONDS)]

@@ -53,6 +53,7 @@ class WorkLog:
             ended,
             step.num_drafts,
             sum_seconds,
+            context=0.0 if step.sample else _context(step),
         )
         self._spans.append(span)
 
@@ -65,3 +66,9 @@ class WorkLog:
     def take_spans(self) -> list[Span]:
         """Returns the spans since the last call."""
         return [self._spans.popleft() for _ in range(len(self._spans))]
+
+
+def _context(step: Step) -> float:
+    """Returns the number of tokens before a token of a step, on average."""
+    sums = [row.num_tokens * (row.position + row.num_tokens / 2) for row in step.rows]
+    return sum(sums) / max(1, len(step.tokens))

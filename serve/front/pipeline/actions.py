@@ -72,6 +72,11 @@ class Interrupt:
 
 
 @dataclass(frozen=True, slots=True)
+class HalveChunks:
+    """Makes later chunks of prompts smaller than those that Interrupt has stopped."""
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """Asks parents for a sign of life. Answered by Probed."""
 
@@ -124,6 +129,7 @@ Action: TypeAlias = (
     | Prepare
     | Work
     | Interrupt
+    | HalveChunks
     | Probe
     | Disconnect
     | ShowPlan

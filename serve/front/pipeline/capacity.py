@@ -93,17 +93,20 @@ def _chunk_seconds(
     return min(by_turns, by_stages)
 
 
-def room_under_limits(stages: list[StageStatus], config: ServeConfig) -> KvRoom:
+def room_under_limits(
+    stages: list[StageStatus],
+    config: ServeConfig,
+    max_chunk: int,
+) -> KvRoom:
     """Computes the room for keys and values, as a plan does, but no more than the memory that is
-    free while a prompt is scored. Raises PlanError if the room is less than the minimum."""
+    free while a prompt is scored in chunks of max_chunk tokens. Raises PlanError if the room is
+    less than the minimum."""
     ranks = [stage.rank for stage in stages]
     plans = [stage.plan for stage in stages if stage.plan]
     adapters = [0] * len(ranks)
     if config.adapter_memory:
         adapters = memory_of(config.adapter_memory, ranks)
-    beside_scoring = [
-        _free_beside_scoring(stage, config.constants.prefill_chunk) for stage in stages
-    ]
+    beside_scoring = [_free_beside_scoring(stage, max_chunk) for stage in stages]
     free = _less(beside_scoring, adapters)
     budgets = free
     if config.memory:

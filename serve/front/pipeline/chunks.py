@@ -36,7 +36,9 @@ class PrefillBudget:
             if self.cuts_short_prompts or is_long(first):
                 return min(self.max_tokens, self.beside_decoding)
             return min(self.max_tokens, max(self.beside_decoding, _SHORT_PROMPTS))
-        max_tokens = self.without_decoding if is_long(first) else self.max_tokens
+        max_tokens = self.max_tokens
+        if is_long(first):
+            max_tokens = min(max_tokens, self.without_decoding)
         if self.num_stages == 1:
             return max_tokens
         num_left = sum(s.num_to_prefill - s.num_computed for s in prefilling)

@@ -161,6 +161,8 @@ class Driver:
                 self._work(life, seconds)
             case actions.Interrupt():
                 self._interrupt(life)
+            case actions.HalveChunks():
+                self._requests.halve_chunks()
             case actions.Probe(ranks):
                 self._spawn(self._probe(life, sorted(ranks)))
             case actions.Disconnect(rank, pid, is_silent):
@@ -262,9 +264,9 @@ class Driver:
         self._interrupt_work(life)
 
     def _interrupt_work(self, life: int) -> None:
-        num_explained = self._requests.interrupt()
+        interruption = self._requests.interrupt()
         self._adapters.interrupt()
-        self.on(events.Interrupted(life, num_explained))
+        self.on(events.Interrupted(life, interruption))
 
     async def _probe(self, life: int, ranks: Sequence[int]) -> None:
         self.on(events.Probed(life, await self._engines.silent_of(ranks)))

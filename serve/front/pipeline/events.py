@@ -9,6 +9,7 @@ from typing import TypeAlias
 from serve.core.errors import BrigadeError
 from serve.core.layouts import Link
 from serve.core.messages import Report
+from serve.front.pipeline.recovery import Interruption
 from serve.front.pipeline.states import State
 from serve.parent.control import Gone, Joined
 
@@ -71,9 +72,9 @@ class Broken(Answer):
 
 @dataclass(frozen=True, slots=True)
 class Interrupted(Answer):
-    """The requests wait. num_explained faults were caused by a request that was given up."""
+    """The requests wait."""
 
-    num_explained: int
+    result: Interruption
 
 
 @dataclass(frozen=True, slots=True)

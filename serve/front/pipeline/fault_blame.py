@@ -38,6 +38,7 @@ class FaultBlame:
         self._num_kept: dict[int, int] = {}  # tokens of each sequence that outlived a fault
         self._explained: set[int] = set()
         self._queue: list[int] = []
+        self._latest: list[int] = []  # the sequences that saw the latest fault
 
     @property
     def alone(self) -> int | None:
@@ -75,7 +76,7 @@ class FaultBlame:
     def on_fault(self, running: Iterable[int]) -> Blame | None:
         """Counts a fault. running lists the sequences in the stages' caches, the oldest first.
         Returns the sequence to give up, which the caller ends and removes, or None."""
-        ids = list(running)
+        ids = self._latest = list(running)
         self._num_faults += 1
         for id in ids:
             self._faults.setdefault(id, []).append(self._num_faults)
@@ -90,6 +91,20 @@ class FaultBlame:
             if is_suspect and id not in self._queue:
                 self._queue.append(id)
         return None
+
+    def pardon(self) -> None:
+        """Takes the latest fault back: no request is to blame for it."""
+        for id in self._latest:
+            if id not in self._faults:
+                continue  # It was given up.
+            self._faults[id].pop()
+            self._num_since_token[id] -= 1
+            if id in self._queue and self._num_since_token[id] < self._max_shared_faults:
+                self._queue.remove(id)
+            if not self._num_since_token[id]:
+                self.clear(id)
+        self._num_faults_alone = max(0, self._num_faults_alone - 1)
+        self._latest = []
 
     def _blame(self, sequence_id: int) -> Blame:
         faults = self._faults[sequence_id]

@@ -85,8 +85,8 @@ class Lifecycle:
                 self._work()
             case events.Broken(_, error):
                 self._on_fault(error)
-            case events.Interrupted(_, num_explained):
-                self.recovery.judgement.num_explained = num_explained
+            case events.Interrupted(_, interruption):
+                self.recovery.judgement.interruption = interruption
                 self._judge()
             case events.Probed(_, silent):
                 self._on_probed(silent)
@@ -366,6 +366,8 @@ class Lifecycle:
             return
         can_do_without = self._config.replan and self.has_worked
         is_rank_dispensable = can_do_without and bool(self.membership.missing)
+        if self.recovery.may_halve_chunks:
+            self._do(actions.HalveChunks())
         try:
             self._pause_seconds = self.recovery.pause_seconds(is_rank_dispensable, self._now)
         except BrigadeError as error:

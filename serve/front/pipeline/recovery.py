@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from serve.core.config import ServeConfig
 from serve.core.errors import BrigadeError
+from serve.core.mlx_errors import HELPED_BY_SMALLER_STEPS
 from serve.parent.restarts import Restarts, better_reason, reason_seconds
 
 
@@ -20,23 +21,33 @@ class LastFault:
     time: float
 
 
+@dataclass(frozen=True, slots=True)
+class Interruption:
+    """The requests that a fault has stopped. One that was given up has caused num_explained faults,
+    including this one; else it is 0. can_halve_chunks says that a prefill step was under way that
+    can be divided into smaller ones."""
+
+    num_explained: int
+    can_halve_chunks: bool = False
+
+
 @dataclass(slots=True)
 class Judgement:
     """Facts that have to be known before a fault is judged. After a stall, stuck holds the ranks
-    whose engines are stuck; after other faults it is None. num_explained is the number of faults
-    that a request has caused. let_go are ranks whose connection ends even if they answer a probe,
-    and without_ring those whose engine has reported that its ring broke."""
+    whose engines are stuck; after other faults it is None. interruption is None until the
+    requests wait. let_go are ranks whose connection ends even if they answer a probe, and
+    without_ring those whose engine has reported that its ring broke."""
 
     was_working: bool
     stuck: frozenset[int] | None = None
-    num_explained: int | None = None
+    interruption: Interruption | None = None
     is_probing: bool = False
     let_go: frozenset[int] = frozenset()
     without_ring: set[int] = field(default_factory=set)
 
     @property
     def is_complete(self) -> bool:
-        return self.num_explained is not None and not self.is_probing
+        return self.interruption is not None and not self.is_probing
 
 
 class Recovery:
@@ -77,11 +88,20 @@ class Recovery:
         a rank is lost, and that the others can do without it. Raises the error for which the
         cluster has to end."""
         assert self.reason is not None
-        num_explained = self.judgement.num_explained or 0
-        if is_rank_dispensable:
+        interruption = self.judgement.interruption
+        num_explained = interruption.num_explained if interruption else 0
+        if is_rank_dispensable or self.may_halve_chunks:
             num_explained = max(1, num_explained)
         was_working = self.judgement.was_working
         return self._restarts.wait_seconds(self.reason, was_working, now, num_explained)
+
+    @property
+    def may_halve_chunks(self) -> bool:
+        """Whether a GPU did not survive a prefill step, and may survive a smaller one."""
+        interruption = self.judgement.interruption
+        if interruption is None or self.reason is None:
+            return False
+        return interruption.can_halve_chunks and self.reason.code in HELPED_BY_SMALLER_STEPS
 
     def renew(self, num_shards: int) -> BrigadeError:
         """Begins the next life, and returns its reason. Engines that worked until the fault may

@@ -32,8 +32,10 @@ from serve.front.pipeline.capacity import (
 )
 from serve.front.pipeline.fault_blame import Blame, FaultBlame
 from serve.front.pipeline.generation import Generation
+from serve.front.pipeline.gpu_steps import GpuSteps
 from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.queues import common_position
+from serve.front.pipeline.recovery import Interruption
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.pipeline.status import StageStatus, StepLog, first_shards
 from serve.front.pipeline.warm_up import WarmUp
@@ -64,6 +66,8 @@ class Requests:
             cuts_short_prompts=config.max_inter_token is not None,
             parts=make_parts(config),
         )
+        self._gpu_steps = GpuSteps(config.constants)
+        self.scheduler.max_chunk_after = self._gpu_steps.max_tokens
         self.hears = (Result, *(kind for part in self.scheduler.parts for kind in part.hears))
         self.adapters = AdapterRegistry(config, self.num_with_adapter)
         self.step_log = StepLog()
@@ -153,7 +157,8 @@ class Requests:
 
     def settle(self, stages: list[StageStatus]) -> KvRoom:
         """Adapts to other stages, and ends sequences that do not fit. Raises PlanError."""
-        room = room_under_limits(stages, self._config)
+        self._gpu_steps.settle(stages)
+        room = room_under_limits(stages, self._config, self._gpu_steps.max_chunk)
         self._ranks = [stage.rank for stage in stages]
         self._stages = first_shards(stages)
         self.scheduler.settle(
@@ -266,10 +271,16 @@ class Requests:
         self.scheduler.clear_prefixes()
         self._pump()
 
-    def interrupt(self) -> int:
+    def halve_chunks(self) -> None:
+        """Takes note that the fault of the latest interrupt was a GPU's time-out: its prefill step
+        is tried in smaller ones before a request is blamed."""
+        self._gpu_steps.halve()
+        self._fault_blame.pardon()
+        self.scheduler.run_alone(self._fault_blame.alone)
+
+    def interrupt(self) -> Interruption:
         """Returns all sequences to the queue, because no step under way comes back. If a request
-        turns out to be the cause, gives it up. Returns the number of faults that it caused,
-        including this one, or 0."""
+        turns out to be the cause, gives it up."""
         held: list[int] = []
         if self._is_running:  # Before that, no sequence has had a step in this life.
             sequences = [self.scheduler.sequence(id) for id in self._generations]
@@ -280,7 +291,8 @@ class Requests:
         if blame:
             self._give_up(blame)
         self.scheduler.run_alone(self._fault_blame.alone)
-        return blame.num_explained if blame else 0
+        num_explained = blame.num_explained if blame else 0
+        return Interruption(num_explained, self._gpu_steps.interrupt())
 
     def _give_up(self, blame: Blame) -> None:
         _logger.error(
@@ -347,18 +359,19 @@ class Requests:
         self.scheduler.chunk_beside_decoding = chunk_beside_decoding(
             self._stages,
             len(self.scheduler.groups),
-            self._config.constants.prefill_chunk,
+            self._gpu_steps.max_chunk,
             self._config.max_inter_token,
         )
         self.scheduler.chunk_without_decoding = chunk_without_decoding(
             self._stages,
-            self._config.constants.prefill_chunk,
+            self._gpu_steps.max_chunk,
         )
         for part in self.scheduler.parts:
             part.measured(self._stages)
 
     def _take(self, result: Result) -> None:
         self._progress_at = self._clock()
+        self._gpu_steps.end(result.number)
         for output in result.outputs:
             if isinstance(output, SequenceOutput):
                 self._on_output(output)
@@ -405,6 +418,7 @@ class Requests:
                 return
             if isinstance(output, Step):
                 self.step_log.note(output)
+                self._gpu_steps.begin(output)
                 begun = [self.scheduler.sequence(id) for id in output.begun]
                 self._send_step(output, begun)
             else:

@@ -15,7 +15,7 @@ result, because only the result says at which position each row continues.
 
 import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ReadableList
 from types import MappingProxyType
 
@@ -56,7 +56,8 @@ class Scheduler:
 
     Some things are known only when the stages run: the room for keys and values, what can be
     reused, and how many tokens a prefill step may have, which is chunk_beside_decoding while
-    sequences decode and chunk_without_decoding while none does.
+    sequences decode and chunk_without_decoding while none does, but no more than max_chunk_after
+    says for a step after this many tokens.
     """
 
     def __init__(
@@ -83,9 +84,9 @@ class Scheduler:
         self.reuse: Reuse = "none"
         self.chunk_beside_decoding = prefill_chunk
         self.chunk_without_decoding = prefill_chunk
+        self.max_chunk_after: Callable[[int], int] = lambda _: prefill_chunk
         self._max_num_sequences = max_num_sequences
         self._max_queue = max_queue
-        self._prefill_chunk = prefill_chunk
         self._live: dict[int, Sequence] = {}
         self._leaving: list[Sequence] = []  # out of all groups, but steps of it are under way
         self._in_flight: dict[int, InFlight] = {}
@@ -327,7 +328,7 @@ class Scheduler:
         ordered = self._order.in_order(self.prefilling)
         budget = chunks.PrefillBudget(
             self._num_stages,
-            self._prefill_chunk,
+            self.max_chunk_after(ordered[0].num_computed),
             self.chunk_without_decoding,
             self.chunk_beside_decoding if is_beside_decoding else None,
             self._cuts_short_prompts,

@@ -23,6 +23,7 @@ _NUM_SPANS = 20_000
 _NUM_LOGGED_STEPS = 4096
 _NEW_SHARE = 0.1  # of the latest step in a running mean
 _NEW_CHUNK_SHARE = 0.4
+_CONTEXT_UNIT = 2000  # tokens; with it, StepCost's first guess is about right for 8 B parameters
 _NUM_COMPARED_REPORTS = 64
 _SAME_CLOCK_SECONDS = 0.1
 
@@ -39,6 +40,7 @@ class Pace:
     num_decode_steps: int = 0
     decode_cost: StepCost = field(default_factory=StepCost)
     draft_cost: StepCost = field(default_factory=StepCost)
+    _context_cost: StepCost = field(default_factory=StepCost)  # of a prompt's token
     reading_seconds_per_token: float | None = None
 
     def update(self, spans: list[Span]) -> None:
@@ -55,11 +57,22 @@ class Pace:
                     seconds_of_tokens / span.num_tokens,
                     _NEW_CHUNK_SHARE,
                 )
+                self._context_cost.add_step(
+                    span.context / _CONTEXT_UNIT,
+                    seconds_of_tokens / span.num_tokens,
+                )
             elif span.num_rows:
                 self.decode_cost.add_step(span.num_tokens, seconds)
                 self.num_decode_steps += 1
                 if not span.num_drafts or self.decode_seconds is None:
                     self.decode_seconds = _mean(self.decode_seconds, seconds)
+
+    def prefill_seconds_after(self, context: int) -> float | None:
+        """Returns the time of one more token of a prompt after this many others; None before the
+        first step."""
+        if not self._context_cost.is_known:
+            return None
+        return self._context_cost.seconds(context / _CONTEXT_UNIT)
 
     def _note_draft(self, span: Span, seconds: float) -> None:
         if span.num_drafts:

@@ -1,4 +1,5 @@
-"""Estimates from past steps how long a decode step takes, by the number of tokens that it feeds."""
+"""Estimates from past steps how long a step takes, by the number of tokens that it feeds, or how
+long a token takes, by the number of tokens before it."""
 
 _DECAY = 0.97  # the factor of the weight of earlier steps, for each new step
 _PRIOR_SHARE = 0.06  # of a step's time, for one more token; until more is known
@@ -15,7 +16,7 @@ class StepCost:
         self._variance = 0.0  # weighted sums of squares and products of deviations from the means
         self._covariance = 0.0
 
-    def add_step(self, num_tokens: int, seconds: float) -> None:
+    def add_step(self, num_tokens: float, seconds: float) -> None:
         self._weight = _DECAY * self._weight + 1
         share = 1 / self._weight
         deviation = num_tokens - self._tokens
@@ -36,7 +37,7 @@ class StepCost:
         slope = self._covariance + _PRIOR_WEIGHT * prior
         return max(0.0, slope / (self._variance + _PRIOR_WEIGHT))
 
-    def seconds(self, num_tokens: int) -> float:
+    def seconds(self, num_tokens: float) -> float:
         """Returns the time of a step with num_tokens tokens, at least half of the mean."""
         estimate = self._seconds + (num_tokens - self._tokens) * self.seconds_per_token
         return max(0.5 * self._seconds, estimate)

@@ -34,6 +34,7 @@ from serve.front.pipeline.generation import Generation
 from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.lifecycle import Lifecycle
 from serve.front.pipeline.membership import Membership
+from serve.front.pipeline.recovery import Interruption
 from serve.front.pipeline.requests import Requests
 from serve.front.pipeline.states import State
 from serve.front.pipeline.status import StageStatus
@@ -221,7 +222,7 @@ class PlayedCluster:
             events.NoRoom(life, "late"),
             events.Prepared(life),
             events.Broken(life, EngineError("late")),
-            events.Interrupted(life, 1),
+            events.Interrupted(life, Interruption(1)),
             events.Probed(life, frozenset({1})),
             events.Heard(0, Report(life, fault)),
             events.Heard(1, Report(life, Status(StageState.READY))),
@@ -229,7 +230,10 @@ class PlayedCluster:
         if lifecycle.state is not State.PREPARING:
             late += [events.Prepared(life + 1), events.NoRoom(life + 1, "late")]
         if lifecycle.state is not State.HANDLING_FAULT:
-            late += [events.Interrupted(life + 1, 0), events.Probed(life + 1, frozenset())]
+            late += [
+                events.Interrupted(life + 1, Interruption(0)),
+                events.Probed(life + 1, frozenset()),
+            ]
         before = lifecycle.state, lifecycle.deadline, self.membership.stages[-1].state
         answer = lifecycle.on(self.chance.choice(late), self.now)
         assert all(isinstance(action, actions.Log) for action in answer.actions)
@@ -291,6 +295,10 @@ class PlayedCluster:
             case actions.Interrupt():
                 self.preparing = None
                 self.interrupt(life)
+            case actions.HalveChunks():
+                self.requests.halve_chunks()
+            case actions.HalveChunks():
+                self.requests.halve_chunks()
             case actions.Probe(ranks):
                 # Longer than a reason is looked for: a life is not judged before.
                 self.after(1.0 + self.delay(1.0), lambda: self.probed(life, ranks))
@@ -459,13 +467,14 @@ class PlayedCluster:
             self.on(events.Prepared(life))
 
     def interrupt(self, life: int) -> None:
-        num_explained = self.requests.interrupt()
+        interruption = self.requests.interrupt()
+        num_explained = interruption.num_explained
         self.num_explained += num_explained
         if num_explained:
             del self.charged[len(self.charged) - num_explained + 1 :]
         else:
             self.charged.append(self.now)
-        self.after(self.delay(0.2), lambda: self.on(events.Interrupted(life, num_explained)))
+        self.after(self.delay(0.2), lambda: self.on(events.Interrupted(life, interruption)))
 
     def probed(self, life: int, ranks: frozenset[int]) -> None:
         parents = {rank: self.parents[rank] for rank in ranks}

@@ -459,7 +459,7 @@ async def test_enough_returning_ranks_form_a_ring(
 async def test_ranks_without_room_for_a_short_sequence_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def room(stages: list[Any], _: Any) -> KvRoom:
+    def room(stages: list[Any], *_: Any) -> KvRoom:
         if len(stages) < 3:
             raise PlanError("There is room for 12 tokens only")
         return KvRoom(10_000, 32)
@@ -539,7 +539,7 @@ async def test_a_returning_rank_without_memory_is_left_out(
     """Another program has taken its memory meanwhile."""
     has_been_away = False
 
-    def room(stages: list[Any], _: Any) -> KvRoom:
+    def room(stages: list[Any], *_: Any) -> KvRoom:
         if has_been_away and len(stages) == 3:
             raise PlanError("There is room for 12 tokens only")
         return KvRoom(10_000, 32)

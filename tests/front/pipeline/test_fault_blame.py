@@ -44,6 +44,21 @@ def test_fault_blame_names_the_request_that_ran_alone() -> None:
     assert fault_blame.on_fault([1]) == Blame(1, num_faults=4, num_explained=2)
 
 
+def test_fault_blame_takes_a_fault_back() -> None:
+    fault_blame = FaultBlame(MAX_RESTARTS)
+    fault_blame.on_fault([1, 2])
+    fault_blame.on_fault([1, 2])
+    assert fault_blame.alone == 2
+    fault_blame.pardon()
+    assert fault_blame.alone is None
+    fault_blame.on_fault([1])
+    assert fault_blame.alone == 1, "the first fault still counts"
+    fault_blame.on_fault([1])
+    fault_blame.pardon()
+    assert fault_blame.on_fault([1]) is None
+    assert fault_blame.on_fault([1]) == Blame(1, num_faults=4, num_explained=4)
+
+
 @pytest.mark.parametrize(("max_restarts", "num_faults"), [(1, 2), (2, 3), (3, 4), (9, 4)])
 def test_fault_blame_is_sure_before_the_restarts_are_used_up(
     max_restarts: int, num_faults: int

@@ -19,6 +19,7 @@ from serve.core.layouts import Link
 from serve.core.messages import Fault, Report, RingLost, Status
 from serve.core.types import StageState
 from serve.front.pipeline import events
+from serve.front.pipeline.recovery import Interruption
 from serve.front.pipeline.states import State
 from serve.parent.control import Joined
 from serve.parent.own_engine import fault_of
@@ -362,7 +363,7 @@ def test_lifecycle_waits_for_no_better_reason_once_all_engines_have_lost_their_r
         assert cluster.lifecycle.life == life
         cluster.say(rank, life, RingLost("A link broke."))
     assert cluster.lifecycle.state is State.HANDLING_FAULT
-    cluster.on(events.Interrupted(life, 0))
+    cluster.on(events.Interrupted(life, Interruption(0)))
     assert cluster.lifecycle.life == life + 1
     assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
 

@@ -96,7 +96,7 @@ def test_before_anything_is_known_chunks_are_small() -> None:
 
 def room(stages: list[StageStatus], **flags: Any) -> int:
     config = serve_config(max_num_seqs=8, **flags)
-    return room_under_limits(stages, config).num_tokens
+    return room_under_limits(stages, config, config.constants.prefill_chunk).num_tokens
 
 
 def test_room_is_that_of_the_rank_with_the_least_room() -> None:
@@ -123,7 +123,7 @@ def test_fewer_sequences_run_where_each_holds_much_whatever_its_length() -> None
     """1,000 bytes, besides 10 for each token."""
     stages = [make_stage(0, (0, 8), 0.1)]
     config = ServeConfig(model=Path("."), max_num_seqs=8, memory="20.1KB")
-    room = room_under_limits(stages, config)
+    room = room_under_limits(stages, config, max_chunk=512)
     # Of 13,333 bytes three sequences take 3,000, and have 256 tokens each. Four would not.
     assert room == KvRoom(1033, 3, state_tokens=100)
 

@@ -1,0 +1,82 @@
+"""Decides how large a prefill step may be, so that GPUs survive it. Pure.
+
+macOS ends work of a GPU that takes about 5 s, or that holds up the screen. A step takes longer the
+more context it has, so its size is limited by measured times. A step that was ended all the same is
+tried again in half the size, and no later one is larger. The size of a step is its work, which
+counts a token for more the more context it has (`serve.front.pipeline.prefill_order`).
+"""
+
+import math
+from collections.abc import Sequence
+
+from serve.core.constants import Constants
+from serve.core.sections import StepLimit
+from serve.core.types import Step
+from serve.front.pipeline.chunks import MAX_CHUNK_SHARE
+from serve.front.pipeline.prefill_order import work
+from serve.front.pipeline.status import StageStatus
+
+_FIRST_CHUNK = 128  # while nothing is known of a GPU's speed
+_MIN_CHUNK = 16
+
+
+class GpuSteps:
+    """The prefill steps of a cluster. max_chunk is the number of tokens that a step may have at
+    most: GPUs gain from larger ones than CPUs do."""
+
+    def __init__(self, constants: Constants) -> None:
+        self._constants = constants
+        self.max_chunk = constants.prefill_chunk
+        self._stages: Sequence[StageStatus] = ()
+        self._under_way: dict[int, float] = {}  # the work of each prefill step, by its number
+        self._interrupted = 0.0
+        self._max_work = math.inf
+
+    def settle(self, stages: Sequence[StageStatus]) -> None:
+        """Adapts to other stages, which have the status given by these objects from here on."""
+        self._stages = stages
+        on_gpus = all(stage.loaded.section(StepLimit) for stage in stages)
+        self.max_chunk = self._constants.prefill_chunk
+        if on_gpus:
+            self.max_chunk = max(self.max_chunk, self._constants.gpu_prefill_chunk)
+
+    def max_tokens(self, context: int) -> int:
+        """Returns the number of tokens that a step may have which begins after this many tokens."""
+        sizes = [int(min(self.max_chunk, self._max_work / work(context, context + 1)))]
+        sizes += [self._tokens_in_time(stage, context) for stage in self._stages]
+        return max(min(_MIN_CHUNK, self.max_chunk), min(sizes))
+
+    def _tokens_in_time(self, stage: StageStatus, context: int) -> int:
+        """Returns for how many tokens a stage has time."""
+        limit = stage.loaded.section(StepLimit)
+        if limit is None:
+            return self.max_chunk
+        seconds_per_token = stage.pace.prefill_seconds_after(context)
+        if not seconds_per_token:
+            return _FIRST_CHUNK
+        seconds = limit.max_seconds / MAX_CHUNK_SHARE - (stage.pace.decode_seconds or 0.0)
+        return int(seconds / seconds_per_token)
+
+    # --- steps under way
+
+    def begin(self, step: Step) -> None:
+        if not step.sample and step.rows:
+            ends = [(row.position, row.position + row.num_tokens) for row in step.rows]
+            self._under_way[step.number] = sum(work(start, end) for start, end in ends)
+
+    def end(self, number: int) -> None:
+        """Takes the result of a step."""
+        self._under_way.pop(number, None)
+
+    # --- faults
+
+    def interrupt(self) -> bool:
+        """Takes note that no step comes back. Returns whether one of them can be halved."""
+        self._interrupted = max(self._under_way.values(), default=0.0)
+        self._under_way.clear()
+        return self._interrupted > work(0, _MIN_CHUNK)
+
+    def halve(self) -> None:
+        """Limits later steps to half of the largest that was interrupted: a GPU did not survive
+        it."""
+        self._max_work = min(self._max_work, self._interrupted / 2)
