@@ -46,7 +46,30 @@ class StepLimit(Section, frozen=True):
     max_seconds: float
 
 
-AnySection: TypeAlias = HiddenSize | DraftCosts | SharedHeadLimit | AdapterMemory | StepLimit
+class MemoryUse(Section, frozen=True):
+    """The memory of a rank in bytes: of MLX's arrays, of freed arrays that MLX keeps, of all that
+    programs on its host have wired (None where the system does not say), and what steps may still
+    take. bytes_per_token is what a token of a prompt takes while it is computed; 0 while that is
+    unknown."""
+
+    active_bytes: int
+    cached_bytes: int
+    wired_bytes: int | None
+    head_room_bytes: int
+    bytes_per_token: float = 0.0
+
+    def to_json(self) -> dict[str, int | None]:
+        return {
+            "active_bytes": self.active_bytes,
+            "cached_bytes": self.cached_bytes,
+            "wired_bytes": self.wired_bytes,
+            "head_room_bytes": self.head_room_bytes,
+        }
+
+
+AnySection: TypeAlias = (
+    HiddenSize | DraftCosts | SharedHeadLimit | AdapterMemory | StepLimit | MemoryUse
+)
 
 
 def section_of(sections: Iterable[Section], kind: type[SectionT]) -> SectionT | None:

@@ -6,13 +6,21 @@ wired, MLX's cache keeps freed arrays, and what a killed process had wired is lo
 boot. Written from documentation; no Mac has run it yet.
 """
 
+import threading
+from collections.abc import Callable
+
 import mlx.core as mx
 import psutil
+
+from serve.core.sections import MemoryUse
 
 _MAX_SHARE = 0.8  # on a CPU; the rest is for other programs
 _MAX_GPU_SHARE = 0.9  # The rest is for activations, and for what MLX's cache holds.
 _MAX_CACHE_SHARE = 0.05
 _MAX_CACHE_BYTES = 2 << 30
+_KEPT_ALIVE_SECONDS = 300.0  # after a step, the weights stay wired
+_BEAT_SECONDS = 0.4
+_NEW_SHARE = 0.5  # of the latest step in a running mean
 
 
 def free_bytes() -> int:
@@ -44,6 +52,46 @@ def tidy() -> None:
     """Gives back what MLX keeps of freed arrays, after work whose arrays have many sizes."""
     if mx.metal.is_available():
         mx.clear_cache()
+
+
+class StepMemory:
+    """The memory that prefill steps take on Apple's GPU beside what stays."""
+
+    def __init__(self) -> None:
+        self.bytes_per_token = 0.0
+        self._active_before = 0
+
+    def begin(self) -> None:
+        if mx.metal.is_available():
+            mx.reset_peak_memory()
+            self._active_before = mx.get_active_memory()
+
+    def end(self, num_tokens: int) -> None:
+        """Ends a prefill step of this many tokens."""
+        if mx.metal.is_available() and num_tokens:
+            latest = (mx.get_peak_memory() - self._active_before) / num_tokens
+            before = self.bytes_per_token or latest
+            self.bytes_per_token = before + _NEW_SHARE * (latest - before)
+        tidy()
+
+    def usage(self) -> MemoryUse:
+        """Returns the use of memory for the report to the parent, in any thread."""
+        active, cached = mx.get_active_memory(), mx.get_cache_memory()
+        of_system = psutil.virtual_memory()
+        head_room = of_system.available + cached
+        if mx.metal.is_available():
+            head_room = max(0, min(head_room, _recommended() - active))
+        wired = getattr(of_system, "wired", None)  # only on macOS
+        return MemoryUse(active, cached, wired, head_room, self.bytes_per_token)
+
+
+def keep_wired(idle_seconds: Callable[[], float], is_ending: threading.Event) -> None:
+    """Gives the GPU something to do now and then, until the process ends. idle_seconds says how
+    long there has been no step: macOS unwires what a GPU has not used for a second, and the next
+    step would wait for it."""
+    while not is_ending.wait(_BEAT_SECONDS):
+        if _BEAT_SECONDS < idle_seconds() < _KEPT_ALIVE_SECONDS:
+            mx.eval(mx.ones(1) + 1)
 
 
 def seconds_for_last_step() -> float:

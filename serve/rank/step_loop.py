@@ -15,10 +15,10 @@ from serve.core.ops import AnyOp, Copy, Drop, Forget, Op, Save, ShareHead
 from serve.core.types import LAST_TOKEN, Step
 from serve.model.head import SharedHead
 from serve.model.stage import AtSeam, Stage
-from serve.rank import memory
 from serve.rank.cache import ForwardPass, GroupCaches
 from serve.rank.chooser import Chooser
 from serve.rank.drawing import Drawing
+from serve.rank.memory import StepMemory
 from serve.rank.outbox import Outbox
 from serve.rank.parts.dispatch import Parts
 from serve.rank.shards import ShardSums
@@ -75,6 +75,7 @@ class StepLoop:
         self.sums = ShardSums(shared_head, is_last=stage.is_last)
         self.has_head = has_head(stage, transport)
         self.work = WorkLog()
+        self.memory = StepMemory()
         is_on_gpu = mx.default_device() == mx.gpu
         self._at_seam: AtSeam | None = mx.async_eval if is_on_gpu else None
         self._performers: dict[type[Op], Callable[[Any], None]] = {
@@ -132,10 +133,11 @@ class StepLoop:
     def _forward(self, step: Step, received: list[mx.array]) -> list[mx.array]:
         """Performs the operations before a step's rows, then runs the rows. Returns arrays for the
         next stage, one forward pass after the other; on rank 0 the tokens (B,) and their scores."""
+        self.memory.begin()
         graph = self._graph(step, received, self._at_seam)
         mx.eval(graph.outputs, graph.others)
         if not step.sample:
-            memory.tidy()  # Chunks of prompts have many sizes.
+            self.memory.end(len(step.tokens))
         return graph.outputs
 
     # --- without a pause between steps
@@ -320,7 +322,7 @@ class StepLoop:
             spans=spans,
             sent_at=time.monotonic(),
             sums=transport.sums.counts,
-            sections=tuple(self.parts.activity()),
+            sections=(self.memory.usage(), *self.parts.activity()),
         )
 
 

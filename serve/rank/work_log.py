@@ -26,6 +26,11 @@ class WorkLog:
         self.step: int | None = None
         self._started = 0.0
 
+    @property
+    def idle_seconds(self) -> float:
+        """The time since the latest step began; 0 while a step is being computed."""
+        return time.monotonic() - self._started if self.step is None else 0.0
+
     def begin(self, step: Step) -> None:
         self.step = step.number
         self._started = time.monotonic()

@@ -23,6 +23,7 @@ import threading
 import time
 from queue import SimpleQueue
 
+import mlx.core as mx
 import msgspec
 
 from serve.core.errors import ClusterError, EngineError
@@ -65,12 +66,15 @@ class Worker:
         self._streams: Streams | None = None  # made by the thread that runs MLX
         self._reports = threading.Lock()
         self._mlx = threading.Thread(target=self._run_engine, name="mlx", daemon=True)
-        self._is_ending = False
+        self._is_ending = threading.Event()
 
     def run(self) -> None:
         """Obeys the parent until it closes the connection, or is gone."""
         self._mlx.start()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        if mx.metal.is_available():
+            beat = (self._idle_seconds, self._is_ending)
+            threading.Thread(target=memory.keep_wired, args=beat, name="beat", daemon=True).start()
         while (message := self.parent.receive()) is not None:
             self._obey(message)
         self._end()
@@ -113,7 +117,7 @@ class Worker:
         """Ends the work of this process, and gives its memory back. The other thread ends with its
         step, if it has one, unless it is stuck in a ring that it was asked to leave."""
         is_stuck = self._is_leaving and self.loop is not None
-        self._is_ending = True
+        self._is_ending.set()
         self._leaves.put(None)
         self._orders.put(None)
         if self.transport:
@@ -139,7 +143,7 @@ class Worker:
                 self.order = order
                 order = self._live()
         except Exception as error:  # The top of the thread: the process ends with it.
-            if not self._is_ending:
+            if not self._is_ending.is_set():
                 fail(self.parent, error, self.order.name)
 
     def _live(self) -> Order | None:
@@ -147,7 +151,7 @@ class Worker:
         if this process is to end."""
         loop = self._start()
         reason = self._run_steps(loop)
-        if self._is_ending:
+        if self._is_ending.is_set():
             return None
         if why_it_cannot_stay(self.order):
             raise ClusterError(reason)
@@ -228,6 +232,9 @@ class Worker:
             self.parent.send(message)
         except OSError as error:
             fail(self.parent, error, self.order.name)
+
+    def _idle_seconds(self) -> float:
+        return self.loop.work.idle_seconds if self.loop else 0.0
 
     def _watch(self) -> None:
         """Sends reports while the other threads are busy: they show rank 0 which rank is behind."""

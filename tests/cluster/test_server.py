@@ -268,3 +268,5 @@ def test_the_pipeline_lists_the_layers_of_each_stage(server: Server) -> None:
         assert stage["state"] == "ready"
         assert stage["bytes_owned"] > 0
         assert 0 <= stage["busy_share"] <= 1
+        assert stage["memory"]["active_bytes"] >= stage["bytes_owned"]
+        assert stage["memory"]["head_room_bytes"] > 0

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from serve.core.messages import Span
+from serve.core.sections import MemoryUse
 from serve.front.pipeline.status import StageSpan
 from tests.front.fakes import FakeEngine
 
@@ -66,6 +67,7 @@ class ShownEngine(FakeEngine):
             "decode_seconds": STEP_SECONDS,
             "kv_bytes": int(1.2 * GB),
             "adapter_bytes": 0,
+            "memory": MemoryUse(*(int(n * GB) for n in (9.6, 1.5, 12, 80))).to_json(),
             "num_hops": 100 if rank < self.num_ranks - 1 else 0,
             "hop_seconds": 0.08,
             **self.stage_fields.get(rank, {}),

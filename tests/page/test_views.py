@@ -343,8 +343,12 @@ def test_requests_and_kinds_of_steps_differ_in_colour(server: Running, tab: Tab)
 
 def test_cards_name_their_values(server: Running, tab: Tab) -> None:
     page = tab.show(server.url)
-    names = ["layers", "weights", "KV cache", "adapters", "decode step", "transfer", "restarts"]
-    expect(page.locator(".stage").first.locator("dt")).to_have_text([*names, "state"])
+    names = ["layers", "weights", "KV cache", "adapters", "memory"]
+    names += ["decode step", "transfer", "restarts", "state"]
+    card = page.locator(".stage").first
+    expect(card.locator("dt")).to_have_text(names)
+    expect(card).to_contain_text("9.6 GB, 80 GB left")
+    expect(card.get_by_title("1.5 GB cached, 12 GB wired")).to_have_text("memory")
     for words in page.locator(".busy p").all_text_contents():
         assert sum(map(int, re.findall(r"\d+", words))) == 100, words
     tab.check()

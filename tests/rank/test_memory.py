@@ -1,10 +1,12 @@
 """The memory of a Mac: a stand-in for MLX keeps accounts, and refuses what Metal refuses."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from serve.core.sections import MemoryUse
 from serve.rank import memory
 
 GB = 10**9
@@ -18,6 +20,7 @@ class StandIn:
         self.active, self.cache = active, cache
         self.wired_limit = 0
         self.cache_limit: int | None = None
+        self.peak = 0
         self.called: list[str] = []
         self.metal = SimpleNamespace(is_available=lambda: has_metal)
 
@@ -29,6 +32,18 @@ class StandIn:
 
     def get_cache_memory(self) -> int:
         return self.cache
+
+    def get_peak_memory(self) -> int:
+        return self.peak
+
+    def reset_peak_memory(self) -> None:
+        self.peak = self.active
+
+    def ones(self, size: int) -> int:
+        return size
+
+    def eval(self, _: int) -> None:
+        self.called.append("eval")
 
     def clear_cache(self) -> None:
         self.called.append("clear")
@@ -53,7 +68,7 @@ def mac(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 
 def available(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    virtual_memory = SimpleNamespace(available=num_bytes)
+    virtual_memory = SimpleNamespace(available=num_bytes, wired=50 * GB)
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: virtual_memory)
 
 
@@ -102,3 +117,43 @@ def test_without_metal_nothing_is_called(monkeypatch: pytest.MonkeyPatch) -> Non
     memory.give_back()
     assert stand_in.called == []
     assert memory.free_bytes() == 8 * GB
+
+
+def test_report_has_the_memory_that_steps_may_take(
+    mac: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than keys and values may take, whose room leaves a share for this."""
+    available(80 * GB, monkeypatch)
+    steps = memory.StepMemory()
+    assert steps.usage() == MemoryUse(40 * GB, 4 * GB, 50 * GB, RECOMMENDED - 40 * GB)
+    available(2 * GB, monkeypatch)
+    assert steps.usage().head_room_bytes == 6 * GB, "other programs took it; MLX's cache can go"
+
+
+def test_memory_of_prefill_steps_is_measured(mac: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    available(80 * GB, monkeypatch)
+    steps = memory.StepMemory()
+    for peak in (1000, 3000):
+        steps.begin()
+        mac.peak += peak
+        steps.end(10)
+    assert steps.usage().bytes_per_token == 200, "the mean of 100 and 300"
+    assert mac.called == ["clear", "clear"]
+
+
+def test_a_gpu_that_idles_is_used_for_some_minutes(
+    mac: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not while a step runs, nor long after the latest one."""
+    monkeypatch.setattr(memory, "_BEAT_SECONDS", 0.001)
+    is_ending = threading.Event()
+    idle = [0.0, 1.0, 299.0, 301.0]
+
+    def idle_seconds() -> float:
+        seconds = idle.pop(0)
+        if not idle:
+            is_ending.set()
+        return seconds
+
+    memory.keep_wired(idle_seconds, is_ending)
+    assert mac.called == ["eval", "eval"]

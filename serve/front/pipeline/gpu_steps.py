@@ -9,6 +9,7 @@ counts a token for more the more context it has (`serve.front.pipeline.prefill_o
 import math
 from collections.abc import Sequence
 
+from serve.core.amounts import format_bytes
 from serve.core.constants import Constants
 from serve.core.sections import StepLimit
 from serve.core.types import Step
@@ -43,7 +44,8 @@ class GpuSteps:
     def max_tokens(self, context: int) -> int:
         """Returns the number of tokens that a step may have which begins after this many tokens."""
         sizes = [int(min(self.max_chunk, self._max_work / work(context, context + 1)))]
-        sizes += [self._tokens_in_time(stage, context) for stage in self._stages]
+        for stage in self._stages:
+            sizes += [self._tokens_in_time(stage, context), self._tokens_in_memory(stage)]
         return max(min(_MIN_CHUNK, self.max_chunk), min(sizes))
 
     def _tokens_in_time(self, stage: StageStatus, context: int) -> int:
@@ -56,6 +58,26 @@ class GpuSteps:
             return _FIRST_CHUNK
         seconds = limit.max_seconds / MAX_CHUNK_SHARE - (stage.pace.decode_seconds or 0.0)
         return int(seconds / seconds_per_token)
+
+    def _tokens_in_memory(self, stage: StageStatus) -> int:
+        """Returns for how many tokens a stage has memory, beside keys and values."""
+        use = stage.memory
+        if use is None or not use.bytes_per_token:
+            return self.max_chunk
+        return int(use.head_room_bytes / MAX_CHUNK_SHARE / use.bytes_per_token)
+
+    def refusal(self) -> str | None:
+        """Returns why no prompt can be computed, if a rank has no memory left for a small chunk of
+        it. Keys and values have their own, so other programs have taken it."""
+        for stage in self._stages:
+            if stage.memory and self._tokens_in_memory(stage) < _MIN_CHUNK:
+                used, left = stage.memory.active_bytes, stage.memory.head_room_bytes
+                return (
+                    f"Rank {stage.rank} on {stage.host} uses {format_bytes(used)} of memory and "
+                    f"has {format_bytes(left)} left, too little for a prompt: close other programs "
+                    "there, or give it less with --memory."
+                )
+        return None
 
     # --- steps under way
 

@@ -89,7 +89,10 @@ class Requests:
         adapter_version: int,
         cache_scope: str,
     ) -> Generation:
-        """Queues the sequences of a request. Raises OverloadedError or RequestError."""
+        """Queues the sequences of a request. Raises OverloadedError, RequestError, or
+        UnavailableError if a rank has no memory for it."""
+        if reason := self._gpu_steps.refusal():
+            raise UnavailableError(reason, code="no_memory")
         sequences: list[Sequence] = []
         of_sequence: dict[int, Prompt] = {}
         for prompt in prompts:

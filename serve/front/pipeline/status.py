@@ -14,7 +14,7 @@ import msgspec
 from serve.core.errors import PlanError
 from serve.core.messages import Activity, Loaded, Span, Status
 from serve.core.plan import StagePlan
-from serve.core.sections import AdapterMemory, DraftCosts, SharedHeadLimit
+from serve.core.sections import AdapterMemory, DraftCosts, MemoryUse, SharedHeadLimit
 from serve.core.types import StageState, Step
 from serve.front.pipeline.step_cost import StepCost
 
@@ -315,11 +315,17 @@ class StageStatus:
             "decode_seconds": self.pace.decode_seconds and round(self.pace.decode_seconds, 5),
             "kv_bytes": activity.kv_bytes,
             "adapter_bytes": self._adapter_bytes,
+            "memory": self.memory and self.memory.to_json(),
             "num_hops": activity.num_hops,
             "hop_seconds": round(activity.hop_seconds, 5),
             "all_reduce": activity.sums and activity.sums.to_json(),
             "shared_head_tokens": self._shared_head_tokens,
         }
+
+    @property
+    def memory(self) -> MemoryUse | None:
+        """The memory of the rank, once its engine has reported it."""
+        return self.activity.section(MemoryUse)
 
     @property
     def _adapter_bytes(self) -> int:

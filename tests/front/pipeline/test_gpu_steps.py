@@ -5,19 +5,21 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from msgspec.structs import replace
 
 from serve.core.config import ServeConfig
 from serve.core.constants import Constants
-from serve.core.errors import EngineError
+from serve.core.errors import EngineError, UnavailableError
 from serve.core.messages import Fault, Loaded, Result, Span
 from serve.core.plan import StagePlan
-from serve.core.sections import StepLimit
+from serve.core.sections import MemoryUse, StepLimit
 from serve.core.types import Row, Sampling, Step
 from serve.front.pipeline.gpu_steps import GpuSteps
 from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.requests import Requests
-from serve.front.pipeline.status import StageStatus
+from serve.front.pipeline.status import NO_ACTIVITY, StageStatus
 from serve.parent.engines import Engines
+from tests.errors import fails
 from tests.front.pipeline.cluster_simulation import PlayedCluster, check_answer
 from tests.front.pipeline.test_lifecycle import HEALING_SECONDS
 
@@ -132,6 +134,27 @@ def test_a_small_step_is_not_halved() -> None:
     steps.begin(step(1, 0, 16))
     assert not steps.interrupt()
     assert steps.max_tokens(0) == 512
+
+
+def with_memory(head_room: int) -> StageStatus:
+    use = MemoryUse(90 * 10**9, 0, None, head_room, bytes_per_token=10**6)
+    return StageStatus(1, "h", activity=replace(NO_ACTIVITY, sections=(use,)))
+
+
+def test_chunks_fit_into_the_memory_that_is_left() -> None:
+    """Each token of a prompt takes 1 MB while it is computed."""
+    steps = GpuSteps(Constants())
+    steps.settle([with_memory(10**9), with_memory(250 * 10**6)])
+    assert steps.max_tokens(0) == 200
+    assert steps.refusal() is None
+
+
+def test_prompts_are_refused_with_the_numbers_before_memory_ends() -> None:
+    served = Served(Gpu(0.001, 30_000))
+    served.read([1] * 100)
+    served.stage.activity = with_memory(10**7).activity
+    with fails(UnavailableError, "no_memory", "uses 90.0 GB of memory and has 10.0 MB left"):
+        served.read([1] * 100)
 
 
 @pytest.mark.parametrize("seed", range(4))

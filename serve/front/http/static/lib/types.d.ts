@@ -24,6 +24,7 @@ export interface Stage {
   decode_seconds: number | null;
   kv_bytes: number;
   adapter_bytes: number;
+  memory: Record<string, number> | null;
   num_hops: number;
   hop_seconds: number;
 }

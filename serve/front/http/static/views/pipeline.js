@@ -1,4 +1,4 @@
-/** The stages as a chain, the lanes of their steps, and the charts of the last minutes. */
+/** The stages, the lanes of their steps, and the charts. */
 import { h } from "../lib/dom.js";
 import { bytes, layers, percent, plural, seconds, short } from "../lib/format.js";
 import { state, timeline } from "../lib/store.js";
@@ -68,33 +68,36 @@ function queue(pipeline) {
   ];
 }
 
-/** The reason why requests wait, as far as it is known. @param {Pipeline} pipeline @returns {Child} */
+/** Why requests wait. @param {Pipeline} pipeline @returns {Child} */
 function reason({ num_running: running, kv_tokens: used, max_kv_tokens: room }) {
   const places = state.server?.max_num_sequences ?? Infinity;
   if (running >= places) return [` All ${places} places are taken: `, h.code("--max-num-seqs"), "."];
   return room && used > SCARCE * room ? [" The memory for keys and values is nearly full: ", h.code("--memory"), "."] : null;
 }
 
-/** In the order in which a step travels: the last rank holds the first layers. @param {Pipeline} pipeline */
+/** The last rank holds the first layers. @param {Pipeline} pipeline */
 function chain(pipeline) {
   return h.section(
     { "aria-label": "Stages" },
     h.ol({ class: "chain" }, state.stages.toReversed().map((stage) => card(stage, pipeline))),
-    h.p({ class: "note" }, "A step enters at the first layers and leaves at the head, where tokens are sampled."),
+    h.p({ class: "note" }, "A step enters at the first layers and leaves at the head."),
   );
 }
 
 /** @param {Stage} stage @param {Pipeline} pipeline */
 function card(stage, pipeline) {
   const shard = pipeline.tensor_parallel > 1 ? `, shard ${stage.shard}` : "";
+  const { memory } = stage;
   const transfer = stage.num_hops ? stage.hop_seconds / stage.num_hops : null;
   const facts = [
     ["layers", layers(stage.layers) + shard],
     ["weights", bytes(stage.bytes_owned)],
-    ["KV cache", bytes(stage.kv_bytes), "keys and values that the stage holds"],
+    ["KV cache", bytes(stage.kv_bytes), "keys and values"],
     ["adapters", bytes(stage.adapter_bytes)],
-    ["decode step", seconds(stage.decode_seconds), "how long the stage computes, on average"],
-    ["transfer", seconds(transfer), "how long a step takes from the rank before, on average"],
+    ["memory", memory && `${bytes(memory.active_bytes)}, ${bytes(memory.head_room_bytes)} left`,
+      memory && `${bytes(memory.cached_bytes)} cached, ${bytes(memory.wired_bytes)} wired`],
+    ["decode step", seconds(stage.decode_seconds), "on average"],
+    ["transfer", seconds(transfer), "from the rank before, on average"],
     ["restarts", pipeline.num_restarts],
     ["state", stage.state],
   ];
