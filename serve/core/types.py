@@ -331,13 +331,15 @@ class StageState(StrEnum):
 class SumCounts(msgspec.Struct, frozen=True, array_like=True):
     """The sums that a shard has computed with the other shards of its stage, and the bytes that it
     sent for them. num_measured of its steps were measured: they took step_seconds, of which
-    seconds were spent in sums, waiting for the other shards included."""
+    seconds were spent in sums, waiting for the other shards included. separate_in_decode says that
+    decode steps evaluate each sum separately, too (`serve.ring.sums`)."""
 
     num_sums: int = 0
     num_bytes: int = 0
     num_measured: int = 0
     seconds: float = 0.0
     step_seconds: float = 0.0
+    separate_in_decode: bool = False
 
     def with_sum(self, num_bytes: int, seconds: float) -> "SumCounts":
         return msgspec.structs.replace(
@@ -361,4 +363,5 @@ class SumCounts(msgspec.Struct, frozen=True, array_like=True):
             "num_measured_steps": self.num_measured,
             "seconds": round(self.seconds, 5),
             "step_seconds": round(self.step_seconds, 5),
+            "separate_in_decode": self.separate_in_decode,
         }

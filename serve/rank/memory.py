@@ -20,6 +20,7 @@ _MAX_CACHE_SHARE = 0.05
 _MAX_CACHE_BYTES = 2 << 30
 _KEPT_ALIVE_SECONDS = 300.0  # after a step, the weights stay wired
 _BEAT_SECONDS = 0.4
+_MIN_MEASURED_TOKENS = 64
 _NEW_SHARE = 0.5  # of the latest step in a running mean
 
 
@@ -69,7 +70,9 @@ class StepMemory:
     def end(self, num_tokens: int) -> None:
         """Ends a prefill step of this many tokens."""
         if mx.metal.is_available() and num_tokens:
-            latest = (mx.get_peak_memory() - self._active_before) / num_tokens
+            taken = mx.get_peak_memory() - self._active_before
+            # Few tokens may make a large buffer of keys and values grow.
+            latest = taken / max(num_tokens, _MIN_MEASURED_TOKENS)
             before = self.bytes_per_token or latest
             self.bytes_per_token = before + _NEW_SHARE * (latest - before)
         tidy()

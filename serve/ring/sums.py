@@ -65,6 +65,7 @@ class Sums:
         waiting, lazy = self._chain_seconds(group, waits=True), self._chain_seconds(group)
         cost, *_ = exchange(waiting / lazy)
         self._waits_in_decode = cost <= _MAX_COST_OF_WAITING
+        self.counts = SumCounts(separate_in_decode=self._waits_in_decode)
 
     def _chain_seconds(self, group: mx.distributed.Group, waits: bool = False) -> float:
         """Measures a chain of products and sums, as in a decode step."""

@@ -133,12 +133,16 @@ def test_report_has_the_memory_that_steps_may_take(
 def test_memory_of_prefill_steps_is_measured(mac: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     available(80 * GB, monkeypatch)
     steps = memory.StepMemory()
-    for peak in (1000, 3000):
+    for num_tokens, peak in ((100, 10_000), (100, 30_000)):
         steps.begin()
         mac.peak += peak
-        steps.end(10)
+        steps.end(num_tokens)
     assert steps.usage().bytes_per_token == 200, "the mean of 100 and 300"
     assert mac.called == ["clear", "clear"]
+    steps.begin()
+    mac.peak += 6400
+    steps.end(1)
+    assert steps.usage().bytes_per_token == 150, "as of 64 tokens"
 
 
 def test_a_gpu_that_idles_is_used_for_some_minutes(

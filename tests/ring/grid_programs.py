@@ -103,6 +103,9 @@ def waits() -> None:
         with transport.sums.of_step(msgspec.structs.replace(step(1), sample=sample)):
             total = mx.distributed.all_sum(mx.ones(1), group=transport.group)
         transport.evaluate([total])
+    counts = transport.sums.counts
+    assert counts is not None
+    assert counts.separate_in_decode
     print(evaluated, flush=True)
     os._exit(0)
 
