@@ -54,7 +54,7 @@ function bottleneck({ better_split: split }) {
   ];
 }
 
-/** Which request has waited the longest. @param {Pipeline} pipeline @returns {Child} */
+/** The oldest request. @param {Pipeline} pipeline @returns {Child} */
 function queue(pipeline) {
   const queued = state.requests.filter((each) => each.state === "waiting");
   const [oldest] = queued;
@@ -97,7 +97,7 @@ function card(stage, pipeline) {
     ["memory", memory && `${bytes(memory.active_bytes)}, ${bytes(memory.head_room_bytes)} left`,
       memory && `${bytes(memory.cached_bytes)} cached, ${bytes(memory.wired_bytes)} wired`],
     ["decode step", seconds(stage.decode_seconds), "on average"],
-    ["transfer", seconds(transfer), "from the rank before, on average"],
+    ["transfer", seconds(transfer), "from the rank before"],
     ["restarts", pipeline.num_restarts],
     ["state", stage.state],
   ];
