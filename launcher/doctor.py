@@ -179,10 +179,15 @@ def examine_hops(
 def examine_hop(here: AgentConnection, there: AgentConnection, ip: str) -> Finding:
     where = f"{here.host} → {there.host} ({ip})"
     try:
-        port = there.request(StartEcho(ip), EchoStarted).port
-        return check_hop(where, here.request(MeasureHop(ip, port, HOP_SECONDS), HopSpeed))
+        return check_hop(where, hop_speed(here, there, ip))
     except ClusterError as error:
         return broken_hop(where, str(error).rstrip("."))
+
+
+def hop_speed(here: AgentConnection, there: AgentConnection, ip: str) -> HopSpeed:
+    """Measures the hop to an address of a host. Raises HostError."""
+    port = there.request(StartEcho(ip), EchoStarted).port
+    return here.request(MeasureHop(ip, port, HOP_SECONDS), HopSpeed)
 
 
 def examine_ring(
@@ -193,10 +198,27 @@ def examine_ring(
 ) -> Finding:
     """Starts a real MLX ring, in which the ranks compute a sum."""
     tell("forming a ring")
+    code, output = run_on_all(connections, routes, [python, "-m", RING_CHECK], RING_SECONDS)
+    if code:
+        last = output[-1] if output else f"no answer within {RING_SECONDS:g} s"
+        return Finding("fail", "ring", last, "fix the failures above, or try again")
+    result = next(line for line in output if "sum" in line)
+    _, _, message = result.partition("] ")
+    return Finding("ok", "ring", message)
+
+
+def run_on_all(
+    connections: list[AgentConnection],
+    routes: Routes,
+    command: Sequence[str],
+    max_seconds: float,
+) -> tuple[int, list[str]]:
+    """Runs a command as a rank on each host. Returns the code of the first that failed, and the
+    lines of all, with the name of the rank in front. The agents end with their ranks."""
     lines: list[str] = []
-    ranks = remote_ranks(connections, routes, [python, "-m", RING_CHECK], {}, 0.0)
+    ranks = remote_ranks(connections, routes, command, {}, 0.0)
     supervisor = Supervisor(ranks, lines.append)
-    timer = threading.Timer(RING_SECONDS, supervisor.stop)
+    timer = threading.Timer(max_seconds, supervisor.stop)
     timer.start()
     try:
         code = supervisor.run()
@@ -204,13 +226,7 @@ def examine_ring(
         timer.cancel()
     if supervisor.interrupted:
         sys.exit(128 + supervisor.interrupted)
-    output = [line for line in lines if not line.startswith("[launch]")]
-    if code:
-        last = output[-1] if output else f"no answer within {RING_SECONDS:g} s"
-        return Finding("fail", "ring", last, "fix the failures above, or try again")
-    result = next(line for line in output if "sum" in line)
-    _, _, message = result.partition("] ")
-    return Finding("ok", "ring", message)
+    return code, [line for line in lines if not line.startswith("[launch]")]
 
 
 def show(findings: Sequence[Finding], as_json: bool) -> None:
@@ -230,10 +246,14 @@ def show_tables(console: Console, findings: Sequence[Finding]) -> None:
             if finding.fix:
                 what.append(f"\n→ {finding.fix}", "bold")
             table.add_row(Text(finding.status, _COLOURS[finding.status]), what)
-        with console.capture() as captured:
-            console.print(table)
-        # A table pads its lines with blanks.
-        for line in captured.get().splitlines():
-            console.out(line.rstrip(), highlight=False)
+        print_table(console, table)
     counts = {status: sum(f.status == status for f in findings) for status in _COLOURS}
     console.print(", ".join(f"{count} {status}" for status, count in counts.items()))
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Prints a table without the blanks with which it pads its lines."""
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().splitlines():
+        console.out(line.rstrip(), highlight=False)

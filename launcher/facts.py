@@ -150,7 +150,7 @@ def interface(ip: str) -> str | None:
 def network_addresses() -> list[NetworkAddress]:
     """Returns the IPv4 addresses of this host's interfaces that are up. MLX's ring has no IPv6."""
     states = psutil.net_if_stats()
-    ports = {device: port for port, device in _PORT.findall(_tool(*_LIST_PORTS))}
+    ports = {device: port for port, device in _PORT.findall(tool(*_LIST_PORTS))}
     found = []
     for name, addresses in psutil.net_if_addrs().items():
         if name in states and not states[name].isup:
@@ -201,19 +201,19 @@ def _unusable(ip: str) -> str | None:
 
 def mac_facts() -> MacFacts:
     """Returns the facts of this Mac. Not run on macOS yet."""
-    settings = dict(_SETTING.findall(_tool("pmset", "-g")))
+    settings = dict(_SETTING.findall(tool("pmset", "-g")))
     return MacFacts(
-        wired_limit=_tool("sysctl", "-n", "iogpu.wired_limit_mb"),
+        wired_limit=tool("sysctl", "-n", "iogpu.wired_limit_mb"),
         sleep=settings.get("sleep", ""),
         version=platform.mac_ver()[0],
         machine=platform.machine(),
         # Portable Macs have powermode, others only lowpowermode.
         power_mode=settings.get("powermode") or settings.get("lowpowermode", ""),
-        has_firewall="enabled" in _tool(_FIREWALL, "--getglobalstate"),
+        has_firewall="enabled" in tool(_FIREWALL, "--getglobalstate"),
     )
 
 
-def _tool(*command: str) -> str:
+def tool(*command: str) -> str:
     """Returns what a tool of the system prints, or nothing if it is missing or fails."""
     with suppress(OSError, subprocess.SubprocessError):
         run = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS)
