@@ -123,6 +123,21 @@ class DoctorFlags(HostFlags):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SelftestFlags(HostFlags):
+    """The flags of `brigade selftest`."""
+
+    model: str | None = flag(
+        "folder on all hosts, or org/name of a model on the hub (default: the embedded model)",
+        None,
+        heading="what is measured",
+        metavar="MODEL",
+    )
+    minutes: float = flag("minutes for all sections", 15.0, metavar="N", min=1, max=600)
+    faults: bool = flag("also kill and stop processes of its own servers; asks first", False)
+    yes: bool = flag("do not ask", False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DemoFlags:
     """The flags of `brigade demo`."""
 
@@ -293,6 +308,28 @@ def doctor(words: Sequence[str]) -> int:
     )
 
 
+def selftest(words: Sequence[str]) -> int:
+    flags = parse(SelftestFlags, words, "brigade selftest", PURPOSES["selftest"])
+    if flags.hostfile:
+        read_hostfile(flags.hostfile)
+    if flags.faults and not flags.yes and not os.isatty(0):
+        raise UsageError("--faults asks first, and nobody can answer here: add --yes.")
+    # Imported here, because other commands do not need them.
+    from serve.selftest.run import selftest as run_sections
+    from serve.selftest.section import Context
+
+    access = flags.access
+    context = Context(
+        model=flags.model,
+        hostfile=str(flags.hostfile.resolve()) if flags.hostfile else None,
+        ssh=access.ssh,
+        python=access.python,
+        folder=str(access.folder) if access.folder else None,
+        minutes=flags.minutes,
+    )
+    return run_sections(context, faults=flags.faults, asks=not flags.yes)
+
+
 def demo(words: Sequence[str]) -> int:
     flags = parse(DemoFlags, words, "brigade demo", PURPOSES["demo"])
     for name in ("BRIGADE_API_KEY", "BRIGADE_ADMIN_KEY"):
@@ -309,11 +346,13 @@ PURPOSES = {
     "launch": "start and supervise ranks on this machine or over ssh",
     "doctor": "check hosts and links, and say how to fix problems",
     "demo": "serve the embedded model on two ranks and show a few answers",
+    "selftest": "measure machines, links and servers, and write a report to send back",
 }
 OWN: Mapping[str, Callable[[Sequence[str]], int]] = {
     "launch": launch,
     "doctor": doctor,
     "demo": demo,
+    "selftest": selftest,
 }
 # The commands of serve.cli, imported late, because a launcher does not need them.
 OTHERS = {
