@@ -1,0 +1,222 @@
+"""Sections of `brigade selftest` as they run, and with the fault that each of them has to find."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from serve.selftest import report, runner
+from serve.selftest.report import Line, Verdict
+from serve.selftest.runner import run_section
+from serve.selftest.section import SECTIONS, Context
+
+INSIDE = Path(__file__).parent / "inside"
+ROOT = Path(__file__).parents[2]
+SECTION = "serve.selftest.section"
+CONTEXT = Context(minutes=1)
+Run = Callable[..., dict[str, Line]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Returns a function that runs a section, with a fault, and leaves no process behind."""
+    monkeypatch.setenv("PYTHONPATH", f"{INSIDE}:{ROOT}")
+
+    def run_with(section: str, fault: str = "", seconds: float = 100) -> dict[str, Line]:
+        monkeypatch.setenv("SELFTEST_FAULT", fault)
+        lines = run_section(section, CONTEXT, time.monotonic() + seconds)
+        return {line.id: line.judged() for line in lines}
+
+    yield run_with
+    assert not psutil.Process().children()
+
+
+def is_right(lines: dict[str, Line]) -> bool:
+    return not [line for line in lines.values() if line.verdict is Verdict.WORSE]
+
+
+def test_this_system_is_as_expected(run: Run) -> None:
+    lines = run("system")
+    assert {"system.chip", "system.keep_alive", "system.timer"} <= set(lines)
+    assert lines["system.rdma"].verdict is Verdict.NOT_TRIED
+    del lines["system.timer"]  # A busy machine is late.
+    assert is_right(lines), lines
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "id"),
+    [
+        ("keep_alive = lambda connection: None", "system.keep_alive"),
+        ("allow_files = lambda: 256", "system.open_files"),
+        ("full_sync = lambda file: os.write(file, bytes(60_000_000))", "system.sparse"),
+        (
+            "fcntl = type('', (), dict(flock=lambda *a: 0, LOCK_EX=0, LOCK_NB=0))",
+            "system.folder_lock",
+        ),
+        ("signal_group = lambda *a: None", "system.ending_processes"),
+    ],
+)
+def test_a_broken_system_is_found(run: Run, fault: str, id: str) -> None:
+    lines = run("system", f"{SECTION} | serve.selftest.system:{fault}")
+    assert lines[id].verdict is Verdict.WORSE
+
+
+@pytest.mark.long
+def test_tools_of_macos_are_asked(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = "    device          \t   node GUID\n    ------          \t----------------\n"
+    devices += "    rdma_en2        \t8096a9d9edbaac05\n    rdma_en3        \t8196a9d9edbaac05\n"
+    for name, output in (
+        ("ibv_devices", devices),
+        ("sysctl", "Apple M3 Ultra"),
+        ("sw_vers", "25C56"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\ncat <<'EOF'\n{output}\nEOF\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    lines = run("system")
+    found = [lines[f"system.{name}"].value for name in ("rdma", "chip", "macos_build")]
+    assert found == [2, "Apple M3 Ultra", "25C56"]
+
+
+def test_doctor_is_part_of_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = run("machine")
+    assert lines["machine.mlx"].value
+    assert lines["machine.variables"].verdict is Verdict.EXPECTED
+    monkeypatch.setenv("MLX_METAL_FAST_SYNCH", "1")
+    found = run("machine")["machine.variables"]
+    assert (found.verdict, found.value) == (Verdict.WORSE, "fail")
+    assert "FAST_SYNCH" in found.advice
+
+
+# --- hangs and aborts
+
+
+def test_an_abort_is_a_result_and_the_others_are_measured(run: Run) -> None:
+    lines = run("system", f"{SECTION} | serve.selftest.system:keep_alive = lambda c: os.abort()")
+    found = lines["system.keep_alive_options"]
+    assert found.verdict is Verdict.WORSE
+    assert str(found.value).startswith("ended by SIGABRT")
+    assert {"system.chip", "system.timer"} <= set(lines)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["time.sleep(60)", "(signal.signal(15, 1), time.sleep(60))"])
+def test_a_hang_is_a_result(run: Run, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setitem(SECTIONS, "system", replace(SECTIONS["system"], seconds=4.0))
+    monkeypatch.setattr(runner, "_END_SECONDS", 1.0)
+    lines = run("system", f"{SECTION} | serve.selftest.system:allow_files = lambda: {how}")
+    assert lines["system.open_files"].value == "no end within 4 s"
+    assert "system.timer" in lines
+
+
+def test_an_error_is_a_result(run: Run) -> None:
+    lines = run("system", f"{SECTION} | serve.selftest.system:allow_files = lambda: 1 / 0")
+    assert lines["system.open_files"].value == "ZeroDivisionError: division by zero"
+    assert "system.timer" in lines
+
+
+@pytest.mark.long
+def test_a_process_that_cannot_start_is_a_result(run: Run) -> None:
+    lines = run("system", f"{SECTION} | serve.selftest.system:MEASUREMENTS = 1 / 0")
+    assert "ZeroDivisionError" not in lines  # sitecustomize only prints its own errors
+    lines = run("system", f"{SECTION} | os:_exit = os.abort()")
+    assert list(lines) == ["system.start"]
+    assert lines["system.start"].verdict is Verdict.WORSE
+
+
+def test_what_is_not_reached_in_time_was_not_tried(run: Run) -> None:
+    lines = run(
+        "system", f"{SECTION} | serve.selftest.system:tool = lambda *a: time.sleep(60)", 1.5
+    )
+    assert [line.verdict for line in lines.values()] == [Verdict.NOT_TRIED]
+
+
+@pytest.mark.long
+def test_a_section_ends_with_the_self_test(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after SIGKILL, only the pipe to the section is closed."""
+    ended = []
+    monkeypatch.setattr(runner, "signal_group", lambda *a: None)
+    monkeypatch.setenv(
+        "SELFTEST_FAULT", f"{SECTION} | serve.selftest.system:tool = lambda *a: time.sleep(60)"
+    )
+    lines = run_section("system", CONTEXT, time.monotonic() + 60)
+    monkeypatch.setitem(SECTIONS, "system", replace(SECTIONS["system"], seconds=2.0))
+    monkeypatch.setattr(runner, "_END_SECONDS", 0.0)
+    original = runner._Process.end
+
+    def end(process: runner._Process) -> None:
+        assert process._process.stdin is not None
+        process._process.stdin.close()
+        ended.append(process._process.wait(20))
+        original(process)
+
+    monkeypatch.setattr(runner._Process, "end", end)
+    next(lines)
+    lines.close()  # type: ignore[attr-defined]
+    assert ended == [-signal.SIGTERM]
+
+
+# --- with MLX, servers and other hosts
+
+FAULTS = [
+    (
+        "compute",
+        f"{SECTION} | serve.selftest.compute:fastest = lambda *a: 5.0",
+        "compute.empty_step",
+    ),
+    ("memory", f"{SECTION} | mlx.core:get_cache_memory = lambda: 30 * 10**9", "memory.cache"),
+    (
+        "equality",
+        f"{SECTION} | serve.selftest.equality:_greedy = lambda *a: [1]",
+        "equality.golden",
+    ),
+    ("links", f"{SECTION} | launcher.doctor:RING_SECONDS = 0.01", "links.ring"),
+    ("links", f"{SECTION} | serve.selftest.links:_SUMS = 'tests.missing'", "links.sum"),
+    (
+        "serving",
+        f"{SECTION} | serve.selftest.launched:DEFAULT_MODEL = '/nowhere'",
+        "serving.layouts",
+    ),
+    (
+        "endings",
+        "serve.rank.worker | serve.rank.memory:give_back = lambda: time.sleep(60)",
+        "endings.killed",
+    ),
+    (
+        "faults",
+        f"{SECTION} | serve.selftest.faults:_engine = lambda server, rank: _parent(server, 0)",
+        "faults.engine_killed",
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_whole_self_test_finds_nothing_where_all_is_well(tmp_path: Path) -> None:
+    words = ["selftest", "--minutes", "12", "--faults", "--yes"]
+    command = [sys.executable, "-m", "launcher.cli", *words]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    (path,) = tmp_path.glob("selftest-*.json")
+    lines = {f"{line.id} {line.where}": line for line in report.read(path).lines}
+    host_is_busy = ("machine.", "system.timer")
+    found = {name: line for name, line in lines.items() if not name.startswith(host_is_busy)}
+    assert is_right(found), ran.stdout
+    assert {"serving.mlx_lm_embedded ", "faults.text rank killed", "endings.listed "} <= set(lines)
+    assert ran.returncode == int(not is_right(lines))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("section", "fault", "id"), FAULTS)
+def test_a_section_finds_its_fault(run: Run, section: str, fault: str, id: str) -> None:
+    assert run(section, fault, 500)[id].verdict is Verdict.WORSE
