@@ -6,8 +6,8 @@ supervises one rank.
 
 The messages are those of `serve.core.agent_messages`.
 
-Nothing secret is on its command line. When the launcher is gone, or silent for too long, the
-rank is asked to end, and killed if it does not.
+No secret is on an agent's command line. If the launcher is gone, or silent for too long, the agent
+asks its rank to end, and kills it if it does not.
 """
 
 import os
@@ -51,7 +51,7 @@ OUTPUT_SECONDS = 1.0
 
 
 class Agent:
-    """The agent of one rank. Its launcher recognises its messages by token."""
+    """The agent of one rank. The launcher recognises an agent's messages by the agent's token."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -69,7 +69,7 @@ class Agent:
                 if isinstance(message, RunRank):
                     return self._run(message)
                 self._say(self._answer(message))
-        except ClusterError as error:  # The lines after it could not be read either.
+        except ClusterError as error:  # Later lines could not be read either.
             self._say(AgentError(str(error)))
             return error.exit_code
         return 0
@@ -166,7 +166,8 @@ class Agent:
     # --- lines
 
     def _hear(self) -> ToAgent | None:
-        """Returns the next message, or None without a launcher. Raises ClusterError."""
+        """Returns the launcher's next message; None if the launcher is gone. Raises
+        ClusterError."""
         while True:
             while b"\n" not in self._unread:
                 heard = select.select([0], [], [], SILENCE_SECONDS)[0]

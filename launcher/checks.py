@@ -27,7 +27,7 @@ _SLOW_ROUND_TRIP_SECONDS = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. status is ok, warn or fail; fix says how to mend the last two."""
+    """One line of the report. status is ok, warn or fail; fix says how to mend a problem."""
 
     status: str
     where: str
@@ -343,7 +343,7 @@ def check_hop(where: str, speed: HopSpeed) -> Finding:
 def broken_hop(where: str, reason: str) -> Finding:
     """Returns the finding about a hop that could not be measured for this reason."""
     fix = "open the firewall between them for ports above 1023, or correct the addresses"
-    if "No route to host" in reason:  # another number on each system
+    if "No route to host" in reason:  # The error's number differs between systems.
         fix = "macOS: allow the terminal under Privacy & Security, Local Network"
     return Finding("fail", where, f"no connection: {reason}", fix)
 

@@ -29,11 +29,11 @@ ADAPTERS = _PACKAGE / "tiny-chat-adapters"
 QUESTION = "What is the capital of France?"
 ADAPTER_NAME = "guest"
 SWAPPED = ("pirate", "poet")
-DEFAULT_PORT = 8080  # that of `serve`
+DEFAULT_PORT = 8080  # the default of `serve`
 READY_SECONDS = 300.0  # A first start reads everything from the disk.
 POLL_SECONDS = 0.2
 CALL_SECONDS = 5.0
-ANSWER_SECONDS = 30.0  # between two pieces of an answer
+ANSWER_SECONDS = 30.0  # the longest wait between two pieces of an answer
 ASKED_TO_END = exit_code(-15)
 
 
@@ -58,7 +58,7 @@ class DemoServer:
         return answer
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Loads an adapter under this name, in place of an earlier one of this name."""
+        """Loads an adapter under this name, in place of an earlier adapter with the same name."""
         body = {
             "lora_name": name,
             "lora_path": path,
@@ -83,8 +83,7 @@ class DemoServer:
 
 
 def server_sent(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yields the data of server-sent events. Raises EngineError if the stream ends without
-    `[DONE]`."""
+    """Yields the data of server-sent events. Raises EngineError if a stream lacks its `[DONE]`."""
     for line in lines:
         field, _, value = line.strip().partition(":")
         if field != "data":
@@ -224,10 +223,10 @@ class Demo:
         if self._supervisor.interrupted:
             return code
         if isinstance(self._failure, NotReadyError):
-            raise self._failure  # It is the cause, even if ranks had to be killed afterwards.
+            raise self._failure  # This is the cause, even if ranks had to be killed.
         if self._failure is not None and code in (0, ASKED_TO_END):
             raise self._failure
-        # Otherwise the rank's exit code says more than the demo's own, which follows from it.
+        # Otherwise a rank failed first: its exit code says more than the demo's failure.
         return 0 if code == ASKED_TO_END else code
 
     def _talk_then_end(self) -> None:
@@ -235,7 +234,7 @@ class Demo:
             self._talk()
         except BrigadeError as error:
             self._failure = error
-        except SystemExit:  # what rich raises for a broken pipe
+        except SystemExit:  # rich raises this for a broken pipe
             self._failure = BrigadeError("the reader of the demo's output has gone.")
         except Exception as error:  # the top of a thread: every error ends the demo
             self._failure = EngineError(f"the demo's conversation failed: {error!r}.")

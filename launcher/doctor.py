@@ -113,7 +113,7 @@ def query_host(
 def examine(
     hosts: Sequence[Host], access: SshAccess, query: QueryHost, tell: Tell
 ) -> Iterator[Finding]:
-    """Yields findings as they are made. The last one may be that a host cannot be reached."""
+    """Yields each finding as soon as it is made. The last one may be a host that is unreachable."""
     try:
         with connected(hosts, access, tell) as connections:
             yield from examine_connected(connections, access, query, tell)

@@ -109,8 +109,8 @@ def prefix_folder(folder: Path) -> PrefixFolder:
 
 def strays() -> list[int]:
     """Returns the process ids of ranks and engines whose launcher is gone: their parent is init, or
-    a session's systemd. A rank that is itself a service of init has no leash and does not count. In
-    a container the launcher may be process 1."""
+    a session's systemd. A rank that runs as a service of init has no BRIGADE_LEASH and does not
+    count. In a container the launcher may be process 1."""
     found = []
     for process in psutil.process_iter(["pid", "cmdline"]):
         modules = _RANK_MODULES.intersection(process.info["cmdline"] or ())
@@ -128,7 +128,7 @@ def strays() -> list[int]:
 
 
 def kill_former(secret: str, rank: int) -> None:
-    """Kills what remains of a rank to which its launcher, the same one, lost the connection."""
+    """Kills the remains of a rank to which the launcher with this secret lost the connection."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             environment = process.environ()
@@ -174,7 +174,7 @@ def _linux_kind(name: str) -> str:
 
 def listener(port: int) -> str | None:
     """Returns the program that listens on a port of this host, or None."""
-    with suppress(psutil.AccessDenied):  # macOS tells root only
+    with suppress(psutil.AccessDenied):  # macOS answers only root
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port:
                 return _name(connection.pid)

@@ -29,7 +29,7 @@ class Process(Protocol):
 
     @property
     def lost(self) -> bool:
-        """Whether the process ended without deciding to, or because another rank was lost."""
+        """Whether a signal ended the process, or it ended because another rank was lost."""
 
     def lines(self) -> Iterator[str]:
         """Yields the lines that the process writes. The last ones may come after its end."""
@@ -92,10 +92,10 @@ class LocalProcess:
             # A `poll` in the main thread has reaped it already, so it has ended.
             with suppress(ChildProcessError):
                 os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        else:  # macOS before Python 3.13. It does not reuse a process id soon.
+        else:  # On macOS before Python 3.13. macOS does not reuse a process id soon.
             self._process.wait()
-        # Kills processes that the rank left behind. The id is still the rank's, so no other process
-        # is hit.
+        # Kills processes that the rank left behind. The id is still the rank's, so nothing else is
+        # hit.
         self.kill()
         return self._process.wait()
 

@@ -1,5 +1,5 @@
 """The list of running launches: one file for each launch of this user, locked while its launcher
-is alive.
+lives.
 
 A killed launcher loses the lock, so no record remains for a process that is gone, or for another
 process that got its id.
@@ -74,7 +74,7 @@ class LaunchRecord(Observer):
 
     def ended(self, rank: int, code: int, then: str = "") -> None:
         how = ", ".join(filter(None, [f"ended with {code}", then]))
-        # If the others go on, the log lines of rank 0 set the state.
+        # If the other ranks go on, the log lines of rank 0 set the state.
         state = self._launch.state if then else "ending"
         self._save(ranks={**self._launch.ranks, str(rank): how}, state=state)
 
@@ -115,7 +115,8 @@ def launches() -> list[Launch]:
 
 
 def stop(pid: int | None) -> Launch:
-    """Asks a launcher to end its ranks, and waits for that. Raises UsageError, ClusterError."""
+    """Asks a launcher to end its ranks, and waits for their end. Raises UsageError,
+    ClusterError."""
     launch = _chosen(pid)
     with suppress(ProcessLookupError):
         os.kill(launch.pid, signal.SIGTERM)
@@ -154,7 +155,7 @@ def _read(file: Path) -> Launch | None:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             record, _ = json.JSONDecoder().raw_decode(opened.read().decode())
-            # Another version of Brigade may have written it.
+            # Another version of Brigade may have written the file.
             known = {each.name for each in fields(Launch)} & record.keys()
             return Launch(**{name: record[name] for name in known})
         file.unlink()

@@ -86,7 +86,7 @@ class HostsError(ClusterError):
 @dataclass(frozen=True, slots=True)
 class SshAccess:
     """How a launcher reaches its hosts: ssh with its flags, the Python there, and the working
-    folder. Without a folder it is the current one, if it exists there."""
+    folder. Without a folder, ranks work in the launcher's current folder, if it exists there."""
 
     ssh: tuple[str, ...] = ("ssh",)
     python: str = sys.executable
@@ -283,7 +283,7 @@ def connected(
     signals: list[int] = []
 
     def end(number: int, _: object = None) -> None:
-        """Closes the connections. It does not raise: in a callback, that could be lost."""
+        """Closes the connections. It raises nothing: an error in a callback could be lost."""
         signals.append(number)
         for connection in connections:
             signal_group(connection.process.pid, signal.SIGKILL)

@@ -6,15 +6,16 @@
                                                                or a second signal ──> killed
 
 While running, a rank above 0 that was lost is started again, a limited number of times. A start
-that fails, such as on a host that boots, is repeated until rank 0 gives up waiting. A suspended
-rank does not end: rank 0 logs that it does not answer, and then it is killed here. The ranks of a
-training run depend on each other: if one is lost, all end, and then all are started again.
+that fails, as on a host that is still booting, is repeated until rank 0 gives up waiting. A
+suspended rank does not end: rank 0 logs that the rank does not answer, and the supervisor kills it.
+The ranks of a training run depend on each other: if one is lost, all end, and then all start again.
 
-If a server replans, its other ranks can take over the layers of a rank above 0. Once the server
-has been ready, a rank that is lost too often, or fails by itself, is left out, and no other ends.
+If a server replans, its other ranks can take over the layers of a rank above 0. Once the server has
+been ready, a rank that is lost too often, or fails by itself, is left out, and the others go on.
 
-One thread a rank reads its output and one waits for its end; they and the signal handlers put
-events into one queue, and `run` sleeps on that queue. It knows no HTTP, MLX or command line.
+Each rank has two threads: one reads its output, and one waits for its end. The threads and the
+signal handlers put events into one queue, for which `run` waits. It knows no HTTP, MLX or command
+line.
 """
 
 import json
@@ -46,7 +47,7 @@ LEFT_SECONDS = 10.0  # the same if all ranks start again; hosts that do not answ
 RESTART_SECONDS = 1.0  # between two restarts of a rank; the first one is immediate
 RETRY_SECONDS = 2.0  # between two attempts at one restart
 RESTART_WINDOW_SECONDS = 300.0
-MAX_RESTARTS = 5  # of a rank in a window
+MAX_RESTARTS = 5  # how often a rank may restart within a window
 EARLY_SECONDS = 60.0  # the host of a rank that ends this soon after its return is not ready
 OUTPUT_SECONDS = 1.0  # how long output may still come after a rank's end
 COLOURS = (36, 33, 35, 32, 34, 31)
@@ -79,7 +80,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """A rank was started again, or (None) could not be started before all were asked to end."""
+    """A rank was started again, or could not be (process is None) before all were asked to end."""
 
     rank: int
     process: Process | None
@@ -127,7 +128,7 @@ def event_line(text: str, level: str = "INFO") -> str:
 
 
 class Observer:
-    """Called from a rank's thread when the rank starts, writes a line or ends. Does nothing."""
+    """Its methods are called from a rank's thread when the rank starts, writes a line or ends."""
 
     def started(self, rank: int, pid: int) -> None: ...
 
@@ -329,7 +330,7 @@ class Supervisor:
 
     def _ends_to_restart(self, event: Ended) -> bool:
         """Whether all ranks of a training run are started again, because this one or another one
-        was lost. In the latter case it does not matter how this one has ended."""
+        was lost. If another one was lost, it does not matter how this one has ended."""
         is_loss = event.lost and self._state == "running"
         if is_loss and self._has_restarts_left(0):
             self._is_restarting = True
@@ -373,7 +374,7 @@ class Supervisor:
 
     def _replace(self, silent: Silent) -> None:
         """Kills a rank that does not answer; it is started again like any lost rank. Does nothing
-        if that process has already ended, and another one may have its place."""
+        if that process has already ended: another process may have replaced it."""
         rank = silent.rank
         is_there = rank in self._alive and self._processes[rank].pid == silent.pid
         if is_there and self._is_awaited(rank):
@@ -417,7 +418,7 @@ class Supervisor:
             self._processes[rank].signal(signum)
 
     def _give_up_waiting(self) -> None:
-        """Stops waiting for ranks that are away. One that comes back after this is turned away."""
+        """Stops waiting for ranks that are away. A rank that comes back later is turned away."""
         self._ending.set()
         if not self._is_restarting:
             self._returning.clear()
@@ -484,7 +485,7 @@ class Supervisor:
         waiter.start()
 
     def _has_restarts_left(self, rank: int) -> bool:
-        """Counts a restart, and returns whether it is allowed. For one of all ranks, pass 0."""
+        """Counts a restart, and returns whether it is allowed. Rank 0 stands for all ranks."""
         now = monotonic()
         losses = self._losses.setdefault(
             rank,
@@ -494,7 +495,7 @@ class Supervisor:
         return losses.num_left(now) >= 0
 
     def _is_awaited(self, rank: int) -> bool:
-        """Whether the others wait for this rank: those of a server do, unless it is rank 0."""
+        """Whether the other ranks wait for this one: they do in a server, unless this is rank 0."""
         others_wait = rank > 0 and 0 in self._alive and not self._trains
         return others_wait and self._state == "running"
 
