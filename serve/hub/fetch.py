@@ -31,10 +31,11 @@ _CLAIMED_ELSEWHERE_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of requests and commits. A kill loses at most commit_bytes for each connection."""
+    """The sizes of requests, and of the pieces after which each connection waits for the disk. A
+    kill loses at most sync_bytes for each connection."""
 
     request_bytes: int = 64 << 20
-    commit_bytes: int = 8 << 20
+    sync_bytes: int = 8 << 20
     num_connections: int = 8
 
 
@@ -88,24 +89,24 @@ class Shard:
         self,
         wanted: Range,
         pieces: Generator[bytes, None, None],
-        commit_bytes: int,
+        sync_bytes: int,
         advance: Callable[[int], None],
     ) -> None:
-        """Writes the pieces to the range, also those before a failure. advance gets their sizes."""
+        """Writes pieces to the range, up to a failure if one comes. advance gets their sizes."""
         position = wanted[0]
-        committed = position
+        synced = position
         try:
             with closing(pieces):
                 for data in pieces:
                     self._write(data, position)
                     position += len(data)
-                    if position - committed >= commit_bytes:
-                        self._commit(committed, position)
-                        committed = position
+                    if position - synced >= sync_bytes:
+                        self._sync(synced, position)
+                        synced = position
                     advance(len(data))
         finally:
-            if position > committed:
-                self._commit(committed, position)
+            if position > synced:
+                self._sync(synced, position)
 
     def _write(self, data: bytes, position: int) -> None:
         rest = memoryview(data)
@@ -115,7 +116,7 @@ class Shard:
                 rest = rest[written:]
                 position += written
 
-    def _commit(self, start: int, end: int) -> None:
+    def _sync(self, start: int, end: int) -> None:
         with self._explained():
             full_sync(self._data)
             self._journal.add(start, end)
@@ -194,7 +195,7 @@ class Fetch:
                     if is_mine:
                         self._get(shard, requested)
                 if not is_mine:
-                    # Another process has claimed it, but may end before it has fetched it.
+                    # The process that has claimed this job may end before it has fetched the bytes.
                     self._jobs.append(job)
                     self._sleep(_CLAIMED_ELSEWHERE_SECONDS)
         except _Stopped:
@@ -212,7 +213,7 @@ class Fetch:
         self._advance(total([requested]) - total(missing))
         for part in missing:
             pieces = shard.remote.read(*part, sleep=self._sleep)
-            shard.fill(part, pieces, self._sizes.commit_bytes, self._advance)
+            shard.fill(part, pieces, self._sizes.sync_bytes, self._advance)
 
     def _sleep(self, seconds: float) -> None:
         if self._stop.wait(seconds):

@@ -1,8 +1,8 @@
 """A partial folder of a model or adapter on the hub, which holds only what one rank needs.
 
-Small files are links into the hub's own cache. So is a weight file that is complete in this cache.
-Any other weight file is sparse, of full length and with its real header, so that MLX can open it.
-Bytes that have not been fetched read as zeros, so `fetch` must come before any evaluation.
+Small files are links into the hub's own cache, and so are weight files that are complete there. Any
+other weight file is sparse, of full length and with its real header, so that MLX can open it. Bytes
+that have not been fetched read as zeros, so `fetch` must come before any evaluation.
 """
 
 import functools
@@ -97,8 +97,8 @@ def pin(
     cache: Path | None,
     kind: RepoKind = MODEL,
 ) -> PartialModel:
-    """Opens the commit to which a revision points now. Only rank 0 calls this; it sends the commit
-    to the others. Raises ModelError."""
+    """Opens the commit to which a revision points now. Only rank 0 calls this, and sends the commit
+    to the other ranks. Raises ModelError."""
     snapshot = resolve(repo, revision, cache or default_cache(), kind)
     return open_partial(repo, snapshot.commit, cache, snapshot, kind=kind)
 

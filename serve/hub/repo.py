@@ -52,8 +52,8 @@ ADAPTER = RepoKind("an adapter", "adapter_config.json", r"(adapters|adapter_mode
 
 
 class RepoFile(msgspec.Struct, frozen=True):
-    """One file of a commit. etag is the sha256 of a large file and the git hash of a small one. It
-    cannot verify a part of the file, but another etag shows that the file has changed."""
+    """One file of a commit. etag is the sha256 of a large file and the git hash of a small one. An
+    etag cannot verify a part of the file, but another etag shows that the file has changed."""
 
     name: str
     size: int

@@ -34,7 +34,7 @@ from tests.errors import fails
 from tests.hub import checkpoints
 from tests.hub.server import COMMIT, REPO, TOKEN, FakeHub
 
-SMALL = Sizes(request_bytes=300_000, commit_bytes=50_000, num_connections=4)
+SMALL = Sizes(request_bytes=300_000, sync_bytes=50_000, num_connections=4)
 
 
 def nobody(done: int, total: int) -> None:
@@ -519,7 +519,7 @@ from pathlib import Path
 from serve.hub.fetch import Sizes
 from serve.hub.partial import open_partial
 cache, repo, commit, *names = sys.argv[1:]
-sizes = Sizes(request_bytes=300_000, commit_bytes=50_000, num_connections=4)
+sizes = Sizes(request_bytes=300_000, sync_bytes=50_000, num_connections=4)
 model = open_partial(repo, commit, Path(cache), sizes=sizes)
 print(model.fetch(names, lambda done, total: None), flush=True)
 """
@@ -598,7 +598,7 @@ def test_a_kill_loses_only_bytes_in_transit(hub: FakeHub, home: Path, repo: Path
     sent = hub.data_bytes(checkpoints.header_sizes(repo))
     missing = missing_bytes(opened(home / "cache"), names)
     # Per connection one commit and what the sockets between here and there hold.
-    assert owned_bytes(names) - missing >= sent - 4 * (SMALL.commit_bytes + 262_144 + 65_536)
+    assert owned_bytes(names) - missing >= sent - 4 * (SMALL.sync_bytes + 262_144 + 65_536)
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
