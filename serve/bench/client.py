@@ -94,7 +94,7 @@ class ChatClient:
         )
 
     async def _answer(self, body: dict[str, Any], answer: _Answer) -> str | None:
-        """Fills answer. Returns None, or the reason of a failure."""
+        """Sends a request and fills answer. Returns None, or the reason of a failure."""
         try:
             failure = await self._read_stream(body, answer)
         except TimeoutException as error:

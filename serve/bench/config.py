@@ -93,6 +93,6 @@ def _is_server(url: str) -> bool:
     try:
         parts = urlsplit(url)
         is_reachable = bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port out of range
+    except ValueError:  # The port is out of range.
         return False
     return is_reachable and parts.scheme in ("http", "https")

@@ -55,7 +55,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def measure(config: BenchConfig, runs: Runs) -> None:
-    """Fills runs, and shows them meanwhile. Raises BrigadeError if a server does not answer."""
+    """Measures the servers, fills runs and shows them. Raises BrigadeError if a server is
+    silent."""
     async with AsyncExitStack() as stack:
         generators: dict[str, LoadGenerator] = {}
         for url in config.url:
@@ -159,7 +160,7 @@ def table(runs: Runs) -> Table:
 
 
 def _cells(summary: Summary) -> list[str]:
-    """Returns the cells of a row below _COLUMNS."""
+    """Returns the cells of a table row, one for each of _COLUMNS."""
     num_errors = sum(summary.errors.values())
     prompt_tokens = summary.prompt_tokens
     return [

@@ -110,9 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _heed_signals() -> None:
-    """Lets SIGTERM end the run. A Python handler runs only when MLX returns, which can take long,
-    and an error that it raises inside a callback, such as a finaliser, is lost. So a thread ends
-    the process if it has not ended by itself."""
+    """Lets SIGTERM end the run. Python calls the handler only when MLX returns, which can take
+    long, and the handler's error is lost if it interrupts a callback, such as a finaliser. So a
+    thread ends the process if it has not ended by itself."""
     # The run is not complete, and the exit code must say so.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     reading, writing = os.pipe()

@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{plain(message)}: see `{self.prog} --help`.")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Reports an unknown flag first: it may be the missing one, misspelt."""
+        """Reports an unknown flag before a missing one: it may be that flag, misspelt."""
         unknown = unknown_flags(args or (), self)
         if unknown:
             hint = did_you_mean(unknown[0], self._option_string_actions)
@@ -87,7 +87,7 @@ def parse(
         if "hidden" in field.metadata:
             _add_flag(parser, field, field.metadata["reads"], False)
     for name, value in given.items():
-        # argparse checks a default only if it is text: then it must be valid, like a flag's value.
+        # argparse checks a default only if it is text. So numbers are passed as text.
         is_number = type(value) in (int, float)
         parser.set_defaults(**{name: str(value) if is_number else value})
     required = [action for action in parser._actions if action.required]

@@ -27,7 +27,7 @@ def curl_line(url: str, folder: Path, name: str) -> str:
 
 
 def check_server(url: str, folder: Path, name: str) -> None:
-    """Raises UsageError unless a server at url would load such an adapter from this folder."""
+    """Raises UsageError unless the server at url would load an adapter called name from folder."""
     if not _SERVER.fullmatch(url):
         raise UsageError(f"--load-into {url!r} is not http://HOST:PORT.", code="malformed")
     _call(url, "/v1/lora_adapters", None, UsageError)
@@ -70,8 +70,7 @@ def _call(
     kind: type[BrigadeError],
     expected: int | None = None,
 ) -> str:
-    """Returns a server's answer. Raises an error of this kind for any error status but the expected
-    one."""
+    """Returns a server's answer. Raises an error of type kind for any error status but expected."""
     variable = _key()
     client = Client(url, os.environ[variable] if variable else None)
     try:
@@ -80,7 +79,7 @@ def _call(
         mend = "start `brigade serve` there, or give its URL"
         raise kind(f"--load-into {url} does not answer ({error}): {mend}.") from error
     if status >= 300 and status != expected:
-        reason = _message(said).replace(f"/{_ABSENT}", "")  # The user knows only the folder above.
+        reason = _message(said).replace(f"/{_ABSENT}", "")  # The user knows only its parent.
         raise kind(f"--load-into {url} answered {status}: {reason}")
     return said
 

@@ -54,7 +54,7 @@ Result = TypeVar("Result")
 
 def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    for name in ("httpx", "httpx2"):  # a line for each request to the hub
+    for name in ("httpx", "httpx2"):  # They log each request to the hub.
         logging.getLogger(name).setLevel(logging.WARNING)
     signal.signal(signal.SIGTERM, _stop_before_the_start)
     try:
@@ -123,7 +123,7 @@ def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutin
     try:
         asked = parse(ServeConfig, argv, "brigade serve", __doc__)
         draft = draft_folder(asked.draft_model)
-        if draft and not cluster.rank:  # Other ranks do not need it.
+        if draft and not cluster.rank:  # Other ranks do not need the draft model.
             read_checkpoint(draft, "--draft-model")
         if asked.hub_id and cluster.rank:
             # Rank 0 first fetches the small files, and sends the commit when all have joined.

@@ -126,7 +126,7 @@ class PlanConfig(ModelSource):
     @property
     def is_promise(self) -> bool:
         """Whether all sequences must fit with their whole context. Otherwise less room is enough,
-        and requests queue while it is full, as in `serve`."""
+        and requests wait while the room is full, as in `serve`."""
         return self.context is not None or self.concurrency is not None
 
 
@@ -230,8 +230,7 @@ def _notes(
 
 
 def plan_table(stages: Sequence[StagePlan], has_promise: bool = False) -> Table:
-    """Returns a table with a row for each rank. Its last column is the share of a decode step's
-    time."""
+    """Returns a table with a row for each rank. The last column is its share of a decode step."""
     has_limit = any(stage.memory_bytes for stage in stages)
     columns: dict[str, Callable[[StagePlan], str]] = {
         "rank": lambda stage: str(stage.rank),

@@ -1,5 +1,5 @@
 """Sends the metrics of a run to TensorBoard and Weights & Biases, on rank 0. Both libraries are
-extras. Names are those of mlx_lm's callbacks."""
+extras. Metrics have the names that mlx_lm's callbacks give them."""
 
 import importlib.util
 from dataclasses import asdict
@@ -61,7 +61,7 @@ class Reports:
                 for service in self._services:
                     service.add(event.iteration, {name: event.loss})
             case NothingLeft() | Saved() | Written() | Finished():
-                pass  # They have no metrics.
+                pass  # These events have no metrics.
 
     def close(self) -> None:
         for service in self._services:

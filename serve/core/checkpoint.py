@@ -19,7 +19,7 @@ from serve.core.errors import ModelError
 
 _PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 _PREFIX_BYTES = 8  # A safetensors file begins with the length of its header, as a uint64.
-# The limit of one JSON text. While an engine parses that of an adapter, it computes nothing: 32 MB
+# The limit of one JSON text. While an engine parses an adapter's JSON, it computes nothing: 32 MB
 # of numbers take two seconds. The header of a file with 100,000 tensors takes 15 MB.
 MAX_JSON_BYTES = 32 << 20
 _LAYER_KEYS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
@@ -52,8 +52,7 @@ class TensorRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The description of a model folder. The digest covers the config and the byte ranges of the
-    tensors."""
+    """The description of a model folder. digest covers the config and the tensors' byte ranges."""
 
     folder: Path
     model_type: str
@@ -137,8 +136,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_from(stream: BinaryIO, path: Path) -> dict[str, Any]:
-    """Reads a JSON object from an open file, called path in errors. Raises ModelError and
-    OSError."""
+    """Reads a JSON object from a file, which errors call `path`. Raises ModelError and OSError."""
     text = stream.read(MAX_JSON_BYTES + 1)
     if len(text) > MAX_JSON_BYTES:
         raise ModelError(
@@ -164,7 +162,8 @@ def read_header(file: Path) -> dict[str, TensorRange]:
 
 
 def read_header_from(stream: BinaryIO, file: Path) -> dict[str, TensorRange]:
-    """Reads the same from an open file, called file in errors. Raises ModelError and OSError."""
+    """Reads the places of the tensors from an open file, which errors call `file`. Raises
+    ModelError and OSError."""
     text, file_bytes = _header_of(stream, file)
     return parse_header(text, file, file_bytes)
 
@@ -280,8 +279,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def refuse_pickles(place: str, names: Iterable[str]) -> None:
-    """Raises ModelError if any file in a place (folder or repository) without safetensors is a
-    pickle."""
+    """Raises ModelError if one of the files in place, which has no safetensors, is a pickle."""
     for name in sorted(names):
         if Path(name).suffix in _PICKLE_SUFFIXES:
             raise ModelError(

@@ -19,7 +19,7 @@ from serve.core.errors import UsageError
 from serve.core.layouts import check_layout, parse_num_shards
 from serve.core.tool_parsers import call_formats
 
-_KEY = re.compile(r"[!-~]{1,512}")  # what fits into a header
+_KEY = re.compile(r"[!-~]{1,512}")  # the characters that fit into a header
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 _HOST_NAME = re.compile(r"\*|[\w.-]{1,253}|(?=.*:.*:)[0-9a-fA-F:.]{2,45}", re.ASCII)
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][\w.:@-]{0,127}(/[A-Za-z0-9][\w.:@-]{0,127})?", re.ASCII)
@@ -239,10 +239,11 @@ class ServeConfig(ModelSource):
         return self.draft_model not in (None, "none")
 
     def start_patience(self, *, is_launched: bool) -> float:
-        """Returns how many seconds the other ranks wait for one to start.
+        """Returns for how many seconds ranks wait for a rank that has not connected.
 
-        `brigade launch` has started every rank, and ends the others when one ends: a rank that has
-        not connected yet is busy. So is rank 0 while it fetches the small files of a hub model.
+        They wait longer if `brigade launch` started every rank: it ends all ranks when one ends, so
+        a rank that has not connected is still busy. They also wait longer for rank 0 to fetch the
+        small files of a hub model.
         """
         if is_launched or self.hub_id:
             return max(self.join_timeout, self.constants.load_timeout)
@@ -292,8 +293,7 @@ def may_name_adapter(name: str, model_name: str) -> bool:
 
 
 def hub_id(path: Path, root: Path = Path()) -> str | None:
-    """Returns `org/name` if path names a repository on the hub, None if it is a folder below
-    root."""
+    """Returns `org/name` if path names a repository on the hub; None for a folder below root."""
     # Only such a text is looked up in the file system: a long one would raise OSError.
     if not _HUB_ID.fullmatch(str(path)):
         return None

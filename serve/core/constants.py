@@ -23,10 +23,10 @@ class Constants:
     header_timeout: float = 10.0
     body_timeout: float = 30.0
 
-    load_timeout: float = 300.0  # without progress in loading
-    stall_timeout: float = 30.0  # without a finished step, while steps are in flight
-    return_timeout: float = 600.0  # for a lost rank to return
-    max_restarts: int = 5  # of the engines within restart_window
+    load_timeout: float = 300.0  # the longest time without progress in loading
+    stall_timeout: float = 30.0  # the longest time without a finished step, if any is in flight
+    return_timeout: float = 600.0  # how long a lost rank is awaited
+    max_restarts: int = 5  # how often engines may restart within restart_window
     restart_window: float = 300.0
 
 

@@ -126,7 +126,8 @@ class ClusterError(BrigadeError):
 
 
 class DisagreementError(ClusterError):
-    """Ranks have different files or versions. rows maps each of them to the values of the ranks."""
+    """Ranks have different files or versions. rows maps the name of each such fact to the ranks'
+    values."""
 
     code = "ranks_differ"
 
@@ -166,8 +167,7 @@ class EngineError(BrigadeError):
 
 
 class GivenUpError(BrigadeError):
-    """A request that ended the engines too often: 500, not 503, so that clients do not repeat
-    it."""
+    """A request that ended the engines too often: 500, so that clients do not repeat it."""
 
     code = "request_given_up"
 
@@ -185,7 +185,6 @@ _BY_EXIT_CODE: dict[int, type[BrigadeError]] = {error.exit_code: error for error
 
 
 def from_exit_code(exit_code: int, message: str, code: str | None = None) -> BrigadeError:
-    """Returns the error with which another process ended, so that its exit code and code are passed
-    on."""
+    """Returns the error with which another process ended, to pass on its exit code and code."""
     error_class = _BY_EXIT_CODE.get(exit_code, EngineError)
     return error_class(message, code=code)

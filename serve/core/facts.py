@@ -44,7 +44,7 @@ def stamp(folder: Path) -> str:
 
 
 def compare(facts: Mapping[int, Mapping[str, str]]) -> DisagreementError | None:
-    """Compares the facts of all ranks. Returns the error that names those that differ, or None."""
+    """Compares the facts of all ranks. Returns an error that names different facts, or None."""
     names: dict[str, None] = {}  # A dict keeps the order, which a set does not.
     for own in facts.values():
         names.update(dict.fromkeys(own))

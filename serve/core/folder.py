@@ -13,7 +13,7 @@ from pathlib import Path
 
 _PREFIX = "brigade-own-"
 _UNLOCKED_PREFIX = "brigade-new-"
-_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # on macOS
+_FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # set on macOS only
 _UNLOCKED_SECONDS = 60.0  # far more than it takes to lock a folder that was just made
 
 

@@ -21,8 +21,8 @@ class HelperMessage(
 
 
 class ModelNames(msgspec.Struct, frozen=True, array_like=True):
-    """The names that a request may give: the model's and those of its adapters. default is used by
-    a request that gives none."""
+    """The names that a request may give: the model's and those of its adapters. A request that
+    gives no name means default."""
 
     names: tuple[str, ...]
     default: str
@@ -39,7 +39,7 @@ class ModelNames(msgspec.Struct, frozen=True, array_like=True):
         return name
 
     def check(self, name: str) -> None:
-        """Raises NotFoundError unless it is one of the names."""
+        """Raises NotFoundError unless name is one of the names."""
         if name not in self.names:
             raise NotFoundError(
                 f"The model {name[:100]!r} does not exist: this server has "
@@ -55,7 +55,7 @@ class ReadBody(HelperMessage, frozen=True):
 
     kind is a name in serve.front.api.reading.kinds. The bytes of the body, and of anything else
     that the reader of this kind takes, follow the message; sizes lists the length of each.
-    finds_boundaries asks for those of the prompt.
+    finds_boundaries asks for the prompt's boundaries.
     """
 
     kind: str
@@ -146,8 +146,8 @@ class CheckClaims(HelperMessage, frozen=True):
 
 
 class Violation(msgspec.Struct, frozen=True, array_like=True):
-    """A rule that a text breaks. keyword is the schema's, or `unchecked` if the text could not be
-    checked."""
+    """A rule that a text breaks. keyword is the schema's keyword that it breaks, or `unchecked` if
+    the text could not be checked."""
 
     keyword: str
     message: str

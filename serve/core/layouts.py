@@ -2,8 +2,8 @@
 
 A decode step of few rows takes as long as reading the weights that it uses. Stages read their
 weights one after the other, shards at the same time. In each layer, the shards of a stage add up
-their results twice, which takes time on the link. They also share the head, if that saves more than
-gathering the logits takes.
+their results twice, which takes time on the link. The shards of the last stage also share the head,
+if that saves more time than gathering the logits takes.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from serve.core.errors import UsageError
 from serve.core.plan import StagePlan
 
 _SUMS_PER_LAYER = 2  # after the attention, and after the rest of the layer
-_MAX_GATHER_SHARE = 0.5  # of the time that a shared head saves, because both times are estimates
+_MAX_GATHER_SHARE = 0.5  # share of the time saved by a shared head; both are estimates
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Speeds:
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """The forecast for one layout. sum_seconds is the part of step_seconds that goes into sums;
-    both are of one step through all stages, for num_clients rows in all."""
+    both are times of one step through all stages, for num_clients rows in all."""
 
     num_stages: int
     num_shards: int
@@ -98,8 +98,8 @@ def forecast(
 
 
 def _saved_by_sharing_head(stage: StagePlan, num_rows: int, speeds: Speeds) -> float:
-    """Returns the time that the shards of a stage save if they share its head. It is 0 if they do
-    not, because the stage has none or gathering the logits would take too long."""
+    """Returns the time that the shards of a stage save if they share its head. It is 0 if the stage
+    has no head, or if gathering the logits would take too long."""
     if not stage.head_bytes or stage.num_shards == 1:
         return 0.0
     bytes_of_others = stage.head_bytes * (1 - 1 / stage.num_shards)
@@ -142,7 +142,7 @@ def max_tokens_of_shared_head(
 
 
 def best(forecasts: Sequence[Forecast]) -> Forecast:
-    """Returns the fastest layout. Of equally fast ones, that with the fewest shards sends least."""
+    """Returns the fastest layout. Of equally fast layouts, the one with the fewest shards wins."""
     return max(forecasts, key=lambda each: (each.tokens_per_second, -each.num_shards))
 
 

@@ -1,9 +1,9 @@
 """Every message that crosses a process or host boundary, with its direction.
 
-They travel as MessagePack arrays that begin with the name of their type. Both ends match on the
-types; a body of a type that is not expected there is an error. The unions at the end of this file
-list the messages of each direction. Those of agents and helper processes are JSON, and defined in
-serve.core.agent_messages and serve.core.helper_messages.
+Messages travel as MessagePack arrays that begin with the name of their type. Both ends match on the
+types; a message of a type that is not expected there is an error. The unions at the end of this
+file list the messages of each direction. The messages of agents and helper processes are JSON, and
+defined in serve.core.agent_messages and serve.core.helper_messages.
 """
 
 from typing import TypeAlias
@@ -118,9 +118,9 @@ class Order(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """Rank 0's parent asks another parent for an engine without a ring. With keep, this is the old
-    engine if it leaves its ring in time; the answer is then Left. Otherwise it is a new one, and
-    the answer is the Status STARTING. With dump, the stacks of the old one are logged first."""
+    """Rank 0's parent asks another parent for an engine without a ring. With keep, the old engine
+    stays if it leaves its ring in time; the answer is then Left. Otherwise a new engine starts, and
+    the answer is the Status STARTING. With dump, the old engine's stacks are logged first."""
 
     life: int
     dump: bool
@@ -128,7 +128,7 @@ class Renew(Message, frozen=True):
 
 
 class Start(Message, frozen=True):
-    """Rank 0's parent asks another parent to give its engine this order. Paths are rank 0's own."""
+    """Rank 0's parent asks another to give its engine this order. The paths are those of rank 0."""
 
     order: Order
 
@@ -230,8 +230,8 @@ class ForgetPrefixFiles(Message, frozen=True):
 
 
 class Planned(Message, frozen=True):
-    """Rank 0's engine reports which layers each rank gets, rank 0 first. choice is a sentence
-    about the layout, if the engine has chosen it. warning is one about layers that cannot be
+    """Rank 0's engine reports which layers each rank gets, rank 0 first. choice is a sentence about
+    the layout, if the engine has chosen it. warning is a sentence about layers that cannot be
     divided among the shards, if there are any. refusal is the reason if the model does not fit
     these ranks; then there are no stages."""
 
@@ -277,8 +277,8 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """One step on one stage, from the arrival of its tensors to its result. Times are seconds of
-    a monotonic clock: that of the host in its report, and that of rank 0 once it has the report.
+    """One step on one stage, from the arrival of its tensors to its result. Times are seconds of a
+    monotonic clock: that of the host in its report, and that of rank 0 once it has the report.
     num_drafts of the tokens were guesses. sum_seconds is the time of the sums between shards, None
     if it was not measured. is_draft marks a run of the draft model, which guessed num_drafts tokens
     for each row, or none while it read their text. context is the number of tokens before a token
@@ -361,7 +361,7 @@ class RingLost(Message, frozen=True):
 
 
 class Left(Message, frozen=True):
-    """An engine has left its ring and waits for an order. All later messages belong to this life.
+    """An engine has left its ring and waits for an order. Its later messages belong to this life.
     positions maps each sequence to the number of tokens whose keys and values it holds."""
 
     life: int
@@ -370,9 +370,9 @@ class Left(Message, frozen=True):
 
 class AdapterRead(Message, frozen=True):
     """An engine has read its part of an adapter. digest identifies the adapter's files, checksum
-    also the tensors that this stage read. targets are all modules that the adapter changes, own
-    those of this stage, kinds the last parts of their names. scale is None if targets differ in
-    it."""
+    also the tensors that this stage read. targets are all modules that the adapter changes, own are
+    those of this stage, and kinds are the last parts of the modules' names. scale is None if the
+    targets have different scales."""
 
     version: int
     digest: str
@@ -428,7 +428,7 @@ class PrefixRead(Message, frozen=True):
 
 
 class PrefixFileWritten(Message, frozen=True):
-    """An engine has written a file of the prefix cache. num_bytes is 0 if it could not."""
+    """An engine has written a file of the prefix cache. num_bytes is 0 if writing failed."""
 
     name: str
     num_bytes: int
@@ -438,9 +438,9 @@ class Result(Message, frozen=True):
     """Rank 0's engine returns the tokens of a step and its other outputs. tokens lists one token
     for each row (or one of FAILURES), and is empty if the step did not sample. If the step fed
     drafts, num_drafts gives their number for each row, and num_accepted how many of them were
-    right: tokens then lists that many more for the row, one row after the other. A row with -1
-    there has no token: its drafts may have made its numbers overflow, so it has to be computed
-    again without them."""
+    right: tokens then lists as many additional tokens for the row. A row whose num_accepted is -1
+    has no token: its drafts may have made its numbers overflow, so it is computed again without
+    drafts."""
 
     number: int
     tokens: tuple[int, ...]
@@ -492,8 +492,7 @@ class Greeting(Message, frozen=True):
 
 
 class Hop(Message, frozen=True):
-    """A stage sends the next one a step, and announces the tensors that follow in one packed
-    message."""
+    """A stage sends the next one a step, and announces tensors that follow in a packed message."""
 
     step: Step
     tensors: tuple[TensorSpec, ...]
@@ -528,8 +527,7 @@ class TensorNames(Note, frozen=True):
 
 
 class TrainedNames(Note, frozen=True):
-    """Every rank of a training run sends the names of the trained parameters in each of its
-    stages."""
+    """Every rank of a training run sends the names of its stages' trained parameters."""
 
     stages: dict[int, list[str]]
 
@@ -566,11 +564,11 @@ class ResumePoint(Note, frozen=True):
 
 
 class Probe(Note, frozen=True):
-    """Every rank of a training run sends the bytes and times of its largest micro-batch. base is
-    held even without a micro-batch: weights, float32 master weights and the optimizer's state.
-    gradients are the sums of all micro-batches. A micro-batch holds `held` from F to W; extra maps
-    each kind of op, and an update, to the bytes that it needs in addition. means lists the stage,
-    the kind and the mean seconds of each op."""
+    """Every rank of a training run sends the bytes and times of its largest micro-batch. base
+    counts the bytes held without a micro-batch: weights, float32 master weights and the optimizer's
+    state. gradients counts the sums of all micro-batches. A micro-batch holds `held` bytes from op
+    F (forward) to op W (weight gradients); extra maps each kind of op, and an update, to its
+    additional bytes. means lists the stage, kind and mean seconds of each op."""
 
     base: int
     gradients: int
@@ -604,8 +602,7 @@ class NotFinite(Note, frozen=True):
 
 
 class WeightDigest(Note, frozen=True):
-    """Every rank of a training run sends a digest of its trained weights and of the optimizer's
-    state."""
+    """Every rank of a training run sends a digest of its trained weights and optimizer's state."""
 
     digest: str
 
@@ -652,7 +649,7 @@ class Alive(Message, frozen=True):
 
 class Parting(Message, frozen=True):
     """A rank of a training run tells another that it will send nothing more. If an error ends the
-    run, it has the error's exit code, code and message."""
+    run, the message contains the error's exit code, code and text."""
 
     exit_code: int = 0
     code: str = ""

@@ -8,7 +8,7 @@ NUM_FILES = 10_240
 
 def allow_files(wanted: int = NUM_FILES) -> int:
     """Raises the limit of open files to `wanted`, if the system allows that: macOS starts processes
-    with 256. Returns the limit that holds from here on, or `wanted` if it is higher."""
+    with 256. Returns the new limit, or `wanted` if the limit is higher."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted

@@ -14,8 +14,8 @@ NO_CHECKPOINT = -1
 
 class Op(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The base of all operations. A step with an operation that must_come_last overtakes no other
-    step. One that is_answered comes after the rows: only rank 0 performs it, before the step's
-    result leaves, and adds an output to the result."""
+    step. An operation that is_answered comes after the rows: only rank 0 performs it, before the
+    step's result leaves, and adds an output to the result."""
 
     must_come_last: ClassVar[bool] = False
     is_answered: ClassVar[bool] = False
@@ -38,9 +38,9 @@ class Load(Op, frozen=True):
 
 
 class Copy(Op, frozen=True):
-    """A new sequence begins as a copy of the first num_tokens of another one. Caches that cannot
-    be cut are copied from a checkpoint at that position, which may be left out if the other one
-    has no more tokens than that."""
+    """A new sequence begins as a copy of the first num_tokens of another one. Caches that cannot be
+    cut are copied from a checkpoint at that position, which is not needed if the other sequence
+    ends there."""
 
     sequence: int
     source: int
@@ -126,7 +126,7 @@ class Guess(Op, frozen=True):
 
 class ShareHead(Op, frozen=True):
     """Each shard of the last stage computes the logits of its part of the vocabulary. Rank 0's
-    engine adds it where that pays."""
+    engine adds this operation where it saves time."""
 
 
 AnyOp: TypeAlias = Load | Copy | Drop | Forget | Unload | Save | Write | Guess | ShareHead

@@ -21,7 +21,7 @@ class SequenceOutput(Output, frozen=True):
 
     @property
     def is_finite(self) -> bool:
-        """Whether the numbers from which it was made were finite."""
+        """Whether the numbers from which the output was made were finite."""
         return True
 
 

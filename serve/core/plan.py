@@ -1,7 +1,7 @@
 """Assigns layers to ranks and computes the costs. All functions are pure.
 
-The order is reversed: rank 0 gets the last layers, because it samples. Costs are measured by
-serve.model.costs; here they are numbers.
+Ranks get layers in reverse order: rank 0 gets the last layers, because it samples.
+serve.model.costs measures the costs.
 """
 
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ class ModelCost:
     holds first (the embedding), rank 0 holds last (norm and head), and every rank holds shared.
     tied is part of both first and last, and held once. hop_bytes_per_token is the size of the
     hidden state that one token sends across a cut. head_bytes is the size of a head that shards can
-    share, and logits_bytes that of the logits of one token; else both are 0."""
+    share, and logits_bytes that of the logits of one token; both are 0 for other heads."""
 
     layers: tuple[LayerCost, ...]
     first: LayerCost
@@ -227,8 +227,7 @@ def parse_split(text: str, num_layers: int, num_stages: int) -> list[LayerRange]
 
 
 def split_of(sizes: Sequence[int], num_layers: int) -> list[LayerRange]:
-    """Returns the layers [start, end) of each rank, from the number of layers of each, rank 0
-    first."""
+    """Returns the layers [start, end) of each rank, from their numbers, rank 0 first."""
     if min(sizes) < 1 or sum(sizes) != num_layers:
         raise PlanError(
             f"--split {','.join(map(str, sizes))} makes {sum(sizes)} layers, the model has "
@@ -318,7 +317,7 @@ class _Sums:
     """The memory of any range of layers, and the bytes that a decode step reads of it."""
 
     def __init__(self, cost: ModelCost, demand: Demand, num_ranks: int) -> None:
-        # As many groups run at once as there are ranks, so each has its part of the rows.
+        # There is a group for each rank, so each group has its part of the rows.
         num_rows = max(1, demand.concurrency // num_ranks)
         self._cost = cost
         self._demand = demand
@@ -357,8 +356,8 @@ def plan_stages(
     memory: Sequence[int] | None = None,
     num_shards: int = 1,
 ) -> list[StagePlan]:
-    """Plans every rank of a split. With several shards, the cost is that of one of them, and each
-    range of layers is for num_shards ranks. Raises PlanError if a rank lacks memory."""
+    """Plans every rank of a split. With several shards, cost is the cost on one of them, and
+    num_shards ranks get each range of layers. Raises PlanError if a rank lacks memory."""
     sums = _Sums(cost, demand, len(ranges))
     times = [sums.time(*layers) for layers in ranges]
     stages: list[StagePlan] = []
@@ -410,8 +409,8 @@ _NOTHING = LayerCost(0, 0)
 
 
 def _outside_layers(cost: ModelCost, layers: LayerRange) -> tuple[list[LayerCost], LayerCost]:
-    """Returns the weights that a stage holds outside of its layers, and those that are contained in
-    two of these parts, but held once."""
+    """Returns the costs of what a stage holds besides its layers, and the cost of the weights that
+    two of these parts share, because they are held once."""
     has_first = layers[0] == 0
     has_last = layers[1] == len(cost.layers)
     parts = [cost.shared]
@@ -440,7 +439,8 @@ def room_for_tokens(
     concurrency: int,
 ) -> int:
     """Returns the number of tokens whose keys and values all stages can hold, each in its kv_bytes,
-    beside the fixed caches of concurrency sequences. It is negative if not even those fit."""
+    beside the fixed caches of concurrency sequences. The number is negative if not even the fixed
+    caches fit."""
     num_tokens = MAX_KV_TOKENS
     for stage, num_bytes in zip(stages, kv_bytes, strict=True):
         fixed = concurrency * stage.cache_bytes_per_sequence
@@ -484,9 +484,9 @@ def _state_tokens(
     num_sequences: int,
     num_tokens: int,
 ) -> int:
-    """Returns the number of tokens that take as much room as the fixed caches of one more sequence.
-    num_tokens tokens fill the room beside the fixed caches of num_sequences sequences. The stage
-    with the largest result decides: it may be one on which a token takes little room."""
+    """Returns how many tokens take as much room as the fixed caches of one more sequence.
+    num_tokens is the number of tokens that fill the room beside the fixed caches of num_sequences
+    sequences. The largest number of all stages counts."""
     largest = 0
     for stage, num_bytes in zip(stages, kv_bytes, strict=True):
         fixed = stage.cache_bytes_per_sequence

@@ -25,7 +25,7 @@ class RestartWindow:
             self._times.pop()
 
     def num_left(self, now: float) -> int:
-        """Returns the number of restarts that are still allowed. It is negative if there were too
+        """Returns the number of restarts that are still allowed; negative if there were too
         many."""
         self._expire(now)
         return self.max_restarts - len(self._times)

@@ -26,7 +26,7 @@ NUM_LOADED_IDS = 2**16
 FIRST_LOADED = 2**30 - NUM_LOADED_IDS
 # The ids of checkpoints begin above those of sequences, so one set can hold ids of both.
 FIRST_CHECKPOINT = 2**30
-LAST_TOKEN = -1  # In a step: the token that the previous step of this row samples.
+LAST_TOKEN = -1  # In a step, stands for the token that the row's previous step samples.
 
 FinishReason = Literal["stop", "length", "abort", "error", "refused", "conflict", "overflowed"]
 
@@ -65,7 +65,7 @@ class Sampling:
     token of end_ids is generated within the first min_tokens. An answer follows the grammar, in
     llguidance's format, from its start or after the token free_until. (prompt_)logprobs is the
     number of most likely tokens to report beside each token; None turns scoring off. reasoning is
-    None for a model that does not mark its reasoning; its budget comes before all other parameters.
+    None for a model that does not mark its reasoning; its budget overrides all other parameters.
     """
 
     temperature: Annotated[float, Range(0, 2)] = 1.0
@@ -184,8 +184,8 @@ class Sequence:
         return self.max_tokens - len(self.output) - self.num_pending
 
     def fit(self, max_length: int) -> bool:
-        """Limits prompt and answer together to max_length tokens. Returns False if they already
-        have that many."""
+        """Limits prompt and answer together to max_length tokens. Returns False if the sequence
+        already has that many."""
         max_tokens = max_length - len(self.prompt)
         if not self.has_answer:
             return max_tokens >= 0
@@ -246,9 +246,9 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     When the rows have run, the stage performs the operations of after. A step that does not sample
     only fills caches: rows begun earlier feed the same number of tokens, new rows may differ.
 
-    A step that samples does so at each token that it feeds. A row feeds one token, and may feed
-    drafts after it: guesses of the tokens that follow. The next step of the sequence says by its
-    position how many of them were right, and a stage first forgets those that were not.
+    A step that samples draws a token after each token that it feeds. A row feeds one token, and may
+    feed drafts after it: guesses of the tokens that follow. The next step of the sequence says by
+    its position how many of them were right, and a stage first forgets those that were not.
     """
 
     number: int

@@ -107,7 +107,7 @@ class LineReader(Generic[Received]):
         self._decoder: msgspec.json.Decoder[Received] = msgspec.json.Decoder(expected)
 
     def read(self, text: str | bytes) -> Received:
-        """Raises ClusterError if the line is not a message of these types."""
+        """Returns the message in a line. Raises ClusterError for anything but these types."""
         try:
             return self._decoder.decode(text)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
