@@ -174,7 +174,7 @@ class Front:
 
     def begin_drain(self, seconds: float) -> None:
         """Accepts no new requests. Answers that still run after this many seconds end with an
-        error. They end sooner if a rank is missing, because it is unlikely to return."""
+        error. They end sooner if a rank is missing, because that rank is unlikely to return."""
         self.check.drain()
         self.server_state.is_draining = True
         if not self._engine.is_complete:
@@ -206,9 +206,9 @@ def _application(
 
 
 def _with_cors(app: middleware.Application, config: ServeConfig) -> middleware.Application:
-    """Allows the origins of --allowed-origins. This is outside of the check, because a browser's
-    preflight request has no key. Credentials that a browser has stored are never allowed: clients
-    send keys in headers."""
+    """Allows the origins of --allowed-origins. CORS comes before the access check, because a
+    browser's preflight request has no key. Credentials that a browser has stored are never allowed:
+    clients send keys in headers."""
     if not config.allowed_origins:
         return app
     return CORSMiddleware(

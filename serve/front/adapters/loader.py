@@ -43,7 +43,7 @@ class AdapterUsers(Protocol):
     adapters: AdapterRegistry
 
     def identify_adapter(self, version: int, contents: str) -> None:
-        """Takes a text that identifies the contents of a version."""
+        """Stores a text that identifies the contents of a version."""
 
     def retire_adapter(self, version: int) -> None:
         """Frees the version on all stages once its last sequence has ended."""
@@ -78,7 +78,7 @@ class AdapterLoader:
         self._answered = asyncio.Event()
         self._broken: BrigadeError | None = None
         self._num_interrupted = 0
-        self._can_ask = asyncio.Event()  # The engines accept messages about adapters.
+        self._can_ask = asyncio.Event()  # Set while the engines accept messages about adapters.
         self._could_ask = False  # ever
         self._lock = asyncio.Lock()
 
@@ -101,8 +101,8 @@ class AdapterLoader:
         return adapter.version
 
     async def _loaded(self, name: str) -> Adapter:
-        """Returns the adapter, which is read again if it was evicted. Raises NotFoundError, also if
-        the name is removed meanwhile."""
+        """Returns the adapter called name, which is read again if it was evicted. Raises
+        NotFoundError, also if the name is removed meanwhile."""
         while True:
             self.registry.served.check(name)
             adapter = self.registry.by_name[name]
@@ -128,8 +128,8 @@ class AdapterLoader:
                 raise UsageError(f"--lora-modules {name}: {error}") from error
 
     async def load(self, name: str, path: str, in_place: bool) -> bool:
-        """Loads an adapter for clients, and returns whether it replaced one of this name. Raises
-        AdapterError; then nothing has changed."""
+        """Loads an adapter for clients, and returns whether it replaced an adapter of this name.
+        After an AdapterError, nothing has changed."""
         root = self._config.adapter_root
         commit = await self._commit(path, root)
         if root is None and commit is None:
@@ -259,8 +259,8 @@ class AdapterLoader:
         )
 
     async def _until_ready(self) -> None:
-        """Waits until the engines can be asked, which may take some seconds after a fault. Raises
-        UnavailableError before the first start has succeeded."""
+        """Waits until the engines accept messages, which may take some seconds after a fault.
+        Raises UnavailableError before the first start has succeeded."""
         if not self._could_ask:
             raise UnavailableError("The cluster is not ready: try again later.")
         await self._can_ask.wait()
@@ -302,8 +302,7 @@ class AdapterLoader:
             raise
 
     def on_message(self, rank: int, answer: AdapterRead | AdapterRefused) -> None:
-        """Takes a rank's answer. If it comes too late, the rank frees the files that it has
-        read."""
+        """Takes a rank's answer. After a late answer, the rank frees the files that it has read."""
         if answer.version in self._answers:
             self._answers[answer.version][rank] = answer
             self._answered.set()
@@ -337,10 +336,10 @@ class AdapterLoader:
             except _Late as error:
                 raise ClusterError(
                     str(error), code=error.code
-                ) from error  # New engines may answer.
+                ) from error  # A new engine may answer in time.
             except AdapterError as error:
                 self._lose(version, error)
-            if not self.registry.is_wanted(version):  # It was unloaded meanwhile.
+            if not self.registry.is_wanted(version):  # A client has unloaded it.
                 self._requests.retire_adapter(version)
         # On fewer ranks, each has more layers of every adapter.
         nothing_more = [0] * len(self._engines.ring)

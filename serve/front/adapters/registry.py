@@ -130,7 +130,7 @@ class AdapterRegistry:
     # --- versions
 
     def hold(self, version: int, loaded: LoadedVersion) -> None:
-        """Stores a version that the ranks hold. After a change of the ring, its sizes differ."""
+        """Stores a version that the ranks hold. A change of the ring changes its sizes."""
         self.versions[version] = loaded
         for adapter in self.by_name.values():
             if adapter.version == version:

@@ -18,7 +18,7 @@ from serve.front.text.schemas import TOOLS, omitted_keywords, schema_of
 from serve.front.text.tokens import Tokenizer
 
 _FORCING = "tool_choice"  # the field that forces a call
-# Stands for the grammars of custom tools, among the keywords that are not enforced.
+# The name of custom tools' grammars in the list of keywords that are not enforced.
 _LARK = "lark"
 
 
@@ -49,7 +49,7 @@ def prepare(
         request.end_ids,
         has_marks=splitting.searches(tokenizer.dialect),
         prediction=tuple(prediction),
-        # Last, because it takes longest: requests that are refused above do without it.
+        # Finding boundaries takes longest, so it comes after everything that refuses requests.
         boundaries=_boundaries(encoded, request, tokenizer) if finds_boundaries else (),
     )
     return Job(
@@ -144,9 +144,10 @@ def _rendered(prompts: Iterable[ChatPrompt], tokenizer: Tokenizer) -> Iterator[s
 @dataclass(frozen=True, slots=True)
 class _Constraint:
     """The grammar that answers follow, after the token free_until if it is not None. param is the
-    field that demands it; if is_optional, it may be left out. left_out are the keywords that it
-    does not enforce, enforced_inputs the tools whose input it enforces, overridden the fields that
-    a forced call replaces. forces_native_calls: forced calls are in the dialect's format."""
+    field that demands the grammar; if is_optional, the grammar may be left out. left_out are the
+    keywords that it does not enforce, enforced_inputs the tools whose input it enforces, overridden
+    the fields that a forced call replaces. forces_native_calls: forced calls are in the dialect's
+    format."""
 
     grammar: str | None
     param: str | None
@@ -160,7 +161,7 @@ class _Constraint:
 
 
 def _constraint(request: ChatRequest, tokenizer: Tokenizer, is_thinking: bool) -> _Constraint:
-    """Returns the demanded grammar, or that of the tools. Raises RequestError."""
+    """Returns the grammar that the request demands, or else its tools'. Raises RequestError."""
     reasoning = tokenizer.dialect.reasoning
     free_until: int | None = None
     if reasoning and is_thinking:

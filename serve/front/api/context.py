@@ -51,7 +51,8 @@ class ContextWindow:
         return self.cut(ids, num_answer)
 
     def cut(self, ids: list[int], requested: int) -> list[int]:
-        """Returns the tokens that are kept. A keep of -1 keeps as many as fit beside the answer."""
+        """Returns the kept tokens of a prompt. A keep of -1 keeps as many as fit beside the
+        answer."""
         if self.keep is None:
             return ids
         keep = self.keep if self.keep > 0 else self.max_context - requested
@@ -71,8 +72,8 @@ class ContextWindow:
             raise self._too_long(f"{_WHOSE[self.param]} {len(ids)} tokens")
 
     def max_tokens(self, ids: list[int], requested: int | None) -> int:
-        """Returns the limit of the answer: as many tokens as requested (None: no limit), or as many
-        as fit. Raises RequestError if the prompt is empty or does not fit."""
+        """Returns the limit of the answer in tokens: requested (None: no limit) or, if that is
+        less, as many as fit. Raises RequestError if the prompt is empty or does not fit."""
         self._check_not_empty(ids)
         num_left = self.max_context - len(ids)
         num_needed = 1 if requested is None else min(requested, 1)

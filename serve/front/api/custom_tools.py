@@ -1,6 +1,6 @@
 """Custom tools, whose input is text: as chats and Responses declare them, and their calls.
 
-A model knows functions only. A custom tool is offered as a function with one string.
+A model knows functions only. A custom tool is offered as a function with one string parameter.
 """
 
 import json

@@ -166,7 +166,7 @@ _FIELDS_OF_ASSISTANT = {
 
 
 class FunctionPart(TypedDict):
-    """arguments are JSON as text."""
+    """The name and the arguments of a call. The arguments are JSON as text."""
 
     name: str
     arguments: str

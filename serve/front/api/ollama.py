@@ -18,13 +18,13 @@ from serve.front.text.tokens import Tokenizer
 
 _Json = dict[str, Any]
 
-# A shortened prompt leaves the answer at most the context divided by this number.
+# A shortened prompt leaves at most this fraction of the context to the answer: 1 / 4.
 _ANSWER_PART = 4
 _NO_TIME = re.compile(r"0+(\.0*)?([nuµm]?s|m|h)?")
 
 
 class Options(Body):
-    """Checked as the fields of a chat. Options of Ollama's engine, such as num_ctx, are ignored."""
+    """Options that are checked as a chat's fields. Others, such as num_ctx, are ignored."""
 
     model_config = ConfigDict(extra="ignore", json_schema_extra={"additionalProperties": True})
 
@@ -41,7 +41,8 @@ class Options(Body):
 
 
 class _OllamaBody(Lenient):
-    """keep_alive and shift do nothing: the model stays loaded, and answers end with the context."""
+    """The base of Ollama's bodies. keep_alive and shift have no effect: the model stays loaded, and
+    an answer ends where the context does."""
 
     model: str = DEFAULT_MODEL
     stream: bool | None = None
@@ -156,7 +157,7 @@ class OllamaChatBody(_OllamaBody):
 
 
 class OllamaGenerateBody(_OllamaBody):
-    """raw leaves out the chat template. context was the form of a history in old versions."""
+    """The body of generate. raw leaves out the chat template. context is a history's old form."""
 
     prompt: str | None = None
     system: str | None = None
@@ -195,7 +196,7 @@ class OllamaGenerateBody(_OllamaBody):
 
 
 class ShowBody(Lenient):
-    """name is an older word for model."""
+    """The body of show. name is the older name of the field model."""
 
     model: str | None = None
     name: str | None = None

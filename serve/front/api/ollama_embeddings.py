@@ -1,4 +1,4 @@
-"""Ollama's embed and its older embeddings: from bodies to prompts, and from vectors to replies."""
+"""Ollama's route embed and its older route embeddings: bodies, prompts, vectors and replies."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ from serve.front.text.tokens import Tokenizer
 
 
 class _EmbeddingsBody(Lenient):
-    """options are those of Ollama's own engine, and do not change an embedding."""
+    """The common base. options are those of Ollama's own engine, and have no effect."""
 
     model: str = DEFAULT_MODEL
     options: dict[str, Any] | None = None
@@ -23,7 +23,7 @@ class _EmbeddingsBody(Lenient):
 
 
 class OllamaEmbedBody(_EmbeddingsBody):
-    """The end of an input that is too long is left out, unless truncate is false."""
+    """The body of embed. Inputs that are too long are cut, unless truncate is false."""
 
     input: str | Annotated[list[str], Field(max_length=MAX_INPUTS, fail_fast=True)]
     truncate: bool | None = None
@@ -63,7 +63,7 @@ class OllamaEmbeddingsBody(_EmbeddingsBody):
         return not self.prompt
 
     def job(self, tokenizer: Tokenizer, max_context: int) -> EmbeddingJob:
-        """Encodes the prompt; slow, so call it in a thread. Raises RequestError if too long."""
+        """Encodes the prompt. This is slow: call it in a thread. Raises RequestError."""
         window = ContextWindow(max_context, "prompt", min_answer=0)
         ids = window.encode(self.prompt, tokenizer, add_special_tokens=True)
         window.check(ids)
@@ -76,7 +76,7 @@ def embed_reply(model: str) -> Json:
 
 
 def embeddings_reply() -> Json:
-    """Returns the reply of the older embeddings to a request without a prompt."""
+    """Returns the reply of the older route embeddings to a request without a prompt."""
     return {"embedding": []}
 
 
@@ -99,5 +99,5 @@ def _encoded(embeddings: Sequence[bytes]) -> Iterator[bytes]:
 
 
 def encode_embeddings(embedding: bytes) -> bytes:
-    """Returns the reply of the older embeddings as JSON."""
+    """Returns the reply of the older route embeddings as JSON."""
     return replies.encode({"embedding": numbers_of(embedding)})

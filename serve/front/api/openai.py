@@ -57,7 +57,7 @@ class Lenient(Body):
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> Any:
         schema = handler.resolve_ref_schema(handler(core_schema))
         model = schema["properties"].get("model", {})
-        if model.get("type") == "string":  # null is the same as leaving it out.
+        if model.get("type") == "string":  # null means no field
             schema["properties"]["model"] = {"anyOf": [model, {"type": "null"}]}
         for name in HARMLESS:
             schema["properties"].setdefault(name, {})
@@ -80,12 +80,12 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-# The limit of an answer. -1 means as many as fit, as in llama.cpp and LM Studio.
+# The limit of an answer. -1 means as many tokens as fit, as in llama.cpp and LM Studio.
 MaxTokens = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]
 
 
 def _num_listed(num: int) -> int:
-    """-1 asks for as many as the server lists."""
+    """Replaces -1 by the largest number of likely tokens that the server lists."""
     return MAX_LOGPROBS if num < 0 else num
 
 

@@ -152,10 +152,10 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """The decisions about a chat, with an answer for each sampling. The engine ends an answer at
-    end_ids. grammar_param is the field that demands the grammar. Only the prompt's last keep tokens
-    are used, if keep is not None; with drops_oldest, whole messages are left out. prediction is the
-    text that the client expects, which may make answers faster."""
+    """The decisions about a chat, which gets an answer for each of samplings. The engine ends an
+    answer at end_ids. grammar_param is the field that demands the grammar. Only the prompt's last
+    keep tokens are used, if keep is not None; with drops_oldest, whole messages are left out.
+    prediction is the text that the client expects, which may make answers faster."""
 
     model: str
     prompt: ChatPrompt

@@ -111,7 +111,8 @@ else:
 
 
 class SamplingBody(NumbersBody):
-    """The sampling parameters of chats, completions and responses: PARAMETERS and these."""
+    """The sampling parameters of chats, completions and responses: the numbers in PARAMETERS, and
+    these fields."""
 
     logit_bias: Biases = {}
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
@@ -243,7 +244,7 @@ def first_banned_ids(tokenizer: Tokenizer, stop_ids: Iterable[int] = ()) -> tupl
 
 def only_grammar(grammars: Mapping[str, str]) -> str | None:
     """Returns the one grammar that answers must follow: that of a forced call (tool_choice) comes
-    first. Raises RequestError for several others."""
+    first. Raises RequestError for several other grammars."""
     if "tool_choice" in grammars:
         return grammars["tool_choice"]
     if len(grammars) > 1:

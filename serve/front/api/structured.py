@@ -15,7 +15,7 @@ Schema = dict[str, Any]
 
 
 def _not_blank(value: Any) -> Any:
-    """Blank texts are refused: as a grammar they would allow everything, or nothing."""
+    """Refuses a blank text: as a grammar it would allow everything, or nothing."""
     if isinstance(value, str) and not value.strip():
         refuse("must not be empty")
     return value
@@ -70,7 +70,7 @@ class TriggeredTags(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's types; schema, regex and grammar of llama.cpp and SGLang; vLLM's structural_tag."""
+    """A response_format of OpenAI, llama.cpp and SGLang (schema, regex, grammar), or vLLM."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar", "structural_tag"]
     json_schema: JsonSchema | None = None
@@ -152,7 +152,7 @@ def format_grammar(
 
 
 class StructuredOutputs(Body):
-    """vLLM's field. Exactly one of its fields must be set."""
+    """vLLM's structured_outputs: an object in which exactly one field must be set."""
 
     json_: Schema | str | None = Field(default=None, alias="json")
     regex: Grammar | None = None

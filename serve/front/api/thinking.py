@@ -1,4 +1,4 @@
-"""The reasoning that a request asks for: whether, with which effort, and how many tokens."""
+"""The reasoning that a request asks for: its effort, and its limit in tokens."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +24,9 @@ _UNMARKED = interface.ReasoningFormat(
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The reasoning that a request asks for; None leaves it to the model. effort is OpenAI's. After
-    budget tokens (0: none) the engine ends the reasoning; budget_param is its field."""
+    """The reasoning that a request asks for; None leaves it to the model. effort is OpenAI's. The
+    engine ends the reasoning after budget tokens (0: no reasoning); budget_param is the field that
+    sets budget."""
 
     effort: str | None = None
     budget: int | None = None

@@ -8,7 +8,7 @@ from serve.front.text.tokens import Tokenizer
 
 
 def fitting(prompt: ChatPrompt, tokenizer: Tokenizer, max_tokens: int) -> ChatPrompt:
-    """Returns the prompt without its oldest messages, as few as max_tokens requires. System
+    """Returns the prompt without as many of its oldest messages as max_tokens requires. System
     messages at the start and the last message stay, even if they are too long."""
     cuts = _cuts(prompt.messages)
     if _fits(prompt, tokenizer, max_tokens) or not cuts:
@@ -34,7 +34,7 @@ def _fits(prompt: ChatPrompt, tokenizer: Tokenizer, max_tokens: int) -> bool:
 
 
 def _num_fixed(messages: list[ChatMessage]) -> int:
-    """Returns the number of system messages at the start; 0 if all messages are such."""
+    """Returns the number of system messages at the start; 0 if there are no others."""
     for number, message in enumerate(messages):
         if message["role"] not in ("system", "developer"):
             return number

@@ -189,7 +189,7 @@ def _in_json(expected: str) -> str:
 
 
 def _steps(location: Location, body: Any, is_missing: bool) -> Location:
-    """Returns the steps that exist in body, without pydantic's own, such as parts of unions."""
+    """Returns the steps that exist in body, without those that pydantic adds for unions."""
     steps: list[int | str] = []
     for number, step in enumerate(location):
         if isinstance(step, int) and isinstance(body, list):

@@ -15,7 +15,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Access(Enum):
-    """OPEN needs no key, CLIENT an API key if any is set, ADMIN an admin key."""
+    """Who may call: OPEN needs no key, CLIENT an API key if any is set, ADMIN an admin key."""
 
     OPEN = "open"
     CLIENT = "client"
@@ -23,7 +23,7 @@ class Access(Enum):
 
 
 class ErrorFormat(Enum):
-    """The API whose errors a call returns. BOTH: Anthropic's for calls with anthropic-version."""
+    """The API whose errors a call returns. BOTH: Anthropic if anthropic-version is sent."""
 
     OPENAI = "openai"
     ANTHROPIC = "anthropic"

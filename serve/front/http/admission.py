@@ -206,8 +206,7 @@ def _check_path(scope: Scope) -> None:
 
 
 def _digest(key: bytes) -> bytes:
-    """Returns the hash of a key. All hashes have one length, so comparing them reveals no key's
-    length."""
+    """Returns the hash of a key. All hashes have one length, which reveals no key's length."""
     return hashlib.sha256(key).digest()
 
 

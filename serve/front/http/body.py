@@ -10,7 +10,8 @@ from pydantic_core import PydanticCustomError, from_json
 
 from serve.core.errors import RequestError
 
-# Of one object: validation makes an error for each unknown field, although only one is reported.
+# The limit of one object: validation makes an error for each unknown field, and only one is
+# reported.
 MAX_FIELDS = 4096
 
 
@@ -25,7 +26,7 @@ class Tolerant(Body):
 
 
 def refuse(message: str, param: str | None = None) -> NoReturn:
-    """Makes a validator fail. param is the path of the field where pydantic cannot know it."""
+    """Makes a validator fail. param is the field's path, if pydantic cannot know it."""
     raise PydanticCustomError("refused", "{message}", {"message": message, "param": param})
 
 

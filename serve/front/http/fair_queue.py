@@ -91,7 +91,7 @@ class FairQueue:
             _refuse(ended, stopping())
             return
         error = running.exception()
-        if ended.done.done():  # Its client has left.
+        if ended.done.done():  # The client has left.
             return
         if error is not None:
             ended.done.set_exception(error)

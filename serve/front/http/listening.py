@@ -17,7 +17,7 @@ def bind(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        # At once: two sockets can be bound to the same port without an error until one listens.
+        # Listens at once: two sockets can be bound to the same port until one of them listens.
         listening.listen(BACKLOG)
         listening.setblocking(False)
     except (OSError, UnicodeError) as error:

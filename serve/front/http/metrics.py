@@ -26,7 +26,7 @@ _HOPS = ("brigade_hop_seconds", "Time from a hop's header to its tensors")
 
 
 class Metrics:
-    """The server's counters and histograms. pipeline is called whenever they are read."""
+    """The server's counters and histograms. pipeline returns the state whenever they are read."""
 
     def __init__(self, pipeline: Callable[[], dict[str, Any]]) -> None:
         self._registry = registry = CollectorRegistry()
@@ -229,7 +229,8 @@ def _labelled(
     label: str,
     values: Mapping[str, float | None],
 ) -> Metric:
-    """Makes a metric with one label. values maps its values to numbers; None is left out."""
+    """Makes a metric with one label. values maps the label's values to numbers; None is left
+    out."""
     family = kind(f"brigade_{name}", meaning, labels=[label])
     for each, value in values.items():
         if value is not None:

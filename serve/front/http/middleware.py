@@ -29,7 +29,7 @@ PACE = "brigade.pace"
 POLICY = "brigade.policy"
 CLIENT_LEFT = 499
 MAX_JOINED_BYTES = 64 << 10
-MAX_FREE_BYTES = 64 << 10  # of each body, free of the shared pace
+MAX_FREE_BYTES = 64 << 10  # the part of each body that need not share the pace
 
 _OF_BROWSERS = {b"origin", b"sec-fetch-site"}
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
@@ -38,7 +38,7 @@ _logger = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """The outermost application: logs and counts requests. It logs no field but field_names."""
+    """The outermost application: logs and counts requests. It logs only fields in field_names."""
 
     def __init__(
         self,
@@ -115,7 +115,8 @@ def error_reply(scope: Scope, error: BrigadeError) -> Mapping[str, Any]:
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
-    """Returns a small body in one piece, to be parsed in the event loop. Raises as `read_parts`."""
+    """Returns a small body in one piece, to parse in the event loop. Raises what `read_parts`
+    does."""
     limits: Constants = scope[LIMITS]
     max_bytes = min(MAX_JOINED_BYTES, limits.max_body_bytes)
     return b"".join(await _receive(scope, receive, max_bytes))
@@ -150,8 +151,9 @@ async def _receive(scope: Scope, receive: Receive, max_bytes: int) -> Parts:
 
 
 def _check_type(error_format: ErrorFormat, headers: dict[bytes, bytes]) -> None:
-    """Raises StatusError. Browsers let a web page send types other than JSON to any server without
-    asking it first. Some of Ollama's clients send no type, or a form's, but are not browsers."""
+    """Raises StatusError unless the type is JSON: browsers let a web page send other types to any
+    server without asking that server first. Some of Ollama's clients send no type, or a form's, but
+    are not browsers."""
     is_free = error_format is ErrorFormat.OLLAMA and not headers.keys() & _OF_BROWSERS
     content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if content_type != b"application/json" and not is_free:
@@ -163,8 +165,8 @@ def _check_type(error_format: ErrorFormat, headers: dict[bytes, bytes]) -> None:
 
 
 async def _collect(receive: Receive, max_bytes: int, pace: asyncio.Lock) -> Parts:
-    """Receives a body. Large bodies share pace: one part of one body in a tick of the event loop,
-    so that many of them delay other work no more than one does."""
+    """Receives a body. Large bodies share pace: each tick of the event loop receives one part of
+    one of them, so that many bodies delay other work no more than one does."""
     parts: list[bytes] = []
     num_bytes = 0
     while True:

@@ -38,7 +38,7 @@ class Call:
 def endpoint(
     *, policy: Policy, body: Any = None, query: Mapping[str, Json] = {}
 ) -> Callable[[Endpoint], Endpoint]:
-    """Declares the call that a function answers: the fields of Call."""
+    """Declares the call that a function answers, by the fields of Call."""
 
     def mark(function: Endpoint) -> Endpoint:
         function.call = Call(policy, body, query)  # type: ignore[attr-defined]

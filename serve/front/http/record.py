@@ -41,7 +41,7 @@ class AccessRecord:
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     ttft_seconds: float | None = None
-    total_seconds: float | None = None  # set in the line only
+    total_seconds: float | None = None  # set when the line is written
     finish_reason: str | None = None
     code: str | None = None
     param: str | None = None
@@ -52,7 +52,7 @@ class AccessRecord:
         """Records why the request failed. A RequestError's message may quote the client."""
         self.code = error.code
         self.param = error.param and self._known(error.param)
-        is_internal = error.http_status == BrigadeError.http_status  # logged with its traceback
+        is_internal = error.http_status == BrigadeError.http_status  # Its traceback is logged.
         if not isinstance(error, RequestError) and not is_internal:
             self.reason = str(error)[:_MAX_REASON_CHARACTERS]
 

@@ -126,7 +126,7 @@ def error_headers(error: BrigadeError) -> dict[str, str]:
 
 
 def _public_message(error: BrigadeError) -> str:
-    """Returns the message if it is for clients. Others may contain paths and addresses."""
+    """Returns the message if it is for clients. Other messages may contain paths and addresses."""
     if isinstance(error, RequestError | UnavailableError | GivenUpError):
         return str(error)
     if error.http_status == UnavailableError.http_status:

@@ -42,9 +42,9 @@ MIN_CHUNK_BYTES = 64  # the average size that further chunks must have
 # A client must read this many bytes, and this share, of its waiting output in SEND_SECONDS.
 MIN_SENT_BYTES = 4096
 MIN_SENT_SHARE = 0.1
-_CANCEL_SECONDS = 2  # for what still runs after the drain
+_CANCEL_SECONDS = 2  # to end what runs after the drain
 _NUM_OTHER_FILES = 256
-_MAX_CROWD = 2  # times max_connections: further connections are closed without an answer
+_MAX_CROWD = 2  # more than this times max_connections are closed unanswered
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _logger = logging.getLogger(__name__)
@@ -124,13 +124,13 @@ def origin_form(request: h11.Request) -> h11.Request:
 
 
 class Protocol(H11Protocol):
-    """One connection. One deadline runs while its client has to send a header or, after an early
-    answer, the rest of a body that is dropped. Another one runs while output waits to be sent,
-    because a closing transport would wait for that forever.
+    """A connection with two deadlines. The first runs while the client has to send a header or,
+    after an early answer, the rest of a body that is dropped. The second runs while output waits to
+    be sent: without it, a closing transport would wait forever.
 
-    A client that closes its sending side after a request looks like one that has left. They differ
-    when something is written: the machine of a client that has left answers with a reset, and the
-    next write fails. So the server writes to such a client until its answer is complete."""
+    A client that closes its sending side after a request may still read, or may have left. Writing
+    shows which: the machine of a client that has left answers with a reset, and the next write
+    fails. So the server writes to such a client until the answer is complete."""
 
     config: Config
     _probing: asyncio.TimerHandle | None = None
@@ -200,7 +200,7 @@ class Protocol(H11Protocol):
 
     def _probe(self, intervals: Iterator[float]) -> None:
         """Writes to a client that may have left. Before an answer begins, HTTP allows interim
-        responses only, and HTTP/1.0 does not have these. Streams write comments themselves."""
+        responses only, and HTTP/1.0 has none. Streams write comments themselves."""
         if not self._owes_answer() or self.cycle.response_started:
             return
         if self.conn.their_http_version != b"1.1":
@@ -223,8 +223,8 @@ class Protocol(H11Protocol):
         self._sending = self.loop.call_later(SEND_SECONDS, self._check_progress, left)
 
     def _check_progress(self, num_before: int) -> None:
-        """Disconnects a client that has read too little since num_before bytes waited for it.
-        Nothing has been added since, so the size of the buffer shows how much was read."""
+        """Disconnects a client that has read too little since num_before bytes waited for it. No
+        output was added since then, so the size of the buffer shows how much was read."""
         num_read = num_before - self.transport.get_write_buffer_size()
         if num_read >= max(MIN_SENT_BYTES, MIN_SENT_SHARE * num_before):
             self._expect_progress()
@@ -334,7 +334,7 @@ class QuietServer(uvicorn.Server):
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server. It calls drain at the first signal; the port is open until should_exit."""
+    """uvicorn's server. It calls drain at the first signal; should_exit closes the port."""
 
     def __init__(self, app: Application, limits: Constants, drain: Callable[[], None]) -> None:
         super().__init__(Config(app, limits))
@@ -347,8 +347,8 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Installs handlers for good. uvicorn's raise the signal again at the end, which would kill
-        the process before it has stopped its ranks."""
+        """Installs handlers for good. uvicorn's own handlers raise the signal again at the end,
+        which would kill the process before it has stopped its ranks."""
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 asyncio.get_running_loop().add_signal_handler(number, self._stop, number)

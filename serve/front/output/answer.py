@@ -119,7 +119,7 @@ class RunningAnswer(RunningRequest):
         metrics: Metrics,
         conformance: Conformance | None = None,
     ) -> None:
-        """conformance checks complete answers that their grammar enforces only in part."""
+        """conformance checks complete answers whose grammar enforces a schema only in part."""
         super().__init__(job.prompts, record, metrics)
         self._generation = generation
         self._conformance = conformance
@@ -170,7 +170,7 @@ class RunningAnswer(RunningRequest):
 
     @property
     def prompt_progress(self) -> tuple[int, int] | None:
-        """The number of computed prompt tokens, and of all; None once the answer has begun."""
+        """The numbers of computed and of all prompt tokens; None once the answer has begun."""
         return None if self._num_tokens else self._generation.progress
 
     async def with_error_event(
@@ -273,7 +273,7 @@ class RunningAnswer(RunningRequest):
         return error
 
     def _usage(self) -> TokenUsage:
-        """Returns the tokens so far. The number of cached ones is known with the first event."""
+        """Returns the token counts so far. Cached tokens are known from the first event on."""
         return TokenUsage(
             self._num_prompt,
             self._num_tokens,

@@ -43,7 +43,7 @@ class Piece:
 
 
 class Choice:
-    """One answer to prompt. continued are the tokens whose text it continues."""
+    """One answer to prompt. continued are the tokens whose text the answer continues."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Choice:
 
     @property
     def call_length(self) -> int | None:
-        """The characters of the call that the next piece may complete; None outside a call."""
+        """The length of the call that the next piece may complete; None outside a call."""
         return self._splitter.call_length
 
     @property
@@ -92,7 +92,7 @@ class Choice:
         if event.finish_reason not in (None, "stop", "length"):
             raise EngineError(f"A generation ended with {event.finish_reason}.")
         is_first, self._is_new = self._is_new, False
-        if self.prompt.max_tokens == 0:  # It has a token only to echo the prompt.
+        if self.prompt.max_tokens == 0:  # The sequence has a token only to echo the prompt.
             self.finish_reason = "length"
             return Piece("", (), (), self.finish_reason, is_first)
         text = self._text_of(event)

@@ -62,7 +62,7 @@ class Conformance:
         self._collected: dict[int, _Collected] = {}
 
     async def checked(self, update: Update) -> Update:
-        """Returns the update. The last one of an answer gets all violations of the answer."""
+        """Returns the update. An answer's last update gets all violations of the answer."""
         collected = self._collected.setdefault(update.number, _Collected())
         for delta in update.deltas:
             _collect(collected, delta)
@@ -114,4 +114,4 @@ def _collect(collected: _Collected, delta: Delta) -> None:
         case CallEnd():
             collected.calls[-1].is_whole = True
         case PromptProgress() | AnswerBegin() | Thought() | AnswerEnd():
-            pass  # No schema applies to them.
+            pass  # No schema applies to these.

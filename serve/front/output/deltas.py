@@ -79,7 +79,7 @@ class CallBegin:
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
     """The last delta of an answer. stop is the stop string or token that ended it, if one did.
-    usage counts the whole request. violations are the rules of schemas that it breaks."""
+    usage counts the whole request. violations are the rules of schemas that the answer breaks."""
 
     reason: Reason
     stop: str | int | None

@@ -40,7 +40,7 @@ class Embeddings(RunningRequest):
 
     async def vectors(self) -> list[bytes]:
         """Returns the embedding of each prompt: float32 numbers in little-endian bytes. Raises
-        BrigadeError if the engine breaks. Cancelling it ends its generation."""
+        BrigadeError if the engine breaks. Cancelling this call ends the generation."""
         try:
             found: list[bytes] = []
             for start in range(0, len(self._prompts), self._num_at_once):

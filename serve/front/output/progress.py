@@ -37,7 +37,7 @@ async def with_progress(
 
 def _unseen(shown: PromptProgress | None, progress: PromptProgress) -> Iterator[PromptProgress]:
     """Yields the steps from the progress that was shown last to the current one. Clients read the
-    number of cached tokens from the first one."""
+    number of cached tokens from the first step."""
     if shown is None and progress.done:
         shown = progress.at_start()
         yield shown

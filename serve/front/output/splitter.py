@@ -72,7 +72,7 @@ class Splitter:
 
     @property
     def call_length(self) -> int | None:
-        """The characters of a call that is held until it can be parsed; None outside one."""
+        """The length of the call that is held until it can be parsed; None outside a call."""
         return self._reader.call_length
 
     def feed(self, text: str) -> Iterator[Part]:

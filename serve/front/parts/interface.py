@@ -16,7 +16,7 @@ from serve.front.prefixes.index import Admission, Reuse
 from serve.front.prefixes.kv_budget import KvBudget
 
 # Each sequence of a warm-up samples this many tokens in steps without the shapes of any part.
-# Further ones would have the shapes of the second.
+# Further steps would have the shapes of the second.
 NUM_PLAIN_STEPS = 2
 
 
@@ -59,11 +59,11 @@ class SchedulerPart:
     # How many more tokens the sequences of a warm-up sample for this part.
     num_warm_up_steps: ClassVar[int] = 0
     hears: ClassVar[tuple[type, ...]] = ()
-    budget: KvBudget  # of the scheduler, which sets it after __init__
+    budget: KvBudget  # the scheduler's, which sets it after __init__
 
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
-        self.is_on = True  # Otherwise no step calls the methods in `Hooks`. Read only once.
+        self.is_on = True  # If False, no step calls the methods in `Hooks`. Read once.
 
     @property
     def reads_tokens(self) -> bool:
@@ -93,8 +93,8 @@ class SchedulerPart:
         """Takes the latest measured speed of the stages, given as the first shard of each."""
 
     def for_warm_up(self) -> "SchedulerPart | None":
-        """Returns a part that gives the steps of a warm-up the shapes that this one gives to those
-        of requests, if it changes any."""
+        """Returns a part that gives a warm-up's steps the shapes that this part gives to requests'
+        steps, or None if it changes no shapes."""
         return None
 
     # --- a sequence

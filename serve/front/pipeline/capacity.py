@@ -19,7 +19,7 @@ _CHUNK_BY_DECODE_ALONE = 1.6
 # The time that a chunk may take while nobody decodes, even if _WAIT_SECONDS allow less. Reading the
 # weights is then a tenth of it.
 _CHUNK_WITHOUT_DECODING = 10.0  # decode steps
-_WAIT_SECONDS = 1.0  # for which chunks of other prompts may delay a new prompt
+_WAIT_SECONDS = 1.0  # how long chunks of other prompts may delay a new prompt
 _MIN_CHUNK_BESIDE_DECODING = 8
 _UNKNOWN_CHUNK = 32
 _WARM_STEPS = 200
@@ -36,7 +36,7 @@ def chunk_beside_decoding(
     at most max_inter_token seconds between two tokens, or about twice the usual time."""
     decode_seconds = [stage.pace.decode_seconds or 0.0 for stage in stages]
     by_decode = _CHUNK_BY_DECODE if len(stages) > 1 else _CHUNK_BY_DECODE_ALONE
-    chunks = []  # of each stage, as far as its speed is known
+    chunks = []  # one for each stage whose speed is known
     for stage, seconds in zip(stages, decode_seconds, strict=True):
         seconds_per_token = stage.pace.prefill_seconds_per_token
         if not seconds or not seconds_per_token:

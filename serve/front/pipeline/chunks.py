@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from serve.core.types import Sequence
 from serve.front.prefixes.checkpoints import Stops
 
-MAX_CHUNK_SHARE = 1.25  # of the intended size, for a chunk that takes a prompt's rest along
+MAX_CHUNK_SHARE = 1.25  # of the intended size, for a chunk that includes a prompt's short rest
 MIN_CHUNK = 64
-_CHUNKS_PER_STAGE = 4  # that waiting prompts are cut into: with fewer, stages wait for each other
+_CHUNKS_PER_STAGE = 4  # chunks of the waiting prompts; with fewer, stages idle
 SHORT_PROMPT = 128  # tokens; cutting a shorter prompt costs more than it helps
-# Tokens of short prompts in one step beside decoding. One step for several prompts costs less than
-# a step for each, but all streams wait for it.
+# The most tokens of short prompts in one step while sequences decode. One step for several prompts
+# costs less than a step for each, but all streams wait for it.
 _SHORT_PROMPTS = 132
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillBudget:
     """How many prompt tokens a step may have: at most max_tokens. While sequences decode,
-    beside_decoding limits them further; while none does, it is None, and without_decoding limits
-    those of long prompts. Short prompts are cut to beside_decoding only if cuts_short_prompts."""
+    beside_decoding limits them further; while none does, beside_decoding is None, and
+    without_decoding limits the tokens of long prompts. Short prompts are cut to beside_decoding
+    only if cuts_short_prompts."""
 
     num_stages: int
     max_tokens: int

@@ -103,7 +103,7 @@ class Driver:
         for task in (*self._tasks, self._preparing):
             if task:
                 await cancelled(task)
-        async with AsyncExitStack() as stack:  # The copies go, even if an engine does not end.
+        async with AsyncExitStack() as stack:  # Copies of adapters go even if an engine stays.
             stack.callback(self._copies.cleanup)
             await self._engines.close()
 
@@ -184,7 +184,7 @@ class Driver:
         task.add_done_callback(self._tasks.discard)
 
     async def _run_reporting(self, work: Coroutine[Any, Any, None]) -> None:
-        with self._failing_by_bugs():  # The life cycle would wait forever.
+        with self._failing_by_bugs():  # Otherwise the life cycle would wait forever.
             await work
 
     def _renew_engine(self, rank: int, message: Renew) -> None:
@@ -254,7 +254,7 @@ class Driver:
 
     def _interrupt(self, life: int) -> None:
         if self._preparing and not self._preparing.done():
-            # It is cancelled first, so that it does not report errors that the fault has caused.
+            # The preparation is cancelled first, so that it reports no error that the fault caused.
             self._spawn(self._interrupt_preparing(self._preparing, life))
         else:
             self._interrupt_work(life)

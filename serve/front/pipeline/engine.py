@@ -190,8 +190,8 @@ class Engine:
         }
 
     def spans_after(self, numbers: Mapping[int, int], seconds: float) -> list[StageSpan]:
-        """Returns the spans of the stages in the last seconds whose number is higher than that of
-        their rank in numbers, the latest first. Their times are seconds since 1970."""
+        """Returns the spans of the last seconds, the latest first: for each rank those whose number
+        is higher than the rank's entry in numbers. Their times are seconds since 1970."""
         now = time.monotonic()
         since_1970 = time.time() - now
         found = spans_after(

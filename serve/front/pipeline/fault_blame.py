@@ -16,7 +16,8 @@ MAX_FAULTS_ALONE = 2
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """The sequence that ended the engines num_faults times; num_explained were unexplained."""
+    """The sequence that ended the engines num_faults times. It is the first explanation of
+    num_explained of these faults."""
 
     sequence: int
     num_faults: int
@@ -33,7 +34,7 @@ class FaultBlame:
         self._max_faults_alone = max(1, min(MAX_FAULTS_ALONE, left))
         self._num_faults = 0
         self._num_faults_alone = 0
-        self._faults: dict[int, list[int]] = {}  # that each sequence saw
+        self._faults: dict[int, list[int]] = {}  # the faults that each sequence saw
         self._num_since_token: Counter[int] = Counter()
         self._num_kept: dict[int, int] = {}  # tokens of each sequence that outlived a fault
         self._explained: set[int] = set()
@@ -46,7 +47,7 @@ class FaultBlame:
         return self._queue[0] if self._queue else None
 
     def is_clear(self, sequence_id: int) -> bool:
-        """Whether the engines have not ended since its last token."""
+        """Whether the engines have not ended since the sequence's last token."""
         return sequence_id not in self._num_since_token
 
     def clear(self, sequence_id: int) -> None:

@@ -25,7 +25,7 @@ class Generation:
         self._events: asyncio.Queue[Event | BrigadeError] = asyncio.Queue()
         self._scores: defaultdict[int, dict[int, Score]] = defaultdict(dict)
         self._outputs: defaultdict[int, list[SequenceOutput]] = defaultdict(list)
-        self._num_put: Counter[int] = Counter()  # tokens of each sequence
+        self._num_put: Counter[int] = Counter()  # tokens so far, by sequence
 
     def __aiter__(self) -> "Generation":
         return self
@@ -110,7 +110,7 @@ class Generation:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The number of prompt tokens that are computed, and of all. A prompt counts once."""
+        """The numbers of computed and of all prompt tokens. A prompt counts once."""
         num_done = sum(sequence.num_prompt_done for sequence in self._originals)
         num_tokens = sum(len(sequence.prompt) for sequence in self._originals)
         return num_done, num_tokens

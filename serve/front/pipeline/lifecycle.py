@@ -247,7 +247,7 @@ class Lifecycle:
             self._await_stages(State.STARTING)
 
     def _await_stages(self, state: State) -> None:
-        """Waits until every stage has reached the condition of a state."""
+        """Waits until every stage has done what the state waits for (AWAITED)."""
         stages = self.membership.stages
         self._enter(state, patience_seconds(state, stages, self._config))
         if late_stages(state, stages):

@@ -26,8 +26,7 @@ from serve.parent.control import Joined
 
 @dataclass(frozen=True, slots=True)
 class NotYetFormed:
-    """The ring is not formed yet. state names the condition that it waits for, for at most these
-    seconds."""
+    """The ring is not formed yet. state says what it waits for, for at most these seconds."""
 
     state: State
     seconds: float
@@ -69,7 +68,7 @@ class Membership:
         self._facts = facts
         self._is_launched = is_launched
         self.ranks = [StageStatus(rank, host) for rank, host in enumerate(hosts)]
-        self.stages = list(self.ranks)  # of the ranks that take part, in order
+        self.stages = list(self.ranks)  # the stages of the ranks that take part, in order
         self.joined: dict[int, Joined] = {}  # the other ranks that are there
         self.unfit: set[int] = set()  # ranks whose engines can never work with the others
         self.is_restart = False  # whether an earlier life has ended
@@ -77,7 +76,7 @@ class Membership:
         self._choices: dict[tuple[int, ...], str] = {}  # why layouts were chosen, by their ring
         self._plans: dict[tuple[int, ...], list[StagePlan] | PlanError] = {}
         self._planned_ring: tuple[int, ...] = ()  # the ranks of the latest plan that was asked for
-        self._working_ring: tuple[int, ...] = ()  # the latest one that worked
+        self._working_ring: tuple[int, ...] = ()  # the latest ring that worked
 
     # --- the ranks
 
@@ -133,7 +132,7 @@ class Membership:
     def begin(self) -> Outcome:
         """Decides the next step when rank 0's first engine is there."""
         if self._has_to_measure:
-            return self.gather()  # The links can be measured only then.
+            return self.gather()  # The links can be measured only with all.
         return self._ask_for_plan()
 
     def gather(self) -> Outcome:

@@ -4,10 +4,10 @@ Problem: in the order of arrival, 400 tokens that arrive behind 3,000 wait eight
 they would take alone. The shortest rest first gives the least mean wait of all orders, but a stream
 of short prompts would stop a long one forever.
 
-Rule: the prompt with the least work left is next, and of equal ones the oldest. All short ones are
-equal, because several of them share a step, and their order matters little. A younger prompt
-overtakes an older one with all work that is done for it before the older one is finished. A prompt
-tolerates as much of this as its own work. When that is used up, only it and older prompts are read.
+Rule: the prompt with the least work left is next, and of equal ones the oldest. All short prompts
+are equal, because several of them share a step, and their order matters little. Work for a younger
+prompt before an older one is finished is overtaking. A prompt tolerates as much overtaking as its
+own work. When that is used up, only it and older prompts are read.
 
 So whatever arrives, a prompt waits for younger ones no longer than its own work takes, plus one
 step. Some prompt is always read, because the oldest one is never held back.
@@ -20,9 +20,9 @@ becomes that of arrival just when it does most harm. Prompts that take turns whe
 more all end late; in the simulation (tests/front/pipeline/arrivals.py) it is better to finish one.
 Counting plain tokens would underestimate the next turn of a long chat, and a long prompt.
 
-Prompts without a slot or room on the stages wait under the same rule. A younger one is admitted
-before an older one only if the older one tolerates all of it, because an admitted prompt is read to
-its end even if nothing else fits beside it.
+Prompts without a slot or room on the stages wait under the same rule. A younger prompt is admitted
+before an older one only if the older one tolerates all its work, because an admitted prompt is read
+to its end even if nothing else fits beside it.
 """
 
 import math
@@ -46,8 +46,9 @@ def work(start: int, end: int) -> float:
 
 @dataclass(slots=True)
 class _Prompt:
-    """num_copied is the number of tokens that the prompt copied at its start, or could have copied
-    when it arrived. work_of_younger is the work done for younger prompts since then."""
+    """The facts about a prompt. num_copied is the number of tokens that it copied at its start, or
+    could have copied on arrival. work_of_younger is the work done for younger prompts since
+    then."""
 
     num_copied: int = 0
     work_of_younger: float = 0.0
@@ -91,7 +92,7 @@ class PrefillOrder:
     ) -> Sequence | None:
         """Returns the waiting prompt that is next. The oldest of waiting comes first."""
         best: Sequence | None = None
-        most = math.inf  # what all older ones tolerate
+        most = math.inf  # what all older prompts tolerate
         for sequence in waiting:
             left = self._work_left(sequence)
             if left <= most and (best is None or self._size(sequence) < self._size(best)):
@@ -102,8 +103,7 @@ class PrefillOrder:
         return best
 
     def tolerance(self, sequence: Sequence) -> float:
-        """Returns how much more work may be done for younger prompts before this one is
-        finished."""
+        """Returns how much more work for younger prompts this one tolerates before its end."""
         prompt = self._prompts[sequence.id]
         own = work(prompt.num_copied, sequence.num_to_prefill)
         return own - prompt.work_of_younger

@@ -59,7 +59,7 @@ class Recovery:
         self.last_fault: LastFault | None = None
         self.seconds = 0.0
         self.judgement = Judgement(was_working=False)
-        self.may_keep_engines = False  # those of the life before the present one
+        self.may_keep_engines = False  # the engines of the previous life
         self._stuck: frozenset[int] = frozenset()
         self._began_at: float | None = None
         self._restarts = Restarts(config.constants.max_restarts, config.constants.restart_window)
@@ -72,8 +72,7 @@ class Recovery:
             self.last_fault = LastFault(str(error), now)
 
     def begin(self, was_working: bool, stuck: frozenset[int] | None, now: float) -> float:
-        """Starts collecting reasons of a fault. Returns for how many seconds to wait for a better
-        reason."""
+        """Starts collecting reasons of a fault. Returns the seconds to wait for a better reason."""
         if self._began_at is None:
             self._began_at = now
         self.judgement = Judgement(was_working, stuck)
@@ -122,7 +121,7 @@ class Recovery:
 
     def end(self, have_all_stayed: bool, now: float) -> float | None:
         """Called when the engines work. Returns the seconds of the recovery; None if there was no
-        fault. have_all_stayed says whether all engines have outlived the latest one."""
+        fault. have_all_stayed says whether all engines have outlived the latest fault."""
         self._restarts.on_ready(now, have_all_stayed)
         if self._began_at is None:
             return None

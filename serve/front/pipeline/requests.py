@@ -71,14 +71,14 @@ class Requests:
         self.hears = (Result, *(kind for part in self.scheduler.parts for kind in part.hears))
         self.adapters = AdapterRegistry(config, self.num_with_adapter)
         self.step_log = StepLog()
-        self._ranks: list[int] = []  # that take part
+        self._ranks: list[int] = []  # the ranks that take part
         self._stages: list[StageStatus] = []  # one status for each stage
         self._generations: dict[int, Generation] = {}
         self._fault_blame = FaultBlame(config.constants.max_restarts)
         # Not itertools.cycle, which keeps everything that it has yielded.
         self._sequence_ids = (number % NUM_SEQUENCE_IDS for number in itertools.count())
         self._is_running = False
-        self._warm_up: WarmUp | None = None  # while it runs
+        self._warm_up: WarmUp | None = None  # set while a warm-up runs
         self._progress_at = clock()
 
     # --- for clients
@@ -141,7 +141,7 @@ class Requests:
     def _leave(self, sequence_id: int) -> None:
         """Ends a sequence whose client has disconnected, or whose answer has reached a stop string.
         A sequence that may have crashed the engines stays until its next token. Otherwise it would
-        never be found out, and clients that do not wait could use up the restarts."""
+        never be identified, and clients that do not wait could use up the restarts."""
         if sequence_id not in self._generations or self._fault_blame.is_clear(sequence_id):
             self._drop(sequence_id, may_keep=True)
             return
@@ -220,7 +220,7 @@ class Requests:
     def resume(self) -> None:
         """Starts sending steps to engines that hold only the sequences returned by `keep`."""
         self._is_running = True
-        self._adapt_to_pace()  # to that of the warm-up
+        self._adapt_to_pace()  # to the pace of the warm-up
         self.scheduler.start(self._ranks)
         for sequence in self.scheduler.waiting:
             if sequence.is_held:
@@ -232,8 +232,8 @@ class Requests:
         positions of each stage, as in Left. Returns the number of tokens of each sequence that the
         stages have to keep for the next life. Everything else is computed again.
 
-        These sequences come first in the queue. One that has to be computed again might otherwise
-        wait for the room that they take.
+        These sequences come first in the queue. Otherwise one that is computed again might wait for
+        the room that they take.
         """
         if not self._stages or self._fault_blame.alone is not None:
             return {}
@@ -285,7 +285,7 @@ class Requests:
         """Returns all sequences to the queue, because no step under way comes back. If a request
         turns out to be the cause, gives it up."""
         held: list[int] = []
-        if self._is_running:  # Before that, no sequence has had a step in this life.
+        if self._is_running:  # Before `resume`, no sequence has had a step in this life.
             sequences = [self.scheduler.sequence(id) for id in self._generations]
             held = [sequence.id for sequence in sequences if sequence.is_held]
         self._is_running = False

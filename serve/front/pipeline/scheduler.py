@@ -47,12 +47,13 @@ from serve.front.prefixes.counts import PrefixCounts
 from serve.front.prefixes.index import Admission, Reuse, match_original
 from serve.front.prefixes.kv_budget import KvBudget
 
-_NUM_STEPS_OF_A_GROUP = 2  # one is computed, one waits for its tokens
+_NUM_STEPS_OF_A_GROUP = 2  # one is computed, the next waits for its tokens
 _SPARE_TOKENS = 64  # so that a sequence is not sent back soon after it was admitted
 
 
 class Scheduler:
-    """There is a group for each stage unless num_groups is given. With fewer groups, a stage idles.
+    """Schedules all sequences. There is a group for each stage unless num_groups is given. With
+    fewer groups, a stage idles.
 
     Some things are known only when the stages run: the room for keys and values, what can be
     reused, and how many tokens a prefill step may have, which is chunk_beside_decoding while
@@ -88,7 +89,7 @@ class Scheduler:
         self._max_num_sequences = max_num_sequences
         self._max_queue = max_queue
         self._live: dict[int, Sequence] = {}
-        self._leaving: list[Sequence] = []  # out of all groups, but steps of it are under way
+        self._leaving: list[Sequence] = []  # those with steps under way that left their group
         self._in_flight: dict[int, InFlight] = {}
         self._outputs: deque[Step | ToPrefixCache] = deque()
         self._alone: int | None = None
@@ -116,7 +117,7 @@ class Scheduler:
 
     @property
     def _num_running_tokens(self) -> int:
-        """The tokens that running sequences take, or parts are about to."""
+        """The tokens that running sequences take, or that parts are about to take."""
         ended = (s for s in self._leaving if s.id not in self._live)
         num_computed = sum(s.num_computed for s in itertools.chain(self._live.values(), ended))
         return num_computed + sum(part.num_tokens for part in self.parts)
@@ -208,7 +209,7 @@ class Scheduler:
             self._perform(part.clear())
 
     def run_alone(self, sequence_id: int | None) -> None:
-        """Makes all other sequences wait, even running ones. None lets all run."""
+        """Makes all other sequences wait, even running ones. With None, all run."""
         if sequence_id == self._alone:
             return
         self._alone = sequence_id
@@ -233,7 +234,7 @@ class Scheduler:
         done = self._in_flight.pop(result.number)
         if done.group is None:
             for sequence, end in zip(done.sequences, done.ends, strict=True):
-                if end <= sequence.num_computed:  # Otherwise it has begun again since then.
+                if end <= sequence.num_computed:  # Otherwise the sequence has begun again.
                     sequence.num_done = end
             for on_result in self._hooks.on_result:
                 on_result(done.sequences, result)
@@ -285,7 +286,7 @@ class Scheduler:
                     continue
                 if not self._make_room(len(unfinished(group))):
                     continue
-                # Making room may have sent one of them back to the queue.
+                # Making room may have sent one of the rows back to the queue.
                 sequences = unfinished(group)
                 if sequences:
                     drafts = self._drafts(sequences)
@@ -299,8 +300,7 @@ class Scheduler:
         return any(must_wait(group, is_prefilling) for must_wait in self._hooks.must_wait)
 
     def _drafts(self, sequences: list[Sequence]) -> ReadableList[ReadableList[int]]:
-        """Returns the drafts of each row, or nothing if no row has any. Nothing is dropped to make
-        room for them."""
+        """Returns the drafts of each row, or nothing if no row has any. They displace nothing."""
         for drafts_of in self._hooks.drafts:
             drafts = drafts_of(sequences, bool(self.prefilling))
             if drafts and any(drafts):
@@ -320,7 +320,7 @@ class Scheduler:
                 for group in decoding:
                     group.num_chunks += 1
                 return self._read(sequences, num_tokens)
-            # Making room sent one of them back to the queue, so others are next.
+            # Making room sent a sequence back, so others are next.
         return None
 
     def _next_prompts(self, is_beside_decoding: bool) -> tuple[list[Sequence], list[int]]:
@@ -438,7 +438,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         while (sequence := self._next()) and self.num_running < self._num_at_once:
-            if not sequence.is_held:  # Otherwise it goes on where the stages hold it.
+            if not sequence.is_held:  # Otherwise the stages hold its beginning.
                 admission = self._admission(sequence)
                 if self._waits_for_part(admission):
                     continue
@@ -497,7 +497,7 @@ class Scheduler:
         if sequence.num_computed == sequence.num_to_prefill:
             self.prefilling.remove(sequence)
             if not sequence.has_answer:
-                return  # It ends with the result of its last step.
+                return  # The result of its last step ends it.
             smallest(self.groups).sequences.append(sequence)
             if self.reuse == "any":
                 self.budget.kept.add_decoding(sequence, self.budget.key(sequence))
@@ -521,7 +521,7 @@ class Scheduler:
         events: list[Event] = []
         is_live = sequence.id in self._live
         if not is_live and sequence not in self._leaving:
-            return events  # It had ended when the step was computed.
+            return events  # The sequence had ended before the step.
         for n, token in enumerate(sampled):
             sequence.num_computed += n > 0
             if is_live:
@@ -584,7 +584,7 @@ class Scheduler:
         promised = sum(s.num_tokens - s.num_computed for s in self.prefilling)
         wanted = sequence.num_tokens + min(_SPARE_TOKENS, sequence.num_left) + promised
         running = self._num_running_tokens
-        # Alone it fits, even if there is nothing to spare.
+        # A sequence that is alone fits, even if there is nothing to spare.
         if max_tokens is not None and running + promised and running + wanted > max_tokens:
             return False
         if admission.match:
@@ -642,8 +642,7 @@ class Scheduler:
 
 
 def _advance(sequence: Sequence, token: int) -> Event:
-    """Adds a token to an answer. Returns its event, which is the last one if the token ends the
-    answer."""
+    """Adds a token to an answer. Returns its event: the last one if the token ends the answer."""
     if token in FAILURES:
         return Event(sequence.id, None, FAILURES[token])
     sequence.output.append(token)

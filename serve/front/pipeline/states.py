@@ -22,8 +22,7 @@ class State(Enum):
     CLOSED = "the server has ended"
 
 
-# In these states the ring is formed. A rank that is lost is awaited, and a fault waits until the
-# ranks are there.
+# In these states the ring is formed. A lost rank is awaited, and a fault waits for the ranks.
 FORMING = {
     State.PLANNING,
     State.GATHERING,

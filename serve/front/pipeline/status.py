@@ -21,7 +21,7 @@ from serve.front.pipeline.step_cost import StepCost
 _WINDOW_SECONDS = 10.0
 _NUM_SPANS = 20_000
 _NUM_LOGGED_STEPS = 4096
-_NEW_SHARE = 0.1  # of the latest step in a running mean
+_NEW_SHARE = 0.1  # the weight of the latest step in a running mean
 _NEW_CHUNK_SHARE = 0.4
 _CONTEXT_UNIT = 2000  # tokens; with it, StepCost's first guess is about right for 8 B parameters
 _NUM_COMPARED_REPORTS = 64
@@ -181,7 +181,7 @@ class Stays:
 @dataclass(slots=True)
 class StageStatus:
     """The status of one stage, as its engine last reported it. latest is that report; loaded and
-    activity are the latest ones that a report had. activity has no spans, its waits_on names ranks
+    activity are the latest that a report contained. activity has no spans, its waits_on names ranks
     of the launch, and its kv_bytes are never None."""
 
     rank: int
@@ -273,7 +273,8 @@ class StageStatus:
         return f"rank {self.rank}: {self.state} {share:.0%}"
 
     def line(self) -> str:
-        """Returns the status as one line of the log. Byte counts are known once it is ready."""
+        """Returns the status as one line of the log. A stage that is ready knows its byte
+        counts."""
         words = [f"event=stage_{self.state}", f"rank={self.rank}"]
         if self.plan:
             start, end = self.plan.layers
@@ -408,8 +409,8 @@ def spans_after(
     since: float,
     log: StepLog,
 ) -> list[StageSpan]:
-    """Returns the spans of each stage that end after `since` and whose number is higher than that
-    of their rank in numbers, the latest first. Times are those of rank 0's monotonic clock."""
+    """Returns the spans that end after `since`, the latest first: for each rank those whose number
+    is higher than the rank's entry in numbers. Times are those of rank 0's monotonic clock."""
     found: list[StageSpan] = []
     for stage in stages:
         number = stage.timeline.num_spans

@@ -2,7 +2,7 @@
 long a token takes, by the number of tokens before it."""
 
 _DECAY = 0.97  # the factor of the weight of earlier steps, for each new step
-_PRIOR_SHARE = 0.06  # of a step's time, for one more token; until more is known
+_PRIOR_SHARE = 0.06  # cost of one more token, as a share of a step, until measured
 _PRIOR_WEIGHT = 4.0  # in squares of tokens
 
 

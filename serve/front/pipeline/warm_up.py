@@ -21,9 +21,9 @@ from serve.front.text.grammars import of_schema
 
 _CHUNK = 64  # prompt tokens of a prefill step that occupies the stages fully
 _SHORT_PROMPT = 10  # tokens; several rows fit in one chunk
-_NUM_ROWS = 4  # of a group
-# A step with a whole chunk is run only if all steps before it took no longer than this. Elsewhere
-# such a step takes seconds, so its first-time costs hardly matter.
+_NUM_ROWS = 4  # rows of a group
+# A step with a whole chunk is run only if all steps before it took no longer than this. On slower
+# ranks such a step takes seconds, so its first-time costs hardly matter.
 _QUICK_SECONDS = 1.0
 _SAMPLED = Sampling(
     temperature=0.7,
@@ -34,7 +34,7 @@ _SAMPLED = Sampling(
     presence_penalty=0.1,
     logprobs=2,
 )
-# An answer of a few tokens cannot complete it. It makes rank 0 read the tokenizer.
+# This makes rank 0 read the tokenizer. An answer of a few tokens cannot complete it.
 _GRAMMAR = of_schema(
     {
         "type": "array",
@@ -43,16 +43,16 @@ _GRAMMAR = of_schema(
     }
 )
 _GREEDY = Sampling(temperature=0)
-_WAYS = (_GREEDY, _SAMPLED, Sampling(temperature=0, grammar=_GRAMMAR))  # to choose a token
+_WAYS = (_GREEDY, _SAMPLED, Sampling(temperature=0, grammar=_GRAMMAR))  # the ways to choose a token
 
 _logger = logging.getLogger(__name__)
 
 
 class WarmUp:
-    """send takes a step and the sequences that begin with it. adapters are the loaded versions.
-    room is the number of tokens whose keys and values the stages can hold. parts are those of the
-    scheduler that serves requests. progressed gets the number of tokens that the steps have sampled
-    and the total, and 0, 0 at the end."""
+    """One warm-up. send takes a step and the sequences that begin with it. adapters are the loaded
+    versions. room is the number of tokens whose keys and values the stages can hold. parts are
+    those of the scheduler that serves requests. progressed gets the number of tokens that the steps
+    have sampled and the total, and 0, 0 at the end."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ def late_alarm(state: State, stages: Sequence[StageStatus], config: ServeConfig)
         f"{seconds:g} s, look at its log."
     )
     if stage.state in (StageState.RENEWING, StageState.LEAVING):
-        return Alarm(error, suspects=(stage.rank,), disconnects=True)  # Its parent does not react.
+        return Alarm(error, suspects=(stage.rank,), disconnects=True)  # The parent hangs.
     return Alarm(error)
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from serve.core.types import FIRST_CHECKPOINT, Sequence
 from serve.front.prefixes.tree import PrefixTree
 
-EVERY_TOKENS = 2048  # Between two checkpoints of a long prompt, wherever its messages end.
+EVERY_TOKENS = 2048  # The distance of checkpoints in a long prompt, wherever its messages end.
 # A checkpoint costs a step of its own, and memory. With fewer tokens it saves less than it costs.
 MIN_TOKENS = 64
 # Each has up to four arrays for each layer; see MAX_KEPT.
@@ -80,7 +80,7 @@ class Stops:
 
 @dataclass(slots=True)
 class _Checkpoint:
-    """holders are the sequences that begin with its tokens, and can be used with it."""
+    """A checkpoint. holders are the sequences that begin with its tokens."""
 
     id: int
     num_tokens: int
@@ -89,7 +89,7 @@ class _Checkpoint:
 
 
 class Checkpoints:
-    """All checkpoints, and the sequences that hold them. One without a holder has to go."""
+    """All checkpoints, and the sequences that hold them. One without a holder is removed."""
 
     def __init__(self) -> None:
         self._ids = itertools.count(FIRST_CHECKPOINT)
@@ -134,7 +134,7 @@ class Checkpoints:
                 self._hold(sequence_id, self._checkpoints[id])
 
     def leave(self, sequence_id: int) -> list[int]:
-        """Removes a sequence from the holders. Returns the checkpoints that go with it."""
+        """Removes a sequence from the holders. Returns the checkpoints without any other."""
         gone: list[int] = []
         for id in sorted(self._held.pop(sequence_id, ())):
             checkpoint = self._checkpoints[id]

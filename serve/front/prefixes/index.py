@@ -19,8 +19,8 @@ Reuse = Literal["any", "checkpoints", "none"]
 
 _SHARED = PrefixKey()
 MIN_TOKENS = 16  # A shorter common beginning is not worth a copy.
-# Each has two arrays for each layer, is looked at for each new prompt, and Metal has room for
-# half a million arrays in all.
+# Each kept sequence has two arrays for each layer and is compared with each new prompt, and Metal
+# has room for half a million arrays in all.
 MAX_KEPT = 256
 
 
@@ -41,8 +41,8 @@ class Gone(NamedTuple):
 
     def still_wanted(self, saves: list[Save]) -> tuple[Save, ...]:
         """Returns the saves of a step without those whose checkpoints were already dropped to make
-        room for others of the same step. The stages must not see these: they would drop them
-        before they make them, and then keep them forever."""
+        room for others of the same step. The stages must not see such saves: they would drop a
+        checkpoint before they make it, and then keep it forever."""
         never_made = {save.checkpoint for save in saves}.intersection(self.checkpoints)
         for checkpoint in never_made:
             self.checkpoints.remove(checkpoint)
@@ -106,14 +106,14 @@ class PrefixIndex:
         return gone
 
     def forget(self, sequence_id: int) -> list[int]:
-        """Forgets a kept sequence. Returns the checkpoints that go with it."""
+        """Forgets a kept sequence. Returns the checkpoints that have no other holder."""
         key = self._kept.pop(sequence_id)
         del self._num_uses[sequence_id]
         self._num_kept_tokens -= _remove(self._trees, key, sequence_id)
         return self.leave(sequence_id)
 
     def leave(self, sequence_id: int) -> list[int]:
-        """Forgets that the stages hold a sequence. Returns the checkpoints that go with it."""
+        """Forgets that the stages hold a sequence. Returns checkpoints without other holders."""
         gone = self.checkpoints.leave(sequence_id)
         for id in gone:
             del self._num_uses[id]
@@ -136,8 +136,7 @@ class PrefixIndex:
         return self._num_kept_tokens * bytes_per_token + num_states * bytes_per_state
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the kept sequences, the most recently used first. It does not show who sent a
-        sequence."""
+        """Describes the kept sequences, but not their clients, the most recently used first."""
         kept: list[dict[str, Any]] = []
         for id, key in reversed(self._kept.items()):
             entry = {
@@ -171,7 +170,7 @@ class PrefixIndex:
             tree.add(sequence.id, sequence.prompt)
 
     def remove_decoding(self, sequence_id: int) -> None:
-        """Removes a sequence that no longer decodes. Others are ignored."""
+        """Removes a sequence that no longer decodes. Unknown ids are ignored."""
         if running := self._running.pop(sequence_id, None):
             _, key = running
             _remove(self._running_trees, key, sequence_id)
@@ -263,8 +262,8 @@ def match_original(sequence: Sequence, live: Collection[int]) -> PrefixMatch | N
 
 
 class Admission:
-    """A sequence that may begin, and its match: the prefix that it copies. This is found when it is
-    first asked for, and then stays the same. A match of its original takes precedence."""
+    """A sequence that may begin, and its match: the prefix that it copies. The match is found when
+    it is first asked for, and then stays the same. A match of its original takes precedence."""
 
     def __init__(
         self,

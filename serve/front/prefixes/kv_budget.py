@@ -7,7 +7,7 @@ from serve.front.prefixes.checkpoints import NO_SHARING, PrefixKey, Sharing, Sto
 from serve.front.prefixes.counts import PrefixCounts
 from serve.front.prefixes.index import Gone, PrefixIndex
 
-_MAX_STATE_SHARE = 0.25  # of all room: larger checkpoints would push out everything that is kept
+_MAX_STATE_SHARE = 0.25  # of all room: larger checkpoints would displace all kept sequences
 
 
 class KvBudget:
@@ -157,7 +157,7 @@ class KvBudget:
         return self.kept.num_tokens + num_running_tokens <= self.max_tokens
 
     def make(self, num_running_tokens: int) -> bool:
-        """Drops the least recently used until these tokens fit; False if that is not enough."""
+        """Drops the least recently used entries until these tokens fit; False if they cannot."""
         while not self.fits(num_running_tokens):
             if not self._evict():
                 return False

@@ -134,7 +134,7 @@ def _split(node: _Node, num_tokens: int) -> _Node:
 
 
 def _join(node: _Node) -> None:
-    """Joins a node at which no list ends with its only child."""
+    """Joins a node, at which no list ends, and its only child."""
     assert node.parent
     (child,) = node.children.values()
     child.tokens = node.tokens + child.tokens

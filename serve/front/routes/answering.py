@@ -80,7 +80,7 @@ class Answering:
                 job = self._reader.chat(json.dumps(body).encode())
                 if job.grammar is not None:
                     self.tokenizer.grammars.check(job.grammar, "response_format")
-            except RequestError as error:  # The model may have no template that takes this.
+            except RequestError as error:  # The model may have no template for this.
                 _logger.info("event=warm_up_refused reason=%s", json.dumps(str(error)))
 
     def open_answers(self) -> list[RunningRequest]:

@@ -25,7 +25,7 @@ _PAGE = 20
 
 
 class ServerCalls:
-    """`describe` must be called with all routes before these calls are made."""
+    """The calls about the server. `describe` must be called with all routes before them."""
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ def json_response(
 def stream_reply(
     answer: RunningAnswer, writer: Writer, headers: dict[str, str], framing: Framing
 ) -> "Stream":
-    """Returns a reply that streams the events of a writer. An error midway is the last event."""
+    """Returns a reply that streams the events of a writer. An error becomes the last event."""
     return Stream(answer, sent_events(answer, writer, framing), headers, framing)
 
 
@@ -86,7 +86,7 @@ async def _add_up(answer: RunningAnswer, writer: WholeWriter) -> None:
 async def sent_events(
     answer: RunningAnswer, writer: Writer, framing: Framing
 ) -> AsyncIterator[bytes]:
-    """Yields the encoded events of a writer, and the end. An error midway is the last event."""
+    """Yields the encoded events of a writer, and the end. An error becomes the last event."""
     events = _encoded_events(answer, writer, framing)
     async for event in answer.with_error_event(
         events, lambda error: framing.encode(writer.failed(error))

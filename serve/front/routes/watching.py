@@ -20,7 +20,7 @@ from serve.front.routes.history import Sample
 
 PERIOD_SECONDS = 0.25  # the pace at which engines report
 MAX_WATCHERS = 16
-MAX_FRAMES = 8  # that one watcher has not read
+MAX_FRAMES = 8  # frames that one watcher may leave unread
 _SHOWN_SECONDS = 20.0  # A new watcher gets the spans of this time.
 _NUM_SHOWN_SPANS = 6000
 _END = 6  # the place of a span's end in its row
@@ -68,7 +68,7 @@ class Watchers:
         self._watchers: set[Watcher] = set()
         self._observing: asyncio.Task[None] | None = None
         self._sections: dict[str, Any] = {}
-        self._numbers: dict[int, int] = {}  # of the latest span of each rank
+        self._numbers: dict[int, int] = {}  # the number of each rank's latest span
         self._recent: deque[list[Any]] = deque(maxlen=_NUM_SHOWN_SPANS)
         self._is_closed = False
 

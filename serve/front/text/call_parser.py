@@ -14,7 +14,7 @@ from serve.front.text.calls.parts import Tools
 from serve.front.text.helpers import HelperEnded, Helpers, answer_questions
 from serve.front.text.tool_formats import parsed_calls, tool_format
 
-MAX_SECONDS = 0.5  # of a core
+MAX_SECONDS = 0.5  # the CPU time for one text
 # Even quadratic parsers read this much in a tenth of a second, and few real calls are longer.
 MAX_SHORT_CHARACTERS = 2048
 

@@ -1,6 +1,6 @@
 """Grammars that an answer must follow, and the check that they can be followed.
 
-Both are llguidance's. Rank 0's engine applies the grammar.
+Grammars and the check are those of llguidance. Rank 0's engine applies the grammars.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from serve.front.text import grammar_check
 from serve.front.text.helpers import HelperEnded, Helpers
 from serve.front.text.schemas import GUIDANCE, Schema, closed_text, expressible_text
 
-# About 150 bytes each, and so many that one client cannot displace the grammars of others.
+# Each takes about 150 bytes. With so many, one client cannot displace the grammars of others.
 _MAX_KNOWN = 4096
 # Why a grammar ended its helper process, by the exit code.
 _REASONS = {
@@ -97,7 +97,7 @@ def _lark_of_gbnf(text: str, param: str) -> str:
         reason = "it is nested too deeply"
     except GbnfToLarkError as error:
         reason = str(error)
-    except Exception as error:  # For a missing rule it raises a bare Exception.
+    except Exception as error:  # raised for a missing rule
         reason = str(error)
     raise RequestError(
         f"The grammar looks like GBNF and cannot be read: {reason[:_MAX_REASON_CHARACTERS]}",

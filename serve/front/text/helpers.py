@@ -39,7 +39,7 @@ class HelperEnded(Exception):
 
 class Helpers(Generic[Answer]):
     """Processes that run module with these arguments. expected is the type of their answers, or a
-    union. One starts when all others are busy, and runs until this object ends. If one ends
+    union. A process starts when all others are busy, and runs until this object ends. If it ends
     earlier, only its own question fails."""
 
     def __init__(self, expected: Any, module: str, *arguments: str) -> None:
@@ -95,14 +95,14 @@ class Helpers(Generic[Answer]):
     def _answer(
         self, process: "subprocess.Popen[bytes]", question: bytes, data: tuple[bytes, ...]
     ) -> bytes | None:
-        """Returns the answer to an encoded question; None if the process ends before it."""
+        """Returns the answer to an encoded question; None if the process ends before the answer."""
         assert process.stdin
         assert process.stdout
         try:
             write_frame(process.stdin, question)
             write_frame(process.stdin, *data)
             return read_frame(process.stdout)
-        except (OSError, ValueError):  # It has ended, or `close` has closed its files.
+        except (OSError, ValueError):  # The process has ended, or `close` has closed its files.
             return None
 
     def _end(self, process: "subprocess.Popen[bytes]") -> None:
@@ -127,7 +127,7 @@ def answer_questions(
     max_seconds: float,
 ) -> None:
     """Answers questions of the expected type from standard input; answer also gets their data.
-    SIGPROF ends the process if one takes more than max_seconds of a core."""
+    SIGPROF ends the process if an answer takes more than max_seconds of CPU time."""
     os.nice(_NICENESS)
     decoder = msgspec.json.Decoder(expected)
     while (question := read_frame(sys.stdin.buffer)) is not None:

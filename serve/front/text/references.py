@@ -12,8 +12,8 @@ IN_NAMES = ":?@!$&'()*+,;="  # characters that need no % in a reference
 _MAX_URI_CHARACTERS = 256
 _MAX_PATH_CHARACTERS = 256
 _MAX_IDENTIFIED = 1000
-_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")  # of an item of a list
-_VALUES = ("const", "enum", "default", "examples")  # They contain no schemas.
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")  # the index of an item of a list
+_VALUES = ("const", "enum", "default", "examples")  # These contain no schemas.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 

@@ -15,7 +15,7 @@ from serve.front.text.sound_schemas import sound_tools
 Schema = dict[str, Any]
 Kind = TypeVar("Kind")
 
-# Stands for the schemas of all tools, among the keywords that a grammar does not enforce.
+# The name of all tools' schemas in the list of keywords that a grammar does not enforce.
 TOOLS = "tools"
 
 # JSON printers write nothing, a blank, or an indented line end between tokens. A
@@ -114,7 +114,7 @@ def inexpressible_keyword(schema: Any) -> str | None:
             return str(name)
         inner = value
         if name in _MAPS and isinstance(value, dict):
-            inner = list(value.values())  # Its keys are names, not keywords.
+            inner = list(value.values())  # The keys of this map are names, not keywords.
         found = None if name in _VALUES else inexpressible_keyword(inner)
         if found:
             return found
@@ -225,7 +225,7 @@ class _Closing:
             yield from self._shared_parts(child)
 
     def _target(self, schema: Schema) -> Any:
-        """Resolves a schema's reference; returns the whole document if it cannot."""
+        """Resolves a schema's reference; returns the whole document if that is impossible."""
         references = [schema[name] for name in _REFERENCES if name in schema]
         reference = references[0] if references else None
         if not isinstance(reference, str):
@@ -235,7 +235,7 @@ class _Closing:
 
 
 def _children(schema: Schema, parts: tuple[str, ...]) -> Iterator[Any]:
-    """Yields the schemas directly inside one: of inner values, and the parts of these names."""
+    """Yields the schemas directly inside another: of inner values, and under the names in parts."""
     for _, named in _present(schema, _MAPS, dict):
         yield from named.values()
     for _, listed in _present(schema, (*_LISTS, *parts), list):
@@ -245,7 +245,7 @@ def _children(schema: Schema, parts: tuple[str, ...]) -> Iterator[Any]:
 
 
 def _present(schema: Schema, names: Iterable[str], kind: type[Kind]) -> Iterator[tuple[str, Kind]]:
-    """Yields the names that the schema has with a value of this kind, and their values."""
+    """Yields those of names that have a value of this kind in the schema, and the values."""
     for name in names:
         value = schema.get(name)
         if isinstance(value, kind):

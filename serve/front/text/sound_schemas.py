@@ -35,7 +35,7 @@ _ONE = (
 _SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems")
 _NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 _HOLDING_SCHEMAS = {*_ONE, *_SEVERAL, *_NAMED}
-_MAX_NUMBER = 2**53  # A larger one is not exact in JSON.
+_MAX_NUMBER = 2**53  # A larger number is not exact in JSON.
 _MIN_STEP, _MAX_STEP = 1e-6, 1e9  # of multipleOf, for llguidance
 _DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[4-7]|draft/20(19-09|20-12))/schema#?")
 _CATEGORY = re.compile(r"\\[pP](?:\{[^}]*\}|[A-Z])")
@@ -180,7 +180,7 @@ def _filled_list(value: Any) -> Any:
 
 
 def _pattern(value: Any) -> Any:
-    """Returns the value if Python accepts it as a pattern: the dialects differ little."""
+    """Returns the value if Python accepts it as a pattern: JSON Schema's patterns differ little."""
     if not isinstance(value, str):
         return None
     python = _CATEGORY.sub(".", value).replace("(?<", "(?P<")

@@ -12,8 +12,8 @@ _MAX_OPEN_TOKENS = 64
 class TextStream:
     """The text of one sequence, token by token. The deltas add up to decode(all ids), except with
     byte-fallback decoders, which take back characters before byte tokens that are not UTF-8.
-    tokenizers' DecodeStream raises a bare Exception there, and loses an incomplete character at the
-    end."""
+    tokenizers' DecodeStream raises a bare Exception for these, and loses an incomplete last
+    character."""
 
     def __init__(
         self,

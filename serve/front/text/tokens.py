@@ -40,8 +40,8 @@ class Tokenizer:
     def __init__(
         self, folder: Path, tool_parser: str | None = None, generation_config: str = "auto"
     ) -> None:
-        """tool_parser names a format of calls. generation_config is "auto" for the model's sampling
-        defaults, or "none". Raises ModelError without a tokenizer, UsageError."""
+        """Reads a folder. tool_parser names a format of calls. generation_config is "auto" for the
+        model's sampling defaults, or "none". Raises ModelError without a tokenizer, UsageError."""
         self.folder = folder
         self.tool_parser = tool_parser
         self.generation_config = generation_config
@@ -49,7 +49,7 @@ class Tokenizer:
         self.sampling_defaults = sampling_defaults(folder) if is_read else SamplingDefaults()
         self._transformers = _load(folder)
         self._backend = self._transformers.backend_tokenizer
-        # Both may be set in tokenizer.json and would silently change prompts.
+        # tokenizer.json may set truncation and padding, which would silently change prompts.
         self._backend.no_truncation()
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
@@ -248,7 +248,7 @@ class Tokenizer:
         return self._known(self._encode(text, add_special_tokens))
 
     def encode_beginning(self, text: str, max_tokens: int) -> list[int]:
-        """Returns the first max_tokens tokens, special ones included. Raises as `encode`."""
+        """Returns the first max_tokens tokens, special ones included. Raises what `encode` does."""
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         encoding.truncate(max_tokens - self._backend.num_special_tokens_to_add(is_pair=False))
         return self._known(list(self._backend.post_process(encoding).ids))
@@ -265,7 +265,7 @@ class Tokenizer:
         return ids
 
     def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        # As a batch, because encoding a single text holds the GIL for all its time.
+        # As a batch, because encoding a single text holds the GIL all the time.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
@@ -396,7 +396,7 @@ def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
 def _load(folder: Path) -> Any:
     if not folder.is_dir():
         raise ModelError(not_a_folder(folder), code="no_folder")
-    # It advises installing PyTorch, which is not needed here.
+    # Without this, transformers advises installing PyTorch, which is not needed here.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     # Imported here: it takes two seconds, during which the engine can already start.
     import transformers

@@ -1,6 +1,6 @@
 """Loads mlx-lm's parsers of tool calls, file by file.
 
-Importing the package would bring MLX into this process. These files need none of it.
+Importing the whole package would bring MLX into this process. The parsers do not need MLX.
 """
 
 import importlib.util
@@ -21,8 +21,8 @@ _PRIVATE = "brigade_mlx_lm_"
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A call between start and end ("": the answer's end). parse takes it and OpenAI's tools, and
-    returns {"name", "arguments"} or a list. It may raise anything."""
+    """A call between start and end ("": the answer's end). parse takes the text of a call and
+    OpenAI's tools, and returns {"name", "arguments"} or a list. It may raise anything."""
 
     start: str
     end: str
@@ -34,7 +34,7 @@ def tool_format(name: str) -> ToolFormat:
     if name not in tool_parsers():
         known = ", ".join(tool_parsers())
         raise UsageError(f"--tool-call-parser {name} is not known: give one of {known}.")
-    mlx_lm_module("tool_parsers")  # Some take parts of others from their package.
+    mlx_lm_module("tool_parsers")  # Some import others from the package.
     parser = mlx_lm_module(f"tool_parsers.{name}")
     return ToolFormat(parser.tool_call_start, parser.tool_call_end, parser.parse_tool_call)
 

@@ -18,7 +18,7 @@ Parts = Iterator[ChatMessage | AssistantPart]
 
 
 def _as_blocks(content: Any) -> Any:
-    """Returns content as a list of blocks. Text stands for a block, and null for an empty list."""
+    """Returns content as a list of blocks. A text becomes one block, and null an empty list."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -217,7 +217,7 @@ class ChangedTool(Tolerant):
 
 
 class ToolChangeBlock(Tolerant):
-    """A declared tool is offered from here on, or no longer."""
+    """Offers a declared tool from here on, or withdraws it."""
 
     type: Literal["tool_addition", "tool_removal"]
     tool: ChangedTool

@@ -28,7 +28,7 @@ class JsonFormat(Tolerant):
 
 
 class OutputConfig(Body):
-    """task_budget is a hint for models that were trained to read it, and changes nothing."""
+    """Format and effort of an answer. task_budget, a hint to some models, has no effect."""
 
     format: JsonFormat | None = None
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None

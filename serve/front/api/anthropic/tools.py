@@ -120,7 +120,7 @@ class ToolChoice(Body):
         return self
 
     def as_chat(self) -> ChatToolChoice:
-        """Returns the same choice in the form of a chat."""
+        """Returns this choice in the form of a chat."""
         if self.name is not None:
             return NamedTool(type="function", function=FunctionName(name=self.name))
         if self.type == "any":

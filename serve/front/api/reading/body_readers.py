@@ -1,7 +1,7 @@
 """Decides where the bodies of requests are read, so that large ones do not delay small ones.
 
-Small bodies are read in threads. Those that the model does not answer have their own thread. Helper
-processes read larger ones, which wait in two queues: up to a megabyte, and above.
+Small bodies are read in threads; requests that need no answer of the model have a thread of their
+own. Helper processes read larger bodies, which wait in two queues: up to a megabyte, and above.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from serve.front.http.middleware import Parts
 from serve.front.text.helpers import HelperEnded, Helpers
 
 MAX_SMALL_BYTES = 32 << 10
-# Of bodies that the model does not answer: a client may send many of them, one after the other.
+# The limit for requests that need no answer of the model: a client may send many of them.
 MAX_SMALL_TEXT_BYTES = 4 << 10
 MAX_MEDIUM_BYTES = 1 << 20
 MAX_MEDIUM_WAITING = 256
@@ -28,8 +28,8 @@ _NUM_THREADS = 2
 
 
 class BodyReaders:
-    """Chooses by kind and size where a body is read. For one event loop. The helper processes
-    contain readers like this one."""
+    """Chooses by kind and size where a body is read. Belongs to one event loop. The helper
+    processes contain readers like this one."""
 
     def __init__(self, reader: Reader) -> None:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "prompt")

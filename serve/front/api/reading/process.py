@@ -16,7 +16,7 @@ from serve.front.http.record import trace_of
 from serve.front.text.helpers import answer_questions
 from serve.front.text.tokens import Tokenizer
 
-MAX_SECONDS = 30.0  # of a core
+MAX_SECONDS = 30.0  # the CPU time for one body
 
 _logger = logging.getLogger(__name__)
 

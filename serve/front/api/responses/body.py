@@ -98,7 +98,7 @@ class InputTokensBody(SamplingBody):
     cache_salt: CacheSalt | None = None
     n: Literal[1] | None = None
     response_format: None = None
-    # These have no effect on the answer.
+    # The fields from here on have no effect on the answer.
     client_metadata: Any = None
     context_management: Any = None
     prompt_cache_key: str | None = None
@@ -337,7 +337,7 @@ class ResponsePlan:
     encrypts: bool = False
 
 
-# The fields of a response, by the names of a chat's.
+# The fields of a response, by the names of a chat's fields.
 _FIELDS = {
     "messages": "input",
     "response_format": "text.format",

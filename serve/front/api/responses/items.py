@@ -201,7 +201,8 @@ class ToolItem(_Item):
 
 
 class ReasoningItem(_Item):
-    """A thought. If another server encrypted it, its summary is used instead."""
+    """A thought. The reasoning before an answer. If another server encrypted it, its summary is
+    used."""
 
     type: Literal["reasoning"]
     summary: PartList | None = None
@@ -295,7 +296,7 @@ def _as_items(given: Any) -> Any:
 
 
 def _with_type(item: Any) -> Any:
-    """An item without a type is a message."""
+    """Returns an item with a type: an item without one becomes a message."""
     if isinstance(item, dict) and item.get("type") is None:
         return {**item, "type": "message"}
     return item
@@ -313,7 +314,7 @@ def with_items(given: list[Any], stored: Json) -> list[Any]:
 
 
 def _is_reference(item: Any) -> bool:
-    """An item without a type is a reference if it contains only an id."""
+    """Whether an item is a reference, which may lack a type if it contains only an id."""
     if not isinstance(item, dict):
         return False
     kind = item.get("type")

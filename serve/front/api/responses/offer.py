@@ -93,8 +93,9 @@ ToolDeclaration = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A tool that the model may call. name and namespace are the client's. A custom tool's call is
-    its input if is_raw, else JSON that contains it, in which grammar is enforced unless is_lark."""
+    """A tool that the model may call. name and namespace are the client's. A call of a custom tool
+    is the plain input if is_raw, else JSON that contains the input and follows grammar unless
+    is_lark."""
 
     kind: Kind
     name: str
@@ -106,7 +107,8 @@ class OfferedTool:
 
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
-    """The offered tools and their functions, by the model's names, and warnings about others."""
+    """The offered tools and their functions, by the model's names, and warnings about tools that
+    are not offered."""
 
     tools: Mapping[str, OfferedTool]
     functions: Mapping[str, Function] = field(default_factory=dict)
@@ -138,7 +140,8 @@ class OfferedTools:
 
 
 def offer_of(declared: Iterable[ToolDeclaration]) -> OfferedTools:
-    """Returns the offered tools. Of several with one name the last counts. Raises RequestError."""
+    """Returns the offered tools. Of several tools with one name, the last counts. Raises
+    RequestError."""
     found: dict[tuple[str, str, str | None], tuple[OfferedTool, Function]] = {}
     hosted: dict[str, None] = {}
     for each in declared:
@@ -177,7 +180,7 @@ def _offered(declared: ToolDeclaration) -> Iterable[tuple[OfferedTool, Function]
             about = declared.description
             for inner in declared.tools:
                 yield _member(inner, declared.name, about)
-                about = None  # Once is enough for the model.
+                about = None  # One description is enough.
         case FunctionTool() | CustomTool():
             yield _member(declared, None, None)
         case SearchTool():
@@ -190,7 +193,7 @@ def _offered(declared: ToolDeclaration) -> Iterable[tuple[OfferedTool, Function]
         case DefinedTool():
             yield OfferedTool(declared.type, declared.type), _DEFINED[declared.type]
         case HostedTool():
-            pass  # A client learns from a warning that it is not offered.
+            pass  # A warning tells the client that the tool is not offered.
 
 
 def _member(
@@ -334,7 +337,8 @@ _DEFINED: dict[str, Function] = {
 
 
 def call_fields(kind: Kind, text: str) -> Json | None:
-    """Returns the fields of a call's item by its arguments; None if they do not fit the tool."""
+    """Returns the fields of a call's item from its arguments (text); None if they do not fit the
+    tool."""
     arguments = as_object(text)
     if arguments is None:
         return None

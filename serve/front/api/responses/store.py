@@ -1,7 +1,7 @@
 """The stored responses, which later requests can continue, read or refer to.
 
-They are stored as JSON that is never parsed here, in the event loop: a client may have put
-megabytes into one item.
+They are stored as JSON. The event loop never parses it, because a client may have put megabytes
+into one item.
 """
 
 from collections import OrderedDict
@@ -36,7 +36,7 @@ class Store:
         self._max_num = max_num
         self._max_bytes = max_bytes
         self._stored: OrderedDict[str, Stored] = OrderedDict()
-        self._items: dict[str, bytes] = {}  # of all outputs
+        self._items: dict[str, bytes] = {}  # from the outputs of all stored responses
         self._num_bytes = 0
 
     def put(self, response: Json, messages: bytes) -> None:

@@ -55,7 +55,7 @@ class CompletionWriter(ChunkWriter):
         return listing.echo or listing.token_ids or listing.prompt_logprobs is not None
 
     def _opening(self, number: int, begin: AnswerBegin) -> Json:
-        """Returns the choice with the prompt."""
+        """Returns a choice that begins an answer, with the prompt and its scores if wanted."""
         listing = self._listing
         prompt = self._prompts[number]
         scores = begin.prompt_scores
@@ -97,7 +97,7 @@ class _WholeText(WholeChoice):
         super().add(choice)
         self.text.write(choice["text"])
         for name in ("prompt_token_ids", "prompt_logprobs"):
-            if name in choice:  # They come once, if at all.
+            if name in choice:  # These fields come once, if at all.
                 self.fields[name] = choice[name]
 
     def choice(self) -> Json:

@@ -19,7 +19,7 @@ class ScoreWriter:
         self._as_ids = as_ids
 
     def chat(self, scores: Sequence[Score]) -> Json:
-        """Returns each token's text, bytes and log-probability, and those of the likeliest."""
+        """Returns text, bytes and log-probability of each token and of the likeliest tokens."""
         content = [self._chosen_score(score) for score in scores]
         return {"content": content, "refusal": None}
 
@@ -62,7 +62,7 @@ class ScoreWriter:
         }
 
     def _by_text(self, score: Score) -> dict[str, float]:
-        """Returns the likeliest tokens and the token itself; of equal texts, the likeliest."""
+        """Returns log-probabilities by text; of tokens with equal texts, the likeliest counts."""
         by_text: dict[str, float] = {}
         for token, logprob in (*score.top, (score.token, score.logprob)):
             by_text.setdefault(self._text(token), _finite(logprob))

@@ -67,7 +67,7 @@ class MessagesWriter(Writer):
                 self._block["input"] = invalid_arguments("")
             case CallText(text):
                 self._arguments += text
-                self._block["input"] = invalid_arguments(self._arguments)  # until it is whole
+                self._block["input"] = invalid_arguments(self._arguments)  # replaced at the end
                 yield self._delta("input_json_delta", "partial_json", text)
             case CallEnd():
                 self._block["input"] = arguments_object(self._arguments)
@@ -75,7 +75,7 @@ class MessagesWriter(Writer):
             case AnswerEnd():
                 self._end(delta)
             case PromptProgress():
-                pass  # Anthropic has no event for it.
+                pass  # Anthropic has no event for this.
 
     def finish(self) -> Iterator[Json]:
         yield from self._close_block()
@@ -142,8 +142,9 @@ class MessagesWriter(Writer):
         yield self._event("stop")
 
     def _signature(self) -> str:
-        """Returns a thinking block's signature: clients drop blocks without one, and send it back.
-        If thoughts are omitted, it contains this one, which a model with tools needs."""
+        """Returns a thinking block's signature. Clients drop blocks without a signature, and send
+        signatures back. If thoughts are omitted, the signature contains the thought, which a model
+        with tools needs."""
         return opaque(self._thought) if self._omits_thoughts else secrets.token_hex(16)
 
     def _delta(self, type: str, field: str, value: str) -> Json:

@@ -27,14 +27,14 @@ from serve.front.text.tokens import Tokenizer
 
 
 class OllamaWriter(Writer):
-    """Writes a line for each text, thought and whole call, and a last one with counts and
+    """Writes a line for each text, thought and whole call, and a last line with counts and
     nanoseconds. A token's scores come with its text, or in the next line."""
 
     def __init__(self, model: str, is_chat: bool, tokenizer: Tokenizer) -> None:
         self._model = model
         self._is_chat = is_chat
         self._score_writer = ScoreWriter(tokenizer)
-        self._scores: list[Score] = []  # of tokens whose line is still to come
+        self._scores: list[Score] = []  # for tokens whose line is still to come
         self._started = time.monotonic()
         self._first: float | None = None  # when the first token came
         self._name = ""
@@ -81,7 +81,7 @@ class OllamaWriter(Writer):
             case AnswerEnd():
                 yield {**self.line(""), **self._last(delta)}
             case PromptProgress() | AnswerBegin():
-                pass  # Ollama has no events for them.
+                pass  # Ollama has no events for these.
 
     def _last(self, end: AnswerEnd) -> Json:
         now = time.monotonic()
@@ -136,7 +136,7 @@ class WholeOllama(WholeWriter):
 
 
 def without_answer(model: str, is_chat: bool, unloads: bool) -> Json:
-    """Returns the reply to a request that only loads or unloads the model, which has no effect."""
+    """Returns the reply to a request to load or unload the model; both do nothing."""
     line = _line(model, is_chat, "")
     return {**line, "done": True, "done_reason": "unload" if unloads else "load"}
 

@@ -51,9 +51,9 @@ class ResponsesWriter:
         }
         self._num_events = 0
         self._open: Json | None = None
-        self._input: CustomInput | None = None  # of the open call of a custom tool
+        self._input: CustomInput | None = None  # the input of the custom tool's open call
         self._defined: tuple[CallBegin, OfferedTool, list[str]] | None = None
-        self._scores: list[Score] = []  # of tokens whose text is still to come
+        self._scores: list[Score] = []  # for tokens whose text is still to come
         self._is_cut = False
 
     def begin(self) -> Iterator[Json]:
@@ -87,7 +87,7 @@ class ResponsesWriter:
                     warnings = self.response.get("warnings", ())
                     self.response["warnings"] = [*warnings, *delta.warnings]
             case PromptProgress() | AnswerBegin():
-                pass  # Responses have no events for them.
+                pass  # Responses have no events for these.
 
     def finish(self) -> Iterator[Json]:
         status = "incomplete" if self._is_cut or self._has_open_call else "completed"
@@ -263,7 +263,7 @@ class ResponsesWriter:
     # --- events
 
     def _event(self, name: str, /, **fields: object) -> Json:
-        """Returns an event about the item that is open, with its place."""
+        """Returns an event about the open item, with the item's place."""
         num_items = len(self.response["output"])
         place: Json = {"output_index": num_items - 1}
         if "item" not in fields:

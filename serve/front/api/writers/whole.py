@@ -42,7 +42,8 @@ class WholeChoice:
 
 
 class WholeChunks(WholeWriter):
-    """Combines the chunks of all choices; make returns an empty choice. Chunks may set fields."""
+    """Combines the chunks of all choices; make returns an empty choice. A chunk's other fields
+    become the reply's."""
 
     def __init__(
         self,

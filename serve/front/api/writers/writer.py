@@ -32,7 +32,7 @@ class Writer(Protocol):
 
 
 class WholeWriter(Protocol):
-    """Builds a reply from updates; finish completes it. Returned events are not used."""
+    """Builds a reply from updates; finish completes the reply. The events of both are not used."""
 
     def feed(self, update: Update) -> Iterable[Event]: ...
 
@@ -62,7 +62,7 @@ class ChunkWriter(Writer):
         self.usage: TokenUsage | None = None
         self._usage_in_stream = job.usage_in_stream
         self._usage_so_far = TokenUsage(0, 0, 0)
-        self._num_tokens = 0  # of all answers
+        self._num_tokens = 0  # the tokens of all answers
 
     def feed(self, update: Update) -> Iterator[Event]:
         self._num_tokens += len(update.tokens)

@@ -163,8 +163,8 @@ class DiskCache:
         num_in_memory: int,
         room: int | None,
     ) -> ReadPrefix | None:
-        """Makes all ranks read a prefix, if it is enough longer than the one in memory, and fits
-        into room, a number of tokens (None: no limit)."""
+        """Makes all ranks read a prefix, if it is longer by enough than the prefix in memory and
+        fits into room tokens (None: no limit)."""
         if found.num_tokens < num_in_memory + self._rules.min_gain:
             return None
         if room is not None and found.num_tokens > room:
@@ -207,7 +207,7 @@ class DiskCache:
     ) -> None:
         """Makes the ranks write the part of a sequence that is not on disk. checkpoints maps
         positions to the sequence's checkpoints. The first num_prompt tokens are its prompt, which
-        may come again with any answer."""
+        may come again with another answer."""
         if not self._can_write:
             return
         root = root_name([*self._digests, contents])
@@ -219,8 +219,8 @@ class DiskCache:
     def num_to_write(self, sequence: Sequence, checkpoints: Collection[int]) -> int:
         """Returns how many of the first tokens of a running sequence should be on disk: all of its
         prompt but the last token, and a multiple of `running` tokens of the answer. While the
-        prompt is computed again, it is a multiple of `running`. Caches that cannot be cut are
-        written at checkpoints, given by their positions."""
+        prompt is computed again, the number is a multiple of `running`. Caches that cannot be cut
+        are written at checkpoints, given by their positions."""
         known = min(sequence.num_computed, sequence.num_tokens - 1)
         end = 0
         if self.has_states:

@@ -1,9 +1,9 @@
 """The index of the prefix cache on disk: the files that all ranks have. Pure.
 
 A sequence is divided into segments. The name of a segment is a hash of all tokens from the start of
-the sequence to its end, so sequences with a common beginning share files, and a longer sequence
-adds only files of its new tokens. For caches that cannot be cut to an earlier position, some
-segments have a second file, the state, which holds these caches at the segment's end.
+the sequence to the segment's end, so sequences with a common beginning share files, and a longer
+sequence adds only files of its new tokens. For caches that cannot be cut to an earlier position,
+some segments have a second file, the state, which holds these caches at the segment's end.
 """
 
 import hashlib

@@ -26,8 +26,7 @@ _logger = logging.getLogger(__name__)
 
 
 class DiskPrefixes(SchedulerPart):
-    """The prefix cache on disk over all lives of the engines. It is used while all ranks that take
-    part have one."""
+    """The prefix cache on disk over all lives of the engines, used while all ranks have one."""
 
     hears = (PrefixFiles, PrefixRead, PrefixFileWritten)
 
@@ -78,7 +77,7 @@ class DiskPrefixes(SchedulerPart):
 
     def clear(self) -> PartReady:
         if self._cache is None:
-            self._must_clear = True  # when the engines work again
+            self._must_clear = True  # Clears when the engines work again.
             return NOTHING
         return _sent(self._cache.clear())
 
@@ -145,7 +144,7 @@ class DiskPrefixes(SchedulerPart):
 
     def reset(self, sequence: Sequence) -> None:
         self._tried.discard(sequence.id)
-        # When it begins again, the stages hold less of it than these files need.
+        # When the sequence begins again, the stages hold less of it than these files need.
         if self._written.pop(sequence.id, None) and self._cache:
             self._cache.forget_writes(sequence.id)
 

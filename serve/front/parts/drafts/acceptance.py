@@ -11,8 +11,8 @@ _PRIOR_WEIGHT = 4.0
 _DECAY = 0.95  # the factor of the earlier counts, for each new guess
 _FIRST_HIT_SHARES = (0.15, 0.4)  # Short answers often repeat words of the prompt.
 _FIRST_GUESS_SHARES = (0.25, 0.6)
-_NEW_SHARE = 0.08  # of the latest token in the means of a sequence
-_NEW_SHARE_OF_ALL = 0.005  # and in those of all sequences
+_NEW_SHARE = 0.08  # the weight of the latest token in a sequence's means
+_NEW_SHARE_OF_ALL = 0.005  # the same in the means of all sequences
 
 
 class Acceptance:

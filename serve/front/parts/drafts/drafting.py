@@ -37,8 +37,8 @@ class Drafted:
 
 
 class Drafting(SchedulerPart, ABC):
-    """The common part of all that makes drafts. During prefill there are none: steps with drafts
-    take longer, and only a few chunks may run between two of them."""
+    """The common part of all that makes drafts. During prefill there are no drafts: steps with
+    drafts take longer, and only a few chunks may run between two of them."""
 
     def __init__(self, config: ServeConfig) -> None:
         super().__init__(config)
@@ -143,7 +143,7 @@ class Drafting(SchedulerPart, ABC):
         return [Guess(tuple(asked))]
 
     def on_result(self, sequences: ReadableList[Sequence], result: Result) -> None:
-        """Takes the guesses of the draft model. Only the latest step of a row may ask for them."""
+        """Stores the draft model's guesses, for rows of which no later step is under way."""
         outputs = result.outputs_of(Guesses)
         if not outputs and not self._awaited and not self._guessed:
             return  # as in most steps

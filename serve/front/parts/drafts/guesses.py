@@ -26,7 +26,7 @@ class TextGuesses:
         hit_shares: HitShares,
     ) -> None:
         self._hit_shares = hit_shares
-        self._had_match = False  # before the newest token
+        self._had_match = False  # whether the token before the newest had a match
         self._acceptance = acceptance
         self._suffixes = Suffixes()
         predicted = prediction[:_MAX_INDEXED]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 _MAX_MATCH = 32  # A longer match does not improve the guess.
 _MAX_PLACES = 8
-_DRAFTS_BY_MATCH = 2  # per token of a match: a longer one predicts more tokens
+_DRAFTS_BY_MATCH = 2  # drafts per token of a match: a longer match predicts more
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class Suffixes:
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._last_place: dict[int, int] = {}  # after each pair of tokens
-        self._earlier_places: list[int] = []  # after the same pair as each place, or -1
+        self._last_place: dict[int, int] = {}  # the latest place after each pair of tokens
+        self._earlier_places: list[int] = []  # for each, the one before it after the pair
 
     def add(self, token: int) -> None:
         place = len(self._tokens)
@@ -51,7 +51,7 @@ class Suffixes:
         return best
 
     def draft(self, match: Match, max_tokens: int) -> list[int]:
-        """Returns the tokens after a match, more after a longer one. At the end they repeat."""
+        """Returns tokens after a match, more after a longer one. At the text's end they repeat."""
         num_tokens = min(max_tokens, _DRAFTS_BY_MATCH * match.length)
         period = len(self._tokens) - match.place
         if num_tokens <= period:

@@ -107,7 +107,7 @@ def read_value(
     lines: bool = False,
     undeclared_is_text: bool = True,
 ) -> Generator[CallText | None, None, bool]:
-    """Reads a value as JSON: text piece by piece, others whole. Returns whether it ended."""
+    """Reads a value as JSON: text piece by piece, other values whole. Returns whether it ended."""
     if is_text(types, when_undeclared=undeclared_is_text):
         return (yield from stream_text(source, end, strips_newline=lines))
     return (yield from read_whole_value(source, types, end, lines))

@@ -103,7 +103,7 @@ def read_json_calls(
             num_calls += 1
         elif mark not in "[],;":
             if num_calls:
-                return  # Prose after calls.
+                return  # The rest is prose.
             raise ValueError("no JSON object")
     if not num_calls:
         raise ValueError("no call")
@@ -165,7 +165,7 @@ def _next_key(source: TextBuffer) -> Generator[None, None, bool]:
 
 
 def _arguments(source: TextBuffer) -> Generator[CallPart | None, None, None]:
-    """Some models write the arguments as a string that holds JSON."""
+    """Reads the arguments, which some models write as a string that contains JSON."""
     if source.text[0] == '"':
         yield CallText(_unquoted((yield from whole_value(source))))
         yield CallEnd()

@@ -96,8 +96,8 @@ class Lark:
         return f"( {ending} {tail} | {spelled} )"
 
     def json(self, schema: dict[str, Any] | bool) -> str:
-        """Returns the name of a rule for JSON by a tool's schema, with closed objects. It leaves
-        out schemas that no grammar can express, so that other tools keep theirs."""
+        """Returns the name of a rule for JSON by a tool's schema, with closed objects. A schema
+        that no grammar can express is left out, so that other tools keep theirs."""
         if not isinstance(schema, dict):
             schema = {}
         whole = closed(schema)

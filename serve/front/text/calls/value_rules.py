@@ -45,7 +45,7 @@ class ValueRules:
         return self._lark.choice(dict.fromkeys(rules))
 
     def alternatives(self, schema: Any) -> Iterator[tuple[bool, str]]:
-        """Yields the possible rules of a value, with end marks, and whether it is a string."""
+        """Yields a value's possible rules, with end marks, and whether each is for a string."""
         waiting = [(resolved(schema, self._document), False)]
         seen: set[str] = set()
         while waiting:
@@ -87,7 +87,7 @@ class ValueRules:
         return is_text, self._lark.mark(f"{self._line}{text}{self._line}{self._end}")
 
     def _json(self, schema: Json) -> str:
-        """Returns the rule of a value in JSON, with the definitions, as it is compiled alone."""
+        """Returns the rule of a JSON value. It contains the definitions: it is compiled alone."""
         if self._is_moved:
             schema = moved(schema, _PLACE)
         beginning = self._lark.mark(self._line)
@@ -193,8 +193,7 @@ Argument = Callable[[str | None, Any], str]
 
 
 def parameters_grammar(document: Json, lark: Lark, argument: Argument) -> str:
-    """Returns the rule of a tool's arguments in the order of their schema. argument makes the rule
-    of each."""
+    """Returns the rule of a tool's arguments, in their schema's order. argument makes each rule."""
     whole = resolved(document, document)
     properties = whole.get("properties")
     if not isinstance(properties, dict):

@@ -76,7 +76,7 @@ def _own_part(schema: Json, key: str | None) -> Any:
 
 
 def resolved(schema: Any, document: Json) -> Json:
-    """Returns the schema merged with its reference's target; an empty one if that is missing."""
+    """Returns the schema merged with its reference's target; an empty one without a target."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             break

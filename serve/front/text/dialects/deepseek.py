@@ -133,8 +133,7 @@ def _section(message: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Dsml:
-    """Calls between DSML's marks. A parameter's attribute `string` says whether its value is text
-    or JSON."""
+    """Calls between DSML's marks. A parameter's attribute `string` says if it is text or JSON."""
 
     section: str
 

@@ -31,7 +31,7 @@ from serve.front.text.dialects.nemotron import NEMOTRON
 from serve.front.text.dialects.qwen import QWEN, QWEN_CODER
 from serve.front.text.tool_formats import mlx_lm_module
 
-# The dialects by name. Formats that mlx-lm knows too have its names.
+# The dialects by name. Formats that mlx-lm knows too have mlx-lm's names.
 NAMED = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
@@ -63,7 +63,8 @@ _EFFORTS = ("low", "medium", "high")
 
 @dataclass(frozen=True, slots=True)
 class ModelTraits:
-    """Determines the dialect. vocabulary maps tokens to ids; template_type is mlx-lm's."""
+    """The traits that decide a dialect. vocabulary maps tokens to ids; template_type is
+    mlx-lm's."""
 
     template: str
     vocabulary: Mapping[str, int]

@@ -128,7 +128,7 @@ class _Values:
             for each in reversed(may):
                 tails = f'( BLANK "," BLANK {chain} )?' if chain else ""
                 whole = f"( {each} {tails} )"
-                # It has a name because the next one contains it twice.
+                # A chain has a name because the next chain contains it twice.
                 chain = self._lark.rule(f"( {whole} | {chain} )" if chain else whole)
             body = f"( {chain} )?" if chain else ""
         return f'"{{" BLANK {body} BLANK "}}"'

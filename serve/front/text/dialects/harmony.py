@@ -36,8 +36,8 @@ _NAMESPACE = "functions."
 
 
 class HarmonyReader:
-    """Reads messages: those of the channel analysis are reasoning, those with a recipient calls,
-    and all others, even without a header, content for inner."""
+    """Reads messages: those of the channel analysis are reasoning, and those with a recipient are
+    calls. All others, even without a header, are content, which inner reads."""
 
     call_length: int | None = None
 
@@ -91,8 +91,8 @@ class HarmonyReader:
         return min(found, default=None)
 
     def _read_header(self, header: str) -> Iterator[Part]:
-        """A header is `<|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json`,
-        with the recipient in either part."""
+        """Reads a header: `<|start|>assistant to=functions.f<|channel|>commentary
+        <|constrain|>json`, with the recipient in either part."""
         before, _, channel = header.rpartition(_CHANNEL)
         words = channel.replace(_CONSTRAIN, " ").split()
         self._channel = words[0] if words else "final"

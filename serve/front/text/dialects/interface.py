@@ -31,7 +31,7 @@ class AnswerReader(Protocol):
 
     @property
     def call_length(self) -> int | None:
-        """The characters of a call that is held until it can be parsed; None outside one."""
+        """The length of the call that is held until it can be parsed; None outside a call."""
 
     def feed(self, delta: str) -> Iterator[Part]: ...
 

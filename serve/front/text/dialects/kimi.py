@@ -43,7 +43,7 @@ class KimiCalls:
 def _read(source: TextBuffer) -> Generator[CallPart | None, None, None]:
     is_first = True
     while (yield from source.skip_blanks()):
-        if not is_first or source.text[0] == "<":  # The mark of the first one may be missing.
+        if not is_first or source.text[0] == "<":  # The first call may lack its mark.
             yield from source.first_of(_BEGIN)
         begun = yield from source.name_until(":")
         source.named = CallHeader(begun.removeprefix(_NAMESPACE))
@@ -60,7 +60,7 @@ def _read(source: TextBuffer) -> Generator[CallPart | None, None, None]:
 
 
 def _with_own_ids(messages: Messages, _tools: Tools) -> Messages:
-    """Kimi was trained on ids that name and number the calls. Clients may send others."""
+    """Replaces the ids of calls by such as Kimi was trained on, which name and number the calls."""
     ids: dict[str, str] = {}
     written: Messages = []
     for message in messages:

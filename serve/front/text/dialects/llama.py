@@ -29,7 +29,7 @@ _LITERALS = {"true": True, "false": False, "null": None}
 
 @dataclass(frozen=True, slots=True)
 class LlamaCalls:
-    """JSON with "parameters". A first character in unmarked needs no mark before it."""
+    """JSON with "parameters". A call that begins with a character of unmarked needs no mark."""
 
     start: str = "<|python_tag|>"
     end: str = ""

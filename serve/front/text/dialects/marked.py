@@ -61,7 +61,7 @@ class NamedCallReader(PlainReader):
 
 
 class ListedCallsReader(PlainReader):
-    """A JSON list of {"name", "parameters"}, enforced by a grammar. Unreadable text ends it."""
+    """A JSON list of {"name", "parameters"}, enforced by a grammar. Other text ends the list."""
 
     def __init__(self) -> None:
         self._calls = PulledReader(read_json_calls)
@@ -95,7 +95,7 @@ class _OpenCall:
 
 
 class MarkedReader:
-    """Splits at marks; inner reads the content, which includes unreadable calls."""
+    """Splits an answer at marks; inner reads the content, which includes unreadable calls."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Formats that mlx-lm can parse and that have no file of their own here.
 
-Its parsers want a whole call, and some take quadratic time: they run in processes that can be
+The parsers want a whole call, and some take quadratic time: they run in processes that can be
 stopped.
 """
 
@@ -16,8 +16,8 @@ from serve.front.text.calls.parts import CallEnd, CallHeader, CallPart, CallRead
 from serve.front.text.dialects.interface import Dialect, ReasoningFormat
 from serve.front.text.tool_formats import tool_format
 
-MAX_CHARACTERS = 256 << 10  # of a call
-# Returns the calls in the text between two marks. Raises ValueError if it cannot be read.
+MAX_CHARACTERS = 256 << 10  # the longest call
+# Returns the calls in the text between two marks. Raises ValueError if the text cannot be read.
 Parse = Callable[[str, Tools], Iterable[ParsedCall]]
 
 
