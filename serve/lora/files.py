@@ -248,7 +248,7 @@ def _resolve(path: Path, given: str, root: str | None) -> Path:
         if root is not None:
             inside = resolved.is_relative_to(Path(root).resolve())
         exists = resolved.exists()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a null byte, a loop of links
+    except (OSError, ValueError, RuntimeError) as error:  # too long, with a null byte, or a loop
         raise AdapterError(f"{given!r} is not a path: {error}.", code="malformed") from error
     if not inside:
         raise AdapterError(f"{given} is not below --adapter-root.", 403, code="not_allowed")

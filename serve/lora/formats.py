@@ -23,8 +23,7 @@ _PEFT_PARTS_OF_EMBEDDINGS = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 
 
 def convert(source: Path, target: Path) -> str:
-    """Converts the adapter in source into a new folder. Returns the new format. Raises
-    AdapterError."""
+    """Converts an adapter into a new folder. Returns the new format. Raises AdapterError."""
     if target.exists():
         raise AdapterError(
             f"{target} exists already: give the name of a new folder.", 409, code="file_exists"
@@ -85,7 +84,7 @@ def _new_name(files: AdapterFiles, module: str, part: str) -> str:
 
 def _mlx_config(files: AdapterFiles) -> dict[str, Any]:
     """Returns mlx-lm's config, whose keys are full names. Raises AdapterError if modules differ in
-    rank or scale, because that config contains one of each."""
+    rank or scale, because mlx-lm's config contains one of each."""
     (first_name, first), *others = files.targets.items()
     for name, target in others:
         is_same = target.rank == first.rank and target.scale == first.scale

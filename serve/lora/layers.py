@@ -296,8 +296,8 @@ def dequantized(module: Any) -> mx.array:
 
 
 def record_routing(rows: Rows, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
-    """Records the experts of each token. It is the seam of the module that calls the experts, and
-    gets them as its second argument."""
+    """Records the experts of each token. This is the seam of the module that calls the experts;
+    args[1] lists the experts."""
     rows.routed = args[1]
     output: mx.array = call(*args, **kwargs)
     return output

@@ -1,6 +1,6 @@
 """The adapters of a stage: puts them into its modules or removes them, between steps.
 
-`serve.lora.reading` checks and reads them, `serve.lora.layers` applies them.
+`serve.lora.reading` checks and reads adapters, `serve.lora.layers` applies them.
 """
 
 import functools
@@ -66,12 +66,12 @@ class Adapters:
         self._num_layers = len(stage.layers)
         self._read: dict[int, ModuleMatrices] = {}
         self._uncopied: tuple[int, ModuleMatrices, AdapterRead] | None = None
-        self._answers: dict[int, AdapterRead] = {}  # to rank 0, about the versions loaded here
+        self._answers: dict[int, AdapterRead] = {}  # for rank 0, about the loaded versions
         self._slots: dict[int, int] = {}
         self._num_slots = 0
         self._adapted: dict[str, Adapted] = {}
         self._rows = Rows()
-        self._has_changed = False  # since the last step
+        self._has_changed = False  # whether the last step's adapters differ
 
     @property
     def num_bytes(self) -> int:
@@ -197,7 +197,8 @@ class Adapters:
         return copy
 
     def copy(self) -> None:
-        """Writes a copy of the adapter that was read last. Rank 0 has its answer by then."""
+        """Writes a copy of the adapter that was read last. Rank 0 already has the answer about
+        it."""
         if self._copies and self._uncopied:
             copies.write(self._copies, *self._uncopied, self._division)
         self._uncopied = None

@@ -33,7 +33,7 @@ from serve.model.trial import (
 _LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
 _SWITCHES = (SwitchLinear, QuantizedSwitchLinear)
-_NUM_TOKENS = 4  # of the run
+_NUM_TOKENS = 4  # tokens of the run
 
 _Shapes = dict[Crossing, tuple[int, ...]]
 
@@ -188,7 +188,7 @@ def _needs_outside(
     outside: Collection[str],
     run: _Run,
 ) -> tuple[set[str], set[str], set[str]]:
-    """Returns the arrays outside of layers used up to the first one, by the head, and elsewhere."""
+    """Names the arrays outside of layers that the first layer needs, the head, and other layers."""
     arrays: trace.Arrays = {}
     for name, array in named_arrays(model):
         if name in outside:

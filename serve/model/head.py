@@ -53,8 +53,9 @@ class HeadCall:
 
 class SharedHead:
     """The head of a last stage. Inside of `shared` a shard computes its part of the logits,
-    otherwise all. All shards evaluate the result of `pop_logits`, in the order of their sums. Rank
-    0 shares only steps of at most max_tokens tokens: for more, gathering takes longer."""
+    otherwise all logits. All shards evaluate the result of `pop_logits`, in the order of their
+    sums. Rank 0 shares only steps of at most max_tokens tokens: for more, gathering takes
+    longer."""
 
     def __init__(
         self,

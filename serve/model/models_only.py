@@ -17,7 +17,7 @@ Import = Callable[[], ModuleType]
 
 def import_models_only() -> None:
     """Makes mlx-lm's modules cheap to import in this process. All others are imported when they are
-    used. A version of mlx-lm that cannot be imported so is imported as usual."""
+    used. A version of mlx-lm for which this fails is imported as usual."""
     spec = importlib.util.find_spec("mlx_lm")
     if spec is None or "mlx_lm" in sys.modules:
         return
@@ -34,7 +34,7 @@ def import_models_only() -> None:
             if name.partition(".")[0] == "mlx_lm":
                 del sys.modules[name]
     for name in later:
-        sys.modules.pop(name, None)  # Who imports it from now on gets the real one.
+        sys.modules.pop(name, None)  # Later imports get the real module.
 
 
 class _Package(ModuleType):

@@ -27,7 +27,7 @@ from serve.model.weights import Progress, Variant, build_model, load_variant
 if TYPE_CHECKING:
     from serve.hub.partial import PartialModel
 
-_HEAD = "lm_head"  # of the model, which its prediction head uses too
+_HEAD = "lm_head"  # the model's head, which its prediction head uses too
 _MAX_NAMED = 3  # missing tensors in an error
 
 
@@ -80,8 +80,8 @@ class PredictionHead:
         self.before_norm = family.before_norm
         self._whole = whole
         self._family = family
-        self._inputs: mx.array | None = None  # the hidden states of a call
-        self._output: mx.array | None = None  # of the layer
+        self._inputs: mx.array | None = None  # a call's hidden states
+        self._output: mx.array | None = None  # the layer's output
         whole.pop(_HEAD, None)
         trace.open_seam(whole.model.embed_tokens, self._join)
         trace.open_seam(whole.model.norm, self._record_output)
@@ -133,8 +133,8 @@ class HeadInputs:
         model = stage.model
         self._before_norm = before_norm
         self._recorded: list[mx.array] = []
-        # The methods without adapters: these are selected for the rows of a step of the model, and
-        # the prediction head runs on other rows.
+        # The methods without adapters: adapters are selected for the rows of a step of the model,
+        # but the prediction head runs on other rows.
         self.logits: Callable[[mx.array], mx.array]
         if _HEAD in model:
             head = model[_HEAD]
@@ -250,7 +250,7 @@ def _own_quantization(
     prefix: str,
     family: Family,
 ) -> dict[str, Any]:
-    """mlx-lm's quantization settings, with those of single modules under their new names."""
+    """Returns mlx-lm's quantization settings, with single modules under their new names."""
     own: dict[str, Any] = {}
     for name, value in quantization.items():
         if not isinstance(value, dict):

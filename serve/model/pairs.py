@@ -38,7 +38,7 @@ from serve.model.trial import named_arrays
 _MAX_CHANGED_NUMBERS = 6
 _MAX_TRIALS = 200
 _ALIGNED = 64  # numbers
-_MIN_ALIGNED_UNITS = 16  # of each shard
+_MIN_ALIGNED_UNITS = 16  # units of each shard
 
 _Options = list[tuple[tuple[str, str], tuple[int, ...]]]
 """The possible new values of one attribute, each with the attribute's module and name."""
@@ -92,8 +92,8 @@ class _PairSearch:
         return Pairs(roles, self._summed(roles))
 
     def _proved(self, kinds: list[Roles]) -> list[Roles]:
-        """Returns the pairs that the whole model allows: it may fail where a layer alone did not,
-        because layers can share values."""
+        """Returns the pairs that the whole model allows: a pair that a layer alone allows may fail
+        there, because layers can share values."""
         if self.probe.is_equal(_union(kinds), self.num_shards):
             return kinds
         alone = [roles for roles in kinds if self.probe.is_equal(roles, self.num_shards)]
@@ -123,8 +123,8 @@ class _PairSearch:
         return tuple(summed)
 
     def _outermost(self, i: int, matrix: str, row_parallel: Sequence[str]) -> str:
-        """Returns the outermost module around a matrix whose outputs can be added up. For experts
-        it is at least the one that calls them. Raises PlanError if there is none."""
+        """Returns the outermost module around a matrix whose outputs can be added up. For experts,
+        this is at least the module that calls them. Raises PlanError if there is none."""
         prefix = self.probe.prefix(i)
         words = matrix.removeprefix(prefix).split(".")
         for length in range(1, len(words)):
@@ -263,7 +263,8 @@ class _Layer:
         arrays: Mapping[str, mx.array],
     ) -> list[dict[str, mx.array]]:
         """Computes for each shard the derivatives of its part of a matrix's inputs with respect to
-        all matrices' outputs and to arrays. They are not zero where the part depends on those."""
+        all matrices' outputs and to arrays. A derivative is not zero where the part depends on
+        it."""
         probe = self.probe
         names = [*self.names, *arrays]
         primals: list[mx.array] = []

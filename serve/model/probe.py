@@ -387,5 +387,5 @@ class _Checks:
             return
         largest = float(mx.stack(self._differences).max())
         self._differences.clear()
-        if not largest < TOLERANCE:  # NaN is not.
+        if not largest < TOLERANCE:  # true for NaN, too
             raise MismatchError(f"a difference of {largest:.2g}")

@@ -74,7 +74,7 @@ class Division:
         return mx.contiguous(select(array, axis, self.ranges_of(array.shape[axis])))
 
     def ranges_of(self, size: int) -> Ranges:
-        """Returns the shard's ranges of an axis of this size, divided in the same way. Raises
+        """Returns the shard's ranges of an axis of size, divided in the same way. Raises
         ValueError."""
         return scaled(self.ranges, size, self.num_whole)
 
@@ -83,8 +83,8 @@ class Division:
         return size_of(self.ranges) / self.num_whole
 
     def before_repetition(self, num_whole: int) -> "Division":
-        """Returns the shard's part of the original weight, of num_whole rows, if mlx-lm has
-        repeated its heads of keys and values. All copies of a head follow each other."""
+        """Returns this division in terms of the original weight, which has num_whole rows, if
+        mlx-lm has repeated heads of keys and values. The copies of a head follow each other."""
         ((start, end),) = self.ranges
         size_of_head = end - start
         num_copies = self.num_whole // num_whole
@@ -116,11 +116,11 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """The divisions of modules, and all arrays that were made, by their id. Clear made before the
-    model is evaluated, because it keeps whole weights in memory. digest covers all that is divided
-    or summed. It differs between shards if one has found other pairs, because its processor rounds
-    differently. blocks are the modules of which each shard computes a summand: their outputs, and
-    the gradients of their inputs, are added up."""
+    """The divisions of modules. made holds all arrays that were made, by their id. The caller must
+    clear made before the model is evaluated, because it keeps whole weights in memory. digest
+    covers all that is divided or summed. It differs between shards if one has found other pairs,
+    because its processor rounds differently. blocks are the modules of which each shard computes a
+    summand: their outputs, and the gradients of their inputs, are added up."""
 
     divisions: Divisions
     made: dict[int, Made]
@@ -404,7 +404,7 @@ def sum_of_shards(x: mx.array, group: Any) -> mx.array:
 
 
 def with_summed_gradient(x: mx.array, group: Any) -> mx.array:
-    """Returns x. Its gradient is the sum of those of all shards of the group."""
+    """Returns x. The gradient of the result is the sum of those on all shards of the group."""
     same: mx.array = distributed.sum_gradients(group)(x)
     return same
 
@@ -466,8 +466,7 @@ class _Divider:
 @contextmanager
 def without_sums() -> Iterator[None]:
     """Lets a model that was sharded with a StandIn run inside a with block: shapes are right, but
-    nothing is exchanged, nor compiled, because compiled functions would not exchange anything
-    later."""
+    nothing is exchanged, nor compiled, because compiled functions would never exchange anything."""
 
     def all_sum(x: mx.array, **_: Any) -> mx.array:
         return x

@@ -148,8 +148,9 @@ def _segment_ends(size: int, segments: int | Sequence[int | float]) -> list[int]
 
 
 def slices_of(supports: Sequence[mx.array], axis: int, parts: Slices) -> Slices | None:
-    """Returns the ranges on which each shard's part of another axis depends: where its support is
-    not zero. None if that is everything, nothing, or not in proportion."""
+    """Returns the ranges of axis on which each shard's part of another axis (parts) depends: where
+    the shard's support is not zero. None if a shard's ranges are the whole axis or empty, or their
+    sizes are not in proportion to parts."""
     num_whole = supports[0].shape[axis]
     ranges: list[Ranges] = []
     for support in supports:

@@ -48,7 +48,7 @@ def close_seam(module: nn.Module) -> None:
 
 @contextmanager
 def seams(modules: Sequence[nn.Module], seam: Callable[..., Any]) -> Iterator[None]:
-    """Opens a seam at each module inside a with block. Its first argument is the module's index."""
+    """Opens a seam at each module inside a with block. seam also gets the module's index, first."""
     try:
         for i, module in enumerate(modules):
             open_seam(module, functools.partial(seam, i))
@@ -204,7 +204,7 @@ class Graph(Generic[Key]):
             self._parents[child].append(parent)
 
     def used(self, known: Collection[Key], *, and_theirs: bool = False) -> set[Key]:
-        """Returns the sources that the outputs use directly; and_theirs adds indirect ones."""
+        """Returns the sources that outputs use directly; and_theirs adds those that these use."""
         known_by_name: dict[str, set[Key]] = {}
         for name, keys in self._keys.items():
             known_by_name[name] = {key for key in keys if key in known}
