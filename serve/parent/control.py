@@ -81,7 +81,7 @@ class Identity:
 
 
 class ControlServer:
-    """Rank 0's end. on_message gets Joined from each rank, then its reports, and Gone when lost."""
+    """Rank 0's end. on_message gets each rank's Joined, its reports, and Gone if it is lost."""
 
     def __init__(self, mine: Identity, on_message: Callable[[int, Heard], None]) -> None:
         self._mine, self._on_message = mine, on_message
@@ -114,7 +114,7 @@ class ControlServer:
         return set(self._links)
 
     def send(self, rank: int, message: ToRank) -> None:
-        """Sends a message to a rank. One that is gone gets none: on_message had its Gone."""
+        """Sends a message to a rank, unless it is gone: then on_message has already got Gone."""
         if link := self._links.get(rank):
             link.send(message)
 

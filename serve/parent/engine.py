@@ -1,5 +1,4 @@
-"""Starts the engine process, talks to it and ends it. It imports nothing of MLX, unlike the
-engine."""
+"""Starts the engine process, talks to it and ends it. Unlike the engine, it needs no MLX."""
 
 import asyncio
 import logging
@@ -165,7 +164,7 @@ class EngineProcess:
         not end."""
         if self.is_alive and not self._is_silent:
             self.link.end_writing()
-            # One that has not reported holds nothing, and may still import MLX.
+            # An engine that has not reported holds nothing, and may still import MLX.
             seconds = _END_SECONDS if self._heard_at else _UNUSED_END_SECONDS
             await self._wait_for_end(seconds)
         if self.is_alive:

@@ -103,7 +103,7 @@ class Engines:
 
     async def slowest_link(self, ranks: Sequence[int]) -> tuple[Link | None, int | None]:
         """Measures the links from rank 0 to these ranks. If a rank does not answer in time, returns
-        that rank and no link; if one is lost meanwhile, neither."""
+        that rank and no link; if a rank is lost, neither."""
         links: list[Link] = []
         for rank in ranks:  # One after the other, so that they do not share a link.
             try:

@@ -33,7 +33,7 @@ class Link(Generic[Received]):
         self._frames.max_body_bytes = MAX_BODY_BYTES
 
     def send(self, message: AnyMessage) -> None:
-        """Queues a message, without waiting: their number is bounded by the steps in flight."""
+        """Queues a message without waiting: the steps in flight bound the number of messages."""
         if not self._writer.is_closing() and not self._has_ended_writing:
             self._writer.write(frame(message))
 
@@ -50,7 +50,7 @@ class Link(Generic[Received]):
         return self._ready.pop(0)
 
     def end_writing(self) -> None:
-        """Tells the peer that no message will come. Its own still arrive."""
+        """Tells the peer that no more messages will come. Messages of the peer still arrive."""
         if not self._writer.is_closing() and not self._has_ended_writing:
             self._has_ended_writing = True
             self._writer.write_eof()

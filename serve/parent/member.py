@@ -82,7 +82,7 @@ async def _join_again(
     mine: Identity,
     config: ServeConfig,
 ) -> Link[ToRank]:
-    """Joins rank 0 again. If its host refuses the connection, rank 0 has ended."""
+    """Joins rank 0 again. If rank 0's host refuses the connection, rank 0 has ended."""
     try:
         return await join(control, mine, config.constants.return_timeout, _REFUSED_SECONDS)
     except ClusterError as error:
@@ -168,6 +168,6 @@ class _Member:
         )
 
     def _send(self, message: FromRank) -> None:
-        """Sends a message to rank 0. Without a connection it is dropped: a Renew comes next."""
+        """Sends a message to rank 0. Without a connection, it is dropped: Renew comes next."""
         assert self._control is not None
         self._control.send(message)

@@ -63,7 +63,7 @@ class OwnEngine:
         if message.keep and await self._try_to_keep(message.life):
             return
         if self.phase is not EnginePhase.NEW:
-            # If the engine has ended already, its reason is reported first: it may be the cause.
+            # If the engine has ended already, its report is read first: it may contain the cause.
             if self._reading:
                 await asyncio.wait({self._reading}, timeout=_CAUSE_SECONDS)
             await self._stop()
@@ -92,7 +92,7 @@ class OwnEngine:
             while not leaving.done():
                 await asyncio.wait({leaving}, timeout=_SIGN_SECONDS)
                 if not leaving.done() and self.phase is EnginePhase.BUSY:
-                    # It may compute for long, and rank 0 has to know that this parent lives.
+                    # The engine may compute for long. Rank 0 must know that this parent lives.
                     self._report(Report(life, Status(StageState.LEAVING)))
         finally:
             leaving.cancel()

@@ -15,7 +15,7 @@ from serve.core.layouts import Link as LinkSpeed
 from serve.core.messages import Ping, Pong
 from serve.parent.link import Link
 
-_MAX_SECONDS = 10.0  # for all Pings of one measurement
+_MAX_SECONDS = 10.0  # the time for all Pings of one measurement
 _NUM_PINGS = 32
 _NUM_LARGE_PINGS = 4
 _LARGE_PING_BYTES = 1 << 20
@@ -23,7 +23,7 @@ _MIN_SECONDS = 1e-6
 
 
 class Pings:
-    """Measures a link by Pings. Whoever reads the link reports each Pong and the end."""
+    """Measures a link by Pings. The link's reader must call on_pong for each Pong, and on_lost."""
 
     def __init__(self, link: Link[Any]) -> None:
         self._link = link

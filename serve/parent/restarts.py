@@ -14,14 +14,14 @@ _MIN_WORK_SECONDS = 10.0
 
 class Restarts:
     """The restarts so far, of which max_restarts are allowed within a window, and also in a row if
-    the engines never become ready in between. The first restart is immediate. Further ones wait if
-    the engines did not become ready."""
+    the engines never become ready in between. The first restart is immediate. Further restarts wait
+    if the engines did not become ready."""
 
     def __init__(self, max_restarts: int, window_seconds: float) -> None:
         self._window = RestartWindow(max_restarts, window_seconds)
         self._num_not_ready = 0  # restarts in a row without ready engines in between
         self._ready_since = 0.0
-        self._ready_seconds = 0.0  # until the latest fault that counts
+        self._ready_seconds = 0.0  # time of work before the latest fault that counts
 
     def wait_seconds(
         self,

@@ -13,7 +13,7 @@ from serve.core.types import Row, Step
 from serve.model import trace, trial
 from serve.rank.cache import ForwardPass, GroupCaches
 
-# mlx-lm's architectures whose tokens see later ones of the same forward pass.
+# mlx-lm's architectures in which tokens see later tokens of the same forward pass.
 _NOT_CAUSAL = {"phi3small"}
 
 # The number of tokens that each row feeds, in each step. Rows join, leave and run alone. The

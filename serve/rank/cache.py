@@ -99,7 +99,7 @@ class GroupCaches:
         self._key_of: dict[int, int] = {}  # the key of each sequence's batch
         self._keys_of_group: dict[int, list[int]] = {}
         self._positions: dict[int, int] = {}  # the number of held tokens by sequence
-        # The positions of sequences before the last step fed them drafts: they can be cut to these.
+        # The position of each sequence before the last step with drafts: it can be cut to there.
         self._floors: dict[int, int] = {}
         self._checkpoints: dict[int, SavedState] = {}
         self._moved: set[int] = set()  # keys of batches whose rows were copied
@@ -128,7 +128,7 @@ class GroupCaches:
 
     @property
     def reuse(self) -> str:
-        """Whether a sequence can begin as "any" part of another, or at "checkpoints" or its end."""
+        """Where a sequence can begin in another: in "any" place, or at "checkpoints" or its end."""
         return "any" if self._can_cut else "checkpoints"
 
     @property

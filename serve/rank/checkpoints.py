@@ -47,7 +47,7 @@ def state_of(cache: Any, row: int | None) -> Any:
 
 def restored(cache: Any, state: Any, num_surplus: int) -> Any:
     """Returns a plain cache that continues from a state. The parts that can be cut come from cache,
-    a copy that the caller gives away, without its last num_surplus tokens."""
+    without its last num_surplus tokens. cache is a copy that the caller gives away."""
     parts = getattr(cache, "caches", None)
     if parts is not None:
         pairs = zip(parts, state or [None] * len(parts), strict=True)

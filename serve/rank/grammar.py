@@ -53,7 +53,7 @@ class GrammarCompiler:
         return LLTokenizer(tokenizer_source(self._folder))
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """Returns a matcher at a grammar's beginning. Those of one grammar share slow parts."""
+        """Returns a matcher at a grammar's beginning. Matchers of one grammar share slow parts."""
         return self._compiled(grammar).deep_copy()
 
     def _compile(self, grammar: str) -> LLMatcher:
@@ -89,7 +89,7 @@ def _deep_threads() -> ThreadPoolExecutor:
     before = threading.stack_size(FOLLOW_STACK_BYTES)
     try:
         for _ in range(_NUM_THREADS):
-            threads.submit(all_started.wait)  # Each blocks a thread.
+            threads.submit(all_started.wait)  # Each call blocks a thread.
         all_started.wait()
     finally:
         threading.stack_size(before)
@@ -167,7 +167,7 @@ class Constraint:
             return self._follow(tokens)
         except Exception:
             raise
-        except BaseException as panic:  # Rust's, which no `except Exception` catches.
+        except BaseException as panic:  # Rust's panic, which no `except Exception` catches.
             raise RequestError(f"The grammar of this request cannot be followed: {panic}") from None
 
     def _follow(self, tokens: list[int]) -> Mask | None:
@@ -214,7 +214,7 @@ class Constraint:
             raise RequestError(
                 f"The grammar of this request cannot be followed: {reason}", code="grammar"
             )
-        mask[self._grammars.tokenizer.eos_token] = False  # llguidance's guess
+        mask[self._grammars.tokenizer.eos_token] = False  # This end is only llguidance's guess.
         ends = [id for id in self._sampling.end_ids if id < mask.size]
         # A stop token that the grammar allows may come before the grammar is complete, as in vLLM.
         mask[ends] |= matcher.is_accepting()

@@ -17,7 +17,7 @@ def join(order: Order, streams: Streams | None = None) -> Transport:
         (only,) = local_ring(1)
         return only
     # MLX holds the interpreter's lock while it waits for neighbours, so no other thread would see
-    # that the parent was killed. This one needs no lock, and ends the process.
+    # that the parent was killed. This timer needs no lock, and ends the process.
     faulthandler.dump_traceback_later(order.join_timeout + _PARENT_FIRST_SECONDS, exit=True)
     try:
         # A ring is a grid of one row.

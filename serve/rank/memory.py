@@ -45,7 +45,7 @@ def wire(num_processes: int) -> None:
     """Keeps what MLX uses within the GPU's reach, for one of num_processes engines on this host.
     Large models decode 10 to 100 times slower without it."""
     if mx.metal.is_available():
-        mx.clear_cache()  # of what loading has left
+        mx.clear_cache()  # what loading has left
         mx.set_wired_limit(_recommended() // num_processes)
 
 

@@ -15,7 +15,7 @@ from serve.core.types import LAST_TOKEN, Step, tokens_of_rows
 
 
 class Outbox:
-    """Sends steps in order, but some have to wait for a token. Later ones overtake them if they
+    """Sends steps in order, but some have to wait for a token. Later steps overtake these if they
     have no sequence, checkpoint or group in common. It is thread-safe."""
 
     def __init__(self, send: Callable[[Step], None]) -> None:

@@ -174,9 +174,9 @@ def sample(
     samplers: Sequence[Sampler],
     positions: Sequence[int],
 ) -> mx.array:
-    """Returns the next token ids (B,), lazily, from logits (B, vocabulary). positions are those of
-    these tokens. A row gets OVERFLOWED_TOKEN if a logit is NaN or the largest is infinite; -inf is
-    fine, and some models give it to tokens that do not exist."""
+    """Returns the next token ids (B,), lazily, from logits (B, vocabulary). positions are where
+    these tokens will be. A row gets OVERFLOWED_TOKEN if a logit is NaN or the largest is infinite;
+    -inf is fine, and some models give it to tokens that do not exist."""
     tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
     largest = _largest(logits, tokens)
     is_finite = mx.isfinite(largest)

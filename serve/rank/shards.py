@@ -23,7 +23,7 @@ class ShardSums:
     def __init__(self, head: SharedHead | None, *, is_last: bool) -> None:
         self._head = head
         self._is_last = is_last
-        self._is_shared = False  # in the step that is being computed
+        self._is_shared = False  # whether the running step shares the head
 
     def with_op(self, step: Step) -> Step:
         """Returns a step of rank 0 with ShareHead, if that pays."""
@@ -50,8 +50,8 @@ class ShardSums:
         outputs: list[mx.array],
         hidden: mx.array | None,
     ) -> None:
-        """Evaluates the outputs of a forward pass, with its hidden states, as far as shards compute
-        them together."""
+        """Evaluates a forward pass's outputs and hidden states, as far as shards share their
+        work."""
         if transport.num_shards == 1:
             return
         if self._head and self._is_shared:

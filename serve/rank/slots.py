@@ -104,7 +104,7 @@ def _num_rows(sequences: list[int], num_tokens: int) -> int:
 
 class SlotCache(BatchKVCache):
     """One layer's buffers, (slots, heads, columns, D). The batch is their first rows. SlotBatch
-    keeps the places of the rows, and sets offset and left_padding, each (B,), before it runs."""
+    keeps the places of the rows, and sets offset and left_padding, each (B,), before each pass."""
 
     keys: Buffer  # None before there are any
     values: Buffer
@@ -190,7 +190,7 @@ class SlotCache(BatchKVCache):
     @property  # type: ignore[misc]
     def state(self) -> Any:
         """The arrays to evaluate after a forward pass. Offsets are not among them: they are set
-        before each."""
+        before each pass."""
         return self.keys, self.values
 
     def reserve(self, rows: int, columns: int, keys: Buffer, values: Buffer) -> None:

@@ -263,8 +263,7 @@ class StepLoop:
 
     def _finish(self, step: Step) -> None:
         """Performs the operations that come after the rows of a step. Its outputs have left, so no
-        stage waits; the next step must not be received before, because it writes to the same
-        buffers."""
+        stage waits. The next step must be received later, because it writes to the same buffers."""
         if not step.after:
             return
         self.work.begin(step)

@@ -11,8 +11,8 @@ _NUM_SPANS = 4096
 
 
 class WorkLog:
-    """Work that a stage has done since it joined its ring, without warm-ups: their times say
-    nothing about later ones. step is the number of the step that is being computed, or None. The
+    """Work that a stage has done since it joined its ring, without warm-ups, whose times say
+    nothing about later steps. step is the number of the step that is being computed, or None. The
     methods are called in one thread, except take_spans; the counts may be read in any."""
 
     def __init__(self) -> None:

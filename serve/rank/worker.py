@@ -57,7 +57,7 @@ class Worker:
         self.parent = parent
         self.order = order
         self.transport: Transport | None = None
-        self.loop: StepLoop | None = None  # while it is in a ring, from READY on
+        self.loop: StepLoop | None = None  # set while the engine is READY in a ring
         self.status = Status(StageState.JOINING)
         self._engine: LoadedEngine | None = None
         self._orders: SimpleQueue[Order | MakePlan | None] = SimpleQueue()
@@ -104,7 +104,7 @@ class Worker:
         try:
             loop.put(step)
         except RingLostError:
-            loop.transport.close()  # The other thread notices it, and reports it.
+            loop.transport.close()  # The other thread notices and reports this.
 
     def _leave(self, message: Leave) -> None:
         """Makes the other thread leave the ring, as soon as the step that it computes is done."""
@@ -126,7 +126,7 @@ class Worker:
         memory.give_back()
         try:
             self._report()
-        except OSError:  # The parent was killed, so nobody else removes them.
+        except OSError:  # The parent was killed, so nobody else removes copies.
             shutil.rmtree(self.order.copies, ignore_errors=True)
 
     def _running_loop(self) -> StepLoop:
@@ -226,8 +226,7 @@ class Worker:
     # --- reports to the parent
 
     def _send(self, message: FromEngine) -> None:
-        """Sends a message of any thread of the engine's parts. Ends the process if the parent is
-        gone."""
+        """Sends a message, from any thread. Ends the process if the parent is gone."""
         try:
             self.parent.send(message)
         except OSError as error:
@@ -252,9 +251,9 @@ class Worker:
 
 
 def main(argv: list[str]) -> None:
-    """argv[1] is the descriptor of the socket to the parent."""
+    """Runs an engine. argv[1] is the descriptor of the socket to the parent."""
     for interrupt in (signal.SIGINT, signal.SIGTERM):
-        # They reach the whole group from a terminal; the parent decides when this ends.
+        # A terminal sends these to the whole group; the parent decides when this process ends.
         signal.signal(interrupt, signal.SIG_IGN)
     allow_files()
     faulthandler.enable()

@@ -150,14 +150,14 @@ class GridTransport(Transport):
             self._neighbours.column_left.send(Hop(step, ()))
 
     def _relay(self) -> None:
-        """Starts the steps that come from rank 0. It runs on the other shards of that stage."""
+        """Starts the steps that rank 0 sends, on the other shards of rank 0's stage."""
         try:
             while (hop := self._neighbours.row_right.hop()) is not None:
                 self._start(hop.step)
         except ClusterError as error:
             _logger.warning("event=link_lost reason=%s", json.dumps(str(error)))
         finally:
-            self.close()  # Now receive() returns None, which ends this process.
+            self.close()  # Now receive() returns None, and the process ends.
 
 
 class _Sender:
@@ -170,7 +170,7 @@ class _Sender:
         threading.Thread(target=self._run, name="sender", daemon=True).start()
 
     def send(self, hop: Hop, announced: memoryview | None) -> None:
-        """Raises ClusterError if an earlier message could not be sent."""
+        """Queues a message. Raises ClusterError if an earlier one could not be sent."""
         if self._error:
             raise self._error
         self._waiting.put((hop, announced))

@@ -67,11 +67,11 @@ class Grid:
         return list(range(self.shard, len(self.addresses), self.num_shards))
 
     def left_in(self, ranks: Sequence[int]) -> int:
-        """Returns the rank before this one in a row or a column; the last one for the first."""
+        """Returns the rank before this one in a row or a column; the last rank for the first."""
         return ranks[ranks.index(self.rank) - 1]
 
     def right_in(self, ranks: Sequence[int]) -> int:
-        """Returns the rank after this one in a row or a column; the first one for the last."""
+        """Returns the rank after this one in a row or a column; the first rank for the last."""
         return ranks[(ranks.index(self.rank) + 1) % len(ranks)]
 
 
@@ -95,8 +95,7 @@ class PeerConnection:
             raise RingLostError(f"The link to a neighbour broke: {error}.") from error
 
     def receive(self) -> AroundRing | None:
-        """Waits for the next message; returns None when the neighbour is gone. Raises
-        ClusterError."""
+        """Waits for the next message; None if the neighbour is gone. Raises ClusterError."""
         while True:
             data = self.read(self._reader.num_missing)
             if data is None:
@@ -125,8 +124,7 @@ class PeerConnection:
         return message
 
     def read(self, num_bytes: int) -> bytearray | None:
-        """Reads this many bytes, or returns None if the connection ends earlier. Raises
-        ClusterError."""
+        """Reads num_bytes bytes; None if the connection ends earlier. Raises ClusterError."""
         data = bytearray(num_bytes)
         view = memoryview(data)
         try:
@@ -244,7 +242,7 @@ def _connect(
 
 
 class Reception:
-    """Answers the ranks that connect to this one. A slow one may greet until the deadline."""
+    """Answers the ranks that connect to this one. A slow rank may greet until the deadline."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -270,7 +268,7 @@ class Reception:
 
     def answer(self, expected: Set[int], deadline: float) -> tuple[int, PeerConnection]:
         """Returns the first of the expected ranks that greets with the nonce. Closes the
-        connections of callers that greet otherwise. Raises ClusterError at the deadline."""
+        connections of other callers. Raises ClusterError at the deadline."""
         while True:
             for connection in self._readable(expected, deadline):
                 try:

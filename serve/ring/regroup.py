@@ -1,7 +1,8 @@
 """Lets a process form another group of MLX after it has left one.
 
-`mx.distributed.init` returns the group that it formed first until MLX's `clear_backends` is called.
-Python can call that function only at exit, so it is called here by its name in MLX's library.
+Once `mx.distributed.init` has formed a group, it returns only that group until MLX's C++ function
+`clear_backends` is called. mlx.core calls this function only at exit, so this module finds it by
+its name in MLX's library.
 """
 
 import ctypes

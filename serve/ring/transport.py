@@ -230,7 +230,7 @@ def among(
         try:
             yield
         finally:
-            os.environ["MLX_RANK"] = own_place  # It is read again for the next ring.
+            os.environ["MLX_RANK"] = own_place  # MLX reads this again for the next ring.
 
 
 def form_group(grid: Grid, stream: mx.Stream) -> mx.distributed.Group:

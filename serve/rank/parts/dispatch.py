@@ -18,7 +18,7 @@ MISSING = "missing_part"
 
 
 class Parts:
-    """The parts of an engine. Each method calls that of `RankPart` for all parts; add_to calls
+    """The parts of an engine. A method calls that of `RankPart` for all parts; add_to calls
     `outputs`."""
 
     def __init__(self, parts: Iterable[RankPart] = ()) -> None:
@@ -33,14 +33,14 @@ class Parts:
         self._unserved = [each for each in _optional_row_fields() if each[0] not in served]
 
     def perform(self, op: AnyOp, step: Step) -> None:
-        """Raises EngineError if no part performs it."""
+        """Makes its part perform an operation. Raises EngineError if there is none."""
         part = self._performers.get(type(op))
         if part is None:
             raise _missing(f"the operation {type(op).__name__} of step {step.number}")
         part.perform(op, step)
 
     def obey(self, message: Message) -> None:
-        """Raises EngineError if no part obeys it."""
+        """Passes a message to its part. Raises EngineError if there is none."""
         part = self._receivers.get(type(message))
         if part is None:
             raise _missing(f"the message {type(message).__name__}")
@@ -51,7 +51,7 @@ class Parts:
             part.dropped(sequence)
 
     def prepare(self, step: Step) -> list[mx.array]:
-        """Raises EngineError if a row asks for something that no part does."""
+        """Prepares all parts. Raises EngineError if a row asks for something that no part does."""
         for name, default in self._unserved:
             if any(getattr(row, name) != default for row in step.rows):
                 raise _missing(f"the {name} of step {step.number}")

@@ -73,7 +73,7 @@ class RankPart:
         its new beginning has run."""
 
     def prepare(self, step: Step) -> Sequence[mx.array]:
-        """Prepares for the rows of a step. Returns arrays to evaluate before they run."""
+        """Prepares for the rows of a step. Returns arrays to evaluate before the rows run."""
         return ()
 
     def select(self, step: Step, rows: Sequence[int | None]) -> None:
@@ -91,8 +91,8 @@ class RankPart:
         return ()
 
     def take_spans(self) -> Sequence[Span]:
-        """Returns the runs of models of its own since the last call, which count as work. Only rank
-        0 is asked."""
+        """Returns the part's own runs of models since the last call, as work. Only rank 0 is
+        asked."""
         return ()
 
     def outputs(self, step: Step, result: Result) -> Sequence[AnyOutput]:
@@ -127,8 +127,8 @@ class RankPart:
         return ()
 
     def activity(self) -> Sequence[AnySection]:
-        """Returns its sections of the regular report, four times a second. It is called in another
-        thread, while steps run."""
+        """Returns the part's sections of the regular report, four times a second. It is called in
+        another thread, while steps run."""
         return ()
 
     def bytes_to_come(self) -> int:

@@ -77,7 +77,7 @@ class DiskPart(RankPart):
         return ()
 
     def _write(self, write: Write, store: PrefixStore) -> None:
-        """Hands a file to the store. One that cannot be made costs only speed."""
+        """Hands a file to the store. A file that cannot be made costs only speed."""
         try:
             content = self._content(write)
         except EngineError as error:

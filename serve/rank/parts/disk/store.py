@@ -79,7 +79,7 @@ class PrefixStore:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder_lock = _locked(folder)
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        # Both have the least recently used file first.
+        # The first files of both are the least recently used ones.
         self._files: dict[str, StoredFile] = {}
         self._others: deque[tuple[Path, int]] = deque()  # files with other digests: path and bytes
         self._loaded: dict[int, list[Any]] = {}
@@ -106,8 +106,8 @@ class PrefixStore:
         self._writer.submit(self._report_failed, write, error)
 
     def obey(self, message: ReadPrefix | ForgetPrefixFiles) -> None:
-        """Reads a prefix or deletes files, in the background. Files are deleted after all earlier
-        writes."""
+        """Reads a prefix or, after all earlier writes, deletes files. Both happen in the
+        background."""
         if isinstance(message, ReadPrefix):
             self._reader.submit(self._read, message)
         else:
@@ -242,8 +242,7 @@ class PrefixStore:
         self._remove_empty_folders()
 
     def _add(self, path: Path, num_bytes: int) -> bool:
-        """Adds a file as the most recently used one, if its name is right. Returns whether it
-        is."""
+        """Adds a file as the most recently used one. Returns False if its name is not valid."""
         stored = stored_files.stored_file(path, num_bytes)
         if stored is None:
             return False
@@ -269,7 +268,7 @@ class PrefixStore:
         """Removes the folders of other digests that have no files left."""
         for path in self._root.iterdir():
             if path != self._folder:
-                with suppress(OSError):  # It has files.
+                with suppress(OSError):  # The folder has files.
                     path.rmdir()
 
     def _warn(self, action: str, error: Exception) -> None:

@@ -156,7 +156,7 @@ class Drafter(ABC):
         return bool(request.text)
 
     def _first_position(self, request: GuessRequest) -> int:
-        """Returns the first position of a text that can be read."""
+        """Returns the position at which a new row begins to read the text of its sequence."""
         return max(0, len(request.text) - NUM_TOKENS_READ)
 
     def _free(self, sequence: int) -> None:
@@ -318,8 +318,7 @@ def _common_prefix(held: list[int], text: list[int]) -> int:
 
 
 def _without_history(sampling: Sampling) -> Sampling:
-    """Returns the sampling without the settings that depend on earlier tokens, which may not have
-    been read."""
+    """Returns the sampling without settings that depend on earlier, perhaps unread tokens."""
     return replace(
         sampling,
         presence_penalty=0.0,

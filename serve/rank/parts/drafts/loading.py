@@ -24,7 +24,7 @@ class LoadedDraft:
     is_batchable: bool
 
     def for_logits_of(self, stage: Stage) -> Drafter:
-        """Makes it guess for this last stage. Raises PlanError if it cannot forget guesses."""
+        """Binds the drafter to this last stage. Raises PlanError if it cannot forget guesses."""
         if isinstance(self.model, PredictionHead):
             inputs = HeadInputs(stage, self.model.before_norm)
             return HeadDrafter(self.model, inputs, batchable=self.is_batchable)

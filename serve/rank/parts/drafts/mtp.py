@@ -75,7 +75,7 @@ class HeadDrafter(Drafter):
         self._head = head
         self._inputs = inputs
         self._hidden: OrderedDict[int, HiddenStates] = OrderedDict()  # the latest used one last
-        self._lengths: dict[int, int] = {}  # of the texts to continue
+        self._lengths: dict[int, int] = {}  # lengths of the texts to continue
         self._outputs: dict[int, mx.array] = {}  # the head's last hidden state (1, D) of each row
         self._fed_hidden: mx.array | None = None  # (num_tokens, D) of a step of the head
 
@@ -87,7 +87,7 @@ class HeadDrafter(Drafter):
         """Keeps a step's hidden states that may be read later, and returns them to evaluate."""
         hidden = self._inputs.pop_states(len(passes))
         if len(step.rows) > MAX_DRAFT_ROWS:
-            # No guesses are requested for steps with more rows than that.
+            # No guesses are requested for steps with so many rows.
             for row in step.rows:
                 self._hidden.pop(row.sequence, None)
             return []

@@ -35,7 +35,7 @@ class DraftsPart(RankPart):
         self._draft = draft
         self._chooser = chooser
         self._planned_bytes = planned_bytes
-        self._guesses: list[tuple[int, ...]] = []  # of the step under way
+        self._guesses: list[tuple[int, ...]] = []  # the guesses of the step under way
         self._spans: list[Span] = []
 
     @classmethod

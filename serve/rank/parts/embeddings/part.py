@@ -68,7 +68,7 @@ class EmbeddingsPart(RankPart):
         self._stage = stage
         self._pools: dict[int, _Pool] = {}
         self._num_begun: Counter[int] = Counter()
-        self._done: list[int] = []  # sequences of the step under way
+        self._done: list[int] = []  # prompts that the step under way completes
         self._embeddings: list[mx.array] = []  # theirs
         self._lock = threading.Lock()
 
@@ -98,8 +98,7 @@ class EmbeddingsPart(RankPart):
         passes: list[ForwardPass],
         hidden: list[mx.array | None],
     ) -> Sequence[mx.array]:
-        """Returns the embeddings of prompts that are whole with this step, and the states of
-        others."""
+        """Returns the embeddings of prompts that this step completes, and the states of others."""
         if not self._pools:
             return ()
         states: list[mx.array] = []
