@@ -1,8 +1,8 @@
 """One stage in training: one lazy graph for each micro-batch.
 
 mx.vjp builds the outputs, the gradients of the inputs and those of the parameters at once, with a
-placeholder for the gradient of the outputs, which is received later. They are evaluated one after
-another, and each operation is computed once. Nothing is evaluated here."""
+placeholder for the gradient of the outputs, which is received later. The caller evaluates these
+results one after another, and each operation is computed once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Pass:
     _slots: "list[_Slot]"
 
     def set_output_gradients(self, dy: Sequence[mx.array]) -> None:
-        """Fills in the evaluated gradients of the outputs. Only then can dx and gradients be
+        """Fills in the outputs' evaluated gradients. Only then can dx and gradients be
         evaluated."""
         for slot, array in zip(self._slots, dy, strict=True):
             slot.fill(array)
@@ -111,7 +111,7 @@ class TrainedStage:
         try:
             outputs, found = mx.vjp(run, primals, cotangents)
         finally:
-            self.update(parameters)  # Tracing has replaced them.
+            self.update(parameters)  # Tracing has replaced the parameters.
         dx = found[num_parameters:]
         gradients = zip(parameters, found[:num_parameters], strict=True)
         return Pass(outputs, dx, dict(gradients), slots)

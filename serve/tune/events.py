@@ -81,8 +81,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The run has written files for its user. without names the files that were left out, and
-    why."""
+    """The run has written files for its user. `without` says which are left out, and why."""
 
     paths: list[Path]
     without: str | None

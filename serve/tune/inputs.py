@@ -63,7 +63,7 @@ def open_inputs(config: FineTuneConfig, links: Links) -> Inputs:
         train = unpacked
         if config.packing:
             train = pack(unpacked, config.max_seq_length)
-        batch_at(train, 0, config.batch_size, config.seed)  # Raises if they do not fill a batch.
+        batch_at(train, 0, config.batch_size, config.seed)  # Raises if too few
         config = config.for_examples(len(train.examples))
         splits["train"] = train
     return Inputs(config, model, checkpoint, splits, unpacked)

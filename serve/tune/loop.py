@@ -77,7 +77,7 @@ class UpdateMetrics:
 
 
 class Trainer:
-    """Makes the updates of a run. All ranks make the same ones, each to its own parameters.
+    """Makes the updates of a run. All ranks make the same updates, each to its own parameters.
 
     shared are the parameters that several ranks of a pipeline hold. Every parameter has one owner,
     which saves it: the first shard of a stage of the first replica. counted are the parameters, or
@@ -126,7 +126,7 @@ class Trainer:
         mx.eval(self.masters, self.optimizer.state)
         self.dtypes = self._shared_dtypes()
         self.loss_scale = LossScale.of_model(is_float16=mx.float16 in self.dtypes)
-        self._update_peak = 0  # of the previous update: peaks are exchanged before each
+        self._update_peak = 0  # peak of the previous update, exchanged before the next
 
     def parameters(self) -> Arrays:
         """Returns the trained parameters of this rank, by their names."""

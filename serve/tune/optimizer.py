@@ -79,8 +79,7 @@ def parts_of(optimizer: Any) -> list[Any]:
 
 
 def states_of(optimizer: Any) -> dict[str, dict[str, mx.array]]:
-    """Returns the arrays that the optimizer keeps for each parameter. Callers may replace
-    them."""
+    """Returns the optimizer's arrays for each parameter. Callers may replace them."""
     states = {}
     for part in parts_of(optimizer):
         for name, state in part.state.items():

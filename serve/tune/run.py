@@ -75,8 +75,7 @@ def _run_to_the_end(
     *,
     is_return: bool,
 ) -> Path:
-    """Returns what `run` returns, once all ranks have done their parts. Raises LostRankError if one
-    is gone."""
+    """Returns what `run` does, once all ranks have done their parts. Raises LostRankError."""
     try:
         folder = run_rank(config, groups, show, command, is_return=is_return)
         exchange(groups.everybody, Reached("the end"))

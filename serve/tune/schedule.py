@@ -96,7 +96,7 @@ SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
 def make_schedule(kind: str, shape: Shape) -> Schedule:
-    """Raises UsageError if there is no such schedule for these ranks and micro-batches."""
+    """Makes a schedule. Raises UsageError if there is none for these ranks and micro-batches."""
     if shape.num_chunks > 1 and kind not in ("interleaved", "forward"):
         raise UsageError(
             f"Several stages per rank need --schedule interleaved, not {kind}.", code="needs_flag"

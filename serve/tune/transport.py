@@ -42,7 +42,7 @@ _FLUSH_SECONDS = 5.0
 _BEAT_SECONDS = 5.0
 _TICK_SECONDS = 1.0
 _STUCK_SECONDS = 15.0  # how long a rank that has lost another one may compute
-_PART_BYTES = 256 << 20  # of one call of the system
+_PART_BYTES = 256 << 20  # bytes in one call of the system
 # The type with the same bits for each size of a number: NumPy has no bfloat16.
 _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 _logger = logging.getLogger(__name__)
@@ -328,7 +328,7 @@ class TcpLinks:
         if error is None:
             return Parting()
         message = str(error)
-        if error is not self._inbox.error:  # Otherwise it names the rank that ended first.
+        if error is not self._inbox.error:  # Otherwise the error names the rank that ended first.
             message = f"Rank {self.rank}: {message}"
         return Parting(error.exit_code, error.code, message)
 
@@ -373,8 +373,7 @@ class TcpLinks:
         connection.sendall(frame(self._parting))
 
     def _next(self, peer: int) -> tuple[str, Encoded] | None:
-        """Waits for the next message to send, and tells the peer meanwhile that this rank is
-        alive."""
+        """Waits for the next message to send. Meanwhile, tells the peer that this rank is alive."""
         beat_seconds = min(_BEAT_SECONDS, self._stall_seconds / 4)
         while True:
             try:
@@ -408,8 +407,7 @@ class TcpLinks:
         return data
 
     def _read_into(self, peer: int, view: memoryview) -> int:
-        """Reads some bytes, and returns how many. Raises RingLostError if the peer is gone or
-        silent."""
+        """Reads some bytes, and returns how many. Raises RingLostError if the peer is lost."""
         connection = self._connections[peer]
         silent_seconds = 0.0
         # Only seconds in which this process ran count: while it was stopped, nobody was silent.

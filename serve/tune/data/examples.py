@@ -63,7 +63,7 @@ class Example:
 
     @property
     def num_labels(self) -> int:
-        """The number of learned tokens, without the first of a row, which nothing predicts."""
+        """The number of learned tokens, without a row's first token, which nothing predicts."""
         count = 0
         for start, end in self.labels:
             first = max(start, 1)
@@ -145,7 +145,7 @@ def read_split(path: Path, tokenizer: Any, config: FineTuneConfig) -> Split:
     try:
         items = [item for _, item in lines]
         dataset = create_dataset(items, tokenizer, config)
-    except ValueError as error:  # --mask-prompt, which does not work with texts
+    except ValueError as error:  # raised for --mask-prompt, which does not work with texts
         first_line, _ = lines[0]
         raise UsageError(f"{path}:{first_line}: {error}") from error
     examples = []
@@ -223,7 +223,7 @@ def _example(dataset: Any, item: dict[str, Any], mask_prompt: bool) -> Example:
 
 def _turns(messages: Sequence[dict[str, Any]], render: Render) -> tuple[Range, ...]:
     """Returns the tokens of each turn of the assistant. Some templates render earlier turns
-    differently from the last one. Then only the last is learned, if it is the assistant's."""
+    differently from the last one. Then only the last turn is learned, if it is the assistant's."""
     tokens = render(len(messages), False)
     labels = []
     for n, message in enumerate(messages):

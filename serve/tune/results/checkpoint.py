@@ -112,8 +112,7 @@ def save_adapter(
     *,
     peft: bool,
 ) -> None:
-    """Writes a folder that mlx_lm loads, and with `peft` one in PEFT's format inside it. Raises
-    UsageError."""
+    """Writes a folder that mlx_lm loads, and with `peft` one for PEFT inside. Raises UsageError."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _write_config(folder, config)
@@ -204,7 +203,7 @@ def _write_config(folder: Path, config: dict[str, Any]) -> None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Raises UsageError for every failure to write."""
+    """Turns a failure to write inside a with block into a UsageError."""
     try:
         yield
     except (OSError, RuntimeError) as error:
