@@ -166,8 +166,7 @@ class Agent:
     # --- lines
 
     def _hear(self) -> ToAgent | None:
-        """Returns the launcher's next message; None if the launcher is gone. Raises
-        ClusterError."""
+        """Returns a launcher's next message; None if the launcher is gone. Raises ClusterError."""
         while True:
             while b"\n" not in self._unread:
                 heard = select.select([0], [], [], SILENCE_SECONDS)[0]

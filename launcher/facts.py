@@ -93,7 +93,7 @@ def model_facts(folder: Path) -> dict[str, str]:
 
 
 def prefix_folder(folder: Path) -> PrefixFolder:
-    """Describes a folder for prefixes. It may not exist yet: the first start makes it."""
+    """Describes a folder for prefixes, which the first start makes if it does not exist yet."""
     num_bytes = 0
     for path in folder.glob("rank-*/*/*.safetensors"):
         with suppress(FileNotFoundError):  # A running rank may have deleted it meanwhile.

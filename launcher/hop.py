@@ -1,7 +1,7 @@
 """Measures a hop: the round-trip time and the bandwidth between two hosts.
 
-It uses plain TCP, as the ring does. A message is a length and that number of bytes; the answer to
-it is one byte.
+Like the ring, a measurement uses plain TCP. A message is a length and as many bytes; the answer is
+one byte.
 """
 
 import socket

@@ -32,7 +32,7 @@ class Process(Protocol):
         """Whether a signal ended the process, or it ended because another rank was lost."""
 
     def lines(self) -> Iterator[str]:
-        """Yields the lines that the process writes. The last ones may come after its end."""
+        """Yields the lines that the process writes. The last lines may come after its end."""
 
     def signal(self, signum: int) -> None: ...
 

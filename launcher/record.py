@@ -42,10 +42,10 @@ class Launch:
     words: list[str]
     hosts: list[str]
     since: float
-    end_seconds: float = 60.0  # how long its ranks may take to end
+    end_seconds: float = 60.0  # how long the launch's ranks may take to end
     state: str = "starting"
     url: str = ""
-    ranks: dict[str, str] = field(default_factory=dict)  # rank -> state of its process
+    ranks: dict[str, str] = field(default_factory=dict)  # the state of each rank's process, by rank
 
 
 class LaunchRecord(Observer):
@@ -115,8 +115,7 @@ def launches() -> list[Launch]:
 
 
 def stop(pid: int | None) -> Launch:
-    """Asks a launcher to end its ranks, and waits for their end. Raises UsageError,
-    ClusterError."""
+    """Makes a launcher end its ranks, and waits for it. Raises UsageError, ClusterError."""
     launch = _chosen(pid)
     with suppress(ProcessLookupError):
         os.kill(launch.pid, signal.SIGTERM)

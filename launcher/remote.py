@@ -197,7 +197,7 @@ class AgentConnection:
                     what, fix = meaning(output, access.ssh, self.host.ssh, access.python)
                     raise HostError(self.name, what, fix)
                 case str():
-                    self.noise += filter(None, [answer])  # from a shell profile, or from ssh itself
+                    self.noise += filter(None, [answer])  # the text of a shell profile, or of ssh
                 case AgentError(reason):
                     raise HostError(self.name, reason.rstrip("."))
                 case _ if isinstance(answer, expected):
@@ -218,7 +218,7 @@ class AgentConnection:
 
 
 class RemoteProcess:
-    """A rank that runs under an agent. It ends when the agent's connection does."""
+    """A rank that runs under an agent. The rank ends when the agent's connection ends."""
 
     def __init__(self, connection: AgentConnection, order: RunRank) -> None:
         host = connection.host

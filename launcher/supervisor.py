@@ -43,9 +43,9 @@ FOLLOW_SECONDS = 5.0  # how long the others may go on after one rank has ended w
 END_SECONDS = 7.0  # how long a rank may take to end after a signal, besides --drain-timeout
 DRAIN_SECONDS = 5.0 + END_SECONDS
 GONE_SECONDS = 2.0  # how long a killed rank may take to disappear, on another host too
-LEFT_SECONDS = 10.0  # the same if all ranks start again; hosts that do not answer are then ignored
-RESTART_SECONDS = 1.0  # between two restarts of a rank; the first one is immediate
-RETRY_SECONDS = 2.0  # between two attempts at one restart
+LEFT_SECONDS = 10.0  # as GONE_SECONDS, if all ranks restart; then silent hosts are ignored
+RESTART_SECONDS = 1.0  # the pause between restarts of a rank; the first has none
+RETRY_SECONDS = 2.0  # the pause between attempts at one restart
 RESTART_WINDOW_SECONDS = 300.0
 MAX_RESTARTS = 5  # how often a rank may restart within a window
 EARLY_SECONDS = 60.0  # the host of a rank that ends this soon after its return is not ready
@@ -54,8 +54,8 @@ COLOURS = (36, 33, 35, 32, 34, 31)
 _READY = "Ready on "  # the beginning of the line that rank 0 of a server writes when it is ready
 _READY_COLOUR = "1;32"  # bold, green
 
-# What rank 0 logs about a rank whose parent does not answer. It matches whole lines, so that
-# nothing that a client sends can look like it.
+# What rank 0 logs about a rank whose parent does not answer. The pattern matches whole lines, so
+# that nothing that a client sends can match.
 _SILENT = re.compile(r"[\d-]+ [\d:,]+ WARNING event=rank_silent rank=(\d+) pid=(\d+)")
 
 # What rank 0 of a server logs when it can answer, also as a whole line.
@@ -70,8 +70,8 @@ _ERROR = re.compile(r"brigade [a-z-]+: (.+)")
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A rank's process has ended. It is lost if it ended without deciding to, or because another
-    was lost; a lost rank may be started again."""
+    """A rank's process has ended. lost says that a signal ended it, or the loss of another rank
+    did; a lost rank may be started again."""
 
     rank: int
     returncode: int
@@ -448,7 +448,7 @@ class Supervisor:
             return
         caught = [signal.SIGINT, signal.SIGTERM]
         for number in _AS_SIGTERM:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP under nohup
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 caught.append(number)
         before = [(signum, signal.signal(signum, forward)) for signum in caught]
         try:
