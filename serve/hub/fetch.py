@@ -1,8 +1,8 @@
 """Fetches byte ranges of remote files into sparse files, in place.
 
-It uses several connections, and several processes can share one folder without fetching the same
-bytes twice: a process claims a range by locking the same bytes of a file beside it. The system
-releases such a lock when the process ends, however it ends.
+A fetch uses several connections, and several processes can share one folder without fetching the
+same bytes twice: a process claims a range by locking the same bytes of another file beside it. The
+system releases such a lock when the process ends, however it ends.
 """
 
 import fcntl
