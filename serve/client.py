@@ -1,6 +1,6 @@
 """The HTTP client of the commands that call a server: bench, demo and `fine-tune --load-into`.
 
-It depends on no command and no other part of the server, so the launcher can use it too.
+The client depends on no command and no other part of the server, so the launcher can use it too.
 """
 
 from collections.abc import Iterator

@@ -31,7 +31,7 @@ class _Answer:
     texts: list[str] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
     done: bool = False
-    has_begun: bool = False  # whether any byte of it has arrived
+    has_begun: bool = False  # whether any byte has arrived
 
     def add_event(self, data: str) -> str | None:
         """Adds one event of the stream. Returns its message if it is an error."""

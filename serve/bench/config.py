@@ -69,7 +69,7 @@ class BenchConfig:
                 raise UsageError(f"--url {url!r} is not a URL: write http://HOST:PORT.")
         if self.concurrency is not None and self.rate is not None:
             raise UsageError("--concurrency and --rate exclude each other: give one of them.")
-        _ = self.levels  # Raises UsageError if they are wrong.
+        _ = self.levels  # Raises UsageError if the levels are wrong.
 
     @property
     def levels(self) -> tuple[Level, ...]:

@@ -55,8 +55,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 async def measure(config: BenchConfig, runs: Runs) -> None:
-    """Measures the servers, fills runs and shows them. Raises BrigadeError if a server is
-    silent."""
+    """Measures servers, fills runs and shows them. Raises BrigadeError if a server is silent."""
     async with AsyncExitStack() as stack:
         generators: dict[str, LoadGenerator] = {}
         for url in config.url:

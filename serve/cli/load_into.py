@@ -70,7 +70,7 @@ def _call(
     kind: type[BrigadeError],
     expected: int | None = None,
 ) -> str:
-    """Returns a server's answer. Raises an error of type kind for any error status but expected."""
+    """Returns a server's answer. Raises kind for every error status except expected."""
     variable = _key()
     client = Client(url, os.environ[variable] if variable else None)
     try:

@@ -54,7 +54,7 @@ Result = TypeVar("Result")
 
 def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    for name in ("httpx", "httpx2"):  # They log each request to the hub.
+    for name in ("httpx", "httpx2"):  # These log all requests to the hub.
         logging.getLogger(name).setLevel(logging.WARNING)
     signal.signal(signal.SIGTERM, _stop_before_the_start)
     try:
@@ -173,8 +173,8 @@ async def _run_front(
     task = asyncio.current_task()
     loop = asyncio.get_running_loop()
     assert task is not None
-    # The HTTP server later replaces these handlers with its own. They are set before the imports,
-    # which an error raised by a signal could break.
+    # The HTTP server later replaces these handlers with its own. Handlers are set before the
+    # imports, which an error raised by a signal could break.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
     # Imported here, because ranks above 0 need neither HTTP nor tokenizers.

@@ -18,7 +18,7 @@ from serve.tune.events import (
     Written,
 )
 
-FOLDER = "tensorboard"  # in --adapter-path
+FOLDER = "tensorboard"  # the name of a folder in --adapter-path
 _LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
@@ -39,7 +39,7 @@ def services(config: FineTuneConfig) -> list[str]:
 
 
 class Reports:
-    """The services that a run reports to. They are opened only when the run starts."""
+    """The services that a run reports to. The services are opened only when the run starts."""
 
     def __init__(self, config: FineTuneConfig) -> None:
         self._config = config

@@ -17,7 +17,7 @@ class AgentMessage(msgspec.Struct, frozen=True, tag=True):
 
 class EnterFolder(AgentMessage, frozen=True):
     """A launcher asks an agent to work in this folder, which may be missing unless must_exist is
-    set. It is the first message; the answer is FolderEntered."""
+    set. This is the first message; the answer is FolderEntered."""
 
     folder: str
     must_exist: bool

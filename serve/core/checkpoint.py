@@ -1,7 +1,7 @@
 """Reads the description of a model folder: config.json and the headers of its safetensors files.
 
-It reads no weights and does not need MLX, so a broken folder is reported in milliseconds,
-before any process starts. Headers give the byte range of each tensor.
+No weights and no MLX are needed, so a broken folder is reported in milliseconds, before any process
+starts. Headers give the byte range of each tensor.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """The configuration of a rank: the flags of `serve` and the environment of its cluster.
 
-Both are read once, checked, and frozen. No other module defines defaults.
+Flags and environment are read once, checked, and frozen. No other module defines defaults.
 """
 
 import os
@@ -528,8 +528,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _read_hostfile(path: Path) -> tuple[list[Address], tuple[tuple[str, ...], ...]]:
-    """Returns the first address of each rank in MLX's JSON list of lists of "ip:port", and the
-    whole list."""
+    """Returns each rank's first address in MLX's JSON list of lists of "ip:port", and the list."""
     try:
         text = path.read_text().strip()
         entries = msgspec.json.decode(text or "[]", type=tuple[tuple[str, ...], ...])

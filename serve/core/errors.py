@@ -79,7 +79,8 @@ class RequestCancelledError(RequestError):
 
 
 class OverflowedError(RequestError):
-    """The logits of a sequence were not finite. It is a 500: the model or adapter is to blame."""
+    """The logits of a sequence were not finite. The status is 500, because the model or adapter is
+    to blame."""
 
     http_status = 500
     type = "server_error"

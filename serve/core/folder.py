@@ -18,10 +18,10 @@ _UNLOCKED_SECONDS = 60.0  # far more than it takes to lock a folder that was jus
 
 
 class OwnFolder:
-    """A folder that is locked as long as this process lives: the system releases the lock. It gets
-    its final name only when it is locked, so an unlocked folder with such a name has no owner.
-    systemd-tmpfiles does not remove locked folders. macOS does, so it must not hold files that are
-    needed for days."""
+    """A folder that is locked as long as this process lives: the system releases the lock. The
+    folder is locked before it gets its final name, so an unlocked folder with such a name has no
+    owner. systemd-tmpfiles does not remove locked folders. macOS does, so it must not hold files
+    that are needed for days."""
 
     def __init__(self) -> None:
         unlocked = tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX)
@@ -75,7 +75,7 @@ def _remove_without_owner(folder: Path, min_age_seconds: float) -> None:
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
-        return  # It belongs to another user, or is gone.
+        return  # The folder belongs to another user, or is gone.
     try:
         status = os.fstat(descriptor)
         if status.st_uid != os.getuid() or time.time() - status.st_mtime < min_age_seconds:
@@ -83,7 +83,7 @@ def _remove_without_owner(folder: Path, min_age_seconds: float) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
     except OSError:
-        return  # Its owner lives.
+        return  # The folder's owner lives.
     finally:
         os.close(descriptor)
 

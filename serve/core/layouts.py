@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from serve.core.errors import UsageError
 from serve.core.plan import StagePlan
 
-_SUMS_PER_LAYER = 2  # after the attention, and after the rest of the layer
+_SUMS_PER_LAYER = 2  # one after the attention, one after the rest of the layer
 _MAX_GATHER_SHARE = 0.5  # share of the time saved by a shared head; both are estimates
 
 
@@ -50,7 +50,7 @@ class Forecast:
     step_seconds: float
     sum_seconds: float
     tokens_per_second: float
-    weight_bytes: int  # of the rank with the most
+    weight_bytes: int  # on the rank with the most
 
     @property
     def layout(self) -> str:

@@ -19,7 +19,7 @@ from serve.core.types import Pooling, Sampling, StageState, Step, SumCounts
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
-    """The base of all messages but Step, which the scheduler makes."""
+    """The base of all messages except Step."""
 
 
 # --- parents meet
@@ -73,7 +73,7 @@ class Order(Message, frozen=True):
     order differs from the earlier one only in nonce, adapters and positions, it keeps its layers,
     the adapters in the new order and, of each sequence, the keys and values of as many tokens as
     positions says. If the ring or the layers differ, it keeps the weights and adapters of the
-    layers that both orders give it, and positions is empty. It drops everything else.
+    layers that both orders give it, and positions is empty. The engine drops everything else.
     """
 
     rank: int
@@ -355,7 +355,7 @@ class Fault(Message, frozen=True):
 
 
 class RingLost(Message, frozen=True):
-    """An engine reports that a neighbour or a link is gone. It waits for Leave."""
+    """An engine reports that a neighbour or a link is gone. The engine waits for Leave."""
 
     reason: str
 

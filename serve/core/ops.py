@@ -73,8 +73,8 @@ class Forget(Op, frozen=True):
 
 
 class Unload(Op, frozen=True):
-    """The stages free a version of an adapter. It must come last, because a step that waits may
-    drop the last sequence that uses the version."""
+    """The stages free a version of an adapter. This operation must come last, because a step that
+    waits may drop the last sequence that uses the version."""
 
     must_come_last: ClassVar[bool] = True
 

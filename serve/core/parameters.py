@@ -10,7 +10,7 @@ MAX_INT = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The numbers from min to max; with excludes_min, min itself is not one of them."""
+    """The numbers from min to max; with excludes_min, min itself is not included."""
 
     min: float
     max: float

@@ -266,7 +266,7 @@ def balanced_split(
     forbidden: frozenset[int] = frozenset(),
 ) -> list[LayerRange]:
     """Returns the split whose slowest stage is fastest, within the ranks' memory and without a cut
-    before a forbidden layer. Of equally fast ones, that with the smallest sum of squared times
+    before a forbidden layer. Of equally fast splits, the one with the smallest sum of squared times
     wins. Raises PlanError if none fits."""
     num_layers = len(cost.layers)
     check_num_ranks(num_layers, num_ranks)
@@ -464,8 +464,9 @@ def kv_room(
     kv_bytes: Sequence[int],
     max_sequences: int,
 ) -> KvRoom:
-    """Computes the room for keys and values. It allows fewer than max_sequences sequences if their
-    fixed caches would leave too little. Raises PlanError if there is not enough even for one."""
+    """Computes the room for keys and values. Allows fewer than max_sequences sequences if their
+    fixed caches would leave too little room. Raises PlanError if there is not enough even for
+    one."""
     num_sequences = max_sequences
     tokens = room_for_tokens(stages, kv_bytes, num_sequences)
     while num_sequences > 1 and tokens < num_sequences * MIN_KV_TOKENS:

@@ -1,7 +1,7 @@
 """The types that all packages share: Sequence, Group, Step, Event and their parts.
 
-They are plain data, with no behaviour beyond their fields. Stage is in serve.model.stage, Transport
-in serve.ring.transport.
+The types are plain data, with no behaviour beyond their fields. Stage is in serve.model.stage,
+Transport in serve.ring.transport.
 """
 
 import itertools
@@ -17,10 +17,10 @@ from serve.core.parameters import MAX_INT, Range
 
 OpT = TypeVar("OpT", bound=Op)
 
-# Step numbers are int32 on the wire. They count up to this limit and then start again at 1. Numbers
-# above it belong to a warm-up, which no statistic includes.
+# Step numbers, which are int32 on the wire, count up to this limit and then start again at 1.
+# Higher numbers belong to a warm-up, which no statistic includes.
 FIRST_WARM_UP_STEP = 2**31 - 2**16
-NUM_SEQUENCE_IDS = 2**30 - 2**17  # ids of requests; a warm-up uses ids above
+NUM_SEQUENCE_IDS = 2**30 - 2**17  # the ids of requests are below; a warm-up's are above
 # Prefixes that were read from disk have ids of their own.
 NUM_LOADED_IDS = 2**16
 FIRST_LOADED = 2**30 - NUM_LOADED_IDS
@@ -248,7 +248,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     A step that samples draws a token after each token that it feeds. A row feeds one token, and may
     feed drafts after it: guesses of the tokens that follow. The next step of the sequence says by
-    its position how many of them were right, and a stage first forgets those that were not.
+    its position how many drafts were right, and a stage first forgets the wrong ones.
     """
 
     number: int
@@ -319,8 +319,8 @@ class Event:
 class StageState(StrEnum):
     """The state of a stage's engine."""
 
-    RENEWING = "renewing"  # It is asked to end or to leave its ring.
-    LEAVING = "leaving"  # It waits for its last step to end.
+    RENEWING = "renewing"  # The engine is asked to end or to leave its ring.
+    LEAVING = "leaving"  # The engine waits for its last step to end.
     STARTING = "starting"
     JOINING = "joining"
     FETCHING = "fetching"
