@@ -27,7 +27,7 @@ class LoadedVersion:
     """A version that ranks may hold: its source, and the answer of each rank that read it."""
 
     source: Source
-    answers: dict[int, AdapterRead]  # by rank
+    answers: dict[int, AdapterRead]  # the answer of each rank
 
     @property
     def num_bytes(self) -> list[int]:

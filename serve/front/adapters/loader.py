@@ -1,7 +1,7 @@
 """Loads LoRA adapters: asks all ranks, waits for their answers, and restores adapters after faults.
 
-All ranks read and check the files first. If none refuses them, the name gets the new version:
-later sequences have it, and running sequences keep theirs until they end.
+All ranks read and check the files first. If no rank refuses the files, the name gets the new
+version: later sequences use it, and running sequences keep their old version until they end.
 `serve.front.adapters.registry` knows which name stands for which version.
 """
 
@@ -120,7 +120,7 @@ class AdapterLoader:
         for word in self._config.lora_modules:
             name, _, path = word.partition("=")
             if name in self.registry.by_name:
-                continue  # It was loaded in an earlier life.
+                continue  # The adapter was loaded in an earlier life.
             try:
                 commit = await self._commit(path, Path())
                 await self._add(name, Source(path, commit=commit), in_place=False)
@@ -162,7 +162,7 @@ class AdapterLoader:
         return pinned.snapshot.commit
 
     async def _add(self, name: str, source: Source, in_place: bool) -> bool:
-        """Returns whether the adapter replaced one of its name."""
+        """Adds an adapter. Returns whether it replaced an adapter of the same name."""
         async with self._lock:
             old = self.registry.check_new(name, in_place)
             version, loaded = await self._load(name, source, old)

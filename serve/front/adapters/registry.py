@@ -80,7 +80,7 @@ class AdapterRegistry:
         return old
 
     def put(self, adapter: Adapter) -> None:
-        """Registers the adapter under its name. It is pinned if the one that it replaces was."""
+        """Registers the adapter under its name. It is pinned if its predecessor was."""
         old = self.by_name.get(adapter.name)
         adapter.is_pinned = old is not None and old.is_pinned
         self.by_name[adapter.name] = adapter

@@ -51,8 +51,7 @@ class ContextWindow:
         return self.cut(ids, num_answer)
 
     def cut(self, ids: list[int], requested: int) -> list[int]:
-        """Returns the kept tokens of a prompt. A keep of -1 keeps as many as fit beside the
-        answer."""
+        """Returns a prompt's kept tokens. A keep of -1 keeps as many as fit beside the answer."""
         if self.keep is None:
             return ids
         keep = self.keep if self.keep > 0 else self.max_context - requested

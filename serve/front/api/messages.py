@@ -153,7 +153,7 @@ class RequestMessage(Tolerant):
         return self.content.thought or None
 
 
-# An assistant's message needs at least one of these.
+# An assistant's message needs at least one of these fields.
 _FIELDS_OF_ASSISTANT = {
     "content",
     "tool_calls",
@@ -313,7 +313,7 @@ def arguments_object(text: str) -> dict[str, Any]:
         return {}
     try:
         arguments = from_json(text, allow_inf_nan=False)
-        json.dumps(arguments, allow_nan=False)  # from_json takes 1e999 for inf.
+        json.dumps(arguments, allow_nan=False)  # `from_json` reads 1e999 as inf.
     except ValueError:
         return invalid_arguments(text)
     return arguments if isinstance(arguments, dict) else invalid_arguments(text)

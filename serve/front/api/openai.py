@@ -45,7 +45,7 @@ Parsed = TypeVar("Parsed", bound=Body)
 
 
 class Lenient(Body):
-    """A body whose unknown fields `parse` ignores. It records their names."""
+    """A body whose unknown fields `parse` ignores. The body records the names of these fields."""
 
     _ignored: tuple[str, ...] = PrivateAttr(default=())
 
@@ -145,7 +145,7 @@ class AllowedTools(Body):
     allowed_tools: Allowed
 
 
-# any is Mistral's and Anthropic's word for required.
+# "any" is Mistral's and Anthropic's word for "required".
 GivenChoice = Literal["none", "auto", "required", "any"] | NamedTool | NamedCustom | AllowedTools
 
 

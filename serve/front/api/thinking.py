@@ -34,7 +34,7 @@ class Thinking:
     budget_param: str = "thinking_token_budget"
 
     def variables(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Returns the template's variables for reasoning. Unknown ones have no effect."""
+        """Returns the template's variables for reasoning. Unknown variables have no effect."""
         marks = tokenizer.dialect.reasoning or _UNMARKED
         return marks.variables(self.effort, self.is_wanted)
 

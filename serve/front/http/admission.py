@@ -211,7 +211,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _is_one_of(token: bytes, keys: Collection[bytes]) -> bool:
-    """Whether token is one of the keys. All are compared, in constant time."""
+    """Whether token is one of the keys. All keys are compared, in constant time."""
     digest = _digest(token)
     return any([hmac.compare_digest(digest, key) for key in keys])
 

@@ -1,4 +1,5 @@
-"""Shares out slow work fairly: clients take turns, so that one with much work delays no other."""
+"""Shares out slow work fairly: clients take turns, so that a client with much work delays no
+other."""
 
 import asyncio
 import itertools
@@ -87,7 +88,7 @@ class FairQueue:
         if own := self._waiting.pop(ended.client, None):
             self._waiting[ended.client] = own
         self._fill_threads()
-        if running.cancelled():  # by `close`
+        if running.cancelled():  # cancelled by `close`
             _refuse(ended, stopping())
             return
         error = running.exception()

@@ -229,8 +229,7 @@ def _labelled(
     label: str,
     values: Mapping[str, float | None],
 ) -> Metric:
-    """Makes a metric with one label. values maps the label's values to numbers; None is left
-    out."""
+    """Makes a metric with one label. values maps the label's values to numbers, if known."""
     family = kind(f"brigade_{name}", meaning, labels=[label])
     for each, value in values.items():
         if value is not None:

@@ -66,7 +66,7 @@ class RequestLog:
         scope[RECORD] = record
         scope[LIMITS] = self._config.constants
         scope[PACE] = self._pace
-        scope[POLICY] = CLIENT  # until a route has matched
+        scope[POLICY] = CLIENT  # This policy applies until a route has matched.
 
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -115,7 +115,7 @@ def error_reply(scope: Scope, error: BrigadeError) -> Mapping[str, Any]:
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes:
-    """Returns a small body in one piece, to parse in the event loop. Raises what `read_parts`
+    """Returns a small body in one piece, to parse in the event loop. Raises as `read_parts`
     does."""
     limits: Constants = scope[LIMITS]
     max_bytes = min(MAX_JOINED_BYTES, limits.max_body_bytes)

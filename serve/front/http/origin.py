@@ -1,7 +1,7 @@
 """The origin of a request: which Host it names, and whether a process on this host sent it.
 
-Without keys, these checks are all that keeps out web pages that point their own name at this
-server (DNS rebinding) and clients behind a proxy. They cannot recognise a plain TCP forwarder.
+Without keys, these checks are all that keeps out web pages that point their own name at this server
+(DNS rebinding) and clients behind a proxy. The checks cannot recognise a plain TCP forwarder.
 """
 
 import ipaddress
@@ -31,7 +31,8 @@ _FORWARDING = re.compile(
 
 class Hosts:
     """The values of Host that need no key. DNS rebinding needs a name, so a server that listens
-    beyond loopback accepts every IP address. Others accept only their own and localhost."""
+    beyond loopback accepts every IP address. Other servers accept only their own address and
+    localhost."""
 
     def __init__(self, bound: str, allowed: Iterable[str]) -> None:
         names = [host_of(name) or name.lower() for name in (bound, *allowed)]

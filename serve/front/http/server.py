@@ -29,7 +29,7 @@ _MAX_PROBE_SECONDS = 5.0
 # While a read is parsed, no other client is served.
 MAX_READ_BYTES = 16 << 10
 # A body that was refused is dropped in larger reads with pauses, to spare the event loop.
-MAX_DISCARDED_BYTES = 128 << 10  # in one read
+MAX_DISCARDED_BYTES = 128 << 10  # bytes that one read may drop
 DISCARD_PAUSE_SECONDS = 0.002
 MAX_HEADERS = 256
 _HEADER_TOO_LARGE = 431

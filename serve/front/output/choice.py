@@ -1,4 +1,4 @@
-"""One answer while it is generated: tokens in, deltas out. It knows no HTTP or engine."""
+"""One answer while it is generated: tokens in, deltas out. A choice knows no HTTP or engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

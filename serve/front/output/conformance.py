@@ -25,7 +25,7 @@ from serve.front.text.schema_check import SchemaChecker, unchecked
 
 MAX_WAIT_SECONDS = 5.0
 
-# Runs a check of this size in a thread, when it is its client's turn.
+# Runs a check of this size in a thread, when it is the client's turn.
 InTurn = Callable[[int, Callable[[], list[Violation]]], Awaitable[list[Violation]]]
 
 

@@ -1,6 +1,6 @@
 """The typed deltas of an answer while it is generated, independent of any API.
 
-The writer of each API turns them into its events. Readers of dialects make some of them.
+The writer of each API turns deltas into its events. Readers of dialects make some deltas.
 """
 
 from collections.abc import Mapping

@@ -59,7 +59,7 @@ class Embeddings(RunningRequest):
         self._generation = generation = self._submit(prompts)
         try:
             async for _ in generation:
-                continue  # until all prompts have ended
+                continue  # Some prompts have not ended yet.
         finally:
             generation.close()
         return [_embedding(generation, number) for number in range(len(prompts))]

@@ -1,4 +1,4 @@
-"""Splits the text of an answer into deltas, as the request demands. It knows no tokens."""
+"""Splits the text of an answer into deltas, as the request demands. A splitter knows no tokens."""
 
 import secrets
 from collections.abc import Iterator

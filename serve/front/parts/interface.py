@@ -48,9 +48,9 @@ NOTHING = PartReady()
 
 
 class SchedulerPart:
-    """A feature that the scheduler consults. It is pure: no clock, socket or array. What it knows
-    about a sequence is kept by the sequence's id, from `added` to `ended`, and what a client may
-    see of it is counted in `Sequence.usage`.
+    """A feature that the scheduler consults. It is pure: no clock, socket or array. A part keeps
+    its facts about a sequence by the sequence's id, from `added` to `ended`, and counts those for
+    the client in `Sequence.usage`.
 
     A part overrides the methods that it needs: the others do nothing. hears lists the types of
     engine messages that it takes.
@@ -115,7 +115,7 @@ class SchedulerPart:
 
     def took(self, sequence: Sequence, tokens: ReadableList[int]) -> None:
         """Takes tokens that became part of an answer: the last ones of `sequence.output`, or none
-        after a failure. `ended` comes after the last of them."""
+        after a failure. `ended` comes after the last tokens."""
 
     def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int | None) -> None:
         """Takes how many drafts of a row the stages have verified, and how many of them became
@@ -123,7 +123,7 @@ class SchedulerPart:
         have spoilt its numbers."""
 
     def reset(self, sequence: Sequence) -> None:
-        """Called when the stages have dropped a sequence. They will compute it again."""
+        """Called when the stages have dropped a sequence. The stages will compute it again."""
 
     def ended(self, sequence: Sequence) -> None:
         """Frees the part's state of a sequence, which has ended."""
@@ -152,7 +152,7 @@ class SchedulerPart:
         return NOTHING
 
     def ready(self) -> PartReady:
-        """Returns further work, if there is any. It is called after each step."""
+        """Returns further work, if there is any. This is called after each step."""
         return NOTHING
 
     # --- a step
@@ -167,7 +167,7 @@ class SchedulerPart:
         is_prefilling: bool,
     ) -> ReadableList[ReadableList[int]] | None:
         """Returns the drafts that each row of a step should feed after its newest token, or None.
-        They are left out if there is no room for them."""
+        Drafts are left out if there is no room for them."""
         return None
 
     def after(self, fed: Fed) -> ReadableList[AnyOp]:

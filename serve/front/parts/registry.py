@@ -7,7 +7,7 @@ from serve.front.parts.drafts import speculation as drafts
 from serve.front.parts.embeddings import part as embeddings
 from serve.front.parts.interface import SchedulerPart
 
-# They are asked in this order.
+# The parts are asked in this order.
 PARTS: list[type[SchedulerPart]] = [
     embeddings.EmbeddedPrompts,
     drafts.Speculation,

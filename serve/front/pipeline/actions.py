@@ -27,7 +27,7 @@ class RenewEngine:
 
 @dataclass(frozen=True, slots=True)
 class AskForPlan:
-    """Asks rank 0's engine for a plan, as MakePlan says. It reports Planned or Fault."""
+    """Asks rank 0's engine for a plan, as MakePlan says. The engine reports Planned or Fault."""
 
     request: PlanRequest
     link: Link | None = None

@@ -18,7 +18,7 @@ _CHUNK_BY_DECODE = 2.2
 _CHUNK_BY_DECODE_ALONE = 1.6
 # The time that a chunk may take while nobody decodes, even if _WAIT_SECONDS allow less. Reading the
 # weights is then a tenth of it.
-_CHUNK_WITHOUT_DECODING = 10.0  # decode steps
+_CHUNK_WITHOUT_DECODING = 10.0  # in decode steps
 _WAIT_SECONDS = 1.0  # how long chunks of other prompts may delay a new prompt
 _MIN_CHUNK_BESIDE_DECODING = 8
 _UNKNOWN_CHUNK = 32

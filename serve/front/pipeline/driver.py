@@ -55,7 +55,7 @@ class Receiver(Protocol):
 
     @property
     def hears(self) -> tuple[type, ...]:
-        """The types of its messages."""
+        """The types of the messages that the receiver takes."""
 
     def on_message(self, rank: int, message: Any) -> None:
         """Takes a message of the engine of a rank."""

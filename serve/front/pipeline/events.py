@@ -1,6 +1,6 @@
 """The events that move the life cycle of the engines from one state to the next.
 
-Some events answer an action and carry the number of its life.
+Some events answer an action and carry the number of the action's life.
 """
 
 from dataclasses import dataclass

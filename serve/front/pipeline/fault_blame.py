@@ -36,7 +36,7 @@ class FaultBlame:
         self._num_faults_alone = 0
         self._faults: dict[int, list[int]] = {}  # the faults that each sequence saw
         self._num_since_token: Counter[int] = Counter()
-        self._num_kept: dict[int, int] = {}  # tokens of each sequence that outlived a fault
+        self._num_kept: dict[int, int] = {}  # the tokens that outlived a fault, by sequence
         self._explained: set[int] = set()
         self._queue: list[int] = []
         self._latest: list[int] = []  # the sequences that saw the latest fault
@@ -60,8 +60,8 @@ class FaultBlame:
 
     def clear_if_further(self, sequence_id: int, num_tokens: int) -> None:
         """Clears a sequence if all engines hold num_tokens of its tokens after a fault, and held
-        fewer after each earlier fault. Its steps have succeeded since then, and a long prompt may
-        be computed for minutes before its first token."""
+        fewer after each earlier fault. Then its steps have succeeded, and a long prompt may be
+        computed for minutes before its first token."""
         if num_tokens > self._num_kept.get(sequence_id, 0):
             self._num_kept[sequence_id] = num_tokens
             self.clear(sequence_id)

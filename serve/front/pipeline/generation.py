@@ -84,7 +84,7 @@ class Generation:
 
     @property
     def phase(self) -> Phase:
-        """The furthest phase of its sequences."""
+        """The furthest phase of the request's sequences."""
         held = [sequence for sequence in self._sequences if sequence.is_held]
         if any(sequence.num_computed >= sequence.num_to_prefill for sequence in held):
             return "decode"

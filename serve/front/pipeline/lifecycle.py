@@ -208,7 +208,7 @@ class Lifecycle:
             case State.HANDLING_FAULT:
                 self._judge()
             case State.PREPARING | State.RENEWING | State.FAILED | State.CLOSED:
-                pass  # They have no deadline.
+                pass  # The other states have no deadline.
 
     def _on_plan_overdue(self) -> None:
         """Gives up on a plan. If the engine has planned this model before, it hangs; otherwise the

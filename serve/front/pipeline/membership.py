@@ -72,10 +72,10 @@ class Membership:
         self.joined: dict[int, Joined] = {}  # the other ranks that are there
         self.unfit: set[int] = set()  # ranks whose engines can never work with the others
         self.is_restart = False  # whether an earlier life has ended
-        self._link: Link | None = None  # the slowest one, if the layout is chosen by it
-        self._choices: dict[tuple[int, ...], str] = {}  # why layouts were chosen, by their ring
+        self._link: Link | None = None  # the slowest link, if it decides the layout
+        self._choices: dict[tuple[int, ...], str] = {}  # for each ring, why its layout was chosen
         self._plans: dict[tuple[int, ...], list[StagePlan] | PlanError] = {}
-        self._planned_ring: tuple[int, ...] = ()  # the ranks of the latest plan that was asked for
+        self._planned_ring: tuple[int, ...] = ()  # the ranks of the latest requested plan
         self._working_ring: tuple[int, ...] = ()  # the latest ring that worked
 
     # --- the ranks
@@ -218,7 +218,7 @@ class Membership:
         return not is_chosen and not self._plans
 
     def on_links_measured(self, link: Link | None, silent: int | None) -> Outcome:
-        """Takes the slowest link. It is None if a rank was lost, or silent."""
+        """Takes the slowest link. link is None if a rank was lost, or silent."""
         if link is None and (silent is None or self.missing):
             return self.gather()  # The links are measured again when the lost rank is back.
         if silent is not None:

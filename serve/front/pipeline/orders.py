@@ -106,7 +106,7 @@ def _draft_source(config: ServeConfig) -> DraftSource | None:
 
 
 def _of_ranks(amounts: str | None, ranks: Sequence[int]) -> str | None:
-    """Returns the amounts of these ranks from a flag that has those of all ranks."""
+    """Returns the amounts of these ranks, from a flag with the amounts of all ranks."""
     if amounts is None:
         return None
     own = memory_of(amounts, ranks)

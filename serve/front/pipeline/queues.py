@@ -16,7 +16,7 @@ class Waiting:
 
     def __init__(self, order: PrefillOrder) -> None:
         self._order = order
-        self.new: list[Sequence] = []  # the oldest first
+        self.new: list[Sequence] = []  # new sequences, the oldest first
         self._put_back: deque[Sequence] = deque()
         self._copies: list[Sequence] = []
         self._blocked: list[Sequence] = []

@@ -261,7 +261,7 @@ class Requests:
         return positions
 
     def on_message(self, rank: int, message: object) -> None:
-        """Takes a message from a rank's engine. Its type is one of those in hears."""
+        """Takes a message from a rank's engine. Its type is in hears."""
         if isinstance(message, Result):
             self.on_result(message)
             return

@@ -107,7 +107,7 @@ class Scheduler:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps without a result so far."""
+        """The number of steps without a result so far."""
         return len(self._in_flight)
 
     @property
@@ -209,7 +209,7 @@ class Scheduler:
             self._perform(part.clear())
 
     def run_alone(self, sequence_id: int | None) -> None:
-        """Makes all other sequences wait, even running ones. With None, all run."""
+        """Makes all other sequences wait, even running ones. With None, all sequences run."""
         if sequence_id == self._alone:
             return
         self._alone = sequence_id
@@ -300,7 +300,7 @@ class Scheduler:
         return any(must_wait(group, is_prefilling) for must_wait in self._hooks.must_wait)
 
     def _drafts(self, sequences: list[Sequence]) -> ReadableList[ReadableList[int]]:
-        """Returns the drafts of each row, or nothing if no row has any. They displace nothing."""
+        """Returns the drafts of each row, or nothing if no row has any. Drafts displace nothing."""
         for drafts_of in self._hooks.drafts:
             drafts = drafts_of(sequences, bool(self.prefilling))
             if drafts and any(drafts):
@@ -464,7 +464,7 @@ class Scheduler:
         return Admission(sequence, key, self.budget.kept, self.reuse, original)
 
     def _begin(self, admission: Admission) -> None:
-        """Begins a sequence as a copy of its match, if it has one."""
+        """Begins a sequence, as a copy of its match if there is one."""
         sequence = admission.sequence
         if admission.match and not self.budget.kept.has_match(admission.match):
             admission = self._admission(sequence)  # The match was dropped to make room.
@@ -592,7 +592,7 @@ class Scheduler:
         return max_tokens is None or self._make_room(min(wanted, max_tokens - running))
 
     def _make_room(self, num_tokens: int) -> bool:
-        """Drops kept sequences, then sends running ones back; False if a result has to come."""
+        """Drops kept sequences, then sends running ones back; False if that waits for a result."""
         while not self.budget.make(self._num_running_tokens + num_tokens):
             running = [s for s in self._live.values() if s not in self.waiting]
             if self._leaving or len(running) < 2:

@@ -273,8 +273,7 @@ class StageStatus:
         return f"rank {self.rank}: {self.state} {share:.0%}"
 
     def line(self) -> str:
-        """Returns the status as one line of the log. A stage that is ready knows its byte
-        counts."""
+        """Returns the status as one line of the log. Bytes are known once the stage is ready."""
         words = [f"event=stage_{self.state}", f"rank={self.rank}"]
         if self.plan:
             start, end = self.plan.layers

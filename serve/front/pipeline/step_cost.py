@@ -3,7 +3,7 @@ long a token takes, by the number of tokens before it."""
 
 _DECAY = 0.97  # the factor of the weight of earlier steps, for each new step
 _PRIOR_SHARE = 0.06  # cost of one more token, as a share of a step, until measured
-_PRIOR_WEIGHT = 4.0  # in squares of tokens
+_PRIOR_WEIGHT = 4.0  # the weight of _PRIOR_SHARE, in squares of tokens
 
 
 class StepCost:
@@ -11,7 +11,7 @@ class StepCost:
 
     def __init__(self) -> None:
         self._weight = 0.0
-        self._tokens = 0.0  # weighted means
+        self._tokens = 0.0  # the weighted mean of tokens
         self._seconds = 0.0
         self._variance = 0.0  # weighted sums of squares and products of deviations from the means
         self._covariance = 0.0

@@ -1,7 +1,7 @@
 """Runs a few steps before clients come, so that every rank has its graphs and kernels.
 
-They are ordinary steps, from a scheduler that is used for nothing else. Their sequences belong to
-no request, and all ranks drop them at the end.
+The steps are ordinary ones, from a scheduler that is used for nothing else. Their sequences belong
+to no request, and all ranks drop these at the end.
 """
 
 import asyncio

@@ -12,7 +12,7 @@ from serve.core.types import StageState
 from serve.front.pipeline.states import State
 from serve.front.pipeline.status import StageStatus
 
-WATCH_SECONDS = 0.5  # between two looks at engines that work
+WATCH_SECONDS = 0.5  # the pause between two looks at engines that work
 # How long a parent may be silent: it waits until its engine leaves its ring or ends (15 s, see
 # serve.parent.engine), and starts another one. While the engine computes, the parent sends signs.
 RENEW_SECONDS = 20.0
@@ -102,7 +102,7 @@ def stall_alarm(
 
 
 def is_silent(stage: StageStatus, now: float) -> bool:
-    """Whether the engine of a stage has stopped reporting. It reports even while it computes."""
+    """Whether a stage's engine has stopped reporting. Engines report even while they compute."""
     return stage.state is StageState.READY and now - stage.timeline.heard_at > _SILENT_SECONDS
 
 

@@ -22,7 +22,7 @@ def boundaries(
     tokenizer: Tokenizer,
     adds_special_tokens: bool = False,
 ) -> tuple[int, ...]:
-    """Returns the numbers of tokens that a prompt has in common with the later ones. ids are the
+    """Returns the numbers of tokens that a prompt has in common with each later prompt. ids are the
     tokens of text. For each later prompt, at most about half of either text is encoded."""
     found: set[int] = set()
     for other in later:

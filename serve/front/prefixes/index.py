@@ -68,7 +68,7 @@ class PrefixIndex:
 
     def __init__(self, state_tokens: int = 0) -> None:
         self._kept: OrderedDict[int, PrefixKey] = OrderedDict()
-        self._num_uses: dict[int, int] = {}  # of kept sequences and checkpoints
+        self._num_uses: dict[int, int] = {}  # for each kept sequence and checkpoint
         self._next_use = 0
         self._trees: dict[PrefixKey, PrefixTree] = {}
         self._running: dict[int, tuple[Sequence, PrefixKey]] = {}
@@ -98,7 +98,7 @@ class PrefixIndex:
             gone.sequences.append(next(iter(self._kept)))
         for id in gone.sequences:
             gone.checkpoints.extend(self.forget(id))
-        # forget removes a tree with its last sequence, so it may have to be added again.
+        # `forget` removes a tree with its last sequence, so it may have to be added again.
         self._trees.setdefault(key, tree).add(sequence_id, tokens)
         self._kept[sequence_id] = key
         self._use(sequence_id)
@@ -154,7 +154,7 @@ class PrefixIndex:
 
     def holds(self, write: Write, num_running_tokens: int = 0) -> bool:
         """Whether the stages still hold the content of a file that is to be written. They hold all
-        that is written of a kept sequence, and num_running_tokens tokens of a running one."""
+        written tokens of a kept sequence, and num_running_tokens tokens of a running one."""
         has_checkpoint = write.checkpoint == NO_CHECKPOINT or write.checkpoint in self._num_uses
         has_sequence = write.sequence in self._kept or write.end <= num_running_tokens
         return has_sequence and has_checkpoint

@@ -7,7 +7,7 @@ from serve.front.prefixes.checkpoints import NO_SHARING, PrefixKey, Sharing, Sto
 from serve.front.prefixes.counts import PrefixCounts
 from serve.front.prefixes.index import Gone, PrefixIndex
 
-_MAX_STATE_SHARE = 0.25  # of all room: larger checkpoints would displace all kept sequences
+_MAX_STATE_SHARE = 0.25  # share of the room: larger states would displace all sequences
 
 
 class KvBudget:
@@ -145,7 +145,7 @@ class KvBudget:
 
     def num_free(self, num_running_tokens: int) -> int | None:
         """Returns the room beside running sequences for the tokens of another one, if all that is
-        kept is dropped. None: no limit."""
+        kept is dropped; None without a limit."""
         if self.max_tokens is None:
             return None
         return self.max_tokens - num_running_tokens - self.state_tokens

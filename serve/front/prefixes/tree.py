@@ -144,7 +144,7 @@ def _join(node: _Node) -> None:
 
 
 def common_length(a: ReadableList[object], b: ReadableList[object]) -> int:
-    """Returns the length of the common beginning. It is a binary search, because comparing slices
+    """Returns the length of the common beginning. A binary search is used, because comparing slices
     is a hundred times faster than comparing elements."""
     low, high = 0, min(len(a), len(b))
     if a[:_NUM_FIRST] != b[:_NUM_FIRST]:

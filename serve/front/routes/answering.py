@@ -34,7 +34,7 @@ from serve.front.text.pooling import PoolingKind, pooling_of
 from serve.front.text.schema_check import SchemaChecker
 from serve.front.text.tokens import Tokenizer
 
-# Each checks a client's grammars with a process of its own.
+# Each thread checks a client's grammars with a process of its own.
 _NUM_GRAMMAR_THREADS = 2
 _MAX_WAITING_GRAMMARS = 256
 WARM_UP_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -19,7 +19,7 @@ from serve.front.text.markdown import rendered
 PATH = "/ui"
 # The files are the same on every server and hold no secrets, so they need no key.
 _FILES = Policy(access=Access.OPEN, ignores_load=True)
-# One text at a time, so that many of them do not slow down the rest of the server.
+# One text at a time, so that many texts do not slow down the rest of the server.
 _rendering = ThreadPoolExecutor(1, "markdown")
 
 

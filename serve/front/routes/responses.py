@@ -27,7 +27,7 @@ from serve.front.routes.answering import Answering, log_number
 from serve.front.routes.stream import NAMED, json_response, stream_reply, whole_reply
 from serve.front.text.tokens import Tokenizer
 
-# include has no effect: a response is always returned whole.
+# `include` has no effect: a response is always returned whole.
 _INCLUDE = {"type": "array", "items": {"type": "string"}}
 _QUERY: Json = {"include": _INCLUDE, "include[]": _INCLUDE}
 

@@ -1,7 +1,7 @@
 """Runs mlx-lm's parsers of tool calls in processes that can be stopped.
 
-They read text that a client can make a model write, and some take quadratic time. Run as a program,
-this is the process in which one of them works.
+Parsers read text that a client can make a model write, and some take quadratic time. Run as a
+program, this module is the process in which a parser works.
 """
 
 import sys

@@ -1,5 +1,5 @@
-"""Checks whether a grammar can be followed. It runs in a separate process, because llguidance does
-not limit the time, memory and stack that this takes, and only a process can be stopped."""
+"""Checks whether a grammar can be followed. This runs in a separate process, because llguidance
+does not limit the time, memory and stack that it uses, and only a process can be stopped."""
 
 import os
 import re

@@ -117,7 +117,7 @@ def _joined(base: str, uri: str) -> str:
         return uri
     try:
         return urldefrag(urljoin(base, uri)).url
-    except ValueError:  # It is not a URI.
+    except ValueError:  # One of the texts is not a URI.
         return uri
 
 

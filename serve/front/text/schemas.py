@@ -38,7 +38,7 @@ _SINGLE = ("items", "additionalProperties", "contains", "additionalItems", "unev
 _ALTERNATIVES = ("anyOf", "oneOf")
 _COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-# A schema with one of these states itself which other keys are allowed.
+# A schema with one of these keywords says itself which other keys are allowed.
 _SAYS_OTHER_KEYS = (
     "additionalProperties",
     "unevaluatedProperties",
@@ -162,7 +162,7 @@ class _Closing:
         if not isinstance(schema, dict) or id(schema) in self._open_ids:
             return schema
         if self._is_other_document(schema):
-            return _Closing(schema).close(schema)  # References inside it are relative to it.
+            return _Closing(schema).close(schema)  # This schema is its own document.
         closed = dict(schema)
         for name, named in _present(schema, _MAPS, dict):
             closed[name] = {key: self.close(part) for key, part in named.items()}
@@ -245,7 +245,7 @@ def _children(schema: Schema, parts: tuple[str, ...]) -> Iterator[Any]:
 
 
 def _present(schema: Schema, names: Iterable[str], kind: type[Kind]) -> Iterator[tuple[str, Kind]]:
-    """Yields those of names that have a value of this kind in the schema, and the values."""
+    """Yields each of names whose value in the schema is of this kind, with the value."""
     for name in names:
         value = schema.get(name)
         if isinstance(value, kind):

@@ -18,7 +18,7 @@ Schema = dict[str, Any]
 Clean = Callable[[Any], Any]
 
 _TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
-# The keywords that hold schemas: one, a list of them, or several by name.
+# The keywords that hold schemas: one schema, a list of schemas, or several by name.
 _ONE = (
     "additionalItems",
     "additionalProperties",
@@ -36,7 +36,7 @@ _SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems")
 _NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 _HOLDING_SCHEMAS = {*_ONE, *_SEVERAL, *_NAMED}
 _MAX_NUMBER = 2**53  # A larger number is not exact in JSON.
-_MIN_STEP, _MAX_STEP = 1e-6, 1e9  # of multipleOf, for llguidance
+_MIN_STEP, _MAX_STEP = 1e-6, 1e9  # the limits of multipleOf in llguidance
 _DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[4-7]|draft/20(19-09|20-12))/schema#?")
 _CATEGORY = re.compile(r"\\[pP](?:\{[^}]*\}|[A-Z])")
 _URI = re.compile(r"[\w.~:/?#@!$&'()*+,;=%-]+", re.ASCII)

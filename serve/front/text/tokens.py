@@ -513,7 +513,7 @@ def _max_token_bytes(backend: Any) -> int | None:
         return None
     if any(token.lstrip or token.rstrip for token in added):
         return None
-    base_lengths = map(len, base)  # a character for each byte
+    base_lengths = map(len, base)  # base has a character for each byte
     added_lengths = [len(token.content.encode()) for token in added]
     longest = max([1, *base_lengths, *added_lengths])
     return longest * _MAX_SHRINKAGE_OF_NFC if normalizers else longest

@@ -22,7 +22,7 @@ _PRIVATE = "brigade_mlx_lm_"
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """A call between start and end ("": the answer's end). parse takes the text of a call and
-    OpenAI's tools, and returns {"name", "arguments"} or a list. It may raise anything."""
+    OpenAI's tools, and returns {"name", "arguments"} or a list. parse may raise anything."""
 
     start: str
     end: str

@@ -1,4 +1,4 @@
-"""Decides where the bodies of requests are read, so that large ones do not delay small ones.
+"""Decides where the bodies of requests are read, so that large bodies do not delay small ones.
 
 Small bodies are read in threads; requests that need no answer of the model have a thread of their
 own. Helper processes read larger bodies, which wait in two queues: up to a megabyte, and above.

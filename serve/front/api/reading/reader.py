@@ -1,6 +1,6 @@
 """Reads the bodies of requests: turns bytes into a job for the model, or into a finished reply.
 
-It knows no HTTP and no cluster. Long bodies are read in a helper process
+Readers know no HTTP and no cluster. Long bodies are read in a helper process
 (`serve.front.api.reading.process`), so the results can be sent as messages.
 """
 

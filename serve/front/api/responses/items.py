@@ -201,8 +201,7 @@ class ToolItem(_Item):
 
 
 class ReasoningItem(_Item):
-    """A thought. The reasoning before an answer. If another server encrypted it, its summary is
-    used."""
+    """The reasoning before an answer. If another server encrypted it, its summary is used."""
 
     type: Literal["reasoning"]
     summary: PartList | None = None

@@ -140,8 +140,7 @@ class OfferedTools:
 
 
 def offer_of(declared: Iterable[ToolDeclaration]) -> OfferedTools:
-    """Returns the offered tools. Of several tools with one name, the last counts. Raises
-    RequestError."""
+    """Returns the offered tools. Of tools with one name, the last counts. Raises RequestError."""
     found: dict[tuple[str, str, str | None], tuple[OfferedTool, Function]] = {}
     hosted: dict[str, None] = {}
     for each in declared:
@@ -337,8 +336,7 @@ _DEFINED: dict[str, Function] = {
 
 
 def call_fields(kind: Kind, text: str) -> Json | None:
-    """Returns the fields of a call's item from its arguments (text); None if they do not fit the
-    tool."""
+    """Returns the fields of a call's item from its arguments; None if they do not fit the tool."""
     arguments = as_object(text)
     if arguments is None:
         return None

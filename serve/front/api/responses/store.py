@@ -1,7 +1,7 @@
 """The stored responses, which later requests can continue, read or refer to.
 
-They are stored as JSON. The event loop never parses it, because a client may have put megabytes
-into one item.
+Responses are stored as JSON. The event loop never parses it, because a client may have put
+megabytes into one item.
 """
 
 from collections import OrderedDict

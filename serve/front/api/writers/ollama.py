@@ -36,7 +36,7 @@ class OllamaWriter(Writer):
         self._score_writer = ScoreWriter(tokenizer)
         self._scores: list[Score] = []  # for tokens whose line is still to come
         self._started = time.monotonic()
-        self._first: float | None = None  # when the first token came
+        self._first: float | None = None  # the time of the first token
         self._name = ""
         self._arguments = StringIO()
 

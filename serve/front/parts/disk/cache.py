@@ -293,7 +293,7 @@ class DiskCache:
         num_prompt: int,
         found: Found | None,
     ) -> Iterator[Write]:
-        """Yields the files of a sequence that come after the ones that were found."""
+        """Yields the files of a sequence that come after the files that were found."""
         if found:
             name, start = found.names[-1], found.num_tokens
         else:

@@ -35,7 +35,7 @@ class DiskPrefixes(SchedulerPart):
         self.counts = DiskCounts()
         self._rules = rules
         self._cache: DiskCache | None = None
-        self._stored: dict[int, PrefixFiles] = {}  # what each rank has at the start
+        self._stored: dict[int, PrefixFiles] = {}  # the files that each rank has at the start
         self._must_clear = False
         # Sequences whose prefix is not looked for again in this life of the engines.
         self._tried: set[int] = set()
@@ -77,7 +77,7 @@ class DiskPrefixes(SchedulerPart):
 
     def clear(self) -> PartReady:
         if self._cache is None:
-            self._must_clear = True  # Clears when the engines work again.
+            self._must_clear = True  # The cache is cleared when the engines work again.
             return NOTHING
         return _sent(self._cache.clear())
 

@@ -50,7 +50,8 @@ class Acceptance:
 
 class HitShares:
     """Recent shares of tokens with a right guess and of tokens with any guess, each by whether the
-    token before had a match. They start at the values of prior, which counts the same tokens."""
+    token before had a match. The shares start at the values of prior, which counts the same
+    tokens."""
 
     def __init__(self, prior: "HitShares | None" = None) -> None:
         self._prior = prior

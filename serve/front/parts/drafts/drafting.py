@@ -44,7 +44,7 @@ class Drafting(SchedulerPart, ABC):
         super().__init__(config)
         self.is_on = config.draft_model != "none"
         self.counts = DraftCounts()
-        self.drafted: dict[int, Drafted] = {}  # by sequence id
+        self.drafted: dict[int, Drafted] = {}  # what is known of each sequence, by its id
         self._awaited: set[int] = set()  # sequences with drafts or guesses under way
         self._guessed: set[int] = set()  # sequences with guesses
 
@@ -146,7 +146,7 @@ class Drafting(SchedulerPart, ABC):
         """Stores the draft model's guesses, for rows of which no later step is under way."""
         outputs = result.outputs_of(Guesses)
         if not outputs and not self._awaited and not self._guessed:
-            return  # as in most steps
+            return  # Most steps end here.
         for n, sequence in enumerate(sequences):
             if sequence.num_pending:
                 continue

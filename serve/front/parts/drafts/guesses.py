@@ -5,7 +5,7 @@ from serve.front.parts.drafts.acceptance import Acceptance, HitShares, net_gain
 from serve.front.parts.drafts.draft import Draft, Drafter
 from serve.front.parts.drafts.suffixes import Match, Suffixes
 
-_MAX_INDEXED = 32_768  # tokens of a prediction, and the last ones of a prompt
+_MAX_INDEXED = 32_768  # tokens of a prediction, and last tokens of a prompt
 # Limits for the tokens that are learned between two steps, so that streams do not wait for this.
 # Comparing a token with its guess takes longer than adding it.
 _MAX_ADDED_AT_ONCE = 4_096

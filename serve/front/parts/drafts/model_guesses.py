@@ -14,7 +14,7 @@ _NEW_SHARE_OF_ALL = 0.01  # the same in the share of all sequences
 _DECAY = 0.002
 _MIN_GAIN = 1.1  # With guesses, the next step cannot be sent before its tokens are known.
 _READ_TOGETHER = 4  # The draft model reads a few new tokens in no extra time.
-_NUM_TOKENS_READ = 256  # at most, of a text that is new to the draft model
+_NUM_TOKENS_READ = 256  # the most that are read of a text that is new to the draft model
 _EXPECTED_TOKENS = 64  # Most answers end before their limit.
 _MIN_RETURN = 2.0  # the least time saved, per time spent on reading a text
 

@@ -34,7 +34,7 @@ class Suffixes:
         self._tokens.append(token)
 
     def match(self) -> Match | None:
-        """Returns the longest match among the latest places; of equally long ones, the latest."""
+        """Returns the longest match among the latest places; of equal ones, the latest."""
         if len(self._tokens) < 2:
             return None
         best: Match | None = None

@@ -25,7 +25,7 @@ class JsonValue:
         self._depth = 0
         self._is_in_string = False
         self._is_escaping = False
-        self._is_scalar: bool | None = None  # unknown before the first character
+        self._is_scalar: bool | None = None  # None before the first character
 
     def end(self, text: str) -> int | None:
         """Returns the length of the text that belongs to the value; None if the value goes on."""

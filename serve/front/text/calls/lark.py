@@ -51,7 +51,7 @@ class Lark:
         return self._definition("r", body, options)
 
     def _definition(self, kind: str, body: str, options: str) -> str:
-        """Returns the name of a rule or a terminal. Equal ones share a name."""
+        """Returns the name of a rule or a terminal. Equal definitions share a name."""
         key = f"{kind}{options} {body}"
         next_name = f"{kind}{len(self._names)}"
         name = self._names.setdefault(key, next_name)

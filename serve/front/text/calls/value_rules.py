@@ -17,7 +17,7 @@ _ANY_NAME = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 _TEXT_LIMITS = ("minLength", "maxLength", "pattern")
 _ANY_TEXT = r"(.|\n)*"
 _END = re.compile(r"(?<!\\)(?:\\\\)*\$$")  # a $ at the end that is not escaped
-# An escape, a class, or a character with a meaning outside of these.
+# An escape, a character class, or a character with a meaning outside of classes.
 _TOKEN = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[\^$|()/]", re.DOTALL)
 
 

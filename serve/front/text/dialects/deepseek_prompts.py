@@ -168,7 +168,7 @@ def _calls(calls: Sequence[dict[str, Any]]) -> str:
         arguments = json.loads(function["arguments"])
         parameters = [_parameter(name, value) for name, value in arguments.items()]
         lines.append(f'<｜DSML｜invoke name="{function["name"]}">')
-        lines.append("\n".join(parameters))  # an empty line if there are none
+        lines.append("\n".join(parameters))  # without parameters, an empty line
         lines.append("</｜DSML｜invoke>")
     lines.append("</｜DSML｜tool_calls>")
     return "\n".join(lines)

@@ -63,8 +63,7 @@ _EFFORTS = ("low", "medium", "high")
 
 @dataclass(frozen=True, slots=True)
 class ModelTraits:
-    """The traits that decide a dialect. vocabulary maps tokens to ids; template_type is
-    mlx-lm's."""
+    """Traits that decide a dialect. vocabulary maps tokens to ids; template_type is mlx-lm's."""
 
     template: str
     vocabulary: Mapping[str, int]
@@ -210,7 +209,7 @@ def _reads(model: ModelTraits, variable: str) -> bool:
 def _variables(template: str) -> frozenset[str]:
     """Returns the variables that a template expects from outside."""
     environment = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
-    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # a tag of transformers
+    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # removes a tag of transformers
     try:
         return frozenset(meta.find_undeclared_variables(environment.parse(plain)))
     except TemplateError:

@@ -12,7 +12,7 @@ from serve.front.text.dialects.interface import CallFormat, Dialect, ReasoningFo
 from serve.front.text.schemas import TOOLS
 from serve.front.text.sound_schemas import sound_tools
 
-_CONTENT = "@content"  # the name of a grammar
+_CONTENT = "@content"  # how rules refer to the grammar of the content
 # How calls without a mark begin: other JSON is an ordinary answer.
 _UNMARKED = r"/[ \n\t]*\{[ \n\t]*\"name\"[ \n\t]*:(.|\n)*/"
 

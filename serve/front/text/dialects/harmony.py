@@ -31,7 +31,7 @@ _RETURN = "<|return|>"
 _CONSTRAIN = "<|constrain|>"
 _ENDS = (_END, _CALL, _RETURN, _START)
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_ENDED_RECIPIENT = re.compile(rf"{_RECIPIENT.pattern}[\s<]")  # in a header that is cut off
+_ENDED_RECIPIENT = re.compile(rf"{_RECIPIENT.pattern}[\s<]")  # complete in a header that is cut off
 _NAMESPACE = "functions."
 
 

@@ -47,7 +47,7 @@ class ReasoningFormat:
     start: str
     end: str
     switch: str | None = None
-    states: tuple[Any, Any] = (False, True)  # off and on
+    states: tuple[Any, Any] = (False, True)  # values for off and on
     effort: str | None = None
     efforts: tuple[str, ...] = ()
 

@@ -21,7 +21,7 @@ from serve.front.text.calls.parts import (
 from serve.front.text.dialects.interface import AnswerReader, CallFormat, ReasoningFormat
 
 # After this many texts that begin like calls but are not, the rest is read as text, because each
-# of them is read a second time.
+# such text is read a second time.
 _MAX_FAILURES = 16
 
 _logger = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
-"""System messages, for templates that accept only one, at the start. Agents send more of them:
-hints in the middle of a conversation, or a developer's message after the system's."""
+"""System messages, for templates that accept only one, at the start. Agents send more: hints in the
+middle of a conversation, or a developer's message after the system's."""
 
 from typing import Any
 
