@@ -1,6 +1,6 @@
 """Reads and checks the description of an adapter in its folder, in mlx-lm's format or PEFT's.
 
-It reads no weights and needs no MLX: ranks, scales and modules come from adapter_config.json and
+This reads no weights and needs no MLX: ranks, scales and modules come from adapter_config.json and
 from the header of a safetensors file. The stages check whether they fit the model.
 """
 
@@ -193,7 +193,7 @@ def _digest(
 ) -> str:
     header: list[tuple[Any, ...]] = []
     for name, tensor in sorted(tensors.items()):
-        _, *described = tensor  # without the file's path, which differs between hosts
+        _, *described = tensor  # all but the file's path, which differs between hosts
         header.append((name, *described))
     fields = sorted(config.items())
     text = repr((fields, header, samples))

@@ -1,7 +1,7 @@
 """Modules of a model that adapters add to. Each row of a batch can have a different adapter.
 
-Each adapter has a slot. A module holds the matrices of all slots, and each row of a batch is
-multiplied by those of its slot. Slot 0 means no adapter: its matrices are always zero.
+Each adapter has a slot. A module holds the matrices of all slots, and multiplies each row of a
+batch by the matrices of the row's slot. Slot 0 means no adapter: its matrices are always zero.
 """
 
 import functools

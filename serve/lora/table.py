@@ -71,7 +71,7 @@ class Adapters:
         self._num_slots = 0
         self._adapted: dict[str, Adapted] = {}
         self._rows = Rows()
-        self._has_changed = False  # whether the last step's adapters differ
+        self._has_changed = False  # whether adapters changed since the last step
 
     @property
     def num_bytes(self) -> int:
@@ -197,8 +197,7 @@ class Adapters:
         return copy
 
     def copy(self) -> None:
-        """Writes a copy of the adapter that was read last. Rank 0 already has the answer about
-        it."""
+        """Writes a copy of the adapter that was read last. Rank 0 already has its answer."""
         if self._copies and self._uncopied:
             copies.write(self._copies, *self._uncopied, self._division)
         self._uncopied = None

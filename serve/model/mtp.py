@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from serve.hub.partial import PartialModel
 
 _HEAD = "lm_head"  # the model's head, which its prediction head uses too
-_MAX_NAMED = 3  # missing tensors in an error
+_MAX_NAMED = 3  # the most missing tensors that an error names
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +262,7 @@ def _own_quantization(
 
 def _renamed(name: str, prefix: str, family: Family) -> str | None:
     """Returns the name of a tensor in the model with one layer, None for other tensors. Others are
-    the copies of the embedding and of the model's head in the prediction heads of some
-    checkpoints."""
+    copies of the embedding and of the model's head, which some checkpoints contain."""
     if name.startswith(("model.embed_tokens.", "lm_head.")):
         return name
     rest = name.removeprefix(prefix)

@@ -263,8 +263,8 @@ class _Layer:
         arrays: Mapping[str, mx.array],
     ) -> list[dict[str, mx.array]]:
         """Computes for each shard the derivatives of its part of a matrix's inputs with respect to
-        all matrices' outputs and to arrays. A derivative is not zero where the part depends on
-        it."""
+        all matrices' outputs and to arrays. Where the part depends on one, its derivative is not
+        zero."""
         probe = self.probe
         names = [*self.names, *arrays]
         primals: list[mx.array] = []

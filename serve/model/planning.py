@@ -1,6 +1,6 @@
 """Makes a plan for a model: measures its costs, splits it, and computes what each rank will hold.
 
-It loads no weights and evaluates nothing.
+Planning loads no weights and evaluates nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -270,8 +270,8 @@ def balance(
     demands: Sequence[Demand],
     memory: Sequence[int] | None,
 ) -> list[LayerRange]:
-    """Returns the best split for the first demand that fits. It has no impossible cuts and, if that
-    can be avoided, no cuts that send the context's keys and values in each step."""
+    """Returns the best split for the first demand that fits. This split has no impossible cuts and,
+    if possible, no cuts that send the context's keys and values in each step."""
     layers = list(model.layers)
     trial = Trial(model, layers, cached=True)
     growing = growing_values(model, layers)

@@ -28,7 +28,7 @@ _STEPS = (4, 1)  # tokens: a prompt, and the token after it
 _NUM_ROWS = 2
 _MAX_SIZE = 1 << 22  # Larger arrays outside of matrices stay NaN, so that nothing can be proved.
 _TINY = 1e-20
-TOLERANCE = 1e-4  # relative to the largest value
+TOLERANCE = 1e-4  # the largest difference, relative to the largest value
 
 Value = TypeVar("Value")
 
@@ -49,8 +49,8 @@ attribute."""
 @dataclass(frozen=True, slots=True)
 class Roles:
     """The differences of a shard from the whole model, by the names of modules: column_parallel
-    matrices have only some outputs; row_parallel ones have only some inputs, and their outputs are
-    added up; arrays are divided along an axis, and numbers are attributes with new values."""
+    matrices have only some outputs; row_parallel matrices have only some inputs, and their outputs
+    are added up; arrays are divided along an axis, and numbers are attributes with new values."""
 
     column_parallel: dict[str, Slices] = field(default_factory=dict)
     row_parallel: dict[str, Slices] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class ModelProbe:
         self._open = ExitStack()
 
     def __enter__(self) -> "ModelProbe":
-        self._open.enter_context(mx.stream(mx.cpu))  # the same numbers on every machine
+        self._open.enter_context(mx.stream(mx.cpu))  # CPUs draw the same numbers on every machine
         self._open.enter_context(trace.uncompiled())
         self._open.enter_context(trial.without_weights(self.model))
         self._fill_small_arrays()

@@ -118,9 +118,9 @@ class Made:
 class Sharding:
     """The divisions of modules. made holds all arrays that were made, by their id. The caller must
     clear made before the model is evaluated, because it keeps whole weights in memory. digest
-    covers all that is divided or summed. It differs between shards if one has found other pairs,
-    because its processor rounds differently. blocks are the modules of which each shard computes a
-    summand: their outputs, and the gradients of their inputs, are added up."""
+    covers all that is divided or summed. digest differs between shards if one has found other
+    pairs, because its processor rounds differently. blocks are the modules of which each shard
+    computes a summand: their outputs, and the gradients of their inputs, are added up."""
 
     divisions: Divisions
     made: dict[int, Made]
@@ -165,7 +165,7 @@ def shard_to_train(model: nn.Module, group: Any, trained: Set[str]) -> Sharding:
 
 
 def _is_beside(array: str, divisions: Divisions) -> bool:
-    """Whether an array that is not divided belongs to a module that contains divided ones."""
+    """Whether an array that is not divided belongs to a module that contains divided arrays."""
     module = owner_of(array)
     if module in divisions:
         return False

@@ -1,4 +1,4 @@
-"""The parts of an axis on the shards of a stage. They are equal, or differ by one unit."""
+"""The parts of an axis on the shards of a stage. The parts are equal, or differ by one unit."""
 
 import itertools
 from collections.abc import Iterator, Sequence

@@ -60,7 +60,7 @@ def seams(modules: Sequence[nn.Module], seam: Callable[..., Any]) -> Iterator[No
 
 @functools.cache
 def _seamed(original: type[nn.Module]) -> type[nn.Module]:
-    """Makes the subclass that calls the seam. Its name is the original's, which some code reads."""
+    """Makes the subclass that calls the seam. It has the original's name, which some code reads."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         inner = functools.partial(original.__call__, self)
@@ -197,7 +197,7 @@ class Graph(Generic[Key]):
         self._outputs: list[str] = []
         for number, array in enumerate(outputs):
             self._outputs.append(f"out{number}")
-            # stop_gradient gives each output a separate node, even if it is a source.
+            # `stop_gradient` gives each output a separate node, even an output that is a source.
             named[f"out{number}"] = mx.stop_gradient(array)
         self._parents: dict[str, list[str]] = defaultdict(list)
         for parent, child in edges(named):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from serve.hub.partial import PartialModel
 
 _GROUP_BYTES = 64 << 20
-_MAX_TRACED = 400  # arrays in one call of the tracer
+_MAX_TRACED = 400  # the most arrays in one call of the tracer
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
