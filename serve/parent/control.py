@@ -234,7 +234,8 @@ class ControlServer:
             return False
 
     async def measure(self, rank: int) -> LinkSpeed | None:
-        """Measures the link to a rank's parent. None: no answer in time. Raises ClusterError."""
+        """Measures the link to a rank's parent; None without a timely answer. Raises
+        ClusterError."""
         if rank not in self._links:
             raise ClusterError(f"Rank {rank} is gone.")
         return await self._pings[rank].measure()

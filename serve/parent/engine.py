@@ -159,9 +159,9 @@ class EngineProcess:
             await asyncio.sleep(_DUMP_SECONDS)
 
     async def stop(self) -> None:
-        """Ends the engine. It is killed only if it does not end by itself in time, because macOS
-        may lose the memory of a killed process until the next boot. Raises EngineError if it does
-        not end."""
+        """Ends the engine. The engine is killed only if it does not end by itself in time, because
+        macOS may lose the memory of a killed process until the next boot. Raises EngineError if it
+        does not end."""
         if self.is_alive and not self._is_silent:
             self.link.end_writing()
             # An engine that has not reported holds nothing, and may still import MLX.

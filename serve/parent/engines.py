@@ -44,7 +44,7 @@ class Engines:
 
     async def close(self) -> None:
         """Ends the engines of all ranks. Raises EngineError if rank 0's does not end."""
-        async with AsyncExitStack() as stack:  # All are ended, even if one raises.
+        async with AsyncExitStack() as stack:  # All engines are ended, even if one call raises.
             stack.push_async_callback(self._own.close)
             await self._control.close()
 

@@ -109,7 +109,7 @@ async def _unless_signalled(
 
 class _Member:
     """Follows rank 0's messages. When its engine ends or loses its ring, it reports that and waits,
-    because all engines form the next ring together. Its engine outlives the connection to rank
+    because all engines form the next ring together. The engine outlives the connection to rank
     0."""
 
     def __init__(self, config: ServeConfig, cluster: Cluster, copies: str) -> None:

@@ -18,7 +18,7 @@ from serve.parent.engine import EngineProcess
 from serve.parent.spare import Spare
 
 _CAUSE_SECONDS = 0.05
-_SIGN_SECONDS = 2.0  # between two signs of life to rank 0 while an engine computes before it leaves
+_SIGN_SECONDS = 2.0  # between signs of life to rank 0 while an engine computes before it leaves
 
 
 class EnginePhase(Enum):
@@ -74,7 +74,7 @@ class OwnEngine:
     async def close(self) -> None:
         """Ends the engine, and the spare one. Raises EngineError if one of them does not end."""
         ends = await asyncio.gather(self.spare.close(), self._stop(), return_exceptions=True)
-        for error in ends:  # Both have been ended, even if one raised.
+        for error in ends:  # Both engines have been ended, even if one call raised.
             if error is not None:
                 raise error
 

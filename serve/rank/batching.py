@@ -69,7 +69,7 @@ def _trial_step(number: int, feeds: dict[int, int], positions: dict[int, int]) -
 
 
 def _runs(model: nn.Module, step: Step, own: ForwardPass) -> bool:
-    """Whether the model gives an output for each token of a forward pass. It may raise FAILURES."""
+    """Whether the model gives an output for each token of a forward pass. May raise FAILURES."""
     tokens = own.tokens(step)
     rows = [step.rows[n] for n in own.rows if n is not None]
     is_ragged = len({row.position for row in rows}) > 1

@@ -68,7 +68,7 @@ class ForwardPass:
         return outputs
 
     def _are_new(self, step: Step) -> bool:
-        """Whether the rows begin with this step. Either all of them do, or none."""
+        """Whether the rows begin with this step. Either all rows do, or none."""
         return all(step.rows[n].position == 0 for n in self.rows if n is not None)
 
     def own_rows(self, output: mx.array) -> mx.array:
@@ -94,7 +94,7 @@ class GroupCaches:
         self._can_cut = all(checkpoints.can_cut(cache) for cache in caches)
         self._can_batch = can_batch
         self._in_slots = can_batch and is_plain
-        self._batches: dict[int, Batch] = {}  # by their keys
+        self._batches: dict[int, Batch] = {}  # the batches by key
         self._next_key = 0
         self._key_of: dict[int, int] = {}  # the key of each sequence's batch
         self._keys_of_group: dict[int, list[int]] = {}
@@ -201,8 +201,8 @@ class GroupCaches:
         self._positions[sequence] = num_tokens
 
     def extracted(self, sequence: int, num_tokens: int) -> list[Any]:
-        """Returns plain caches with the first num_tokens tokens of a sequence, lazily. They may
-        contain later tokens of it too. Raises EngineError if fewer are held."""
+        """Returns plain caches with the first num_tokens tokens of a sequence, lazily. The caches
+        may contain later tokens, too. Raises EngineError if fewer are held."""
         self._check_held(sequence, num_tokens)
         # A row that runs stays in its batch: to take it out and back in would copy all rows.
         return self._batch_of(sequence).extract(sequence, num_tokens)
@@ -219,7 +219,7 @@ class GroupCaches:
         return self._batch_of(sequence).states(sequence)
 
     def moved(self) -> list[list[mx.array]]:
-        """Returns each layer's arrays whose rows were copied. They are evaluated before the forward
+        """Returns each layer's arrays whose rows were copied. Evaluate these before the forward
         pass: a lazy copy keeps MLX from writing in place. Evaluate one layer after the other, so
         that only one holds old and new arrays at a time."""
         keys = sorted(self._moved & self._batches.keys())
@@ -236,7 +236,7 @@ class GroupCaches:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all keys, values and checkpoints. It is safe to read from any thread."""
+        """The bytes of all keys, values and checkpoints. This is safe to read from any thread."""
         num_bytes = sum(checkpoint.num_bytes for checkpoint in list(self._checkpoints.values()))
         for batch in list(self._batches.values()):
             for cache in list(batch.caches):
@@ -424,7 +424,7 @@ class GroupCaches:
         self._moved.add(self._key_of[sequence])
 
     def _states(self, checkpoint: int, length: int, num_caches: int) -> list[Any]:
-        """Returns a checkpoint's states. Without one, all caches must be ones that can be cut."""
+        """Returns a checkpoint's states. If there is none, all caches must allow cuts."""
         if checkpoint == NO_CHECKPOINT and self._can_cut:
             return [None] * num_caches
         found = self._checkpoints.get(checkpoint)

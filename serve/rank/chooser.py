@@ -32,7 +32,7 @@ from serve.rank.sampling import Sampler, sample, score
 from serve.rank.verification import Verification
 
 _ARRAYS_PER_SCORING = 3  # `score` returns this many
-_SCORED_AT_ONCE = 64  # positions of a prompt
+_SCORED_AT_ONCE = 64  # positions of a prompt in one slice
 _PEAK_ARRAYS = 3  # `score` holds this many at a time, with 4 bytes for each logit
 
 _logger = logging.getLogger(__name__)
@@ -117,8 +117,8 @@ class Chooser:
             return any(self._samplers[row.sequence].reads_tokens for row in step.rows)
 
     def cut_drafts(self, step: Step) -> Step:
-        """Returns the step without the drafts that a grammar forbids. It may be called while
-        earlier steps run, but not while a step runs whose tokens the drafts follow."""
+        """Returns the step without the drafts that a grammar forbids. Call it while earlier steps
+        run, but not while a step runs whose tokens the drafts follow."""
         if not step.num_drafts:
             return step
         rows: list[Row] = []
@@ -242,7 +242,7 @@ class Chooser:
         for n, row in enumerate(step.rows):
             sampler = self._samplers.get(row.sequence)
             if sampler is None:
-                continue  # Its prompt is embedded.
+                continue  # The row's prompt is embedded.
             asked = sampler.sampling
             if step.sample and asked.logprobs is not None:
                 yield _Scoring(n, row.position + row.num_tokens, None, asked.logprobs)

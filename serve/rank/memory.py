@@ -1,7 +1,7 @@
 """The memory that MLX uses on this machine: how much it may still take, what stays in the GPU's
 reach, and what goes back to the system.
 
-macOS does not count what a GPU uses as it counts other memory. It pages weights out that are not
+macOS does not count what a GPU uses as it counts other memory. macOS pages weights out that are not
 wired, MLX's cache keeps freed arrays, and what a killed process had wired is lost until the next
 boot. Written from documentation; no Mac has run it yet.
 """

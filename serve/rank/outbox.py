@@ -1,4 +1,4 @@
-"""Holds steps on rank 0 until the tokens that they feed are sampled. It does not need MLX.
+"""Holds steps on rank 0 until the tokens that they feed are sampled. This needs no MLX.
 
 The scheduler sends a group's next step before it has the result of the previous one: LAST_TOKEN
 stands for a token that the previous step samples. So no stage waits while the front end counts,
@@ -52,7 +52,7 @@ class Outbox:
         with self._lock:
             for row, sampled in zip(step.rows, tokens_of_rows(tokens, num_accepted), strict=True):
                 if not sampled:
-                    continue  # Its next step feeds the same token again, which is known.
+                    continue  # The row's next step feeds the same token again, which is known.
                 next_position = row.position + len(sampled)
                 self._sampled[row.sequence] = (next_position, max(sampled[-1], 0))
             self._send_ready()

@@ -18,11 +18,11 @@ from serve.core.reasoning import ReasoningTracker
 from serve.core.types import OVERFLOWED_TOKEN, Sampling
 from serve.rank.grammar import Constraint, GrammarCompiler
 
-_GREEDY_BELOW = 1e-5  # as in vLLM: dividing by less overflows
+_GREEDY_BELOW = 1e-5  # as in vLLM: dividing by a lower temperature overflows
 # Tokens that are not allowed get -inf. A banned token gets this: it still comes if all allowed
 # tokens are banned, or unknown to the model.
 _BANNED = -1e30
-_MIN_TOP_P = 1e-30  # 0 in float32 would leave no token
+_MIN_TOP_P = 1e-30  # a top_p of 0 in float32 would leave no token
 
 
 class Sampler:

@@ -1,7 +1,7 @@
 """Keys and values of several rows, stored in slots of one buffer for each layer.
 
 mlx-lm's batch cache copies the whole batch when a row joins or leaves. Here a row is written into a
-slot of its own, and one that leaves stays where it is until its slot is needed. Rows end in the
+slot of its own, and a row that leaves stays where it is until its slot is needed. Rows end in the
 same column; the columns before a row's start are padding.
 
     slot 0   . . . a a a a a |          end = 8, starts: a 3, c 0
@@ -9,7 +9,7 @@ same column; the columns before a row's start are padding.
     slot 2   c c c c c c c c |
 
 After a step that fed drafts, rows may end in different columns, because each keeps as many drafts
-as were right. They are then written and masked by their own ends, which costs a little more. Wrong
+as were right. Such rows are written and masked by their own ends, which costs a little more. Wrong
 drafts leave columns after a row's end, and its next tokens overwrite or clear them. When no drafts
 have come for some steps, rows are moved to end in one column again.
 
@@ -495,7 +495,7 @@ class SlotBatch:
         self._end = max(self._ends.values())
 
     def _align_if_no_drafts_come(self, num_tokens: int) -> None:
-        """Moves rows to end in one column. It copies, so it waits for steps without drafts."""
+        """Moves rows to end in one column. Moving copies, so it waits for steps without drafts."""
         if num_tokens > 1 or not self._clears_behind:
             self._num_steps_without_drafts = 0
             return

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-_MEASURED_SHAPE = (1 << 14, 1 << 12)  # numbers of four bytes, 256 MiB: more than a cache holds
+_MEASURED_SHAPE = (1 << 14, 1 << 12)  # 256 MiB of float32 numbers: more than a cache holds
 _NUM_MEASUREMENTS = 5
 _NUM_PRODUCTS = 4
 _NUM_FENCES = 100
@@ -28,7 +28,7 @@ def memory_speed() -> float:
 
 def fence_seconds() -> float:
     """Measures how long a GPU and the CPU wait for each other where the CPU computes a sum between
-    two products of the GPU. It is about 0 where MLX runs on the CPU."""
+    two products of the GPU. The result is about 0 where MLX runs on the CPU."""
     if mx.default_device() == mx.cpu:
         return 0.0
 

@@ -62,7 +62,7 @@ class Worker:
         self._engine: LoadedEngine | None = None
         self._orders: SimpleQueue[Order | MakePlan | None] = SimpleQueue()
         self._leaves: SimpleQueue[Leave | None] = SimpleQueue()
-        self._is_leaving = False  # from Leave to the next order: no step comes
+        self._is_leaving = False  # True from Leave to the next order: no step comes
         self._streams: Streams | None = None  # made by the thread that runs MLX
         self._reports = threading.Lock()
         self._mlx = threading.Thread(target=self._run_engine, name="mlx", daemon=True)

@@ -1,8 +1,8 @@
 """The transport of stages with several shards each.
 
-A stage is a row of a grid. Its shards sum up their partial results in MLX's ring of the row. Steps
-and hidden states travel along the columns over TCP, because a process can be in only one ring of
-MLX. No rank waits in MLX between steps, so an idle cluster costs no CPU.
+A stage is a row of a grid. The shards of a stage sum up their partial results in MLX's ring of the
+row. Steps and hidden states travel along the columns over TCP, because a process can be in only one
+ring of MLX. No rank waits in MLX between steps, so an idle cluster costs no CPU.
 """
 
 import json

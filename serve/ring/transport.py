@@ -1,7 +1,7 @@
 """Sends a step and its tensors from one stage to the next, around a ring of ranks.
 
-Every message goes to the left neighbour: rank r to rank r - 1, rank 0 to the last rank. Its
-header travels over a TCP connection, and its tensors follow as one packed message over
+Every message goes to the left neighbour: rank r to rank r - 1, rank 0 to the last rank. The header
+of a message travels over a TCP connection, and the tensors follow as one packed message over
 mx.distributed. A rank posts a receive only when data is coming, so waiting costs no CPU.
 """
 

@@ -127,7 +127,7 @@ class RankPart:
         return ()
 
     def activity(self) -> Sequence[AnySection]:
-        """Returns the part's sections of the regular report, four times a second. It is called in
+        """Returns the part's sections of the regular report, four times a second. This is called in
         another thread, while steps run."""
         return ()
 

@@ -204,7 +204,7 @@ class PrefixStore:
             stored = self._files.pop(name, None)
             if stored is None:
                 raise _DamagedFile(name)
-            self._files[name] = stored  # as the most recently used one
+            self._files[name] = stored  # now the most recently used file
         return _checked(stored)
 
     def _forget(self, message: ForgetPrefixFiles) -> None:

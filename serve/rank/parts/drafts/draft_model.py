@@ -1,7 +1,8 @@
 """The draft model: a small model on rank 0 that guesses the next tokens of sequences.
 
-It guesses after a step, for the rows that the step names. Its guesses may be wrong without harm,
-so it reads only the end of a long text, and it keeps nothing that could not be computed again.
+The draft model guesses after a step, for the rows that the step names. Its guesses may be wrong
+without harm, so it reads only the end of a long text, and keeps nothing that could not be computed
+again.
 """
 
 import time
@@ -67,13 +68,13 @@ class Drafter(ABC):
         if not self._caches.can_rewind:
             raise PlanError(self.refusal)
         self._vocabulary_size = vocabulary_size
-        self._rows: OrderedDict[int, _Row] = OrderedDict()  # the latest used one last
+        self._rows: OrderedDict[int, _Row] = OrderedDict()  # the most recently used row last
         self._gone: list[int] = []
         self._runs: list[Span] = []
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of its own weights."""
+        """The bytes of the drafter's own weights."""
         return sum(array.nbytes for array in self._weights())
 
     def try_out(self) -> float:
@@ -90,7 +91,7 @@ class Drafter(ABC):
         return min(seconds)
 
     def forget(self, sequences: Collection[int]) -> None:
-        """Frees the rows of ended sequences. Unknown ones are ignored."""
+        """Frees the rows of ended sequences. Unknown sequences are ignored."""
         for sequence in sequences:
             self._free(sequence)
 
@@ -150,7 +151,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def _logits(self, step: Step, own: ForwardPass) -> mx.array:
-        """Returns the logits (B, L, vocabulary) of a forward pass of its own step, lazily."""
+        """Returns the logits (B, L, vocabulary) of a forward pass of the drafter, lazily."""
 
     def _can_guess(self, request: GuessRequest) -> bool:
         return bool(request.text)
@@ -204,7 +205,7 @@ class Drafter(ABC):
             return
         step, _ = self._fed(group, feeds)
         states = self._caches.states(step)
-        mx.eval(states)  # without the logits, which nobody needs
+        mx.eval(states)  # the logits are not evaluated, because nobody needs them
         self._note_run(group, len(feeds), len(step.tokens), 0, started)
 
     def _note_run(
@@ -267,7 +268,7 @@ class Drafter(ABC):
         step = Step(0, group, tuple(rows), tuple(tokens), sample=True)
         passes = self._caches.arrange(step)
         moved = self._caches.moved()
-        mx.eval(moved)  # before the forward pass, as GroupCaches says
+        mx.eval(moved)  # GroupCaches wants this before the forward pass.
         logits: dict[int, mx.array] = {}
         for each in passes:
             logits |= each.outputs_of_rows(step, self._logits(step, each))

@@ -28,7 +28,7 @@ class HiddenStates:
 
     def add(self, position: int, states: mx.array) -> None:
         """Adds the states (num_tokens, D) of the tokens from a position on. They replace earlier
-        ones from there on, or all of them if there is a gap."""
+        states from there on, or all states if there is a gap."""
         if not self.start <= position <= self.end:
             self.start = self.end = position
         num_kept = position - self.start
