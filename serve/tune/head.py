@@ -13,7 +13,7 @@ from serve.model import trace, trial
 from serve.model.stage import Stage
 
 _HALF = (mx.bfloat16, mx.float16)
-_NUM_TOKENS = 32  # every vocabulary has that many
+_NUM_TOKENS = 32  # every vocabulary has as many tokens
 _HALF_TOLERANCE = 1e-2
 _TOLERANCE = 1e-4
 

@@ -1,5 +1,5 @@
 """The updates of one rank: it sums gradients and losses over all ranks, and updates its parameters.
-It does not access files."""
+This module does not access files."""
 
 import hashlib
 import math
@@ -31,7 +31,7 @@ _UPDATE_PARTS = 16
 _SUMMED_AT_ONCE = 16  # arrays whose parts are joined by one sum over the shards
 Named = dict[tuple[str, str], mx.array]
 """Arrays of parameters, by the parameter's name and the array's."""
-_MASTER = "master"  # beside the names that optimizers give their arrays
+_MASTER = "master"  # a name that no optimizer gives an array
 
 
 def _stages_of(notes: Sequence[TrainedNames]) -> dict[str, list[int]]:

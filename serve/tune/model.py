@@ -1,4 +1,4 @@
-"""Prepares a model for training: its adapter, dropout, and the layers of each stage. It works on
+"""Prepares a model for training: its adapter, dropout, and the layers of each stage. This works on
 whole lazy models, before a stage is cut out of them, and evaluates nothing."""
 
 import difflib

@@ -30,7 +30,7 @@ def master_weights(parameters: Mapping[str, mx.array]) -> Arrays:
 @dataclass(slots=True)
 class LossScale:
     """The factor of the loss in the backward pass, which keeps small float16 gradients from
-    becoming 0. It is lowered when gradients overflow, and raised after many updates without that.
+    becoming 0. The factor is lowered when gradients overflow, and raised after many finite updates.
     """
 
     value: float = 1.0

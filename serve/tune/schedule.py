@@ -125,7 +125,7 @@ def _has_op(op: PipelineOp, shape: Shape) -> bool:
 
 def _num_ahead(kind: str, shape: Shape, position: int) -> int:
     """Returns the number of forward passes (F) that a position runs before its first backward pass
-    (B). If the result is larger than the number of all F, it runs all of them first."""
+    (B). If the result is larger than the number of all F, the position runs all F first."""
     ranks = shape.num_ranks
     return {
         "naive": 0,
@@ -173,8 +173,8 @@ def _op(kind: str, k: int, shape: Shape, position: int) -> PipelineOp:
 
 def _forward(shape: Shape, position: int) -> Iterator[PipelineOp]:
     """Yields the schedule of a validation: only forward passes. P micro-batches go through each
-    stage together, as in the interleaved schedule. Otherwise a rank would wait while each of them
-    goes around the ring."""
+    stage together, as in the interleaved schedule. Otherwise a rank would wait while each
+    micro-batch goes around the ring."""
     for first in range(0, shape.num_micro_batches, shape.num_ranks):
         end = min(first + shape.num_ranks, shape.num_micro_batches)
         for stage in shape.stages_at(position):

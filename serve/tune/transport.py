@@ -136,7 +136,8 @@ def reduce(
 
 
 def broadcast(links: Links, mine: Payload) -> Payload:
-    """Returns rank 0's payload on every rank. It travels to the left, and reaches rank 1 last."""
+    """Returns rank 0's payload on every rank. The payload travels to the left, and reaches rank 1
+    last."""
     if links.rank:
         mine = links.receive("broadcast")
     if links.rank != 1 and links.num_ranks > 1:
@@ -193,7 +194,7 @@ def share(links: Links, named: Mapping[str, mx.array]) -> dict[str, mx.array]:
 
 
 def gather(links: Links, named: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Returns the named arrays of all ranks on rank 0. Other ranks get only some of them."""
+    """Returns the named arrays of all ranks on rank 0. Other ranks get only some arrays."""
 
     def add(own: Payload, above: Payload) -> Payload:
         return _payload(_named(above) | _named(own))
@@ -264,9 +265,9 @@ Encoded = tuple[Notes, list[tuple[TensorSpec, memoryview]]]
 class TcpLinks:
     """The links of a rank that is a separate process, to other ranks.
 
-    `receive` raises RingLostError when one of them is lost, or silent for stall_seconds. has_sums
-    says that shards of a stage add up results over MLX's ring: such a sum cannot be interrupted
-    and may never return after a loss, so the process ends if it does not end by itself.
+    `receive` raises RingLostError when one of these ranks is lost, or silent for stall_seconds.
+    has_sums says that shards of a stage add up results over MLX's ring: such a sum cannot be
+    interrupted and may never return after a loss, so the process ends if it does not end by itself.
     """
 
     def __init__(
@@ -342,7 +343,7 @@ class TcpLinks:
                 self._lose(error)
             except OSError as error:
                 self._lose(RingLostError(f"The link to rank {peer} broke: {error}."))
-            except Exception as error:  # Others wait for messages of this thread.
+            except Exception as error:  # Other ranks wait for messages of this thread.
                 self._inbox.fail(ClusterError(f"The link to rank {peer} broke: {error}."))
 
         thread = Thread(target=top, name=f"{run.__name__} {peer}", daemon=True)

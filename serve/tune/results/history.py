@@ -18,7 +18,7 @@ class LossHistory:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """The lowest finite loss, the first of equal ones."""
+        """The lowest finite loss, the first one of equal losses."""
         lowest = None
         for iteration, loss in self.losses:
             if math.isfinite(loss) and (lowest is None or loss < lowest[1]):

@@ -1,5 +1,5 @@
-"""The names of the files in a run's folder, and the check that a folder is free for a new run. It
-does not need MLX, so a taken folder is reported before MLX is loaded."""
+"""The names of the files in a run's folder, and the check that a folder is free for a new run. This
+needs no MLX, so a taken folder is reported before MLX is loaded."""
 
 from pathlib import Path
 
