@@ -37,20 +37,20 @@ def test_a_complete_folder_is_read(folder: Path) -> None:
     assert tensor.end == (folder / "model.safetensors").stat().st_size
 
 
-def test_the_digest_tells_models_apart(folder: Path) -> None:
+def test_digest_changes_with_the_config_of_a_model(folder: Path) -> None:
     before = read_checkpoint(folder).digest
     assert read_checkpoint(folder).digest == before
     (folder / "config.json").write_text(json.dumps({**CONFIG, "rope_theta": 1}))
     assert read_checkpoint(folder).digest != before
 
 
-def test_the_text_part_of_a_multimodal_config_counts(folder: Path) -> None:
+def test_layers_of_a_multimodal_model_are_read_from_its_text_config(folder: Path) -> None:
     nested = {"model_type": "x", "text_config": {"num_hidden_layers": 5}}
     (folder / "config.json").write_text(json.dumps(nested))
     assert read_checkpoint(folder).num_layers == 5
 
 
-def test_files_of_the_index_must_exist(folder: Path) -> None:
+def test_a_weight_file_that_the_index_names_must_exist(folder: Path) -> None:
     index = {"weight_map": {"a.weight": "model-1.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with fails(ModelError, "unreadable", match="model-1.safetensors"):
@@ -125,7 +125,7 @@ def break_code(folder: Path) -> None:
         (break_code, "own_code"),
     ],
 )
-def test_damage_is_named(folder: Path, damage, code: str) -> None:
+def test_each_kind_of_damage_is_reported_with_its_code(folder: Path, damage, code: str) -> None:
     damage(folder)
     with fails(ModelError, code) as caught:
         read_checkpoint(folder)

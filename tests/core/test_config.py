@@ -28,11 +28,11 @@ def hostfile(tmp_path: Path) -> Path:
     return path
 
 
-def test_no_environment_is_a_cluster_of_one() -> None:
+def test_without_variables_of_a_launcher_the_cluster_has_one_rank() -> None:
     assert read_cluster({}) == Cluster()
 
 
-def test_mlx_launch_with_one_rank_gives_an_empty_hostfile(tmp_path: Path) -> None:
+def test_an_empty_hostfile_means_one_rank(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     assert read_cluster({"MLX_RANK": "0", "MLX_HOSTFILE": str(tmp_path / "empty")}).num_ranks == 1
 
@@ -45,7 +45,7 @@ def test_mlx_launch_gives_the_rank_and_all_addresses(hostfile: Path) -> None:
     assert cluster.control == (Address("10.0.0.1", 32322),), "free of the ports of mlx.launch"
 
 
-def test_brigade_launch_adds_control_address_secret_and_leash(hostfile: Path) -> None:
+def test_variables_of_brigade_launch_are_read(hostfile: Path) -> None:
     cluster = read_cluster(
         {
             "MLX_RANK": "0",
@@ -61,7 +61,7 @@ def test_brigade_launch_adds_control_address_secret_and_leash(hostfile: Path) ->
     assert read_cluster({"BRIGADE_RETURNS": "1"}).num_returns == 1, "alone"
 
 
-def test_each_pair_of_ranks_may_have_addresses_of_its_own(tmp_path: Path) -> None:
+def test_each_pair_of_ranks_can_have_its_own_addresses(tmp_path: Path) -> None:
     """As rank 0 sees it, which shares its host with rank 1 and has a cable to rank 2."""
     path = tmp_path / "hosts.json"
     path.write_text('[["10.0.1.1:1"], ["127.0.0.1:2"], ["10.0.1.2:3"]]')
@@ -89,7 +89,7 @@ def test_each_pair_of_ranks_may_have_addresses_of_its_own(tmp_path: Path) -> Non
         ('[["h:1"], [5]]', "wrong_format"),
     ],
 )
-def test_a_bad_hostfile_is_one_clear_line(tmp_path: Path, text: str, code: str) -> None:
+def test_a_malformed_hostfile_is_refused_in_one_line(tmp_path: Path, text: str, code: str) -> None:
     path = tmp_path / "hosts.json"
     path.write_text(text)
     with fails(UsageError, code):
@@ -102,7 +102,7 @@ def test_a_bad_rank_is_refused(hostfile: Path, rank: str) -> None:
         read_cluster({"MLX_RANK": rank, "MLX_HOSTFILE": str(hostfile)})
 
 
-def test_a_rank_without_hostfile_is_refused() -> None:
+def test_a_rank_number_without_a_hostfile_is_refused() -> None:
     with fails(UsageError, "usage"):
         read_cluster({"MLX_RANK": "0"})
 
@@ -113,14 +113,14 @@ def test_bad_addresses_are_refused(text: str) -> None:
         parse_address(text, "here")
 
 
-def test_numbers_out_of_range_name_the_flag() -> None:
+def test_the_error_about_a_number_out_of_range_names_its_flag() -> None:
     with fails(UsageError, "out_of_range", match="--port 65536"):
         ServeConfig(model=Path("m"), port=65536)
     with fails(UsageError, "out_of_range", match="--max-num-seqs 0"):
         ServeConfig(model=Path("m"), max_num_seqs=0)
 
 
-def test_a_folder_comes_before_a_name_on_the_hub(
+def test_an_existing_folder_is_not_taken_for_a_name_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -141,7 +141,7 @@ def test_a_folder_comes_before_a_name_on_the_hub(
 MODEL = Path("m")
 
 
-def test_keys_come_from_flag_file_and_environment(tmp_path: Path) -> None:
+def test_keys_are_read_from_flags_and_files_and_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("k2\n\n  k3  \n")
     config = ServeConfig(model=MODEL, api_key=("k1",), api_key_file=file, admin_key_file=file)
@@ -151,7 +151,7 @@ def test_keys_come_from_flag_file_and_environment(tmp_path: Path) -> None:
     assert with_keys(ServeConfig(model=MODEL), {}).api_key == ()
 
 
-def test_keys_are_not_shown() -> None:
+def test_keys_are_not_shown_when_a_config_is_printed() -> None:
     assert "secret-1" not in repr(ServeConfig(model=MODEL, api_key=("secret-1",)))
 
 
@@ -177,7 +177,7 @@ def test_a_key_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes 
 
 
 @pytest.mark.parametrize("origin", ["a.example", "https://a.example/", "https://u@a.example", ""])
-def test_a_wrong_origin_is_refused(origin: str) -> None:
+def test_a_malformed_origin_is_refused(origin: str) -> None:
     with fails(UsageError, "malformed", match="--allowed-origins"):
         ServeConfig(model=MODEL, allowed_origins=(origin,))
     ServeConfig(model=MODEL, allowed_origins=("*", "https://a.example:8443", "http://[::1]:3000"))
@@ -196,7 +196,7 @@ def test_an_invalid_adapter_name_is_refused_before_anything_is_loaded(name: str)
 
 
 @pytest.mark.parametrize("word", ["x", "=x", "x=", "="])
-def test_an_adapter_without_name_or_path_is_refused(word: str) -> None:
+def test_an_adapter_without_a_name_or_a_path_is_refused(word: str) -> None:
     with fails(UsageError, "malformed", match="--lora-modules"):
         ServeConfig(model=Path("m"), lora_modules=(word,))
 
@@ -220,7 +220,7 @@ def test_a_draft_model_may_be_on_the_hub(
     assert (draft_folder(draft_model) is None) == (draft_model != "/folder")
 
 
-def test_a_draft_models_folder_comes_before_a_name_on_the_hub(
+def test_an_existing_folder_of_a_draft_model_is_not_taken_for_a_name_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -241,6 +241,8 @@ def test_a_draft_models_folder_comes_before_a_name_on_the_hub(
         ),
     ],
 )
-def test_tensor_parallel_is_a_number_or_auto(flags: list[str], code: str) -> None:
+def test_tensor_parallel_sizes_that_are_not_a_number_or_auto_are_refused(
+    flags: list[str], code: str
+) -> None:
     with fails(UsageError, code):
         parse(ServeConfig, ["--model", "m", *flags], "brigade serve", None)

@@ -53,6 +53,6 @@ def test_macos_drops_a_connection_whose_data_is_not_acknowledged(
     assert recorder.options[0x80] == 25
 
 
-def test_only_an_error_about_the_route_mentions_macos_local_network_privacy() -> None:
+def test_only_errors_about_a_route_mention_the_network_privacy_of_macos() -> None:
     assert "Local Network" in advice(OSError(errno.EHOSTUNREACH, "No route to host"))
     assert advice(OSError(errno.ECONNREFUSED, "Connection refused")) == ""

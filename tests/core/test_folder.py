@@ -24,7 +24,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def test_own_folder_removes_at_once_what_a_killed_process_left_and_nothing_else(
+def test_folders_of_killed_processes_are_removed_and_no_others(
     tmp_path: Path,
 ) -> None:
     other = subprocess.Popen(
@@ -48,7 +48,7 @@ def test_own_folder_removes_at_once_what_a_killed_process_left_and_nothing_else(
     assert not list(tmp_path.iterdir())
 
 
-def test_own_folder_leaves_a_folder_that_is_being_made(tmp_path: Path) -> None:
+def test_a_folder_that_another_process_is_making_is_not_removed(tmp_path: Path) -> None:
     new, old = tmp_path / "brigade-new-1", tmp_path / "brigade-new-2"
     new.mkdir()
     old.mkdir()
@@ -58,7 +58,7 @@ def test_own_folder_leaves_a_folder_that_is_being_made(tmp_path: Path) -> None:
         assert not old.exists(), "its maker was killed before it could lock it"
 
 
-def test_own_folder_follows_no_link_and_removes_no_file(tmp_path: Path) -> None:
+def test_removing_old_folders_follows_no_link_and_removes_no_file(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
     (tmp_path / "brigade-own-link").symlink_to(kept)
@@ -68,7 +68,7 @@ def test_own_folder_follows_no_link_and_removes_no_file(tmp_path: Path) -> None:
         assert (tmp_path / "brigade-own-file").exists()
 
 
-def test_own_folder_is_never_removed_by_others_that_start_at_the_same_time(tmp_path: Path) -> None:
+def test_a_folder_is_not_removed_by_others_that_start_at_the_same_time(tmp_path: Path) -> None:
     lost: list[str] = []
 
     def start() -> None:
@@ -87,7 +87,7 @@ def test_own_folder_is_never_removed_by_others_that_start_at_the_same_time(tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_full_sync_of_macos_reaches_the_disk_itself(
+def test_full_sync_on_macos_reaches_the_disk_or_falls_back_to_fsync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[tuple[int, int]] = []

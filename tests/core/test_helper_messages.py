@@ -69,7 +69,7 @@ SENDERS = (
 )
 
 
-def test_every_helper_message_is_sent_and_names_its_sender_and_direction() -> None:
+def test_every_helper_message_is_tested_and_names_its_sender_and_direction() -> None:
     types = {kind for kind in vars(helper_messages).values() if isinstance(kind, type)}
     kinds = {kind for kind in types if issubclass(kind, HelperMessage)} - {HelperMessage}
     assert kinds == {typing.get_origin(kind) or kind for kind in HELPERS}
@@ -80,7 +80,9 @@ def test_every_helper_message_is_sent_and_names_its_sender_and_direction() -> No
 @pytest.mark.parametrize("kind", HELPERS, ids=lambda kind: kind.__name__)
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_every_helper_message_survives(kind: Any, data: st.DataObject) -> None:
+def test_every_helper_message_is_the_same_after_encoding_and_decoding(
+    kind: Any, data: st.DataObject
+) -> None:
     if typing.get_origin(kind) is BodyRead:
         result = data.draw(st.one_of(*map(st.from_type, READINGS)))
         message = BodyRead(result)

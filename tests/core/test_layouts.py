@@ -103,7 +103,7 @@ def test_forecast_for_two_macs_equals_a_calculation_by_hand(
     assert found.step_seconds * 1e3 == pytest.approx(milliseconds, rel=0.1)
 
 
-def test_more_rows_read_more_experts_but_never_all() -> None:
+def test_a_step_of_more_rows_reads_more_experts_but_never_all() -> None:
     stage = replace(stage_plans(1, 1)[0], expert_bytes=6_400, expert_share=0.25)
     idle = [stage.weight_bytes - stage.step_bytes(rows) for rows in (1, 2, 16)]
     assert idle == pytest.approx([6_400 * 0.75, 6_400 * 0.75**2, 6_400 * 0.75**16])
@@ -111,7 +111,9 @@ def test_more_rows_read_more_experts_but_never_all() -> None:
 
 @pytest.mark.parametrize("clients", [1, 8, 32])
 @pytest.mark.parametrize(("link", "layout"), [(FAST, "1 x 4"), (SLOW, "4 x 1")])
-def test_best_layout_depends_on_the_link(clients: int, link: Link, layout: str) -> None:
+def test_best_layout_depends_on_the_link_for_any_number_of_clients(
+    clients: int, link: Link, layout: str
+) -> None:
     """Sums wait for the link 64 times in a step, hops only four times."""
     found = [forecast_layout(4 // shards, shards, clients, link) for shards in (1, 2, 4)]
     assert best(found).layout == layout
@@ -129,7 +131,7 @@ def test_best_layout_depends_on_the_link(clients: int, link: Link, layout: str) 
         (5, 1, (1,)),
     ],
 )
-def test_shard_counts_divide_the_ranks_that_are_left(
+def test_shard_counts_divide_the_number_of_ranks(
     num_ranks: int,
     num_shards: int,
     counts: tuple[int, ...],
@@ -137,7 +139,7 @@ def test_shard_counts_divide_the_ranks_that_are_left(
     assert shard_counts(num_ranks, num_shards) == counts
 
 
-def test_forecast_counts_reading_sums_and_hops() -> None:
+def test_forecast_adds_the_times_of_weights_and_sums_and_hops() -> None:
     read = WEIGHT_BYTES / 400e9
     shards = forecast_layout(1, 2, 1, FAST)
     one_sum = 2 * (0.000005 + HIDDEN_BYTES / 2 / 5e9)
@@ -151,7 +153,7 @@ def test_forecast_counts_reading_sums_and_hops() -> None:
     assert alone.tokens_per_second == pytest.approx(1 / read)
 
 
-def test_forecast_of_stages_lets_groups_take_turns() -> None:
+def test_forecast_assumes_that_groups_keep_all_stages_busy() -> None:
     """Two groups on two stages keep both busy, so hops cost nothing."""
     one = forecast_layout(2, 1, 1, SLOW)
     many = forecast_layout(2, 1, 16, SLOW)
@@ -159,7 +161,7 @@ def test_forecast_of_stages_lets_groups_take_turns() -> None:
     assert many.tokens_per_second <= 16 / (WEIGHT_BYTES / 400e9)
 
 
-def test_forecast_counts_the_head_that_shards_share() -> None:
+def test_forecast_subtracts_the_time_that_sharing_the_head_saves() -> None:
     head_bytes = 800_000_000
     without = forecast_layout(1, 2, 1, FAST)
     shared = forecast_layout(1, 2, 1, FAST, head_bytes)
@@ -183,11 +185,11 @@ def test_gathering_logits_takes_at_most_half_of_the_time_that_sharing_the_head_s
     assert max_tokens_of_shared_head(0.00121, 300_000, 3, link) == 2
 
 
-def test_parse_link_reads_milliseconds_and_megabytes_per_second() -> None:
+def test_a_link_is_given_in_milliseconds_and_megabytes_per_second() -> None:
     assert parse_link("0.2,1100") == Link(0.0002, 1.1e9)
 
 
 @pytest.mark.parametrize("text", ["", "0.2", "0,1", "a,b", "1,2,3", "nan,1", "1,-1"])
-def test_parse_link_refuses_malformed_links(text: str) -> None:
+def test_malformed_links_are_refused(text: str) -> None:
     with fails(UsageError, "malformed"):
         parse_link(text)

@@ -29,7 +29,7 @@ OTHER = f"{FAILED}Internal Error (0000000e:Internal Error)"
         (OTHER, "gpu", "restart this computer"),
     ],
 )
-def test_an_error_of_the_gpu_says_what_to_do(text: str, code: str, advice: str) -> None:
+def test_the_message_of_a_gpu_error_says_what_to_do(text: str, code: str, advice: str) -> None:
     error = explained(RuntimeError(text), "Rank 2")
     assert isinstance(error, EngineError)
     assert error.code == code
@@ -37,16 +37,16 @@ def test_an_error_of_the_gpu_says_what_to_do(text: str, code: str, advice: str) 
     assert advice in str(error)
 
 
-def test_time_and_memory_are_helped_by_smaller_steps() -> None:
+def test_smaller_steps_help_after_gpu_timeouts_and_lack_of_memory() -> None:
     assert {"gpu_timeout", "gpu_memory"} == HELPED_BY_SMALLER_STEPS
 
 
-def test_other_errors_are_left_alone() -> None:
+def test_errors_that_are_not_about_the_gpu_are_not_explained() -> None:
     assert explained(RuntimeError("[matmul] shapes do not match"), "Rank 2") is None
     assert explained(ValueError(TIMEOUT), "Rank 2") is None
 
 
 @pytest.mark.parametrize("backend", ["ring", "jaccl"])
-def test_a_lost_peer_is_known_with_each_backend(backend: str) -> None:
+def test_errors_about_a_lost_peer_are_recognised_for_each_backend(backend: str) -> None:
     assert is_lost_peer(RuntimeError(f"[{backend}] Receiving from socket failed with errno 54"))
     assert not is_lost_peer(RuntimeError(TIMEOUT))

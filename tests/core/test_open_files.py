@@ -35,7 +35,7 @@ def test_limit_of_open_files_is_raised_as_far_as_the_system_allows(
     assert printed.split() == [str(allowed), str(limit)]
 
 
-def test_limit_that_macos_refuses_to_raise_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_that_macos_refuses_to_raise_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Above kern.maxfilesperproc, macOS refuses although the hard limit is higher."""
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, resource.RLIM_INFINITY))
 

@@ -28,7 +28,7 @@ def test_parameters_are_the_fields_with_a_range() -> None:
 
 
 @pytest.mark.parametrize("body", [ChatBody, CompletionBody, ResponsesBody])
-def test_parameters_are_fields_of_every_body(body: type) -> None:
+def test_every_body_has_a_field_for_each_parameter(body: type) -> None:
     names = parameters(Sampling).keys()
     assert "repetition_penalty" in names
     assert names <= body.model_fields.keys()
@@ -46,7 +46,7 @@ def test_parameters_are_fields_of_every_body(body: type) -> None:
         (Parameter(int, Range(-1, MAX_INT)), [-1, MAX_INT], [-2, MAX_INT + 1, 1.0, False]),
     ],
 )
-def test_allows_accepts_only_values_of_the_type_within_the_range(
+def test_parameters_allow_only_values_of_their_type_within_their_range(
     parameter: Parameter, right: list[object], wrong: list[object]
 ) -> None:
     assert all(parameter.allows(value) for value in right)
@@ -61,5 +61,5 @@ def test_allows_accepts_only_values_of_the_type_within_the_range(
         (Parameter(int, Range(-1, MAX_INT)), "a whole number from -1"),
     ],
 )
-def test_parameter_describes_its_range(parameter: Parameter, text: str) -> None:
+def test_parameter_describes_its_range_in_words(parameter: Parameter, text: str) -> None:
     assert str(parameter) == text

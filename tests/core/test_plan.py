@@ -39,7 +39,7 @@ def model(weights: list[int], head: int = 0, embedding: int = 0, cache: int = 0)
 
 
 @pytest.mark.parametrize("num_layers", range(1, 41))
-def test_every_even_split_covers_each_layer_once(num_layers: int) -> None:
+def test_even_split_gives_each_layer_to_exactly_one_rank(num_layers: int) -> None:
     for num_ranks in range(1, min(num_layers, 9)):
         ranges = even_split(num_layers, num_ranks)
         assert ranges[0][1] == num_layers
@@ -70,7 +70,7 @@ def every_split(num_layers: int, num_ranks: int) -> list[list[tuple[int, int]]]:
     st.integers(0, 60),
     st.sets(st.integers(1, 7), max_size=3),
 )
-def test_no_other_split_has_a_faster_slowest_stage(
+def test_no_other_split_is_faster_than_the_balanced_one(
     weights: list[int], num_ranks: int, head: int, forbidden: set[int]
 ) -> None:
     def slowest(ranges: list[tuple[int, int]]) -> int:
@@ -92,7 +92,7 @@ def test_no_other_split_has_a_faster_slowest_stage(
     assert slowest(found) == min(map(slowest, allowed))
 
 
-def test_the_head_takes_layers_off_rank_0() -> None:
+def test_rank_0_gets_fewer_layers_because_of_the_head() -> None:
     ranges = balanced_split(model([10] * 8, head=20), 2, Demand(1, 1), None)
     assert ranges == [(5, 8), (0, 5)]
 
@@ -112,14 +112,14 @@ def test_caches_are_counted_for_the_promised_context() -> None:
     assert sliding.caches(Demand(30, 1)) == 35
 
 
-def test_few_rows_read_few_experts() -> None:
+def test_a_step_of_few_rows_reads_only_some_experts() -> None:
     layer = LayerCost(1000, 1000, expert_bytes=900, expert_share=0.1)
     assert layer.step_bytes(1) == pytest.approx(190)
     assert layer.step_bytes(2) == pytest.approx(100 + 900 * (1 - 0.9**2))
     assert layer.step_bytes(1000) == pytest.approx(1000)
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
     cost = model([10**9] * 8, cache=1000)
     with fails(PlanError, "no_memory", match=r"6\.0 GB .* 8\.0 GB .* 384\.0 MB"):
         balanced_split(cost, 2, Demand(8000, 4), [3 * 10**9] * 2)
@@ -161,7 +161,7 @@ demands = st.builds(
 
 
 @given(tied_models(), demands, st.integers(1, 3))
-def test_the_search_finds_a_split_exactly_when_one_fits(
+def test_balanced_split_finds_a_split_exactly_when_one_fits(
     cost: ModelCost, demand: Demand, num_ranks: int
 ) -> None:
     """A tied embedding is held once by a rank that has all layers, and twice by two ranks."""
@@ -196,7 +196,7 @@ def grows(stages: list[StagePlan]) -> bool:
     return any(stage.cache_bytes_per_token for stage in stages)
 
 
-def test_smaller_demands_shrink_to_the_smallest() -> None:
+def test_a_demand_is_reduced_in_steps_down_to_the_smallest() -> None:
     sizes = [demand.tokens for demand in Demand(8192, 32).smaller(256)]
     assert sizes[0] == 8192 * 32
     assert sizes[-1] == 256
@@ -206,12 +206,12 @@ def test_smaller_demands_shrink_to_the_smallest() -> None:
     assert Demand(8192, 32).smaller(256)[-1].concurrency == 1
 
 
-def test_keys_and_values_get_what_the_weights_leave() -> None:
+def test_keys_and_values_get_the_memory_that_the_weights_leave() -> None:
     stages = plan_stages(model([10] * 4), even_split(4, 2), Demand(1, 1))
     assert kv_budgets(stages, [100, 50]) == [80, 30]
 
 
-def test_plan_stages_gives_each_shard_of_a_stage_the_same_layers() -> None:
+def test_all_shards_of_a_stage_get_the_same_layers() -> None:
     plans = plan_stages(model([10] * 4), even_split(4, 2), Demand(1, 1), [30] * 6, num_shards=3)
     assert [(plan.rank, plan.stage, plan.shard) for plan in plans] == [
         (0, 0, 0),
@@ -227,24 +227,24 @@ def test_plan_stages_gives_each_shard_of_a_stage_the_same_layers() -> None:
         plan_stages(model([10] * 4), even_split(4, 2), Demand(1, 1), [30] * 4 + [10] * 2, 3)
 
 
-def test_count_stages_refuses_ranks_that_are_left_over() -> None:
+def test_ranks_that_do_not_fill_all_stages_are_refused() -> None:
     assert count_stages(6, 3) == 2
     with fails(UsageError, "uneven_ranks"):
         count_stages(6, 4)
 
 
-def test_unequal_memory_makes_unequal_stages() -> None:
+def test_a_rank_with_more_memory_gets_more_layers() -> None:
     ranges = balanced_split(model([10] * 12), 2, Demand(1, 1), [30, 100])
     assert ranges == [(9, 12), (0, 9)]
 
 
-def test_a_large_model_is_planned_at_once() -> None:
+def test_a_large_model_is_planned_without_trying_every_split() -> None:
     """A search over all splits would run into the test's time-out."""
     ranges = balanced_split(model([10] * 126, head=5), 8, Demand(4096, 32), [400] * 8)
     assert len(ranges) == 8
 
 
-def test_a_split_by_hand_has_to_cover_all_layers() -> None:
+def test_a_split_given_by_hand_must_cover_all_layers() -> None:
     assert parse_split("5,3", 8, 2) == [(3, 8), (0, 3)]
     with fails(PlanError, "split_sum"):
         parse_split("5,4", 8, 2)

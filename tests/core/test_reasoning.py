@@ -58,7 +58,7 @@ def test_tracker_counts_the_tokens_between_the_marks(
 @pytest.mark.parametrize("budget", [0, 1, 2, 5, 17])
 @pytest.mark.parametrize("is_open", [True, False])
 @pytest.mark.parametrize(("start", "end"), [(START, END), (LONG_START, LONG_END)])
-def test_tracker_keeps_the_budget_exactly(
+def test_tracker_never_exceeds_the_budget_and_changes_nothing_within_it(
     start: tuple[int, ...], end: tuple[int, ...], is_open: bool, budget: int
 ) -> None:
     num_used_up = 0
@@ -78,7 +78,7 @@ def test_tracker_keeps_the_budget_exactly(
 
 
 @pytest.mark.parametrize("budget", [0, 3, 8])
-def test_tracker_forces_the_same_tokens_after_a_replay_from_any_position(budget: int) -> None:
+def test_tracker_forces_the_same_tokens_if_it_starts_again_at_any_position(budget: int) -> None:
     reasoning = Reasoning(LONG_START, LONG_END, True, budget)
     for seed in range(40):
         whole = generate(reasoning, seed, 40)
@@ -100,6 +100,6 @@ def test_tracker_ends_reasoning_at_once_if_no_budget_is_left() -> None:
     assert tracker.forced_token == END[0]
 
 
-def test_sampling_reads_tokens_only_with_a_budget() -> None:
+def test_sampling_reads_tokens_only_with_a_reasoning_budget() -> None:
     assert not Sampling(reasoning=Reasoning(START, END)).reads_tokens
     assert Sampling(reasoning=Reasoning(START, END, budget=0)).reads_tokens

@@ -3,7 +3,7 @@
 from serve.core.restart_window import RestartWindow
 
 
-def test_restart_window_counts_only_restarts_within_it() -> None:
+def test_restart_window_does_not_count_restarts_that_are_older_than_the_window() -> None:
     window = RestartWindow(2, 10.0)
     assert window.num_left(0.0) == 2
     window.add(0.0)
@@ -13,7 +13,7 @@ def test_restart_window_counts_only_restarts_within_it() -> None:
     assert window.num_left(14.0) == 2
 
 
-def test_restart_window_counts_beyond_the_allowed_number() -> None:
+def test_restart_window_also_counts_more_restarts_than_are_allowed() -> None:
     window = RestartWindow(1, 10.0)
     for now in (0.0, 1.0, 2.0):
         window.add(now)

@@ -112,7 +112,9 @@ def test_every_type_of_message_is_tested_and_names_its_sender() -> None:
 @pytest.mark.parametrize("kind", LINES, ids=lambda kind: kind.__name__)
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_every_message_of_a_launcher_survives_as_one_line(kind: type, data: st.DataObject) -> None:
+def test_every_launcher_message_is_one_line_that_can_be_read_back(
+    kind: type, data: st.DataObject
+) -> None:
     finite = st.floats(allow_nan=False, allow_infinity=False)  # JSON has no others.
     fields = {f.name: finite for f in msgspec.structs.fields(kind) if f.type is float}
     message = data.draw(st.builds(kind, **fields))
@@ -123,13 +125,13 @@ def test_every_message_of_a_launcher_survives_as_one_line(kind: type, data: st.D
 
 
 @given(st.text() | st.binary())
-def test_random_lines_raise_cluster_error(said: str | bytes) -> None:
+def test_random_lines_raise_a_cluster_error(said: str | bytes) -> None:
     reader: wire.LineReader[ToAgent] = wire.LineReader(ToAgent)
     with fails(ClusterError, "unreadable_message"):
         reader.read(said)
 
 
-def test_a_line_with_a_field_of_another_version_is_read() -> None:
+def test_unknown_fields_in_a_line_from_another_version_are_ignored() -> None:
     reader: wire.LineReader[ToAgent] = wire.LineReader(ToAgent)
     said = '{"type": "StartEcho", "ip": "a", "protocol": "udp"}'
     assert reader.read(said) == agent_messages.StartEcho("a")
@@ -138,7 +140,7 @@ def test_a_line_with_a_field_of_another_version_is_read() -> None:
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_every_type_of_message_survives(kind: type, data: st.DataObject) -> None:
+def test_every_type_of_message_is_the_same_after_a_frame(kind: type, data: st.DataObject) -> None:
     message = data.draw(built(kind))
     assert list(wire.FrameReader(AnyMessage).feed(wire.frame(message))) == [message]
 
@@ -146,19 +148,19 @@ def test_every_type_of_message_survives(kind: type, data: st.DataObject) -> None
 @pytest.mark.parametrize("kind", NOTES, ids=lambda kind: kind.__name__)
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_every_note_of_training_survives(kind: type, data: st.DataObject) -> None:
+def test_every_training_note_is_the_same_after_a_frame(kind: type, data: st.DataObject) -> None:
     message = messages.TaggedTensors("tag", (data.draw(st.builds(kind)),), ())
     assert list(wire.FrameReader(AnyMessage).feed(wire.frame(message))) == [message]
 
 
 @given(steps(), st.integers(1, 40))
-def test_every_cut_of_a_step_is_noticed(step: Step, num_lost: int) -> None:
+def test_a_truncated_step_is_never_decoded(step: Step, num_lost: int) -> None:
     body = msgspec.msgpack.encode(step)
     with pytest.raises(msgspec.DecodeError):
         msgspec.msgpack.decode(body[:-num_lost], type=Step)
 
 
-def test_a_step_whose_rows_announce_other_tokens_is_refused() -> None:
+def test_a_step_whose_rows_and_tokens_differ_in_number_is_refused() -> None:
     with pytest.raises(ValueError, match="differ in number"):
         Step(1, 0, (Row(1, 0, 2),), (5,), sample=False)
     body = msgspec.msgpack.encode(["Step", 1, 0, [[1, 0, 2, 0]], [5], False])
@@ -171,7 +173,7 @@ def framed(body: bytes) -> bytes:
 
 
 @given(st.binary(max_size=60))
-def test_random_bodies_raise_cluster_error_or_are_a_message(body: bytes) -> None:
+def test_random_bodies_either_decode_to_a_message_or_raise_a_cluster_error(body: bytes) -> None:
     try:
         (message,) = wire.FrameReader(AnyMessage).feed(framed(body))
     except ClusterError:
@@ -179,12 +181,12 @@ def test_random_bodies_raise_cluster_error_or_are_a_message(body: bytes) -> None
     assert isinstance(message, ALL)
 
 
-def test_a_type_name_that_is_not_utf_8_raises_cluster_error() -> None:
+def test_a_type_name_that_is_not_utf_8_raises_a_cluster_error() -> None:
     with fails(ClusterError, "unreadable_message"):
         list(wire.FrameReader(AnyMessage).feed(framed(b"\x91\xa4\x00\x00\x00\x80")))
 
 
-def test_deeply_nested_bodies_raise_cluster_error() -> None:
+def test_deeply_nested_bodies_raise_a_cluster_error() -> None:
     body = b"\x91" * 100_000 + b"\x01"
     with pytest.raises(ClusterError):
         list(wire.FrameReader(AnyMessage).feed(framed(body)))
@@ -205,7 +207,7 @@ def test_a_message_in_the_wrong_direction_is_an_error(message: Any, expected: An
 
 
 @given(st.lists(steps(), max_size=8), st.integers(1, 17))
-def test_frames_survive_any_pieces(sent: list[Step], size: int) -> None:
+def test_frames_can_be_read_in_pieces_of_any_size(sent: list[Step], size: int) -> None:
     stream = b"".join(map(wire.frame, sent))
     reader: wire.FrameReader[Step] = wire.FrameReader(Step)
     got: list[Step] = []
@@ -222,7 +224,7 @@ def test_frames_survive_any_pieces(sent: list[Step], size: int) -> None:
         (wire._HEADER.pack(b"Bg", wire.VERSION, wire.MAX_BODY_BYTES + 1), "too_large"),
     ],
 )
-def test_foreign_bytes_are_refused(data: bytes, code: str) -> None:
+def test_bytes_that_are_no_frame_are_refused(data: bytes, code: str) -> None:
     with fails(ClusterError, code):
         list(wire.FrameReader(AnyMessage).feed(data))
 
@@ -233,13 +235,13 @@ def test_a_message_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch)
         wire.frame(Hop(Step(1, 0, (), (), sample=False), (TensorSpec("float32", (1, 2, 3)),)))
 
 
-def test_an_order_is_named_by_its_rank_in_the_launch() -> None:
+def test_an_order_is_named_by_the_launch_number_of_its_rank() -> None:
     nowhere = Addresses(2, (), ())
     order = Order(1, (0, 2), ("a", "b"), nowhere, 1, "m", None, None, "c", (0, 1), None, 1.0)
     assert order.name == "Rank 2"
 
 
-def test_num_missing_never_reaches_beyond_the_end_of_a_message() -> None:
+def test_no_byte_beyond_the_end_of_a_message_is_asked_for() -> None:
     data = wire.frame(Hop(Step(7, 0, (), (), sample=False), ())) + b"what follows"
     reader: wire.FrameReader[Hop] = wire.FrameReader(Hop)
     found: list[Hop] = []
