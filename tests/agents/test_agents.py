@@ -39,7 +39,7 @@ def _installed(agent: Agent) -> None:
 
 
 @every_variant
-def test_an_agent_runs_its_tool_and_ends(
+def test_an_agent_calls_its_tool_and_ends(
     played_tokenizer: Tokenizer, agent: Agent, tmp_path: Path
 ) -> None:
     script = agent.script(tmp_path / "work")
@@ -101,7 +101,7 @@ def long_context(folder: Path) -> Path:
 
 
 @every_agent
-def test_an_agent_is_answered_by_two_real_ranks_without_an_error(
+def test_an_agent_gets_answers_without_errors_from_two_real_ranks(
     real: Server, agent: Agent, tmp_path: Path
 ) -> None:
     """What a tiny model says does not matter: it has to arrive, and nothing may fail."""

@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("agent", AGENTS, ids=[agent.name for agent in AGENTS])
-def test_page_gives_the_tested_version_and_the_tested_command(agent: Agent) -> None:
+def test_page_about_agents_gives_the_tested_version_and_command(agent: Agent) -> None:
     section = page.section(agent.section)
     assert section.version == versions()[PACKAGES.get(agent.name, agent.name)]
     written = section.shell + section.program + "".join(section.files.values())
@@ -41,6 +41,6 @@ def test_page_gives_the_tested_version_and_the_tested_command(agent: Agent) -> N
         assert section.shell.splitlines()[-1] == agent.command[0]
 
 
-def test_page_starts_the_server_under_the_name_that_agents_ask_for() -> None:
+def test_page_about_agents_starts_the_server_under_the_name_that_agents_ask_for() -> None:
     introduction = page.PAGE.read_text().split("\n## ")[0]
     assert f"--served-model-name {page.MODEL}" in introduction

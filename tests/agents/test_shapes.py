@@ -25,7 +25,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("shape", CASES)
-def test_a_recorded_request_is_answered(
+def test_a_request_recorded_from_an_agent_is_answered(
     front: Running, shape: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     content = json.dumps(shape["body"]).replace('"MODEL"', f'"{CONFIG.model_name}"')
