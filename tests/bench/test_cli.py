@@ -27,7 +27,7 @@ QUICK = ["--concurrency", "1,2", "--requests", "2", "--max-tokens", "4"]
 
 
 @pytest.mark.long
-def test_one_server_is_measured_at_each_concurrency(
+def test_one_server_is_measured_at_each_number_of_clients(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, plot = tmp_path / "results.json", tmp_path / "results.svg"
@@ -67,7 +67,7 @@ def test_two_servers_get_the_same_load_in_turn() -> None:
 
 
 @pytest.mark.long
-def test_an_open_loop_asks_the_questions_of_a_file(tmp_path: Path) -> None:
+def test_an_open_loop_sends_the_questions_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "sharegpt.json"
     path.write_text(json.dumps([{"conversations": [{"from": "human", "value": "Who?"}]}]))
     with streaming() as (url, state):
@@ -76,7 +76,7 @@ def test_an_open_loop_asks_the_questions_of_a_file(tmp_path: Path) -> None:
     assert {body["messages"][0]["content"] for body in state.bodies} == {"Who?"}
 
 
-def test_the_table_fits_into_80_columns() -> None:
+def test_the_table_of_results_is_at_most_80_columns_wide() -> None:
     slow = RequestRecord(0.0, 200.0, tuple(114.567 + 0.013 * n for n in range(40)), 48, 1066)
     names = ("A: http://127.0.0.1:8080", "B: http://127.0.0.1:8081")
     runs: Runs = {(Level(0.25, True), name): [[slow] * 2000] for name in names}
@@ -126,7 +126,7 @@ def test_progress_is_not_reported_after_each_request(monkeypatch: pytest.MonkeyP
     assert shown == ["8 clients", *ended]
 
 
-def test_a_plot_distinguishes_servers_and_has_whole_numbers_of_clients(tmp_path: Path) -> None:
+def test_a_plot_has_a_line_for_each_server(tmp_path: Path) -> None:
     record = RequestRecord(0.0, 2.0, (1.0, 1.5, 2.0), 3, 66)
     points = [(clients, summarise([[record]])) for clients in (1.0, 2.0)]
     path = tmp_path / "both.svg"
@@ -156,7 +156,7 @@ def test_a_plot_distinguishes_servers_and_has_whole_numbers_of_clients(tmp_path:
         (["--url", "http://a", "--stream"], "--stream"),
     ],
 )
-def test_a_wrong_flag_is_reported_in_one_line(
+def test_a_wrong_flag_of_bench_is_reported_in_one_line(
     flags: list[str], word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bench(*flags) == 2

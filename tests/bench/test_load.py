@@ -124,7 +124,9 @@ class Resetting:
 @pytest.mark.parametrize(
     ("resets", "error"), [(1, None), (2, "refused or reset before the answer began")]
 )
-def test_a_reset_connection_is_tried_once_more_and_recorded(resets: int, error: str | None) -> None:
+def test_a_request_whose_connection_is_reset_is_tried_again_and_recorded(
+    resets: int, error: str | None
+) -> None:
     """mlx_lm.server resets some of 16 connections that come at once."""
     server = Resetting(resets)
     record = asyncio.run(server.ask())
@@ -157,7 +159,7 @@ def test_a_closed_loop_keeps_the_given_number_of_requests_running() -> None:
     assert len(set(prompts)) == len(prompts) == 2 + 3 + 9  # lengths, warm-up, measured
 
 
-def test_the_rate_counts_tokens_and_the_latency_chunks(clock: Clock) -> None:
+def test_rates_count_tokens_and_latencies_count_chunks(clock: Clock) -> None:
     with streaming(tokens_per_chunk=4, clock=clock) as (url, _):
         summary = summarise([run_level(url, Level(1, False), requests=4, max_tokens=40)])
     seconds = 4 * (FIRST_SECONDS + 9 * GAP_SECONDS)
@@ -173,7 +175,7 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
     assert state.most_running == 20
 
 
-def test_failures_of_the_warm_up_are_recorded() -> None:
+def test_failures_while_warming_up_are_recorded() -> None:
     with streaming(fault="busy") as (url, _):
         records = run_level(url, Level(1, False), requests=1)
     assert [record.error for record in records] == [
@@ -182,7 +184,7 @@ def test_failures_of_the_warm_up_are_recorded() -> None:
     ]
 
 
-def test_arrivals_are_a_poisson_process_drawn_from_a_seed() -> None:
+def test_arrivals_follow_a_poisson_process_drawn_from_a_seed() -> None:
     times = poisson_arrivals(5.0, 4000, seed=1)
     gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
     assert times[0] == 0
@@ -192,7 +194,7 @@ def test_arrivals_are_a_poisson_process_drawn_from_a_seed() -> None:
     assert times == poisson_arrivals(5.0, 4000, seed=1) != poisson_arrivals(5.0, 4000, seed=2)
 
 
-def test_loops_start_at_the_right_times() -> None:
+def test_clients_and_arrivals_start_at_the_planned_times() -> None:
     """Without a server: clients start one after the other, arrivals at their times."""
 
     async def run() -> tuple[list[float], list[float]]:

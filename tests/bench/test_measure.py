@@ -28,20 +28,20 @@ EARLY = RequestRecord(start=0.0, end=5.0, times=(1.0, 2.0, 3.0, 4.0, 5.0))
 LATE = RequestRecord(start=0.0, end=7.0, times=(2.5, 3.5, 4.5, 6.0, 7.0))
 
 
-def test_the_steady_rate_leaves_out_what_is_not_pure_decode() -> None:
+def test_the_steady_rate_counts_only_times_when_all_requests_decode() -> None:
     """Before the last first token, prompts are read; after the first end, fewer decode."""
     assert steady_window([EARLY, LATE]) == (2.5, 5.0)
     assert steady_tokens_per_second([EARLY, LATE]) == pytest.approx(5 / 2.5)
 
 
-def test_a_gap_counts_where_any_part_of_it_is_in_the_window() -> None:
+def test_a_gap_counts_if_any_part_of_it_is_in_the_window() -> None:
     """The longest gap begins before a disturbance or ends after it."""
     assert gaps_in([EARLY], (2.5, 3.5)) == [1.0, 1.0]
     assert gaps_in([LATE], (5.0, 5.5)) == [1.5]
     assert gaps_in([EARLY], (8.0, 9.0)) == []
 
 
-def test_busy_shares_count_only_spans_in_the_window() -> None:
+def test_busy_shares_count_only_the_part_of_a_span_in_the_window() -> None:
     events = [
         {"ph": "M", "pid": 0, "name": "process_name"},
         {"ph": "X", "pid": 0, "ts": 0.0, "dur": 1.5e6},
@@ -52,15 +52,15 @@ def test_busy_shares_count_only_spans_in_the_window() -> None:
     assert busy_shares(events, (1.0, 3.0)) == pytest.approx({0: 0.375, 1: 1.0})
 
 
-def test_a_ratio_divides_medians() -> None:
+def test_ratio_divides_one_median_by_another() -> None:
     assert ratio([1.0, 2.0, 90.0], [4.0]) == 0.5
 
 
-def test_tables_are_markdown() -> None:
+def test_tables_are_written_as_markdown() -> None:
     assert markdown((["a", "b"], [[1, "x"]])) == "| a | b |\n| --- | --- |\n| 1 | x |"
 
 
-def test_the_adapters_cover_every_linear_module_of_the_model(tmp_path: Path) -> None:
+def test_written_adapters_cover_every_linear_module_of_the_model(tmp_path: Path) -> None:
     write(tmp_path / "a", seed=1, rank=2)
     files = read_adapter("a", str(tmp_path))
     assert files.rank == 2
@@ -75,7 +75,7 @@ def span(rank: int, step: int, start: float, end: float, tokens: int = 1) -> dic
     return {"ph": "X", "pid": rank, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args}
 
 
-def test_a_hop_lasts_from_a_steps_end_on_one_stage_to_its_start_on_the_next() -> None:
+def test_a_hop_lasts_from_the_end_of_a_step_on_one_stage_to_its_start_on_the_next() -> None:
     prompt = [span(1, 1, 0.0, 1.0, 9), span(0, 1, 1.5, 2.0, 9)]
     decoding = [span(1, 2, 3.0, 4.0), span(0, 2, 4.25, 5.0), span(1, 3, 5.5, 6.0)]
     later = [span(0, 3, 6.75, 7.0), span(1, 5, 9.0, 9.5), span(0, 5, 10.0, 10.5)]
@@ -84,7 +84,7 @@ def test_a_hop_lasts_from_a_steps_end_on_one_stage_to_its_start_on_the_next() ->
     assert back == pytest.approx([0.5])  # step 4 is not known: nothing is said of its hop
 
 
-def test_a_row_of_training_has_a_figure_for_each_column() -> None:
+def test_a_training_result_has_a_figure_for_each_column() -> None:
     run = {
         "tokens_per_second": 50.0,
         "utilisation": 0.8,
@@ -100,13 +100,13 @@ def test_a_row_of_training_has_a_figure_for_each_column() -> None:
     assert row["busy ÷ bound"] == "0.889"
 
 
-def test_each_row_of_training_differs_from_the_one_before_in_one_setting() -> None:
+def test_each_training_case_differs_from_the_one_before_in_one_setting() -> None:
     rows = list(training.RUNS.values())
     apart = [sum(a != b for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(rows)]
     assert apart == [1] * (len(rows) - 1)
 
 
-def test_rounds_alternate_their_order_and_a_server_that_does_not_start_misses_one_turn() -> None:
+def test_rounds_alternate_the_order_of_servers_and_skip_one_that_does_not_start() -> None:
     ran: list[str] = []
 
     def run(name: str, round_: int) -> None:
@@ -118,7 +118,7 @@ def test_rounds_alternate_their_order_and_a_server_that_does_not_start_misses_on
     assert ran == ["a0", "b1", "a1"]
 
 
-def test_samples_become_medians_and_their_quotients() -> None:
+def test_tables_show_the_medians_of_samples_and_their_ratio() -> None:
     samples = Samples("one", "two")
     samples.add("one", 1.0, 2.0, 90.0)
     samples.add("two", 4.0)
@@ -128,21 +128,21 @@ def test_samples_become_medians_and_their_quotients() -> None:
     assert table[1] == [["one", "2"], ["two", "4"], ["one ÷ two", "0.500"]]
 
 
-def test_a_figure_that_no_round_measured_is_named() -> None:
+def test_a_figure_that_no_round_measured_is_an_error() -> None:
     samples = Samples("one", "two")
     samples.add("one", 1.0)
     with pytest.raises(servers.NotMeasuredError, match="^two: not measured"):
         samples.row("key", "title", ("two", "one"))
 
 
-def test_levels_are_numbers_above_zero() -> None:
+def test_numbers_of_clients_must_be_above_zero() -> None:
     assert levels_of("1,8,32") == (1, 8, 32)
     for text in ("", "0", "1,", "a"):
         with pytest.raises(argparse.ArgumentTypeError, match="numbers such as"):
             levels_of(text)
 
 
-def test_a_comparison_leaves_out_rounds_of_only_one_checkout() -> None:
+def test_a_comparison_leaves_out_rounds_that_only_one_checkout_has() -> None:
     before = {0: {"hop": 1.0}, 1: {"hop": 5.0}, 2: {"hop": 2.0}}
     after = {0: {"hop": 2.0}, 2: {"hop": 1.0}}
     columns, rows = compare.table_of({compare.BEFORE: before, compare.AFTER: after})
@@ -152,14 +152,14 @@ def test_a_comparison_leaves_out_rounds_of_only_one_checkout() -> None:
         compare.table_of({compare.BEFORE: before, compare.AFTER: {}})
 
 
-def test_the_time_per_token_leaves_out_the_first_event() -> None:
+def test_the_time_per_token_does_not_count_the_first_event() -> None:
     """Eight tokens in five steps; how long the first took is not known."""
     answer = Answer("", times=[1.0, 2.0, 3.0, 5.0], num_tokens=8, num_accepted=3)
     assert answer.token_seconds == pytest.approx(4.0 / 4 * 5 / 8)
     assert Answer("", [1.0], 8, 7).token_seconds is None
 
 
-def test_there_are_equally_many_tasks_of_each_kind() -> None:
+def test_each_kind_of_task_has_the_same_number_of_tasks() -> None:
     counts = {kind: 0 for kind in (task.kind for task in tasks(2))}
     for task in tasks(2):
         counts[task.kind] += 1
@@ -167,7 +167,7 @@ def test_there_are_equally_many_tasks_of_each_kind() -> None:
     assert set(counts.values()) == {2}
 
 
-def test_report_goes_on_after_a_row_that_cannot_be_measured(
+def test_a_report_continues_after_a_row_that_cannot_be_measured(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

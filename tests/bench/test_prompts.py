@@ -13,20 +13,22 @@ from tests.errors import fails
 
 
 @given(st.integers(1, 5000), st.sampled_from([1, 2, 3]), st.integers(0, 40))
-def test_a_prompt_gets_the_wanted_length(wanted: int, per_word: int, template: int) -> None:
+def test_a_prompt_has_the_wanted_number_of_tokens(
+    wanted: int, per_word: int, template: int
+) -> None:
     probes = [per_word * words + template for words in PROBE_WORDS]
     tokens = per_word * words_for(wanted, probes) + template
     assert abs(tokens - wanted) <= per_word / 2 or tokens == per_word + template >= wanted
 
 
 @pytest.mark.parametrize("probes", [[None, None], [30, 30], [30, 20]])
-def test_a_server_that_does_not_count_gets_one_word_for_each_token(
+def test_prompts_have_one_word_a_token_if_the_server_cannot_count(
     probes: list[int | None],
 ) -> None:
     assert words_for(66, probes) == 66
 
 
-def test_prompts_are_the_same_for_a_seed_and_name_and_different_otherwise() -> None:
+def test_prompts_differ_by_name_and_by_seed() -> None:
     """Equal prompts would measure the prefix cache; different ones on A and B would measure
     luck."""
     one = Prompts(7, 30)
@@ -46,7 +48,7 @@ def sharegpt(path: Path, *openings: tuple[str, str]) -> Path:
     return path
 
 
-def test_questions_are_the_first_messages_of_humans(tmp_path: Path) -> None:
+def test_questions_are_the_first_human_message_of_each_conversation(tmp_path: Path) -> None:
     path = sharegpt(tmp_path / "s.json", ("human", "One?"), ("gpt", "Hm."), ("user", "Two?"))
     questions = read_questions(path)
     assert questions == ["One?", "Two?"]
@@ -58,13 +60,13 @@ def test_questions_are_the_first_messages_of_humans(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{}", "[]", '{"a": 1}', '["a"]', "[1]", '[{"conversations": [{"from": "gpt"}]}]']
 )
-def test_a_file_of_another_format_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
+def test_a_file_in_another_format_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
     path = tmp_path / "s.json"
     path.write_text(text)
     with pytest.raises(UsageError, match="--prompts"):
         read_questions(path)
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_of_prompts_is_refused(tmp_path: Path) -> None:
     with fails(UsageError, "unreadable"):
         read_questions(tmp_path / "none.json")
