@@ -21,7 +21,7 @@ CLIENTS = sorted(path.stem.removeprefix("check_") for path in SUITES.glob("check
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_python_client_passes_its_suite(server: Server, client_run: Run, client: str) -> None:
+def test_each_python_client_passes_its_suite(server: Server, client_run: Run, client: str) -> None:
     said = client_run(server, [*PYTEST, str(SUITES / f"check_{client}.py")])
     assert " passed" in said, said
     assert "Traceback" not in server.text
@@ -41,7 +41,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("client", ["openai", "ai-sdk"])
-def test_a_node_client_passes_its_suite(server: Server, node: Path, client: str) -> None:
+def test_each_node_client_passes_its_suite(server: Server, node: Path, client: str) -> None:
     shutil.copy(NODE / f"{client}.test.mjs", node)
     command = ["node", "--test", "--test-reporter=tap", f"{client}.test.mjs"]
     environ = environment(server)
@@ -112,7 +112,7 @@ def results(output: Path, task: str) -> tuple[dict[str, Any], dict[int, Any]]:
     return json.loads(scores.read_text())["results"][task], answers
 
 
-def test_lm_evaluation_harness_scores_alike_on_one_two_and_three_ranks(
+def test_lm_evaluation_harness_gets_equal_scores_from_one_to_three_ranks(
     client_run: Run, tasks: Path
 ) -> None:
     one, two, three = (evaluate(client_run, num_ranks, tasks) for num_ranks in (1, 2, 3))

@@ -46,7 +46,7 @@ def small() -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_replies_match_the_servers_own_description(
+def test_replies_match_the_servers_own_openapi_document(
     small: Server, client_run: Run, group: str
 ) -> None:
     flags = ["--checks", ",".join(CHECKS), *GROUPS[group]]
@@ -54,7 +54,7 @@ def test_replies_match_the_servers_own_description(
 
 
 @pytest.mark.parametrize("group", ["chat", "responses", "others"])
-def test_replies_match_openais_own_types(
+def test_replies_match_the_types_of_openai(
     small: Server, client_run: Run, tmp_path: Path, group: str
 ) -> None:
     """Its types know no bounds, so a body that they allow may be refused."""

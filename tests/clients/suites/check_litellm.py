@@ -55,7 +55,7 @@ def test_a_text_completion_has_logprobs() -> None:
     assert 1 <= len(reply.choices[0].logprobs.tokens) <= 4
 
 
-def test_errors_have_litellms_own_classes() -> None:
+def test_litellm_raises_its_own_class_for_each_error() -> None:
     with pytest.raises(litellm.NotFoundError):
         litellm.completion(model="openai/absent", api_base=MODEL["api_base"], messages=SAID)
     with pytest.raises(litellm.BadRequestError):

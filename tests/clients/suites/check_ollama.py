@@ -31,7 +31,7 @@ def test_a_stream_adds_up_to_the_reply(model: str) -> None:
         assert last.total_duration >= last.eval_duration > 0
 
 
-def test_a_prompt_is_continued_or_answered() -> None:
+def test_a_prompt_is_continued_if_raw_and_answered_otherwise() -> None:
     raw = CLIENT.generate("tiny-chat", "a, b, c,", raw=True, options=OPTIONS)
     assert raw.response
     chunks = list(CLIENT.generate("tiny-chat", "Say the alphabet.", options=OPTIONS, stream=True))
@@ -55,7 +55,7 @@ def test_a_history_with_calls_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_scores_come_with_the_text(stream: bool) -> None:
+def test_logprobs_are_returned_with_the_text(stream: bool) -> None:
     fields = {"logprobs": True, "top_logprobs": 2, "options": OPTIONS, "stream": stream}
     chat = CLIENT.chat("tiny-chat", SAID, **fields)
     generated = CLIENT.generate("tiny-chat", SAID[0]["content"], **fields)
@@ -86,13 +86,13 @@ def test_a_prompt_that_is_too_long_is_shortened() -> None:
         CLIENT.embed("tiny-chat", text, truncate=False)
 
 
-def test_a_model_is_loaded_and_not_unloaded() -> None:
+def test_loading_and_unloading_are_reported_but_the_model_stays() -> None:
     assert CLIENT.generate("tiny-chat", keep_alive=0).done_reason == "unload"
     assert CLIENT.generate("tiny-chat").done_reason == "load"
     assert CLIENT.ps().models
 
 
-def test_errors_are_response_errors_of_ollama() -> None:
+def test_ollama_raises_its_response_error() -> None:
     with pytest.raises(ollama.ResponseError, match="does not exist") as caught:
         CLIENT.chat("nobody", SAID)
     assert caught.value.status_code == 404
