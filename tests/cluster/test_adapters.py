@@ -151,7 +151,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_adapters_are_mixed_swapped_refused_and_unloaded_as_on_the_whole_model(
+def test_adapters_give_the_answers_of_the_whole_model_while_they_are_swapped_and_unloaded(
     folders: list[Path], answer: Whole, num_ranks: int
 ) -> None:
     """One cluster for all of it, because its start takes the most time."""
@@ -165,7 +165,7 @@ def test_adapters_are_mixed_swapped_refused_and_unloaded_as_on_the_whole_model(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 4])
-def test_answers_and_logits_equal_mlx_lms_on_other_numbers_of_ranks(
+def test_answers_and_logits_with_adapters_equal_those_of_mlx_lm_on_any_number_of_ranks(
     folders: list[Path], answer: Whole, num_ranks: int
 ) -> None:
     with running(folders, num_ranks, "--lora-modules", "first=lora/b") as server:
@@ -175,7 +175,7 @@ def test_answers_and_logits_equal_mlx_lms_on_other_numbers_of_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_answers_keep_their_version_during_swaps_a_second_apart(
+def test_answers_keep_their_adapter_version_during_swaps_a_second_apart(
     folders: list[Path], answer: Whole, num_ranks: int
 ) -> None:
     with running(folders, num_ranks) as server:
@@ -307,7 +307,7 @@ def check_memory_is_freed(server: Server) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_the_least_recently_used_adapter_is_evicted_and_read_again(
+def test_the_least_recently_used_adapter_is_evicted_and_read_again_when_needed(
     folders: list[Path], answer: Whole, num_ranks: int
 ) -> None:
     """The rank with the most layers has room for one adapter and not for two."""
@@ -406,7 +406,9 @@ BAD_BODIES: list[tuple[dict[str, Any], int, str]] = [
 ]
 
 
-def test_bad_adapters_change_nothing(folders: list[Path], answer: Whole) -> None:
+def test_adapters_that_are_refused_change_no_answer_and_no_loaded_adapter(
+    folders: list[Path], answer: Whole
+) -> None:
     # How many drafts share a step depends on times, and rounds log-probabilities differently.
     with running(folders, 2, "--draft-model", "none", "--lora-modules", "a=lora/a") as server:
         prompt = answer.prompt("a", QUESTIONS[0])

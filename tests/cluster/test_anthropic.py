@@ -30,7 +30,7 @@ def message(server: Server, messages: list[Any] = ASKED, **fields: Any) -> Any:
         return list(reply) if fields.get("stream") else reply
 
 
-def test_a_message_has_the_text_and_usage_of_the_same_chat(server: Server) -> None:
+def test_a_message_has_the_same_text_and_usage_as_a_chat(server: Server) -> None:
     system = "Be kind and patient. " * 20
     messages: Any = [{"role": "system", "content": system}, *ASKED]
     chat = server.client().chat.completions.create(
@@ -48,7 +48,7 @@ def test_a_message_has_the_text_and_usage_of_the_same_chat(server: Server) -> No
     assert counted.input_tokens == chat.usage.prompt_tokens
 
 
-def test_a_stream_adds_up_to_the_reply(server: Server) -> None:
+def test_pieces_of_a_streamed_message_add_up_to_the_whole_reply(server: Server) -> None:
     whole = message(server, max_tokens=10)
     assert whole.stop_reason == "max_tokens"
     start, *events, delta, stop = message(server, max_tokens=10, stream=True)
@@ -61,11 +61,11 @@ def test_a_stream_adds_up_to_the_reply(server: Server) -> None:
     assert start.message.usage.input_tokens == delta.usage.input_tokens
 
 
-def test_a_limit_above_the_context_changes_nothing(server: Server) -> None:
+def test_a_max_tokens_above_the_context_changes_nothing(server: Server) -> None:
     assert message(server, max_tokens=10**6).content == message(server).content
 
 
-def test_a_prefilled_answer_is_continued_up_to_a_stop_sequence(server: Server) -> None:
+def test_a_prefilled_answer_is_continued_until_a_stop_sequence(server: Server) -> None:
     text = message(server).content[0].text
     begun = [*ASKED, {"role": "assistant", "content": text[:11]}]
     after = message(server, begun, stop_sequences=[text[20:24]])
@@ -75,7 +75,9 @@ def test_a_prefilled_answer_is_continued_up_to_a_stop_sequence(server: Server) -
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
-def test_tools_are_called_and_answered(server: Server, choice: Any, stream: bool) -> None:
+def test_a_tool_is_called_and_its_result_is_answered(
+    server: Server, choice: Any, stream: bool
+) -> None:
     choice = {**choice, "disable_parallel_tool_use": True}
     asked = [{"role": "user", "content": "How is the weather?"}]
     fields: Any = {"tools": [WEATHER_TOOL], "tool_choice": choice, "max_tokens": 120}
@@ -103,13 +105,13 @@ def test_tools_are_called_and_answered(server: Server, choice: Any, stream: bool
     assert message(server, turns, tools=[WEATHER_TOOL], max_tokens=5, tool_choice={"type": "none"})
 
 
-def test_a_schema_is_followed(server: Server) -> None:
+def test_the_text_of_a_message_follows_its_schema(server: Server) -> None:
     format = {"type": "json_schema", "schema": SCHEMA}
     reply = message(server, max_tokens=600, output_config={"format": format})
     assert json.loads(reply.content[0].text).keys() == {"colour", "sizes"}
 
 
-def test_wrong_requests_get_an_http_error_even_if_they_ask_for_a_stream(server: Server) -> None:
+def test_bad_requests_get_an_http_error_even_if_they_ask_for_a_stream(server: Server) -> None:
     wrong: list[Any] = [
         {"max_tokens": 0},
         {"extra_body": {"n": 2}},
@@ -130,7 +132,7 @@ def test_wrong_requests_get_an_http_error_even_if_they_ask_for_a_stream(server: 
     assert server.get("/admin/pipeline")["num_running"] == 0
 
 
-def test_a_client_that_leaves_frees_its_rows(server: Server) -> None:
+def test_a_client_that_disconnects_frees_its_rows(server: Server) -> None:
     """Sampled at random without an end, the answer would go on for long."""
     body = {"model": "tiny-chat", "messages": ASKED, "max_tokens": 400}
     with client(server) as ai:

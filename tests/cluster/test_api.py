@@ -40,7 +40,7 @@ def complete(server: Server, prompt: Any, **fields: Any) -> Any:
     return create(model="tiny-chat", prompt=prompt, **{"temperature": 0, "max_tokens": 4, **fields})
 
 
-def test_logprobs_of_a_chat_equal_mlx_lms(server: Server, whole: Whole) -> None:
+def test_logprobs_of_a_chat_equal_those_of_mlx_lm(server: Server, whole: Whole) -> None:
     extra = {"return_token_ids": True}
     reply = chat(server, logprobs=True, top_logprobs=3, max_tokens=12, extra_body=extra)
     (choice,) = reply.choices
@@ -55,7 +55,7 @@ def test_logprobs_of_a_chat_equal_mlx_lms(server: Server, whole: Whole) -> None:
     assert text.decode().startswith(choice.message.content)
 
 
-def test_streamed_logprobs_are_those_of_the_reply(server: Server) -> None:
+def test_streamed_logprobs_equal_those_of_the_whole_reply(server: Server) -> None:
     fields = {"logprobs": True, "top_logprobs": 1, "max_tokens": 12}
     whole_reply = chat(server, **fields).choices[0]
     chunks = [chunk.choices[0] for chunk in chat(server, stream=True, **fields)]
@@ -65,7 +65,7 @@ def test_streamed_logprobs_are_those_of_the_reply(server: Server) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_prompts_are_scored_as_evaluation_harnesses_ask(
+def test_prompts_are_scored_as_evaluation_harnesses_ask_for(
     server: Server, whole: Whole, max_tokens: int
 ) -> None:
     """Several lists of token ids, longer than a chunk beside others, twice: the second time
@@ -88,7 +88,7 @@ def test_prompts_are_scored_as_evaluation_harnesses_ask(
         assert reply.usage.prompt_tokens == sum(map(len, prompts))
 
 
-def test_completions_of_text_and_of_ids_equal_mlx_lms(server: Server) -> None:
+def test_completions_of_a_text_and_of_token_ids_equal_those_of_mlx_lm(server: Server) -> None:
     model, tokenizer = mlx_lm.load(str(TINY_CHAT))
     ids = tokenizer.encode(PROMPT)
     generated = mlx_lm.stream_generate(model, tokenizer, ids, max_tokens=12)
@@ -98,7 +98,7 @@ def test_completions_of_text_and_of_ids_equal_mlx_lms(server: Server) -> None:
     assert as_text == as_ids == wanted
 
 
-def test_prompts_of_chats_are_scored_as_vllm_does(server: Server, whole: Whole) -> None:
+def test_prompt_logprobs_of_chats_equal_those_of_mlx_lm(server: Server, whole: Whole) -> None:
     extra = {"prompt_logprobs": 2, "return_token_ids": True}
     for _ in range(2):
         fields = chat(server, max_tokens=1, extra_body=extra).model_extra
@@ -112,7 +112,7 @@ def test_prompts_of_chats_are_scored_as_vllm_does(server: Server, whole: Whole) 
             assert best["logprob"] == pytest.approx(row.max(), abs=1e-3)
 
 
-def test_a_stream_of_several_prompts_and_choices_adds_up_to_the_reply(server: Server) -> None:
+def test_streams_of_several_prompts_and_choices_add_up_to_the_whole_reply(server: Server) -> None:
     fields: dict[str, Any] = {"n": 2, "temperature": 1, "seed": 5, "max_tokens": 6, "echo": True}
     prompts = [PROMPT, "one two three"]
     reply = complete(server, prompts, **fields)
@@ -131,7 +131,7 @@ def test_a_stream_of_several_prompts_and_choices_adds_up_to_the_reply(server: Se
     assert chunks[-1].usage.model_dump(include=counted) == reply.usage.model_dump(include=counted)
 
 
-def test_each_of_several_choices_equals_a_single_reply_with_its_seed(server: Server) -> None:
+def test_each_of_several_choices_equals_a_single_reply_with_its_own_seed(server: Server) -> None:
     fields = {"temperature": 1.5, "seed": 3, "max_tokens": 16}
     one = chat(server, **fields)
     three = chat(server, n=3, **fields)
@@ -178,7 +178,7 @@ def server_tokens(server: Server, text: str) -> list[int]:
     return list(reply["tokens"])
 
 
-def test_ignore_eos_min_tokens_and_stop_token_ids_are_obeyed(server: Server) -> None:
+def test_ignore_eos_and_min_tokens_and_stop_token_ids_are_obeyed(server: Server) -> None:
     short = chat(server, "Hi", extra_body={"return_token_ids": True}).choices[0]
     ids = short.model_extra["token_ids"]
     assert short.finish_reason == "stop"
@@ -194,7 +194,7 @@ def test_ignore_eos_min_tokens_and_stop_token_ids_are_obeyed(server: Server) -> 
     assert stopped.choices[0].model_extra["token_ids"] == ids[: ids.index(ids[1]) + 1]
 
 
-def test_a_prefilled_answer_is_continued(server: Server) -> None:
+def test_a_prefilled_assistant_message_is_continued(server: Server) -> None:
     whole_text = chat(server, "What is the capital of France?").choices[0].message.content
     begun = whole_text[: whole_text.index("Paris")].rstrip()
     messages: list[Any] = [

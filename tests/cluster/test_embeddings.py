@@ -59,7 +59,7 @@ def vectors(reply: Any) -> list[np.ndarray]:
     return [np.array(item.embedding) for item in reply.data]
 
 
-def test_embeddings_equal_the_whole_model(server: Server, hidden_states: Embed) -> None:
+def test_embeddings_equal_those_of_the_whole_model(server: Server, hidden_states: Embed) -> None:
     """The model's files say nothing of pooling, so that its last token counts."""
     ids = [ids_of(server, text) for text in TEXTS]
     expected = [unit(hidden_states(each)[-1]) for each in ids]
@@ -73,7 +73,7 @@ def test_embeddings_equal_the_whole_model(server: Server, hidden_states: Embed) 
         assert vectors(embed(server, text))[0] == pytest.approx(wanted, abs=1e-4)
 
 
-def test_embeddings_of_text_and_of_its_tokens_are_the_same(server: Server) -> None:
+def test_embeddings_of_a_text_and_of_its_tokens_are_equal(server: Server) -> None:
     ids = [ids_of(server, text) for text in TEXTS]
     of_texts = vectors(embed(server, TEXTS))
     of_tokens = vectors(embed(server, ids))
@@ -93,7 +93,7 @@ def test_embeddings_have_the_requested_form(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_mean_pooling_is_right_beside_generation_and_after_a_kill(
+def test_mean_pooling_is_exact_while_chats_run_and_after_a_kill(
     mended: Server, hidden_states: Embed
 ) -> None:
     """Chats run meanwhile, get what they get alone, and an engine of each rank is killed."""
@@ -125,7 +125,7 @@ def test_mean_pooling_is_right_beside_generation_and_after_a_kill(
     assert mended.get("/admin/pipeline")["num_running"] == 0
 
 
-def test_embeddings_leave_the_prefix_cache_as_it_is(server: Server) -> None:
+def test_embeddings_do_not_change_the_prefix_cache(server: Server) -> None:
     messages: list[Any] = [{"role": "user", "content": "Count the bridges of Venice. " * 8}]
     client = server.client()
 
@@ -145,7 +145,7 @@ def test_embeddings_leave_the_prefix_cache_as_it_is(server: Server) -> None:
     assert cached() > 16
 
 
-def test_many_inputs_do_not_fill_the_queue(server: Server) -> None:
+def test_hundreds_of_inputs_in_one_request_do_not_fill_the_queue(server: Server) -> None:
     many = vectors(embed(server, [[1, 2, n % 50 + 3] for n in range(600)]))
     assert len(many) == 600
     assert many[7] == pytest.approx(many[57], abs=1e-5)
@@ -170,14 +170,16 @@ def test_many_inputs_do_not_fill_the_queue(server: Server) -> None:
         ({"input": "a", "normalize": False}, "normalize"),
     ],
 )
-def test_bad_input_is_refused_by_name(server: Server, fields: Any, param: str) -> None:
+def test_bad_input_for_embeddings_is_refused_with_the_name_of_its_field(
+    server: Server, fields: Any, param: str
+) -> None:
     body = {"model": "tiny-chat", **fields}
     reply = httpx2.post(f"{server.url}/v1/embeddings", json=body, timeout=30)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param
 
 
-def test_a_long_input_may_be_cut(server: Server) -> None:
+def test_an_input_that_is_too_long_is_truncated_if_asked(server: Server) -> None:
     ids = [n % 50 + 3 for n in range(5000)]
     (cut,) = vectors(embed(server, ids, extra_body={"truncate_prompt_tokens": 20}))
     (short,) = vectors(embed(server, ids[-20:]))

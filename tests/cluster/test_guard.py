@@ -26,7 +26,7 @@ ASK = (
 )
 
 
-def test_keys_are_read_from_a_file_and_from_the_environment(
+def test_keys_are_read_from_a_file_and_from_a_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = tmp_path / "keys"
@@ -63,7 +63,7 @@ def test_a_drained_cluster_finishes_its_stream_and_ends_with_code_0() -> None:
     assert "failed" not in server.text, server.text
 
 
-def test_after_a_signal_answers_get_no_more_than_the_drain_timeout() -> None:
+def test_after_a_signal_answers_get_no_more_time_than_the_drain_timeout() -> None:
     with running(2, "--drain-timeout", "0.3") as server:
         body = {**CHAT, "messages": user("Say the alphabet."), "stream": True}
         url = f"{server.url}/v1/chat/completions"
@@ -133,7 +133,7 @@ def at_once_again(server: Server) -> bool:
     return reply.choices[0].finish_reason == "length"
 
 
-def test_a_thousand_clients_beyond_the_limits_all_get_a_status() -> None:
+def test_a_thousand_clients_above_the_limits_all_get_a_status() -> None:
     with running(1, quick(max_connections=600), "--max-queue", "50", launch=alone) as server:
         found = at_once(server)
         assert found["HTTP/1.1 503 Service Unavailable"] > 0, found

@@ -17,7 +17,7 @@ MAX_CORE_SHARE = 0.02
     ("num_ranks", "flags"),
     [(1, ()), (2, ()), (3, ()), (2, ("--tensor-parallel-size", "2"))],
 )
-def test_no_process_spins(num_ranks: int, flags: tuple[str, ...]) -> None:
+def test_no_idle_process_uses_the_processor(num_ranks: int, flags: tuple[str, ...]) -> None:
     with running(num_ranks, *flags) as server:
         create = server.client().chat.completions.create
         create(**CHAT, messages=user("Say the alphabet."))

@@ -169,7 +169,7 @@ def huge_adapter(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("num", [24, pytest.param(1000, marks=pytest.mark.timeout(600))])
 @pytest.mark.uses("adapters")
-def test_a_huge_adapter_changes_no_other_answer(tmp_path: Path, num: int) -> None:
+def test_an_adapter_with_huge_numbers_changes_no_other_answer(tmp_path: Path, num: int) -> None:
     """Nor does it after it is unloaded, when its slots belong to others."""
     huge_adapter(tmp_path / "huge")
     with running(TINY_CHAT, "--adapter-root", str(tmp_path)) as server:

@@ -33,14 +33,14 @@ def ask(server: Server, question: str) -> str:
         pytest.param(mlx_launch, 4, marks=pytest.mark.slow),
     ],
 )
-def test_answers_equal_mlx_lm(
+def test_answers_equal_those_of_mlx_lm(
     launch: Any, num_ranks: int, mlx_lm_answer: Callable[[str], str]
 ) -> None:
     with running(num_ranks, launch=launch) as server:
         check_answers(server, num_ranks, mlx_lm_answer)
 
 
-def test_answers_of_a_server_that_other_tests_use_equal_mlx_lm(
+def test_answers_of_a_server_used_by_other_tests_equal_those_of_mlx_lm(
     server: Server, mlx_lm_answer: Callable[[str], str]
 ) -> None:
     check_answers(server, 2, mlx_lm_answer)

@@ -134,7 +134,7 @@ def check_all(server: Server, num_calls: int, **fields: Any) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_calls_of_random_tools_follow_their_schemas_with_random_weights(
+def test_calls_of_random_tools_follow_their_schemas_on_a_model_of_random_weights(
     random_model: Server, choice: Any
 ) -> None:
     bias = biases(TINY_CHAT, "<tool_call>")
@@ -143,7 +143,7 @@ def test_calls_of_random_tools_follow_their_schemas_with_random_weights(
 
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_calls_of_random_tools_follow_their_schemas_with_a_real_model(
+def test_calls_of_random_tools_follow_their_schemas_on_a_real_model(
     real_model: Server, choice: Any
 ) -> None:
     num_calls = 2 if choice == "auto" else 0

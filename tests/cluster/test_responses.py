@@ -19,7 +19,7 @@ def respond(server: Server, given: Any = "Say the alphabet.", **fields: Any) -> 
         return list(reply) if fields.get("stream") else reply
 
 
-def test_a_response_has_the_text_and_usage_of_the_same_chat(server: Server) -> None:
+def test_a_response_has_the_same_text_and_usage_as_a_chat(server: Server) -> None:
     chat = server.client().chat.completions.create(
         model="tiny-chat",
         messages=[{"role": "user", "content": "Say the alphabet."}],
@@ -33,7 +33,7 @@ def test_a_response_has_the_text_and_usage_of_the_same_chat(server: Server) -> N
     assert whole.usage.input_tokens == chat.usage.prompt_tokens
 
 
-def test_a_stream_adds_up_to_the_reply(server: Server) -> None:
+def test_pieces_of_a_streamed_response_add_up_to_the_whole_reply(server: Server) -> None:
     whole = respond(server, max_output_tokens=10)
     assert whole.status == "incomplete"
     events = list(respond(server, max_output_tokens=10, stream=True))
@@ -67,7 +67,7 @@ def test_a_response_continues_an_earlier_one(server: Server) -> None:
     assert list(third)[-1].response.previous_response_id == second.id
 
 
-def test_a_response_is_kept_until_it_is_deleted_unless_store_is_false(server: Server) -> None:
+def test_a_response_is_stored_until_it_is_deleted_unless_store_is_false(server: Server) -> None:
     client = server.client()
     kept = respond(server, "Hi")
     assert client.responses.retrieve(kept.id) == kept
@@ -83,7 +83,7 @@ def test_a_response_is_kept_until_it_is_deleted_unless_store_is_false(server: Se
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_functions_are_called_and_answered(server: Server, stream: bool) -> None:
+def test_a_function_is_called_and_its_result_is_answered(server: Server, stream: bool) -> None:
     fields = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
     fields |= {"max_output_tokens": 100, "stream": stream}
     reply = respond(server, "How is the weather?", **fields)
@@ -99,13 +99,13 @@ def test_functions_are_called_and_answered(server: Server, stream: bool) -> None
     assert after.output_text
 
 
-def test_a_schema_is_followed(server: Server) -> None:
+def test_the_text_of_a_response_follows_its_schema(server: Server) -> None:
     format: Any = {"type": "json_schema", "name": "thing", "schema": SCHEMA}
     reply = respond(server, text={"format": format}, max_output_tokens=600)
     assert json.loads(reply.output_text).keys() == {"colour", "sizes"}
 
 
-def test_wrong_requests_get_an_http_error_even_if_they_ask_for_a_stream(server: Server) -> None:
+def test_bad_requests_get_an_http_error_even_if_they_ask_for_a_stream(server: Server) -> None:
     for fields in ({"background": True}, {"max_output_tokens": 0}, {"extra_body": {"no": 1}}):
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError):

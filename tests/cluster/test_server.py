@@ -24,7 +24,9 @@ def user(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
-def test_a_chat_equals_mlx_lms_answer(server: Server, mlx_lm_answer: Callable[[str], str]) -> None:
+def test_a_chat_equals_the_answer_of_mlx_lm(
+    server: Server, mlx_lm_answer: Callable[[str], str]
+) -> None:
     reply = server.client().chat.completions.create(**CHAT, messages=user(QUESTIONS[0]))
     assert reply.choices[0].message.content == mlx_lm_answer(QUESTIONS[0])
     assert "Paris" in (reply.choices[0].message.content or "")
@@ -34,7 +36,7 @@ def test_a_chat_equals_mlx_lms_answer(server: Server, mlx_lm_answer: Callable[[s
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
 
 
-def test_a_streamed_chat_adds_up_to_mlx_lms_answer(
+def test_pieces_of_a_streamed_chat_add_up_to_the_answer_of_mlx_lm(
     server: Server, mlx_lm_answer: Callable[[str], str]
 ) -> None:
     stream = server.client().chat.completions.create(
@@ -53,7 +55,7 @@ def test_a_streamed_chat_adds_up_to_mlx_lms_answer(
     assert chunks[-2].choices[0].finish_reason == "stop"
 
 
-def test_a_system_prompt_is_followed(server: Server) -> None:
+def test_an_answer_follows_the_system_prompt(server: Server) -> None:
     messages = [{"role": "system", "content": "Answer in capitals."}, *user(QUESTIONS[0])]
     reply = server.client().chat.completions.create(**CHAT, messages=messages)
     assert "PARIS" in (reply.choices[0].message.content or "")
@@ -65,7 +67,7 @@ def cached_tokens(reply: ChatCompletion) -> int:
     return reply.usage.prompt_tokens_details.cached_tokens or 0
 
 
-def test_a_second_turn_reuses_the_first_as_a_prefix(
+def test_a_second_turn_reuses_the_first_turn_as_a_prefix(
     server: Server, mlx_lm_answer: Callable[[Any], str]
 ) -> None:
     create = server.client().chat.completions.create
@@ -95,7 +97,7 @@ def test_max_tokens_and_a_stop_string_end_an_answer(server: Server) -> None:
     assert "g" not in text
 
 
-def test_an_answer_that_a_stop_string_ended_is_kept_for_the_next_turn(server: Server) -> None:
+def test_an_answer_ended_by_a_stop_string_is_kept_for_the_next_turn(server: Server) -> None:
     create = server.client().chat.completions.create
     system = {"role": "system", "content": "You are called Max. " + "the dog ate the bone " * 10}
     messages = [system, *user("Say the alphabet.")]
@@ -109,7 +111,7 @@ def test_an_answer_that_a_stop_string_ended_is_kept_for_the_next_turn(server: Se
     assert cached_tokens(second) >= first.usage.prompt_tokens
 
 
-def test_the_same_seed_gives_the_same_text_whatever_else_runs(server: Server) -> None:
+def test_the_same_seed_gives_the_same_text_beside_any_other_requests(server: Server) -> None:
     def sampled(seed: int) -> str:
         reply = server.client().chat.completions.create(
             model="tiny-chat", messages=user("Hello!"), temperature=2, seed=seed, max_tokens=24
@@ -149,7 +151,7 @@ def overlap(by_stage: dict[int, list[tuple[float, float]]]) -> tuple[float, floa
     return both, total - both
 
 
-def test_four_requests_keep_both_stages_at_work_and_one_does_not(server: Server) -> None:
+def test_four_requests_keep_both_stages_busy_and_one_does_not(server: Server) -> None:
     # Made before: what making one takes would keep the requests apart.
     clients = [server.client() for _ in range(4)]
 
@@ -195,7 +197,7 @@ def wait_until_idle(server: Server) -> None:
         time.sleep(0.02)
 
 
-def test_a_client_that_leaves_is_dropped_on_all_ranks(server: Server) -> None:
+def test_the_request_of_a_client_that_disconnects_is_dropped_on_all_ranks(server: Server) -> None:
     wait_until_idle(server)
     long = {**CHAT, "temperature": 2, "messages": user("Tell me a story."), "stream": True}
     with httpx2.stream(
@@ -205,7 +207,7 @@ def test_a_client_that_leaves_is_dropped_on_all_ranks(server: Server) -> None:
     wait_until_idle(server)
 
 
-def test_clients_that_leave_do_not_harm_others(
+def test_clients_that_disconnect_do_not_change_other_answers(
     server: Server, mlx_lm_answer: Callable[[str], str]
 ) -> None:
     async def leave(client: httpx2.AsyncClient, seconds: float) -> None:
@@ -239,7 +241,7 @@ def test_clients_that_leave_do_not_harm_others(
         ({"messages": user("word " * 100_000)}, "messages"),
     ],
 )
-def test_a_bad_request_is_400_and_the_server_goes_on(
+def test_a_bad_request_gets_status_400_and_the_server_continues(
     server: Server, body: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
@@ -249,19 +251,19 @@ def test_a_bad_request_is_400_and_the_server_goes_on(
     assert reply.choices[0].finish_reason == "stop"
 
 
-def test_an_unknown_model_is_404(server: Server) -> None:
+def test_an_unknown_model_gets_status_404(server: Server) -> None:
     with fails(openai.NotFoundError, "model_not_found", match="gpt"):
         server.client().chat.completions.create(model="gpt", messages=user("hi"))
 
 
-def test_the_model_is_listed_and_requests_are_counted(server: Server) -> None:
+def test_the_model_is_listed_and_its_requests_are_counted(server: Server) -> None:
     assert [model.id for model in server.client().models.list()] == ["tiny-chat"]
     text = httpx2.get(f"{server.url}/metrics").text
     assert 'brigade_requests_total{endpoint="/v1/models",status="200"}' in text
     assert "brigade_num_requests_running" in text
 
 
-def test_the_pipeline_lists_the_layers_of_each_stage(server: Server) -> None:
+def test_the_status_of_the_pipeline_lists_the_layers_of_each_stage(server: Server) -> None:
     stages = server.get("/admin/pipeline")["stages"]
     assert [stage["layers"] for stage in stages] == [[4, 8], [0, 4]]
     for stage in stages:

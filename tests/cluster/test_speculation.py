@@ -121,7 +121,7 @@ def expected() -> list[Any]:
         pytest.param(4, (), marks=pytest.mark.slow),
     ],
 )
-def test_replies_are_the_same_with_guesses(
+def test_replies_with_and_without_drafts_are_the_same(
     expected: list[Any], num_ranks: int, flags: tuple[str, ...]
 ) -> None:
     with running(num_ranks, *FLAGS, *flags) as server:
@@ -159,7 +159,7 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("num_ranks", "flags"),
     [(2, ()), pytest.param(4, ("--tensor-parallel-size", "2"), marks=pytest.mark.slow)],
 )
-def test_replies_are_the_same_with_a_draft_model(
+def test_replies_with_and_without_a_draft_model_are_the_same(
     expected: list[Any], draft_model: Path, num_ranks: int, flags: tuple[str, ...]
 ) -> None:
     """Engines are killed as well, and the new ones load it again."""
@@ -195,7 +195,9 @@ def test_a_draft_model_with_another_vocabulary_is_refused(draft_model: Path) -> 
 
 
 @pytest.mark.parametrize("words", [["serve", "--port", "0"], ["plan", "-n", "2"]])
-def test_a_wrong_folder_of_a_draft_model_is_named_before_an_engine_starts(words: list[str]) -> None:
+def test_a_missing_folder_of_a_draft_model_is_named_before_an_engine_starts(
+    words: list[str],
+) -> None:
     words = [str(BIN / "brigade"), *words, "--model", str(TINY_CHAT), "--draft-model", "/nowhere"]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert ended.returncode == 3
@@ -213,7 +215,7 @@ def serving(model: Path, num_ranks: int, *more: str) -> Iterator[Server]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "flags"), LAYOUTS)
-def test_replies_are_the_same_with_a_prediction_head(
+def test_replies_with_and_without_a_prediction_head_are_the_same(
     expected: list[Any], tmp_path: Path, num_ranks: int, flags: tuple[str, ...]
 ) -> None:
     """The embedded model with a random head. Engines are killed as well, and the new ones load it
@@ -234,7 +236,7 @@ def test_replies_are_the_same_with_a_prediction_head(
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "flags"), LAYOUTS)
 @pytest.mark.parametrize("reads", ["hidden", "embedding"])
-def test_a_head_that_knows_the_answer_is_always_right(
+def test_drafts_of_a_prediction_head_that_knows_the_answer_are_all_accepted(
     tmp_path: Path, reads: str, num_ranks: int, flags: tuple[str, ...]
 ) -> None:
     """Each token determines the next. The head finds it in the hidden state of the position before,
@@ -254,7 +256,7 @@ def test_a_head_that_knows_the_answer_is_always_right(
 
 
 @pytest.mark.slow
-def test_replies_are_the_same_while_engines_are_killed(expected: list[Any]) -> None:
+def test_replies_with_drafts_stay_the_same_while_engines_are_killed(expected: list[Any]) -> None:
     with running(2, *FLAGS) as server, ThreadPoolExecutor(4) as threads:
         replies = threads.map(lambda body: ask(server, body), bodies())
         kept = []
@@ -290,7 +292,7 @@ def random_bodies(num_bodies: int) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_a_thousand_random_replies_are_the_same() -> None:
+def test_a_thousand_random_replies_with_and_without_drafts_are_the_same() -> None:
     """On one to four ranks, six at a time, while an engine is killed after every 50 replies."""
     every = list(random_bodies(250))
     with running(2, "--draft-model", "none", *FLAGS) as server, ThreadPoolExecutor(6) as threads:

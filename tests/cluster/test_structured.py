@@ -65,7 +65,9 @@ def test_an_answer_follows_its_schema(server: Server, seed: int) -> None:
         ({"grammar": 'start: "a" "a"? "b"'}, "aa?b"),
     ],
 )
-def test_vllms_structured_outputs_are_followed(server: Server, outputs: Any, pattern: str) -> None:
+def test_text_follows_the_structured_outputs_of_vllm(
+    server: Server, outputs: Any, pattern: str
+) -> None:
     extra = {"structured_outputs": outputs}
     chat = ask(server, extra_body=extra, temperature=0, max_tokens=300)
     create = server.client().completions.create
@@ -74,7 +76,7 @@ def test_vllms_structured_outputs_are_followed(server: Server, outputs: Any, pat
     assert re.fullmatch(pattern, text.choices[0].text)
 
 
-def test_a_grammar_changes_no_other_answer(server: Server) -> None:
+def test_answers_without_a_grammar_do_not_change_beside_one(server: Server) -> None:
     """Rows with and without a grammar share their steps."""
     plain = ask(server, "Say who you are.", temperature=0).choices[0].message.content
 
@@ -90,7 +92,7 @@ def test_a_grammar_changes_no_other_answer(server: Server) -> None:
     assert all(re.fullmatch("[0-9]{20}", answer) for answer in answers[::2])
 
 
-def test_a_hopeless_schema_is_refused(server: Server) -> None:
+def test_a_schema_with_an_unknown_type_is_refused(server: Server) -> None:
     format: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nil"}}}
     with pytest.raises(openai.BadRequestError) as caught:
         ask(server, response_format=format)
@@ -98,7 +100,7 @@ def test_a_hopeless_schema_is_refused(server: Server) -> None:
     assert "nil" in str(caught.value)
 
 
-def test_a_named_tool_is_called(server: Server) -> None:
+def test_the_tool_named_in_tool_choice_is_called(server: Server) -> None:
     reply = ask(server, tools=[WEATHER, CLOCK], tool_choice=NAMED, temperature=1, seed=1)
     (call,) = reply.choices[0].message.tool_calls
     assert reply.choices[0].message.content is None
@@ -107,7 +109,7 @@ def test_a_named_tool_is_called(server: Server) -> None:
     assert json.loads(call.function.arguments).keys() == {"city", "days"}
 
 
-def test_some_tool_is_called_when_one_is_required(server: Server) -> None:
+def test_one_of_the_tools_is_called_if_a_call_is_required(server: Server) -> None:
     fields: Any = {"tools": [WEATHER, CLOCK], "tool_choice": "required"}
     reply = ask(server, **fields, parallel_tool_calls=False, temperature=1, seed=2)
     (call,) = reply.choices[0].message.tool_calls
@@ -127,7 +129,7 @@ class Journey(BaseModel):
     end: Place
 
 
-def test_a_required_tool_may_have_a_schema_of_several_models(server: Server) -> None:
+def test_the_schema_of_a_required_tool_may_contain_definitions(server: Server) -> None:
     """Its references are to its own $defs, as pydantic writes them."""
     tool: Any = {
         "type": "function",
@@ -178,7 +180,7 @@ def test_streamed_calls_equal_those_of_a_whole_reply(server: Server, choice: Any
     assert "".join(delta.function.arguments for delta in deltas) == whole.function.arguments
 
 
-def test_a_format_and_tools_go_together(server: Server) -> None:
+def test_tools_and_a_format_can_be_used_together(server: Server) -> None:
     """The model may call a tool or follow the format; a forced tool comes before the format."""
     format: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
     fields: Any = {"tools": [WEATHER], "response_format": format, "temperature": 1}
@@ -198,7 +200,7 @@ def test_a_format_and_tools_go_together(server: Server) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["auto", NAMED], ids=["auto", "by name"])
-def test_keywords_that_are_not_enforced_are_named(
+def test_keywords_that_no_grammar_enforces_are_named_in_the_reply(
     server: Server, choice: Any, stream: bool
 ) -> None:
     rule: Any = {"not": {"required": ["city"]}, "uniqueItems": True}
@@ -213,7 +215,7 @@ def test_keywords_that_are_not_enforced_are_named(
     assert "x-not-enforced" not in raw.headers
 
 
-def test_with_tools_offered_the_model_may_just_answer(server: Server) -> None:
+def test_the_model_may_answer_although_tools_are_offered(server: Server) -> None:
     reply = ask(server, "What is the capital of France?", tools=[WEATHER], temperature=0)
     assert reply.choices[0].message.content
     assert reply.choices[0].message.tool_calls is None
@@ -235,7 +237,7 @@ def test_with_tools_offered_the_model_may_just_answer(server: Server) -> None:
         ({"extra_body": {"guided_regex": "("}}, "guided_regex"),
     ],
 )
-def test_invalid_tools_and_grammars_are_refused_by_name(
+def test_invalid_tools_and_grammars_are_refused_with_the_name_of_their_field(
     server: Server, fields: Any, param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
@@ -253,7 +255,9 @@ def explosive_grammar(num_rules: int = 40) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_grammar_that_fails_midway_fails_its_request_alone(server: Server, stream: bool) -> None:
+def test_a_grammar_that_fails_midway_ends_only_its_own_request(
+    server: Server, stream: bool
+) -> None:
     extra = {"structured_outputs": {"grammar": explosive_grammar()}}
 
     def exploding() -> Any:
@@ -274,7 +278,7 @@ def test_a_grammar_that_fails_midway_fails_its_request_alone(server: Server, str
 @pytest.mark.slow
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-def test_a_forced_call_that_is_cut_off_is_never_complete(
+def test_a_forced_call_cut_off_by_the_limit_is_never_reported_as_complete(
     server: Server, api: str, is_stream: bool
 ) -> None:
     def ask_for(limit: int) -> Any:

@@ -89,7 +89,9 @@ def expected(thinker: Server, end: int) -> list[Answered]:
     return answers
 
 
-def test_budget_is_kept_exactly_and_changes_nothing_before(thinker: Server, end: int) -> None:
+def test_the_budget_ends_reasoning_exactly_and_changes_no_token_before(
+    thinker: Server, end: int
+) -> None:
     """This model was never taught the end mark: without a budget it ends its answer within its
     reasoning, so all of its tokens are reasoning."""
     free = ask(thinker)
@@ -106,7 +108,7 @@ def test_budget_is_kept_exactly_and_changes_nothing_before(thinker: Server, end:
             assert limited.tokens == free.tokens
 
 
-def test_budget_that_is_not_used_up_changes_nothing(thinker: Server, end: int) -> None:
+def test_an_unused_budget_changes_nothing(thinker: Server, end: int) -> None:
     """With this bias the model ends its reasoning itself."""
     bias = {"logit_bias": {str(end): 20}}
     free = ask(thinker, **bias)
@@ -122,7 +124,7 @@ def test_budget_that_is_not_used_up_changes_nothing(thinker: Server, end: int) -
             assert limited.tokens == free.tokens
 
 
-def test_budget_leaves_the_draws_before_it_as_they_are(thinker: Server, end: int) -> None:
+def test_a_budget_does_not_change_tokens_sampled_before_its_end(thinker: Server, end: int) -> None:
     fields: dict[str, Any] = {"temperature": 1.5, "seed": 11, "ignore_eos": True}
     free = ask(thinker, **fields, logprobs=True)
     limited = ask(thinker, **fields, logprobs=True, thinking_token_budget=4)
@@ -133,7 +135,9 @@ def test_budget_leaves_the_draws_before_it_as_they_are(thinker: Server, end: int
     assert all(-1e4 < score <= 0 for score in scores)
 
 
-def test_budget_is_kept_beside_other_rows(thinker: Server, expected: list[Answered]) -> None:
+def test_the_budget_is_kept_while_other_requests_run(
+    thinker: Server, expected: list[Answered]
+) -> None:
     for number in (0, 1, 3, 4):
         alone = ask(
             thinker,
@@ -147,7 +151,7 @@ def test_budget_is_kept_beside_other_rows(thinker: Server, expected: list[Answer
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_budget_is_kept_after_a_kill(
+def test_the_budget_is_kept_after_a_killed_engine(
     thinker: Server, expected: list[Answered], end: int, rank: int
 ) -> None:
     before = thinker.get("/admin/pipeline")["num_restarts"]
@@ -161,7 +165,7 @@ def test_budget_is_kept_after_a_kill(
     assert thinker.get("/admin/pipeline")["num_restarts"] == before + 1
 
 
-def test_a_grammar_begins_after_reasoning_that_a_budget_ends(thinker: Server, end: int) -> None:
+def test_a_grammar_begins_where_the_budget_ends_reasoning(thinker: Server, end: int) -> None:
     outputs = {"structured_outputs": {"regex": "[0-9]{3}-[0-9]{3}"}}
     for budget in (0, 3):
         answered = ask(thinker, thinking_token_budget=budget, **outputs)

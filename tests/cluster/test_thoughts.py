@@ -49,7 +49,7 @@ def test_reasoning_is_separate_from_the_answer(thinker: Server) -> None:
     assert silent.content == message.content
 
 
-def test_a_grammar_begins_after_the_reasoning(thinker: Server) -> None:
+def test_a_grammar_begins_after_the_end_of_reasoning(thinker: Server) -> None:
     """The reasoning is the same as without a grammar. This model would end its answer with it."""
     thought = ask(thinker).choices[0].message.reasoning_content
     outputs = {"structured_outputs": {"regex": "[0-9]{3}-[0-9]{3}"}}
@@ -111,7 +111,7 @@ def save_reasoner(folder: Path, name: str, patch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "qwen3_next"])
-def test_a_tool_loop_of_twenty_turns_computes_little_twice(
+def test_hardly_any_token_is_computed_twice_in_twenty_turns_with_tools(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client sends calls and their results, and no thoughts."""

@@ -24,7 +24,7 @@ def fresh() -> Iterator[Server]:
         yield server
 
 
-def test_a_warm_up_leaves_no_trace(fresh: Server) -> None:
+def test_a_warm_up_leaves_no_tokens_and_no_figures(fresh: Server) -> None:
     pipeline = fresh.get("/admin/pipeline")
     assert (pipeline["kv_tokens"], pipeline["num_running"], pipeline["num_waiting"]) == (0, 0, 0)
     assert set(pipeline["adapters"]["num_requests"].values()) <= {0}
@@ -39,13 +39,13 @@ def test_a_warm_up_leaves_no_trace(fresh: Server) -> None:
     assert set(map(float, counted)) == {0}
 
 
-def test_a_warm_up_is_one_line_of_the_log(fresh: Server) -> None:
+def test_a_warm_up_is_logged_in_one_line_before_ready(fresh: Server) -> None:
     (line,) = re.findall(r"event=warmed_up num_steps=(\d+) seconds=\d", fresh.text)
     assert int(line) > 20
     assert fresh.text.index("event=warmed_up") < fresh.text.index("event=ready")
 
 
-def test_the_first_answer_after_a_warm_up_is_that_of_a_server_without_one(
+def test_the_first_answer_is_the_same_with_and_without_a_warm_up(
     fresh: Server, server: Server
 ) -> None:
     def answer(asked: Server) -> str | None:

@@ -34,7 +34,7 @@ def cluster(
     assert not list(tmp_path.glob("brigade-*")), "copies stay when their ranks go"
 
 
-def test_answers_and_versions_survive_killed_engines(
+def test_answers_and_versions_of_adapters_survive_killed_engines(
     cluster: Server,
     answer: Whole,  # noqa: F811
 ) -> None:
@@ -71,7 +71,7 @@ def test_answers_and_versions_survive_killed_engines(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 0])
-def test_files_that_were_written_over_change_nothing(
+def test_overwritten_adapter_files_change_no_answer_after_a_kill(
     cluster: Server,
     answer: Whole,  # noqa: F811
     folders: list[Path],  # noqa: F811

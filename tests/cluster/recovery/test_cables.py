@@ -161,7 +161,7 @@ def check(server: Server, expected: list[Stream]) -> None:
 
 
 @pytest.mark.long
-def test_three_hosts_with_a_cable_for_each_pair(make: Make, expected: list[Stream]) -> None:
+def test_three_hosts_with_a_cable_for_each_pair_serve(make: Make, expected: list[Stream]) -> None:
     """The hostfile is that of mlx.distributed_config: each host has its address on the cable to the
     one before."""
     hosts = make(3)
@@ -173,7 +173,7 @@ def test_three_hosts_with_a_cable_for_each_pair(make: Make, expected: list[Strea
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_shards", [1, 2])
-def test_four_hosts_with_a_cable_for_each_pair(
+def test_four_hosts_with_a_cable_for_each_pair_serve(
     make: Make, expected: list[Stream], num_shards: int
 ) -> None:
     hosts = make(4)
@@ -184,7 +184,7 @@ def test_four_hosts_with_a_cable_for_each_pair(
 
 
 @pytest.mark.slow
-def test_two_hosts_with_two_cables(make: Make, expected: list[Stream]) -> None:
+def test_two_hosts_with_two_cables_serve(make: Make, expected: list[Stream]) -> None:
     hosts = make(2)
     hosts.lay_cable(0, 1)
     hosts.lay_cable(1, 0)
@@ -193,7 +193,7 @@ def test_two_hosts_with_two_cables(make: Make, expected: list[Stream]) -> None:
 
 
 @pytest.mark.slow
-def test_two_hosts_whose_link_local_addresses_have_changed(
+def test_two_hosts_whose_link_local_addresses_have_changed_serve(
     make: Make, expected: list[Stream]
 ) -> None:
     hosts = make(2)

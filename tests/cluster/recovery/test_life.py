@@ -83,7 +83,7 @@ def wrong_starts() -> list[Any]:
 
 
 @pytest.mark.parametrize(("num_ranks", "flags", "code", "words"), wrong_starts())
-def test_a_failed_start_prints_one_line_and_has_its_own_exit_code(
+def test_a_failed_start_prints_one_line_and_ends_with_its_own_exit_code(
     tmp_path: Path, num_ranks: int, flags: list[str], code: int, words: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -151,7 +151,7 @@ def test_more_ranks_than_layers_are_refused_in_one_line(launch: Any, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_second_cluster_on_the_same_ports_says_so() -> None:
+def test_a_second_cluster_on_the_same_ports_is_refused_with_the_reason() -> None:
     with running(2, launch=mlx_launch) as first:
         command = list(first.process.args)
         command[command.index("--port") + 1] = str(free_ports(1)[0])
@@ -165,7 +165,7 @@ def test_a_second_cluster_on_the_same_ports_says_so() -> None:
     "victim",
     ["engine 0", pytest.param("engine 1", marks=pytest.mark.slow), "parent 1"],
 )
-def test_a_lost_process_ends_the_cluster_and_every_request(victim: str) -> None:
+def test_a_killed_process_ends_the_cluster_and_every_request_without_restarts(victim: str) -> None:
     kind, victim_rank = victim.split()
     with running(2, quick(max_restarts=0)) as server:
         family = server.family()
@@ -226,7 +226,7 @@ class stream_in_background(threading.Thread):  # noqa: N801
     "number",
     [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
 )
-def test_a_signal_ends_everything_with_code_0(number: signal.Signals) -> None:
+def test_a_signal_ends_all_processes_with_code_0(number: signal.Signals) -> None:
     with running(2) as server:
         family = server.family()
         server.process.send_signal(number)
@@ -237,7 +237,7 @@ def test_a_signal_ends_everything_with_code_0(number: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-def test_running_streams_finish_before_the_end() -> None:
+def test_running_streams_finish_before_the_cluster_ends() -> None:
     with running(2) as server:
         body = {
             "model": "tiny-chat",
@@ -256,7 +256,7 @@ def test_running_streams_finish_before_the_end() -> None:
         assert server.process.wait(10) == 0, server.text
 
 
-def test_nobody_outlives_a_killed_launcher() -> None:
+def test_no_process_outlives_a_killed_launcher() -> None:
     with running(2) as server:
         family = server.family()
         server.process.kill()
@@ -267,14 +267,14 @@ def test_nobody_outlives_a_killed_launcher() -> None:
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
 )
-def test_ranks_notice_that_mlx_launch_is_gone(number: signal.Signals) -> None:
+def test_ranks_end_when_mlx_launch_is_gone(number: signal.Signals) -> None:
     with running(2, launch=mlx_launch) as server:
         family = server.family()
         server.process.send_signal(number)
         assert gone(family, 8), "ranks outlived mlx.launch"
 
 
-def test_a_rank_notices_during_its_first_checks_that_mlx_launch_is_gone(
+def test_a_rank_ends_during_its_first_checks_when_mlx_launch_is_gone(
     tmp_path: Path,
 ) -> None:
     """Here it asks a hub that does not answer, which may take minutes."""
@@ -293,7 +293,7 @@ def test_a_rank_notices_during_its_first_checks_that_mlx_launch_is_gone(
 
 
 @pytest.mark.parametrize("seconds", [0.3, 1.5])
-def test_a_signal_during_the_start_is_no_error(seconds: float) -> None:
+def test_a_signal_during_the_start_ends_it_without_an_error(seconds: float) -> None:
     with started(brigade_launch(2, serve_flags(free_ports(1)[0]))) as server:
         server.wait_for_log("rank_started rank=1")
         time.sleep(seconds)
@@ -305,14 +305,14 @@ def test_a_signal_during_the_start_is_no_error(seconds: float) -> None:
     assert server.process.returncode == 0, server.text
 
 
-def test_nobody_outlives_a_killed_rank_0_under_mlx_launch() -> None:
+def test_no_process_outlives_a_killed_rank_0_under_mlx_launch() -> None:
     with running(2, launch=mlx_launch) as server:
         family = server.family()
         find(server, "parent 0").kill()
         assert gone([p for p in family if p.pid != server.process.pid], 5)
 
 
-def test_ctrl_c_under_mlx_launch_causes_no_traceback_of_ranks(tmp_path: Path) -> None:
+def test_ctrl_c_under_mlx_launch_prints_no_traceback_of_a_rank(tmp_path: Path) -> None:
     """A terminal's signal reaches the engines too, which may still be importing MLX. mlx.launch
     shows nothing of its ranks after Ctrl-C, so they write into a file."""
     log, script = tmp_path / "log", tmp_path / "rank.py"
@@ -356,7 +356,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-def test_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts.json"
     ports = free_ports(3)
     hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports[:2]]))
@@ -372,7 +372,7 @@ def test_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
     assert "Ranks [1] did not join within 2 s" in server.text
 
 
-def test_different_models_are_refused_with_the_digest_on_each_rank(tmp_path: Path) -> None:
+def test_ranks_with_different_models_are_refused_with_the_digest_of_each(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts.json"
     ports = free_ports(4)
     hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports[:2]]))
@@ -392,7 +392,7 @@ def test_different_models_are_refused_with_the_digest_on_each_rank(tmp_path: Pat
         rank_1.process.wait(10)
 
 
-def test_a_demo_ends_when_nobody_reads_it() -> None:
+def test_a_demo_ends_when_its_output_is_closed() -> None:
     """As in `brigade demo | head -1`."""
     command = [str(BIN / "brigade"), "demo"]
     demo = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -406,7 +406,7 @@ def test_a_demo_ends_when_nobody_reads_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_rank_is_named_within_the_stall_timeout(rank: int) -> None:
+def test_a_suspended_rank_is_named_within_the_stall_timeout(rank: int) -> None:
     """SIGSTOP closes no connection: only the deadline tells."""
     with running(2, quick(stall_timeout=3, max_restarts=0)) as server:
         family = server.family()

@@ -164,7 +164,7 @@ def tiny_chat_in_bfloat16(folder: Path) -> Path:
         pytest.param("bfloat16", 100, 300, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],
 )
-def test_links_that_break_cost_nothing_but_a_pause(
+def test_broken_links_cost_no_more_than_a_pause(
     tmp_path: Path,
     dtype: str,
     num_faults: int,

@@ -77,7 +77,7 @@ def num_restarts(server: Server) -> int:
 
 
 @pytest.mark.slow
-def test_a_slow_link_changes_no_token_and_a_broken_one_is_mended(tmp_path: Path) -> None:
+def test_a_slow_link_changes_no_token_and_a_broken_one_is_replaced(tmp_path: Path) -> None:
     with two_ranks(tmp_path, quick(stall_timeout=3, max_restarts=9)) as (ranks, server, _):
         expected = run_streams(server)
         assert sum(proxy.num_bytes for proxy in ranks.proxies) > 1000, "the ring goes elsewhere"
@@ -114,7 +114,7 @@ def test_a_slow_link_changes_no_token_and_a_broken_one_is_mended(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_link_that_is_reset_costs_no_weights_and_no_tokens(tmp_path: Path) -> None:
+def test_a_reset_link_makes_no_engine_reload_and_loses_no_token(tmp_path: Path) -> None:
     """Every engine stays, with the keys and values of every sequence that runs. A link also carries
     the connection between the parents, which may break with the ring or by itself."""
     with two_ranks(tmp_path, quick(max_restarts=9)) as (ranks, server, other):

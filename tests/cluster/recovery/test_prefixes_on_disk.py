@@ -41,7 +41,9 @@ def wait_until_written(server: Server, num_files: int) -> None:
         time.sleep(0.05)
 
 
-def test_prefixes_are_read_after_a_restart_and_a_kill_and_can_be_cleared(tmp_path: Path) -> None:
+def test_prefixes_on_disk_are_reused_after_a_restart_and_a_kill_and_can_be_deleted(
+    tmp_path: Path,
+) -> None:
     flags = ["--prefix-cache-dir", str(tmp_path / "kept"), "--prefix-cache-disk", "1GB"]
     with running(2, *flags) as server:
         expected, num_cached = ask(server, TEXT)
@@ -72,7 +74,7 @@ def test_prefixes_are_read_after_a_restart_and_a_kill_and_can_be_cleared(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_running_answer_is_continued_from_disk_after_a_kill(tmp_path: Path) -> None:
+def test_a_running_answer_is_continued_from_disk_after_a_kill(tmp_path: Path) -> None:
     """The prompt was written while the answer ran. With a spare engine, as by default."""
     flags = ["--prefix-cache-dir", str(tmp_path), "--prefix-cache-disk", "1GB"]
     with running(2, *flags, quick(keeps_spare_engine=True)) as server:
@@ -115,7 +117,7 @@ def wait_for_spare(server: Server, engine: psutil.Process) -> int:
 
 
 @pytest.mark.slow
-def test_prefixes_are_read_only_if_all_shards_have_them(tmp_path: Path) -> None:
+def test_prefixes_on_disk_are_reused_only_if_all_shards_have_them(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     flags = ["--tensor-parallel-size", "2", "--prefix-cache-dir", str(kept)]
     with running(2, *flags) as server:

@@ -212,7 +212,7 @@ def check_kills(
         pytest.param(2, 4, 300, mlx_launch, marks=pytest.mark.slow),
     ],
 )
-def test_streams_go_on_after_kills(
+def test_streams_continue_after_kills(
     num_ranks: int, num_kills: int, num_tokens: int, launch: Any
 ) -> None:
     """With this seed the ranks are killed in turn."""
@@ -239,7 +239,7 @@ def test_a_hundred_kills_change_no_token(first_seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300 + 30 * NUM_SPARE_KILLS)
-def test_engines_that_spares_replace_change_no_token() -> None:
+def test_spare_engines_that_replace_killed_ones_change_no_token() -> None:
     """Prints the figures of kills at which each rank has a spare engine, as after a quiet time."""
     with running(2, quick(max_restarts=1000, keeps_spare_engine=True)) as server:
         expected = run_streams(server)
@@ -275,7 +275,7 @@ def wait_for_spares(server: Server) -> set[int]:
 
 
 @pytest.mark.slow
-def test_whole_ranks_that_are_killed_change_no_token() -> None:
+def test_killing_whole_ranks_changes_no_token() -> None:
     """The launcher starts each again, five times in five minutes at most."""
     check_kills(3, 3, 2, brigade_launch, whole=True)
 
@@ -294,7 +294,9 @@ def expected(server: Server) -> list[Stream]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", EACH_RANK)
-def test_a_killed_engine_costs_a_pause(server: Server, expected: list[Stream], rank: int) -> None:
+def test_a_killed_engine_costs_no_more_than_a_pause(
+    server: Server, expected: list[Stream], rank: int
+) -> None:
     before = server.get("/admin/pipeline")["num_restarts"]
     engines = server.engines()
 
@@ -327,7 +329,7 @@ def check_others_stayed(server: Server, before: dict[int, psutil.Process], lost:
 
 
 @pytest.mark.slow
-def test_engines_of_three_ranks_outlive_the_kill_of_any_one() -> None:
+def test_engines_of_three_ranks_go_on_after_any_one_is_killed() -> None:
     with running(3, WITHOUT_LIMIT) as server:
         expected = run_streams(server)
         for rank in range(3):
@@ -343,7 +345,7 @@ def test_engines_of_three_ranks_outlive_the_kill_of_any_one() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", EACH_RANK)
-def test_a_rank_that_stops_for_five_seconds_is_no_fault(
+def test_an_engine_suspended_for_five_seconds_is_no_fault(
     server: Server, expected: list[Stream], rank: int
 ) -> None:
     before = server.get("/admin/pipeline")["num_restarts"]
@@ -365,7 +367,7 @@ def test_a_rank_that_stops_for_five_seconds_is_no_fault(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", EACH_RANK)
-def test_a_rank_that_stops_for_ever_is_found_and_named(
+def test_an_engine_suspended_for_ever_is_found_and_named(
     server: Server, expected: list[Stream], rank: int
 ) -> None:
     seconds: list[float] = []
@@ -388,7 +390,7 @@ def test_a_rank_that_stops_for_ever_is_found_and_named(
 
 
 @pytest.mark.slow
-def test_a_rank_that_stops_with_its_parent_is_replaced(
+def test_a_rank_suspended_with_its_parent_is_replaced(
     server: Server, expected: list[Stream]
 ) -> None:
     """Its connections stay open, and it hears no word that it should end."""
@@ -409,7 +411,7 @@ def test_a_rank_that_stops_with_its_parent_is_replaced(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", [brigade_launch, mlx_launch])
-def test_a_system_that_cleans_its_temporary_folders_does_no_harm(
+def test_deleting_temporary_folders_does_no_harm(
     launch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """systemd does it after ten days, macOS after three."""
@@ -431,7 +433,7 @@ def test_a_system_that_cleans_its_temporary_folders_does_no_harm(
 
 
 @pytest.mark.slow
-def test_restarts_that_are_used_up_end_the_cluster_with_the_reason() -> None:
+def test_the_cluster_ends_with_the_reason_after_its_last_restart() -> None:
     with running(2, quick(max_restarts=1)) as server:
         family = server.family()
         server.engines()[1].kill()
@@ -459,7 +461,7 @@ def test_restarts_that_are_used_up_end_the_cluster_with_the_reason() -> None:
 
 
 @pytest.mark.slow
-def test_a_recovery_and_the_end_leave_no_port_open() -> None:
+def test_no_port_stays_open_after_a_recovery_and_the_end() -> None:
     with running(2) as server:
         family = server.family()
         server.engines()[0].kill()

@@ -98,7 +98,7 @@ def check_kept(before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("victim", [1, 2])
-def test_replan_reads_only_layers_that_change_owner(tmp_path: Path, victim: int) -> None:
+def test_replanning_reads_only_layers_that_change_owner(tmp_path: Path, victim: int) -> None:
     """When a rank is lost for good, and again when it is back. No answer changes."""
     with three_ranks(tmp_path) as cluster:
         expected = run_streams(cluster.server)
@@ -138,7 +138,7 @@ def test_replan_reads_only_layers_that_change_owner(tmp_path: Path, victim: int)
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_replan_to_a_lone_rank_and_back_keeps_its_engine(tmp_path: Path) -> None:
+def test_an_engine_stays_when_its_rank_is_left_alone_and_when_others_return(tmp_path: Path) -> None:
     """It leaves a ring, works without one, and joins one again."""
     with three_ranks(tmp_path) as cluster:
         expected = run_streams(cluster.server)
@@ -164,7 +164,7 @@ def test_replan_to_a_lone_rank_and_back_keeps_its_engine(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_prefixes_on_disk_are_used_again_when_their_split_returns(tmp_path: Path) -> None:
+def test_prefixes_on_disk_are_reused_when_ranks_own_the_same_layers_again(tmp_path: Path) -> None:
     flags = ["--prefix-cache-dir", str(tmp_path / "kept"), "--prefix-cache-disk", "1GB"]
     with three_ranks(tmp_path, *flags) as cluster:
         server = cluster.server

@@ -27,7 +27,7 @@ def places(server: Server) -> Places:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("tensor_parallel", ["2", "auto"])
-def test_shards_form_other_layouts_when_ranks_go_and_when_they_return(
+def test_shards_form_another_layout_when_ranks_are_lost_and_when_they_return(
     tmp_path: Path, tensor_parallel: str
 ) -> None:
     """2 x 2, then 3 x 1 without rank 1, then 1 x 2 without rank 2, and 2 x 2 again. The processes

@@ -101,7 +101,7 @@ def check_scores(
     assert ids[-max_tokens:] == best[-max_tokens - 1 : -1]
 
 
-def test_shards_of_two_stages_answer_as_mlx_lm(
+def test_answers_of_two_stages_of_shards_equal_those_of_mlx_lm(
     tmp_path: Path,
     mlx_lm_answer: Callable[[str], str],
 ) -> None:
@@ -119,7 +119,7 @@ def test_shards_of_two_stages_answer_as_mlx_lm(
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "num_shards"), [(2, 2), (3, 3), (4, 2)])
 @pytest.mark.uses("drafts")
-def test_shards_share_the_head(
+def test_answers_of_shards_that_share_the_head_equal_those_of_mlx_lm(
     num_ranks: int,
     num_shards: int,
     tmp_path: Path,
@@ -162,7 +162,7 @@ def test_shards_share_the_head(
         (brigade_launch, 2, ("--kv-bits", "8")),
     ],
 )
-def test_shards_answer_many_requests_at_once_as_mlx_lm(
+def test_many_answers_at_once_from_shards_equal_those_of_mlx_lm(
     launch: Any,
     num_ranks: int,
     flags: tuple[str, ...],
@@ -197,7 +197,7 @@ def mlx_lm_with_adapter(folder: Path | None, question: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.uses("adapters")
-def test_shards_mix_and_swap_adapters_as_mlx_lm(tmp_path: Path) -> None:
+def test_answers_of_shards_with_several_adapters_equal_those_of_mlx_lm(tmp_path: Path) -> None:
     settings = {"a": {"keys": ALL, "rank": 8}, "b": {"rank": 4, "num_layers": 5, "size": 0.6}}
     for seed, (name, options) in enumerate(settings.items()):
         model, _ = mlx_lm.load(str(TINY_CHAT))
@@ -234,7 +234,7 @@ def test_shards_mix_and_swap_adapters_as_mlx_lm(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", range(4))
-def test_shards_continue_answers_after_any_rank_is_killed(
+def test_shards_continue_answers_after_any_engine_is_killed(
     rank: int, mlx_lm_answer: Callable[[str], str]
 ) -> None:
     questions = [QUESTIONS[7], QUESTIONS[10], QUESTIONS[15]]
@@ -249,7 +249,7 @@ def test_shards_continue_answers_after_any_rank_is_killed(
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_shards_lose_and_change_nothing_in_forty_kills(
+def test_forty_kills_among_shards_lose_and_change_no_answer(
     mlx_lm_answer: Callable[[str], str],
 ) -> None:
     expected = {question: mlx_lm_answer(question) for question in QUESTIONS}
@@ -278,7 +278,7 @@ def wait_for_restart(server: Server, num_restarts: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.uses("drafts")
-def test_shards_verify_drafts_as_one_rank_does() -> None:
+def test_shards_verify_drafts_as_a_single_rank_does() -> None:
     text = "red green blue red green blue one two three one two three"
     body: dict[str, Any] = {
         "model": "tiny-chat",

@@ -210,7 +210,7 @@ def check_replies(cluster: Cluster, drafter: str) -> None:
     assert drafts[drafter]["drafted"] > 0, drafts
 
 
-def test_shared_head_changes_no_reply_with_a_prediction_head(tmp_path: Path) -> None:
+def test_sharing_the_head_changes_no_reply_with_a_prediction_head(tmp_path: Path) -> None:
     model = with_prediction_head(tmp_path)
     flags = ("--tensor-parallel-size", "2", "--draft-model", "mtp")
     with cluster(tmp_path, 2, model, "lm_head", *flags) as shards:
@@ -218,7 +218,7 @@ def test_shared_head_changes_no_reply_with_a_prediction_head(tmp_path: Path) -> 
         check_replies(shards, "model")
 
 
-def test_shared_head_that_is_the_embedding_changes_no_reply_with_a_draft_model(
+def test_sharing_a_tied_head_changes_no_reply_with_a_draft_model(
     tmp_path: Path,
 ) -> None:
     """The draft model is the model itself, so that many drafts are right."""
@@ -229,7 +229,7 @@ def test_shared_head_that_is_the_embedding_changes_no_reply_with_a_draft_model(
         check_replies(shards, "model")
 
 
-def test_shared_head_of_unequal_parts_changes_no_reply(tmp_path: Path) -> None:
+def test_sharing_the_head_in_unequal_parts_changes_no_reply(tmp_path: Path) -> None:
     """Three shards have 342, 342 and 340 of 1024 tokens. All guesses come from the texts."""
     model = save_first_layers(tmp_path / "tiny-chat")
     with cluster(tmp_path, 3, model, "model.embed_tokens", "--tensor-parallel-size", "3") as shards:

@@ -55,7 +55,7 @@ def complete_with_mlx_lm(folder: Path, adapter: Path | None = None) -> list[str]
 
 
 @pytest.mark.long
-def test_two_shards_of_three_kv_heads_answer_as_mlx_lm(tmp_path: Path) -> None:
+def test_answers_of_two_shards_of_three_kv_heads_equal_those_of_mlx_lm(tmp_path: Path) -> None:
     sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
     folder = save_with_tokenizer(tmp_path / "model", num_hidden_layers=2, **sizes)
     with running(2, "--tensor-parallel-size", "2", model=folder) as server:
@@ -69,7 +69,7 @@ def test_two_shards_of_three_kv_heads_answer_as_mlx_lm(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.uses("adapters", "disk")
-def test_three_shards_of_eight_kv_heads_answer_as_mlx_lm(tmp_path: Path) -> None:
+def test_answers_of_three_shards_of_eight_kv_heads_equal_those_of_mlx_lm(tmp_path: Path) -> None:
     """With an adapter, after the loss of a shard, and after a restart from prefixes on disk."""
     sizes = {"num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 50}
     folder = save_with_tokenizer(tmp_path / "model", **sizes)
