@@ -22,7 +22,7 @@ MODEL = "tiny"
 
 @pytest.mark.parametrize("prefix", ["", "/v1", "/v1/v1"])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES, "/v1/embeddings"])
-def test_addresses_need_no_v1(server: Server, prefix: str, path: str) -> None:
+def test_paths_work_without_v1(server: Server, prefix: str, path: str) -> None:
     fields = NEEDED.get(path, {"input": "hello"})
     reply = server.post(prefix + path.removeprefix("/v1"), {**fields, "model": MODEL})
     assert reply.status_code == 200, reply.text
@@ -30,18 +30,18 @@ def test_addresses_need_no_v1(server: Server, prefix: str, path: str) -> None:
 
 @pytest.mark.parametrize("prefix", ["", "/v1", "/v1/v1"])
 @pytest.mark.parametrize("path", ["/models", f"/models/{MODEL}"])
-def test_addresses_of_models_need_no_v1(server: Server, prefix: str, path: str) -> None:
+def test_paths_of_models_work_without_v1(server: Server, prefix: str, path: str) -> None:
     assert server.client.get(prefix + path).status_code == 200
 
 
-def test_addresses_without_v1_keep_their_dialect(server: Server) -> None:
+def test_paths_without_v1_give_the_same_form_of_errors(server: Server) -> None:
     reply = server.post("/messages", {**NEEDED[MESSAGES], "model": "other"})
     assert reply.status_code == 404
     assert reply.json()["type"] == "error"
 
 
 @pytest.mark.parametrize("path", ["/v1/nothing", "/nothing", "/v1/v1/nothing", "/api/nothing"])
-def test_addresses_that_do_not_exist_are_404(server: Server, path: str) -> None:
+def test_paths_that_do_not_exist_are_404(server: Server, path: str) -> None:
     assert server.client.get(path).status_code == 404
 
 
@@ -52,7 +52,7 @@ def test_addresses_that_do_not_exist_are_404(server: Server, path: str) -> None:
         *("/api/tags", "/api/version", "/api/ps"),
     ],
 )
-def test_addresses_of_probes_answer(server: Server, path: str) -> None:
+def test_paths_used_by_probes_return_json(server: Server, path: str) -> None:
     assert server.client.get(path).json() is not None
 
 
@@ -65,20 +65,20 @@ def test_addresses_of_probes_answer(server: Server, path: str) -> None:
     ],
 )
 @pytest.mark.parametrize("model", [MODEL, f"{MODEL}:latest"])
-def test_addresses_of_ollama_answer(server: Server, path: str, fields: Any, model: str) -> None:
+def test_paths_of_ollama_return_json(server: Server, path: str, fields: Any, model: str) -> None:
     reply = server.post(path, {**fields, "model": model})
     assert reply.status_code == 200, reply.text
     assert reply.headers["content-type"].startswith("application/json")
 
 
 @pytest.mark.parametrize("path", [OLLAMA_CHAT, "/api/generate"])
-def test_addresses_of_ollama_stream_lines(server: Server, path: str) -> None:
+def test_paths_of_ollama_stream_lines_of_json(server: Server, path: str) -> None:
     reply = server.post(path, {"messages": NEEDED[CHAT]["messages"], "prompt": "hello"})
     assert reply.headers["content-type"] == "application/x-ndjson"
     assert '"done":true' in reply.text.splitlines()[-1].replace(" ", "")
 
 
-def test_props_say_the_length_of_the_context(server: Server) -> None:
+def test_the_path_props_returns_the_length_of_the_context(server: Server) -> None:
     props = server.client.get("/props").json()
     info = server.client.get("/server_info").json()
     length = props["default_generation_settings"]["n_ctx"]
@@ -94,13 +94,15 @@ NAMES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("named", NAMES)
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
-def test_names_of_the_only_model_are_resolved(server: Server, path: str, named: Any) -> None:
+def test_other_names_of_the_only_model_are_accepted(server: Server, path: str, named: Any) -> None:
     assert server.ask(path, named).body["model"] == MODEL
 
 
 @pytest.mark.parametrize("model", ["other", "openai/other", "tiny:7b", "openai/"])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
-def test_names_of_other_models_are_refused(server: Server, path: str, model: str) -> None:
+def test_names_of_models_that_are_not_served_are_refused(
+    server: Server, path: str, model: str
+) -> None:
     reply = server.post(path, {**NEEDED[path], "model": model})
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
 
@@ -111,7 +113,7 @@ def usages(reply: httpx2.Response) -> list[Any]:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_continuous_usage_counts_in_each_chunk(server: Server, path: str) -> None:
+def test_continuous_usage_counts_tokens_in_each_chunk(server: Server, path: str) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     fields = {"stream": True, "stream_options": options}
     counted = usages(server.ask(path, fields, "one two three").reply)

@@ -97,7 +97,9 @@ HINTS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "fields"), HINTS, ids=name_of)
-def test_hints_change_nothing(server: Server, path: str, fields: dict[str, Any]) -> None:
+def test_fields_that_are_hints_change_no_answer(
+    server: Server, path: str, fields: dict[str, Any]
+) -> None:
     asked, plain = server.ask(path, fields), server.plain(path, {})
     assert without_random(asked.sampling) == without_random(plain.sampling)
     assert asked.prompt.replace("<|im_start|>system\n<|im_end|>\n", "") == plain.prompt
@@ -146,7 +148,7 @@ TOOL_HINTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "plain", "given"), TOOL_HINTS, ids=name_of)
-def test_hints_of_tools_change_nothing(
+def test_hints_in_tools_change_no_prompt(
     server: Server, path: str, plain: dict[str, Any], given: dict[str, Any]
 ) -> None:
     asked = server.ask(path, {"tools": [given]})
@@ -171,7 +173,7 @@ def effort(path: str, value: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 @pytest.mark.parametrize("value", [*EFFORTS, *EFFORTS_WITHOUT_LIMIT])
-def test_effort_is_a_budget(server: Server, path: str, value: str) -> None:
+def test_reasoning_effort_sets_a_budget_of_tokens(server: Server, path: str, value: str) -> None:
     """The template of this model knows no effort."""
     reasoning = server.ask(path, effort(path, value)).sampling.reasoning
     assert reasoning is not None
@@ -217,13 +219,13 @@ def first_part(asked: Asked) -> Any:
 
 
 @pytest.mark.parametrize(("path", "fields", "check"), EFFECTS, ids=name_of)
-def test_hints_have_their_effect(
+def test_fields_that_change_an_answer_have_their_effect(
     server: Server, path: str, fields: dict[str, Any], check: Check
 ) -> None:
     assert check(server.ask(path, fields))
 
 
-def test_hint_of_truncation_leaves_out_the_oldest_items(server: Server) -> None:
+def test_truncation_auto_leaves_out_the_oldest_items(server: Server) -> None:
     long = [
         {"role": "user", "content": f"number {number} " + "word " * 20_000} for number in range(5)
     ]
@@ -232,7 +234,7 @@ def test_hint_of_truncation_leaves_out_the_oldest_items(server: Server) -> None:
     assert "number 0" not in asked.prompt
 
 
-def test_hint_return_progress_shows_the_prompt_in_a_stream(server: Server) -> None:
+def test_return_progress_reports_the_prefill_in_a_stream(server: Server) -> None:
     asked = server.ask(CHAT, {"stream": True, "return_progress": True})
     lines = [line[6:] for line in asked.reply.text.splitlines() if line.startswith("data: {")]
     first, second, *others = (json.loads(line) for line in lines)

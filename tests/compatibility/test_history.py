@@ -124,7 +124,7 @@ SAME: dict[str, tuple[list[Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_history_of_chats_changes_nothing(server: Server, name: str) -> None:
+def test_equivalent_histories_of_chats_give_the_same_prompt(server: Server, name: str) -> None:
     given, plain = SAME[name]
     asked = server.ask(CHAT, {"messages": given})
     assert asked.prompt == server.plain(CHAT, {"messages": plain}).prompt
@@ -182,7 +182,7 @@ SEEN: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_history_of_chats_reaches_the_model(server: Server, name: str) -> None:
+def test_text_in_histories_of_chats_reaches_the_model(server: Server, name: str) -> None:
     given, text = SEEN[name]
     assert text in server.ask(CHAT, {"messages": [*given, USER]}).prompt
 
@@ -301,7 +301,7 @@ SEEN_ITEMS: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("name", SEEN_ITEMS)
-def test_history_of_responses_reaches_the_model(server: Server, name: str) -> None:
+def test_text_in_histories_of_responses_reaches_the_model(server: Server, name: str) -> None:
     given, text = SEEN_ITEMS[name]
     assert text in server.ask(RESPONSES, {"input": [*given, USER]}).prompt
 
@@ -365,7 +365,7 @@ SAME_HISTORIES = [
 
 
 @pytest.mark.parametrize(("path", "field", "name"), SAME_HISTORIES)
-def test_equivalent_histories_give_the_same_prompt(
+def test_equivalent_histories_of_responses_and_messages_give_the_same_prompt(
     server: Server, path: str, field: str, name: str
 ) -> None:
     given, plain = (SAME_ITEMS if path == RESPONSES else SAME_TURNS)[name]
@@ -403,13 +403,15 @@ SEEN_TURNS: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("name", SEEN_TURNS)
-def test_history_of_messages_reaches_the_model(server: Server, name: str) -> None:
+def test_text_in_histories_of_messages_reaches_the_model(server: Server, name: str) -> None:
     given, text = SEEN_TURNS[name]
     assert text in server.ask(MESSAGES, {"messages": given}).prompt
 
 
 @pytest.mark.parametrize("name", SAME_TURNS)
-def test_history_of_messages_is_counted(server: Server, name: str) -> None:
+def test_equivalent_histories_of_messages_have_equal_token_counts(
+    server: Server, name: str
+) -> None:
     """count_tokens takes the same histories."""
     given, plain = SAME_TURNS[name]
     counts = [

@@ -156,7 +156,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("path", "fields", "param", "reason"), REFUSED, ids=lambda v: str(v)[:50])
-def test_unsupported_fields_are_refused_by_name(
+def test_unsupported_fields_are_refused_with_their_names(
     server: Server, path: str, fields: dict[str, Any], param: str, reason: str
 ) -> None:
     named, message = server.refusal(path, fields)
@@ -199,7 +199,7 @@ OF_MESSAGES: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "word", "reason"), OF_MESSAGES, ids=lambda v: str(v)[:50])
-def test_unsupported_fields_of_messages_are_refused_by_name(
+def test_unsupported_fields_of_messages_are_refused_with_their_names(
     server: Server, fields: dict[str, Any], word: str, reason: str
 ) -> None:
     _, message = server.refusal(MESSAGES, fields)

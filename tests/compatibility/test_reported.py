@@ -79,7 +79,7 @@ every_choice = pytest.mark.parametrize("kind", ["auto", "required", "name"])
 @every_api
 @every_choice
 @pytest.mark.parametrize("strict", [None, True])
-def test_arguments_have_no_keys_that_the_schema_does_not_name(
+def test_arguments_of_calls_have_only_keys_of_the_schema(
     server: Server, path: str, kind: str, strict: bool | None
 ) -> None:
     fields = question(path, tools=[tool(path, PARAMETERS, strict=strict)], **choice(path, kind))
@@ -89,7 +89,7 @@ def test_arguments_have_no_keys_that_the_schema_does_not_name(
 
 @every_api
 @every_choice
-def test_a_tool_without_parameters_is_called_with_nothing(
+def test_a_tool_without_parameters_is_called_without_arguments(
     server: Server, path: str, kind: str
 ) -> None:
     fields = question(path, tools=[tool(path, NOTHING)], **choice(path, kind))
@@ -109,7 +109,7 @@ def formatted(path: str) -> dict[str, Any]:
 
 
 @every_api
-def test_a_format_has_no_keys_that_the_schema_does_not_name(server: Server, path: str) -> None:
+def test_formatted_answers_have_only_keys_of_the_schema(server: Server, path: str) -> None:
     asked = server.ask(path, formatted(path), '{"a": false, "b": 1}', ANSWER)
     assert text_of(path, asked.body) == ANSWER
 
@@ -118,7 +118,7 @@ def test_a_format_has_no_keys_that_the_schema_does_not_name(server: Server, path
 
 
 @every_api
-def test_a_format_with_tools_leaves_room_for_a_call(server: Server, path: str) -> None:
+def test_a_format_beside_tools_still_allows_a_call(server: Server, path: str) -> None:
     fields = question(path, tools=[tool(path, PARAMETERS)], **formatted(path))
     called = server.ask(path, fields, "Done.", written(PARIS), ANSWER)
     assert arguments_of(path, called) == [{"city": "Paris"}]
@@ -128,7 +128,9 @@ def test_a_format_with_tools_leaves_room_for_a_call(server: Server, path: str) -
 
 @every_api
 @pytest.mark.parametrize("kind", ["required", "name"])
-def test_a_forced_tool_comes_before_a_format(server: Server, path: str, kind: str) -> None:
+def test_a_forced_tool_is_called_even_if_a_format_is_asked_for(
+    server: Server, path: str, kind: str
+) -> None:
     tools = [tool(path, PARAMETERS)]
     fields = question(path, tools=tools, **formatted(path), **choice(path, kind))
     asked = server.ask(path, fields, ANSWER, written(PARIS))
@@ -146,7 +148,9 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_a_parsed_message_can_be_sent_back(server: Server, client: openai.OpenAI) -> None:
+def test_a_message_parsed_by_the_client_can_be_sent_back(
+    server: Server, client: openai.OpenAI
+) -> None:
     server.will_answer(ANSWER)
     messages: list[Any] = [USER]
     reply = client.chat.completions.parse(model="tiny", messages=messages, response_format=Truth)
@@ -158,7 +162,9 @@ def test_a_parsed_message_can_be_sent_back(server: Server, client: openai.OpenAI
     assert answered.choices[0].message.content == "Done."
 
 
-def test_a_streamed_message_can_be_sent_back(server: Server, client: openai.OpenAI) -> None:
+def test_a_message_collected_from_a_stream_can_be_sent_back(
+    server: Server, client: openai.OpenAI
+) -> None:
     server.will_answer(written(PARIS))
     tools: list[Any] = [tool(CHAT, PARAMETERS, strict=True)]
     with client.chat.completions.stream(model="tiny", messages=[QUESTION], tools=tools) as stream:  # type: ignore[list-item]
@@ -195,7 +201,7 @@ def test_a_reply_has_null_for_fields_without_a_value(server: Server, client: ope
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_reply_has_reasoning_by_both_names(server: Server, stream: bool) -> None:
+def test_a_reply_gives_its_reasoning_under_both_names(server: Server, stream: bool) -> None:
     asked = server.ask(CHAT, {"stream": stream}, "<think>\nThought.\n</think>\nDone.")
     if stream:
         data = [line[6:] for line in asked.reply.text.splitlines() if line.startswith("data: {")]
@@ -206,7 +212,7 @@ def test_a_reply_has_reasoning_by_both_names(server: Server, stream: bool) -> No
         assert "".join(each.get(name) or "" for each in found).strip() == "Thought."
 
 
-def test_a_response_may_include_reasoning_that_is_sent_back(server: Server) -> None:
+def test_a_response_includes_encrypted_reasoning_that_can_be_sent_back(server: Server) -> None:
     fields = {"include": ["reasoning.encrypted_content"], "store": False}
     output = server.ask(RESPONSES, fields, "<think>\nThought.\n</think>\nDone.").body["output"]
     assert output[0]["encrypted_content"]
@@ -215,7 +221,7 @@ def test_a_response_may_include_reasoning_that_is_sent_back(server: Server) -> N
 
 
 @pytest.mark.parametrize("name", ["seed", "top_k", "min_p", "stop", "chat_template_kwargs"])
-def test_a_response_takes_what_a_chat_takes(server: Server, name: str) -> None:
+def test_a_response_accepts_the_parameters_of_chats(server: Server, name: str) -> None:
     values = {"seed": 7, "top_k": 3, "min_p": 0.1, "stop": ["X"], "chat_template_kwargs": {"a": 1}}
     asked = server.ask(RESPONSES, {name: values[name]}, "DoneX.")
     assert text_of(RESPONSES, asked.body) == ("Done" if name == "stop" else "DoneX.")
@@ -224,7 +230,7 @@ def test_a_response_takes_what_a_chat_takes(server: Server, name: str) -> None:
 # --- calls that are cut, and calls that stream
 
 
-def test_a_forced_call_that_is_cut_is_an_incomplete_item(server: Server) -> None:
+def test_a_forced_call_cut_off_by_the_limit_is_an_incomplete_item(server: Server) -> None:
     tools = [tool(RESPONSES, PARAMETERS)]
     fields = question(RESPONSES, tools=tools, tool_choice="required", max_output_tokens=55)
     body = server.ask(RESPONSES, fields, written('{"city": "Paris, France"}')).body
@@ -236,7 +242,7 @@ def test_a_forced_call_that_is_cut_is_an_incomplete_item(server: Server) -> None
 
 @every_api
 @every_choice
-def test_a_call_streams_as_it_is_written(server: Server, path: str, kind: str) -> None:
+def test_a_call_is_streamed_while_it_is_written(server: Server, path: str, kind: str) -> None:
     """Its name comes first, and then its arguments in many pieces."""
     city = "Paris " * 20
     fields = question(path, tools=[tool(path, PARAMETERS)], stream=True, **choice(path, kind))

@@ -128,7 +128,7 @@ FORMS: list[tuple[str, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("path", "fields", "wrong", "right"), FORMS, ids=name_of)
-def test_words_that_demand_a_form_enforce_it(
+def test_fields_that_demand_a_form_of_the_answer_enforce_it(
     server: Server, path: str, fields: dict[str, Any], wrong: str, right: str
 ) -> None:
     assert text_of(path, server.ask(path, fields, wrong, right).body) == right
@@ -137,7 +137,9 @@ def test_words_that_demand_a_form_enforce_it(
 @pytest.mark.parametrize(
     ("schema", "names"), [(WITH_UNIQUE, "uniqueItems"), (WITH_IF, "if"), (WITH_NOT, "not")]
 )
-def test_words_that_no_grammar_enforces_are_named(server: Server, schema: Any, names: str) -> None:
+def test_schema_keywords_that_no_grammar_enforces_are_listed_in_a_header(
+    server: Server, schema: Any, names: str
+) -> None:
     fields = {"response_format": in_json_schema(schema)}
     asked = server.ask(CHAT, fields, OBJECT)
     assert names in asked.reply.headers["x-not-enforced"]
@@ -195,14 +197,14 @@ def calls_of(path: str, body: Any) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("path", "fields"), FORCING, ids=name_of)
-def test_words_that_demand_a_call_force_it(
+def test_fields_that_demand_a_call_force_it(
     server: Server, path: str, fields: dict[str, Any]
 ) -> None:
     asked = server.ask(path, fields, *WRITTEN)
     assert calls_of(path, asked.body) == [("weather", ARGUMENTS)]
 
 
-def test_allowed_tools_are_the_only_ones_offered(server: Server) -> None:
+def test_only_allowed_tools_are_offered_to_the_model(server: Server) -> None:
     fields = {"tools": [WEATHER, tool("other")], "tool_choice": allowed("auto")}
     asked = server.ask(CHAT, fields)
     assert '"weather"' in asked.prompt
@@ -210,19 +212,19 @@ def test_allowed_tools_are_the_only_ones_offered(server: Server) -> None:
 
 
 @pytest.mark.parametrize("choice", [None, "auto", {"name": "weather"}])
-def test_functions_are_called_like_tools(server: Server, choice: Any) -> None:
+def test_functions_of_the_old_form_are_called_like_tools(server: Server, choice: Any) -> None:
     fields = {"functions": [WEATHER["function"]], "function_call": choice}
     answers = WRITTEN[1:] if choice in (None, "auto") else WRITTEN
     message = server.ask(CHAT, fields, *answers).body["choices"][0]["message"]
     assert message["function_call"] == {"name": "weather", "arguments": ARGUMENTS}
 
 
-def test_function_call_none_allows_no_call(server: Server) -> None:
+def test_a_function_call_of_none_allows_no_call(server: Server) -> None:
     fields = {"functions": [WEATHER["function"]], "function_call": "none"}
     assert text_of(CHAT, server.ask(CHAT, fields, *WRITTEN).body) == ANSWER
 
 
-def test_words_for_the_same_tool_make_the_same_prompt(server: Server) -> None:
+def test_the_same_tool_in_any_api_gives_the_same_prompt(server: Server) -> None:
     """Otherwise the APIs would share no prefix, and a model would answer them differently."""
     schema = {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -244,7 +246,7 @@ def test_words_for_the_same_tool_make_the_same_prompt(server: Server) -> None:
 
 
 @pytest.mark.parametrize("name", ["mcp:server/tool", "mcp__server__tool", "a.b", "n" * 128])
-def test_tool_names_of_gateways_are_accepted(server: Server, name: str) -> None:
+def test_tool_names_with_the_characters_of_gateways_are_accepted(server: Server, name: str) -> None:
     call = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
     asked = server.ask(CHAT, {"tools": [tool(name)]}, call)
     assert calls_of(CHAT, asked.body) == [(name, "{}")]
@@ -274,7 +276,9 @@ SAMPLING: dict[str, tuple[Any, str, Any]] = {
 
 @pytest.mark.parametrize("name", SAMPLING)
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
-def test_words_for_sampling_reach_the_engine(server: Server, path: str, name: str) -> None:
+def test_sampling_parameters_of_other_servers_reach_the_engine(
+    server: Server, path: str, name: str
+) -> None:
     value, attribute, wanted = SAMPLING[name]
     found = getattr(server.ask(path, {name: value}).sampling, attribute)
     assert type(wanted)(found) == wanted
@@ -295,7 +299,7 @@ LIMITS: list[tuple[str, dict[str, Any], tuple[str, int, str]]] = [
 
 
 @pytest.mark.parametrize(("path", "fields", "wanted"), LIMITS, ids=name_of)
-def test_words_for_limits_are_kept(
+def test_limits_of_tokens_are_obeyed_under_every_name(
     server: Server, path: str, fields: dict[str, Any], wanted: tuple[str, int, str]
 ) -> None:
     body = server.ask(path, fields).body
