@@ -163,7 +163,7 @@ class FaultSoak:
             print(f"{role} in {num_rounds} rounds: {first} then {last}", flush=True)
 
 
-def test_faults_every_twenty_seconds_lose_nothing(tmp_path: Path) -> None:
+def test_faults_every_twenty_seconds_lose_no_answer(tmp_path: Path) -> None:
     flag = quick(max_restarts=100_000, stall_timeout=7, keeps_spare_engine=True)
     with pair(tmp_path, flag) as cluster:
         expected = run_crowd(cluster.server, lambda _: None)

@@ -73,7 +73,9 @@ def text_with_held_shard(server: Server, kind: str, prompt: str) -> str:
 
 
 @pytest.mark.parametrize(("kind", "prompt"), [("prefill", LONG), ("decode", SHORT)])
-def test_shards_outlive_one_that_is_held(waiting: Server, kind: str, prompt: str) -> None:
+def test_shards_survive_while_one_of_them_is_suspended(
+    waiting: Server, kind: str, prompt: str
+) -> None:
     expected = text_of(waiting, prompt)
     time.sleep(1)  # These steps are no longer in the trace.
     engines = {rank: engine.pid for rank, engine in waiting.engines().items()}
@@ -86,7 +88,7 @@ def test_shards_outlive_one_that_is_held(waiting: Server, kind: str, prompt: str
     assert waiting.get("/admin/pipeline")["num_restarts"] == 0
 
 
-def test_a_time_out_of_the_gpu_is_named_and_the_answer_goes_on() -> None:
+def test_a_gpu_timeout_is_logged_and_the_answer_continues() -> None:
     """In decode steps that are one lazy graph, because waiting for each sum costs too much."""
     with shards(cost_of_waiting=9.0) as server:
         expected = text_of(server, SHORT)

@@ -47,7 +47,7 @@ def broken() -> Iterator[Server]:
             yield server
 
 
-def test_a_row_that_cannot_be_drawn_ends_alone(
+def test_only_the_request_whose_sampling_fails_ends(
     broken: Server,
     mlx_lm_answer: Callable[..., str],  # noqa: F811
 ) -> None:
@@ -77,7 +77,7 @@ def test_a_row_that_cannot_be_drawn_ends_alone(
     assert broken.get("/admin/pipeline")["num_running"] == 0
 
 
-def test_a_seed_that_breaks_nothing_still_draws(broken: Server) -> None:
+def test_other_seeds_and_greedy_requests_work_beside_a_seed_that_fails(broken: Server) -> None:
     assert ask(broken, temperature=1, seed=BROKEN_SEED + 1).status_code == 200
     assert ask(broken, temperature=0, seed=BROKEN_SEED).status_code == 200, "greedy needs no key"
 
@@ -94,7 +94,7 @@ def fragile() -> Iterator[Server]:
             yield server
 
 
-def test_requests_that_end_engines_are_given_up_and_others_live(
+def test_requests_that_crash_engines_are_given_up_and_other_requests_go_on(
     fragile: Server,
     mlx_lm_answer: Callable[..., str],  # noqa: F811
 ) -> None:
@@ -167,7 +167,7 @@ def wait_until_nothing_is_held(server: Server) -> None:
     ],
     ids=["a stream", "a reply", "prefill of a stream", "prefill of a reply"],
 )
-def test_rows_of_a_client_that_goes_are_free_within_two_steps(
+def test_rows_of_a_client_that_disconnects_are_freed_within_two_steps(
     slow: Server, changes: dict[str, Any]
 ) -> None:
     with socket.create_connection(("127.0.0.1", slow.port)) as connection:
@@ -185,7 +185,7 @@ def test_rows_of_a_client_that_goes_are_free_within_two_steps(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_while_it_waits_never_runs(slow: Server, stream: bool) -> None:
+def test_a_client_that_disconnects_while_it_waits_never_runs(slow: Server, stream: bool) -> None:
     first = threading.Thread(target=ask, args=(slow,), kwargs={"max_tokens": 12})
     first.start()
     wait_for(slow, num_running=1)

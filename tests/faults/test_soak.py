@@ -104,7 +104,7 @@ def idle(server: Server) -> list[tuple[int, int]]:
     return [(process.num_fds(), process.memory_info().rss) for process in processes]
 
 
-def test_nothing_is_lost_and_nothing_grows() -> None:
+def test_long_use_loses_no_answer_and_leaks_no_memory() -> None:
     adapters = ("--adapter-root", str(ADAPTERS), "--lora-modules", f"swapped={ADAPTERS / 'poet'}")
     with running(2, quick(max_restarts=1000), *adapters) as server:
         Soak(server, time.monotonic() + SOAK_SECONDS / 6).run()  # until everything was used once
