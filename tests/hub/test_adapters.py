@@ -52,7 +52,7 @@ def read(own: Adapters, version: int = 1) -> Any:
 
 
 @pytest.mark.parametrize("peft", [False, True])
-def test_each_rank_reads_only_its_own_layers(
+def test_each_rank_reads_only_its_own_layers_of_an_adapter(
     hub: FakeHub, home: Path, repo: Path, peft: bool
 ) -> None:
     if peft:
@@ -76,7 +76,7 @@ def test_each_rank_reads_only_its_own_layers(
     assert not hub.served, "it was there already"
 
 
-def test_refused_and_missing_adapters_are_errors(hub: FakeHub, home: Path, repo: Path) -> None:
+def test_refused_and_missing_adapters_raise_an_error(hub: FakeHub, home: Path, repo: Path) -> None:
     (own,) = on_hub([home / "a"], []).adapters
 
     def refused(code: str) -> None:
@@ -109,7 +109,7 @@ def test_refused_and_missing_adapters_are_errors(hub: FakeHub, home: Path, repo:
     assert own.num_bytes > 0, "a connection that ends is taken up again"
 
 
-def test_a_hub_that_breaks_off_leaves_nothing(
+def test_an_adapter_that_changes_while_it_is_fetched_leaves_no_file(
     hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (own,) = on_hub([home / "a"], []).adapters
@@ -125,7 +125,9 @@ def test_a_hub_that_breaks_off_leaves_nothing(
 
 
 @pytest.mark.anyio
-async def test_all_ranks_get_the_same_commit(hub: FakeHub, home: Path, tmp_path: Path) -> None:
+async def test_all_ranks_load_the_same_commit_of_an_adapter(
+    hub: FakeHub, home: Path, tmp_path: Path
+) -> None:
     flags: dict[str, Any] = {"allow_hub_adapters": True, "cache_dir": home / "cache"}
     ranks = FakeRanks(adapter_root=None, adapter_memory="100KB", **flags)
     await ranks.adapters.load("x", REPO, in_place=False)
@@ -138,7 +140,7 @@ async def test_all_ranks_get_the_same_commit(hub: FakeHub, home: Path, tmp_path:
 
 
 @pytest.mark.anyio
-async def test_a_folder_takes_precedence_and_without_the_flag_the_hub_is_not_called(
+async def test_a_folder_is_preferred_to_the_hub_which_is_asked_only_with_the_flag(
     hub: FakeHub, home: Path, tmp_path: Path
 ) -> None:
     (tmp_path / REPO).mkdir(parents=True)
@@ -163,7 +165,7 @@ async def test_a_folder_takes_precedence_and_without_the_flag_the_hub_is_not_cal
         (REPO, {"busy_api": 99}, 503, "no_hub"),
     ],
 )
-async def test_a_refusal_of_the_hub_keeps_its_http_status(
+async def test_a_refusal_by_the_hub_keeps_its_http_status(
     hub: FakeHub, home: Path, path: str, fault: dict[str, Any], status: int, code: str
 ) -> None:
     vars(hub.faults).update(fault)
@@ -180,7 +182,7 @@ async def test_a_refusal_of_the_hub_keeps_its_http_status(
 
 @pytest.mark.long
 @pytest.mark.uses("adapters")
-def test_a_cluster_loads_an_adapter_of_the_hub(
+def test_a_cluster_loads_an_adapter_from_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = partial(mlx_lm.load, str(TINY_CHAT))
@@ -220,7 +222,7 @@ def test_a_cluster_loads_an_adapter_of_the_hub(
 
 
 @pytest.mark.long
-def test_a_missing_hub_adapter_ends_the_start(hub: FakeHub, home: Path) -> None:
+def test_an_adapter_missing_on_the_hub_ends_the_start(hub: FakeHub, home: Path) -> None:
     flags = serve_flags(free_ports(1)[0], TINY_CHAT, "--lora-modules", f"x={REPO}")
     with started(alone(flags)) as server:
         assert server.process.wait(60) == 2

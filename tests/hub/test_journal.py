@@ -6,7 +6,7 @@ from pathlib import Path
 from serve.hub.journal import Journal
 
 
-def test_added_ranges_are_visible_to_others(tmp_path: Path) -> None:
+def test_ranges_added_to_a_journal_are_visible_to_others(tmp_path: Path) -> None:
     mine, other = Journal(tmp_path / "j", "etag 100"), Journal(tmp_path / "j", "etag 100")
     assert mine.present() == []
     mine.add(0, 10)
@@ -16,12 +16,12 @@ def test_added_ranges_are_visible_to_others(tmp_path: Path) -> None:
     assert mine.present() == other.present() == [(0, 20), (40, 50)]
 
 
-def test_another_version_of_the_file_has_no_ranges(tmp_path: Path) -> None:
+def test_a_journal_of_another_version_of_the_file_has_no_ranges(tmp_path: Path) -> None:
     Journal(tmp_path / "j", "etag 100").add(0, 10)
     assert Journal(tmp_path / "j", "other 100").present() == []
 
 
-def test_a_journal_cut_off_at_any_byte_names_no_wrong_range(tmp_path: Path) -> None:
+def test_a_journal_truncated_at_any_byte_gives_no_wrong_range(tmp_path: Path) -> None:
     path = tmp_path / "j"
     for start in (0, 1000, 123456):
         Journal(path, "etag").add(start, start + 789)
@@ -35,7 +35,7 @@ def test_a_journal_cut_off_at_any_byte_names_no_wrong_range(tmp_path: Path) -> N
         assert (5000, 6000) in journal.present()
 
 
-def test_a_corrupt_journal_names_no_wrong_range(tmp_path: Path) -> None:
+def test_a_corrupt_journal_gives_no_wrong_range(tmp_path: Path) -> None:
     path, source = tmp_path / "j", random.Random(3)
     Journal(path, "etag").add(100, 200)
     whole = path.read_bytes()

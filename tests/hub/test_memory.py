@@ -78,7 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("layers", [(0, 10), (0, 5), (5, 10), (3, 6)])
-def test_a_rank_needs_memory_for_its_weights_and_little_more(
+def test_a_rank_needs_little_more_memory_than_its_weights_to_load(
     folder: Path, tmp_path: Path, layers: tuple[int, int]
 ) -> None:
     _, empty = measure(folder, (0, 0), "", tmp_path)

@@ -16,7 +16,7 @@ def read(folder: Path, config: dict[str, Any]) -> SamplingDefaults:
     return sampling_defaults(folder)
 
 
-def test_sampling_defaults_are_the_models(tmp_path: Path) -> None:
+def test_sampling_defaults_are_read_from_the_model(tmp_path: Path) -> None:
     assert sampling_defaults(tmp_path) == SamplingDefaults()
     given = {
         "temperature": 0.6,
@@ -32,17 +32,19 @@ def test_sampling_defaults_are_the_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"temperature": 0.6}])
-def test_a_model_that_does_not_sample_is_greedy(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_sampling_is_greedy_by_default_if_do_sample_is_false(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
     """As in transformers, whatever the temperature."""
     assert read(tmp_path, {"do_sample": False, **more}).own() == {"temperature": 0.0}
     assert read(tmp_path, {"do_sample": None}).own() == {}
 
 
-def test_the_embedded_model_is_greedy() -> None:
+def test_sampling_of_the_embedded_model_is_greedy() -> None:
     assert sampling_defaults(TINY_CHAT).temperature == 0
 
 
-def test_sampling_defaults_that_change_nothing_are_not_the_models_own(tmp_path: Path) -> None:
+def test_sampling_defaults_that_change_nothing_are_not_reported(tmp_path: Path) -> None:
     found = read(tmp_path, {"temperature": 1, "top_p": 1.0, "top_k": -1, "min_p": None})
     assert found.own() == {}
 
@@ -60,7 +62,7 @@ def test_sampling_defaults_that_change_nothing_are_not_the_models_own(tmp_path: 
         ("max_new_tokens", 0),
     ],
 )
-def test_sampling_defaults_that_no_request_could_have_are_refused(
+def test_sampling_defaults_outside_of_their_range_are_refused(
     name: str, value: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError) as caught:

@@ -69,7 +69,9 @@ def missing_bytes(model: PartialModel, names: Iterable[str]) -> int:
 # --- the folder
 
 
-def test_the_folder_is_the_model_with_holes(hub: FakeHub, home: Path, repo: Path) -> None:
+def test_sparse_files_have_the_digest_and_sizes_of_the_whole_model(
+    hub: FakeHub, home: Path, repo: Path
+) -> None:
     model = opened(home / "cache")
     theirs, mine = read_checkpoint(repo), read_checkpoint(model.folder)
     assert mine.digest == theirs.digest
@@ -92,7 +94,7 @@ POOLING = {
 }
 
 
-def test_the_folder_has_the_pooling_and_no_other_folder(
+def test_only_pooling_is_fetched_from_the_folders_of_a_repository(
     hub: FakeHub, home: Path, repo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = "onnx/config.json", "1_Pooling/other.json", "2_Dense/config.json"
@@ -108,14 +110,14 @@ def test_the_folder_has_the_pooling_and_no_other_folder(
     assert set(POOLING) <= resolve(REPO, None, home / "other").files.keys()
 
 
-def test_headers_are_read_once(hub: FakeHub, home: Path) -> None:
+def test_headers_are_fetched_only_once(hub: FakeHub, home: Path) -> None:
     opened(home / "cache")
     before = len(hub.served), hub.requests.total()
     opened(home / "cache")
     assert (len(hub.served), hub.requests.total()) == before
 
 
-def test_the_default_cache_is_under_hf_home(home: Path) -> None:
+def test_the_default_cache_is_below_hf_home(home: Path) -> None:
     assert default_cache() == home / "brigade"
 
 
@@ -124,7 +126,7 @@ def test_the_default_cache_is_under_hf_home(home: Path) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("num_shards", [1, 3])
-def test_a_rank_fetches_hardly_more_than_it_owns(
+def test_a_rank_fetches_little_more_than_its_own_weights(
     hub: FakeHub, home: Path, repo: Path, num_ranks: int, num_shards: int
 ) -> None:
     for path in repo.iterdir():
@@ -141,7 +143,7 @@ def test_a_rank_fetches_hardly_more_than_it_owns(
         assert_right(model, names)
 
 
-def test_ranks_that_share_a_folder_fetch_the_model_once(
+def test_ranks_that_share_a_folder_fetch_each_weight_once(
     hub: FakeHub, home: Path, repo: Path
 ) -> None:
     fetched = sum(
@@ -154,7 +156,7 @@ def test_ranks_that_share_a_folder_fetch_the_model_once(
     assert model.fetch(model.tensors, nobody) == 0
 
 
-def test_progress_goes_up_to_the_end(hub: FakeHub, home: Path) -> None:
+def test_progress_ends_at_the_number_of_owned_bytes(hub: FakeHub, home: Path) -> None:
     names, seen = checkpoints.owned_by(0, 2), []
     model = opened(home / "cache")
     assert missing_bytes(model, names) == owned_bytes(names)
@@ -210,7 +212,7 @@ def test_temporary_failures_are_retried(
     assert fetched / owned_bytes(names) <= 1.01
 
 
-def test_a_broken_connection_continues_at_the_same_byte(
+def test_a_fetch_continues_at_the_same_byte_after_a_broken_connection(
     hub: FakeHub, home: Path, repo: Path
 ) -> None:
     model, names = opened(home / "cache"), checkpoints.owned_by(0, 2)
@@ -221,7 +223,7 @@ def test_a_broken_connection_continues_at_the_same_byte(
     assert hub.data_bytes(checkpoints.header_sizes(repo)) <= 1.01 * owned_bytes(names)
 
 
-def test_retry_after_is_honoured(hub: FakeHub, home: Path) -> None:
+def test_the_retry_after_header_is_obeyed(hub: FakeHub, home: Path) -> None:
     model = opened(home / "cache")
     hub.faults.busy, hub.faults.retry_after = 1, "1"
     started = time.monotonic()
@@ -229,7 +231,7 @@ def test_retry_after_is_honoured(hub: FakeHub, home: Path) -> None:
     assert time.monotonic() - started >= 1
 
 
-def test_a_server_that_never_answers_ends_with_its_reason(hub: FakeHub, home: Path) -> None:
+def test_a_server_that_never_answers_is_given_up_with_its_reason(hub: FakeHub, home: Path) -> None:
     model = opened(home / "cache")
     hub.faults.busy = 10_000
     with fails(ModelError, "no_hub", match="429"):
@@ -240,7 +242,9 @@ def test_a_server_that_never_answers_ends_with_its_reason(hub: FakeHub, home: Pa
 
 
 @pytest.mark.parametrize("num_answers", [0, 1, 3])
-def test_a_file_that_changes_is_an_error(hub: FakeHub, home: Path, num_answers: int) -> None:
+def test_a_file_that_changes_during_a_fetch_is_an_error(
+    hub: FakeHub, home: Path, num_answers: int
+) -> None:
     """Whichever answer is the first of the other file: nothing of it counts as fetched."""
     model, names = opened(home / "cache"), checkpoints.owned_by(0, 2)
     hub.faults.change_after = hub.num_answers + num_answers
@@ -252,19 +256,19 @@ def test_a_file_that_changes_is_an_error(hub: FakeHub, home: Path, num_answers: 
     assert_right(again, names)
 
 
-def test_another_file_than_in_the_listing_is_an_error(hub: FakeHub, home: Path) -> None:
+def test_a_file_with_another_etag_than_in_the_listing_is_an_error(hub: FakeHub, home: Path) -> None:
     hub.faults.moved_commit = True
     with fails(ModelError, "changed_file", match="etag"):
         opened(home / "cache")
 
 
-def test_another_length_than_in_the_listing_is_an_error(hub: FakeHub, home: Path) -> None:
+def test_a_file_of_another_length_than_in_the_listing_is_an_error(hub: FakeHub, home: Path) -> None:
     hub.faults.wrong_length = 7
     with fails(ModelError, "changed_file"):
         opened(home / "cache")
 
 
-def test_a_stored_file_that_is_shorter_is_an_error(
+def test_a_stored_file_shorter_than_in_the_listing_is_an_error(
     hub: FakeHub, home: Path, repo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listing, path = hub.listing(), next(repo.glob("model-00002*"))
@@ -278,7 +282,7 @@ def test_a_stored_file_that_is_shorter_is_an_error(
 
 
 @pytest.mark.parametrize("from_the_start", [True, False])
-def test_a_server_without_ranges_is_refused_and_complete_files_are_used(
+def test_a_server_without_byte_ranges_is_refused_unless_all_files_are_complete(
     hub: FakeHub, home: Path, repo: Path, from_the_start: bool
 ) -> None:
     names = checkpoints.owned_by(0, 2)
@@ -300,14 +304,14 @@ def test_a_server_without_ranges_is_refused_and_complete_files_are_used(
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_a_gated_model_says_what_to_do(hub: FakeHub, home: Path, status: int) -> None:
+def test_the_error_for_a_gated_model_says_what_to_do(hub: FakeHub, home: Path, status: int) -> None:
     hub.faults.gated = status
     with fails(ModelError, "licence") as caught:
         opened(home / "cache")
     assert "\n" not in str(caught.value)
 
 
-def test_the_token_goes_to_the_hub_and_nowhere_else(
+def test_the_token_is_sent_to_the_hub_and_to_nobody_else(
     hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.faults.gated = 401
@@ -318,7 +322,7 @@ def test_the_token_goes_to_the_hub_and_nowhere_else(
     assert hub.leaked_tokens == []
 
 
-def test_an_unknown_name_is_refused(hub: FakeHub, home: Path) -> None:
+def test_an_unknown_repository_is_refused(hub: FakeHub, home: Path) -> None:
     with fails(ModelError, "not_on_hub"):
         resolve("org/nothing", None, home)
     with fails(ModelError, "not_on_hub") as caught:
@@ -326,7 +330,7 @@ def test_an_unknown_name_is_refused(hub: FakeHub, home: Path) -> None:
     assert caught.value.exit_code == ModelError.exit_code
 
 
-def test_an_unreachable_hub_is_reported(
+def test_an_unreachable_hub_is_reported_as_such(
     home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
@@ -338,7 +342,7 @@ def test_an_unreachable_hub_is_reported(
 # --- what the model is
 
 
-def test_a_repository_of_pickles_is_refused_by_name(hub: FakeHub, home: Path, repo: Path) -> None:
+def test_a_repository_with_only_pickles_is_refused(hub: FakeHub, home: Path, repo: Path) -> None:
     for path in repo.glob("model*"):
         path.unlink()
     with fails(ModelError, "pickles", match="pytorch_model.bin"):
@@ -355,7 +359,7 @@ def test_an_index_that_names_a_missing_file_is_refused(
 
 
 @pytest.mark.parametrize("name", ["../../evil.safetensors", "/etc/model.safetensors"])
-def test_an_index_with_paths_out_of_the_folder_is_refused(
+def test_an_index_with_paths_outside_of_the_folder_is_refused(
     hub: FakeHub, home: Path, repo: Path, name: str
 ) -> None:
     index = {"weight_map": {"a": name}}
@@ -382,7 +386,7 @@ def break_end(data: bytearray) -> None:
 
 
 @pytest.mark.parametrize("spoil", [break_length, break_json, break_overlap, break_end])
-def test_a_corrupt_header_names_the_file(
+def test_the_error_for_a_corrupt_header_names_the_file(
     hub: FakeHub, home: Path, repo: Path, spoil: Callable[[bytearray], None]
 ) -> None:
     path = next(repo.glob("model-00002*"))
@@ -396,7 +400,7 @@ def test_a_corrupt_header_names_the_file(
 # --- what is here already
 
 
-def test_a_file_in_the_hubs_cache_is_used(hub: FakeHub, home: Path, repo: Path) -> None:
+def test_a_file_in_the_cache_of_hugging_face_is_used(hub: FakeHub, home: Path, repo: Path) -> None:
     whole = "model-00002-of-00003.safetensors"
     hf_hub_download(REPO, whole, revision=COMMIT)
     hub.served.clear()
@@ -407,7 +411,7 @@ def test_a_file_in_the_hubs_cache_is_used(hub: FakeHub, home: Path, repo: Path) 
     assert_right(model, model.tensors)
 
 
-def test_offline_a_complete_cache_is_enough(
+def test_a_complete_cache_is_enough_offline(
     hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names, cache = checkpoints.owned_by(0, 2), home / "cache"
@@ -424,7 +428,7 @@ def test_offline_a_complete_cache_is_enough(
     assert hub.requests.total() == before
 
 
-def test_offline_the_hubs_cache_is_enough(
+def test_the_cache_of_hugging_face_is_enough_offline(
     hub: FakeHub, home: Path, repo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for path in [*repo.glob("*.json"), *repo.glob("*.jinja"), *repo.glob("*.safetensors")]:
@@ -436,7 +440,7 @@ def test_offline_the_hubs_cache_is_enough(
     assert_right(model, model.tensors)
 
 
-def test_offline_a_config_alone_is_not_enough(
+def test_a_config_without_weights_is_not_enough_offline(
     hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hf_hub_download(REPO, "config.json")
@@ -458,27 +462,27 @@ def test_offline_a_config_alone_is_not_enough(
         (OfflineModeIsEnabled("Cannot reach the hub: offline mode is enabled"), "HF_HUB_OFFLINE"),
     ],
 )
-def test_errors_of_the_hubs_library_are_explained_in_one_line(error: Any, words: str) -> None:
+def test_errors_of_the_hub_library_are_explained_in_one_line(error: Any, words: str) -> None:
     text = str(explain(error, REPO))
     assert words in text
     assert str(error) not in text
     assert "\n" not in text
 
 
-def test_offline_an_empty_cache_is_an_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_cache_is_an_error_offline(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with fails(ModelError, "hub_offline"):
         resolve(REPO, None, home / "cache")
 
 
-def test_a_hub_that_is_down_is_treated_like_offline(hub: FakeHub, home: Path) -> None:
+def test_the_cache_is_used_while_the_hub_is_down(hub: FakeHub, home: Path) -> None:
     resolve(REPO, None, home / "cache")
     opened(home / "cache")
     hub.faults.busy_api = 100
     assert resolve(REPO, None, home / "cache").commit == COMMIT
 
 
-def test_an_offline_host_gets_the_error_at_once(
+def test_an_error_is_raised_at_once_without_name_resolution(
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It tried four times, with a line of the log for each wait."""
@@ -497,7 +501,7 @@ def test_an_offline_host_gets_the_error_at_once(
     assert "event=hub_retry" not in caplog.text
 
 
-def test_an_offline_host_uses_its_cache(
+def test_the_cache_is_used_without_name_resolution(
     hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resolve(REPO, None, home / "cache")
@@ -576,20 +580,22 @@ def kill_and_go_on(hub: FakeHub, home: Path, repo: Path, shares: Iterable[float]
     assert num_killed
 
 
-def test_a_killed_fetch_continues_after_a_restart(hub: FakeHub, home: Path, repo: Path) -> None:
+def test_a_fetch_that_is_killed_continues_after_a_restart(
+    hub: FakeHub, home: Path, repo: Path
+) -> None:
     kill_and_go_on(hub, home, repo, (0.2, 0.35))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_a_fetch_killed_at_random_points_continues(
+def test_a_fetch_that_is_killed_at_random_points_continues(
     hub: FakeHub, home: Path, repo: Path, seed: int
 ) -> None:
     digest = hashlib.sha256(b"%d" % seed).digest()
     kill_and_go_on(hub, home, repo, [byte / 600 for byte in digest[:6]])
 
 
-def test_a_kill_loses_only_bytes_in_transit(hub: FakeHub, home: Path, repo: Path) -> None:
+def test_a_killed_fetch_loses_only_bytes_in_transit(hub: FakeHub, home: Path, repo: Path) -> None:
     names = checkpoints.owned_by(1, 2)
     opened(home / "cache")
     hub.served.clear()
@@ -602,7 +608,7 @@ def test_a_kill_loses_only_bytes_in_transit(hub: FakeHub, home: Path, repo: Path
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
-def test_two_processes_together_fetch_each_byte_once(
+def test_two_processes_that_fetch_together_fetch_each_byte_once(
     hub: FakeHub, home: Path, repo: Path, num_shards: int
 ) -> None:
     for path in repo.iterdir():
@@ -619,7 +625,7 @@ def test_two_processes_together_fetch_each_byte_once(
 
 
 @pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(b"short")])
-def test_partial_model_restores_a_weight_file_that_was_lost(
+def test_a_lost_weight_file_is_fetched_again(
     hub: FakeHub, home: Path, spoil: Callable[[Path], object]
 ) -> None:
     model = opened(home / "cache")
@@ -632,7 +638,7 @@ def test_partial_model_restores_a_weight_file_that_was_lost(
     assert_right(again, ["model.norm"])
 
 
-def test_headers_of_the_folder_are_the_real_ones(hub: FakeHub, home: Path, repo: Path) -> None:
+def test_headers_equal_those_of_the_whole_files(hub: FakeHub, home: Path, repo: Path) -> None:
     model = opened(home / "cache")
     for path in repo.glob("*.safetensors"):
         theirs = {name: (t.start, t.end) for name, t in read_header(path).items()}
@@ -640,7 +646,7 @@ def test_headers_of_the_folder_are_the_real_ones(hub: FakeHub, home: Path, repo:
         assert mine == theirs
 
 
-def test_journal_never_names_bytes_that_are_not_on_the_disk(
+def test_a_journal_never_lists_bytes_that_are_not_on_the_disk(
     hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a power cut it would claim bytes that are zeros, and no checksum would show that."""

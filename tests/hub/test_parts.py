@@ -40,7 +40,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("long", 1, ((0, 256),)),
     ],
 )
-def test_part_reads_its_elements(
+def test_a_part_reads_exactly_its_elements(
     file: Path, name: str, axis: int, ranges: tuple[tuple[int, int], ...]
 ) -> None:
     loaded = mx.load(str(file))
@@ -56,7 +56,7 @@ def test_part_reads_its_elements(
     assert part.num_bytes == expected.nbytes == sum(end - start for start, end in part.pieces())
 
 
-def test_part_of_a_file_that_ends_too_early_is_refused(file: Path, tmp_path: Path) -> None:
+def test_a_part_of_a_file_that_ends_too_early_is_refused(file: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.safetensors"
     short.write_bytes(file.read_bytes()[:-100])
     tensor = max(read_header(file).values(), key=lambda place: place.end)
@@ -65,7 +65,7 @@ def test_part_of_a_file_that_ends_too_early_is_refused(file: Path, tmp_path: Pat
         part.read()
 
 
-def test_part_is_fetched_alone_if_its_pieces_are_large(file: Path) -> None:
+def test_a_part_is_fetched_without_the_rest_if_its_pieces_are_large(file: Path) -> None:
     tensors = read_header(file)
     assert TensorPart(tensors["wide"], 0, ((0, 2),)).is_in_few_pieces
     assert not TensorPart(tensors["wide"], 1, ((0, 2048),)).is_in_few_pieces

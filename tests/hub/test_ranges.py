@@ -15,14 +15,14 @@ def members(ranges: list[tuple[int, int]]) -> set[int]:
 
 
 @given(RANGES)
-def test_union_is_the_same_bytes_in_order(ranges: list[tuple[int, int]]) -> None:
+def test_the_union_of_ranges_covers_the_same_bytes_in_order(ranges: list[tuple[int, int]]) -> None:
     merged = union(ranges)
     assert members(merged) == members(ranges)
     assert all(left[1] < right[0] for left, right in zip(merged, merged[1:], strict=False))
 
 
 @given(RANGES, RANGES)
-def test_subtract_is_the_difference_of_sets(
+def test_subtracting_ranges_leaves_the_difference_of_two_sets_of_bytes(
     wanted: list[tuple[int, int]], present: list[tuple[int, int]]
 ) -> None:
     left = subtract(wanted, present)

@@ -42,7 +42,7 @@ def answer(server: Server, model: str) -> str | None:
 
 
 @pytest.mark.long
-def test_a_cluster_serves_a_model_of_the_hub(tiny_hub: FakeHub, tmp_path: Path) -> None:
+def test_a_cluster_serves_a_model_from_the_hub(tiny_hub: FakeHub, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     port = free_ports(1)[0]
     flags = ["--revision", "v1", "--cache-dir", str(cache)]
@@ -66,9 +66,7 @@ def test_a_cluster_serves_a_model_of_the_hub(tiny_hub: FakeHub, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_the_layers_of_a_rank_that_is_lost_are_fetched_by_the_others(
-    tiny_hub: FakeHub, tmp_path: Path
-) -> None:
+def test_other_ranks_fetch_the_layers_of_a_lost_rank(tiny_hub: FakeHub, tmp_path: Path) -> None:
     """Each rank has a cache of its own, as on hosts of their own."""
     flags = ("--model", REPO, "--revision", "v1", "--replan", "--join-timeout", "4")
     ranks = Ranks(tmp_path, free_ports(4), [], flags)
@@ -87,7 +85,7 @@ def test_the_layers_of_a_rank_that_is_lost_are_fetched_by_the_others(
 
 
 @pytest.mark.long
-def test_a_temporary_failure_of_the_hub_ends_no_cluster(tiny_hub: FakeHub) -> None:
+def test_a_temporary_failure_of_the_hub_does_not_end_the_cluster(tiny_hub: FakeHub) -> None:
     """It was taken for a broken model, with which nobody starts again."""
     port = free_ports(1)[0]
     with started(command(port, 2), port) as server:
@@ -99,7 +97,7 @@ def test_a_temporary_failure_of_the_hub_ends_no_cluster(tiny_hub: FakeHub) -> No
         assert answer(server, REPO)
 
 
-def test_a_plan_reads_only_headers(tiny_hub: FakeHub) -> None:
+def test_a_plan_fetches_only_headers(tiny_hub: FakeHub) -> None:
     words = [str(BIN / "brigade"), "plan", "--model", REPO, "-n", "2", "--json"]
     run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
@@ -107,7 +105,7 @@ def test_a_plan_reads_only_headers(tiny_hub: FakeHub) -> None:
     assert tiny_hub.data_bytes(header_sizes(tiny_hub.folder)) == 0
 
 
-def test_a_model_without_permission_ends_all_ranks(tiny_hub: FakeHub) -> None:
+def test_a_model_that_may_not_be_fetched_ends_all_ranks(tiny_hub: FakeHub) -> None:
     tiny_hub.faults.gated = 403
     with started(command(free_ports(1)[0], 2)) as server:
         assert server.process.wait(30) == 3

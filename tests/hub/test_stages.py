@@ -126,7 +126,7 @@ _QUICK = {
     ],
     indirect=["repo"],
 )
-def test_weights_equal_those_of_a_whole_folder(
+def test_fetched_weights_equal_those_of_a_whole_folder(
     hub: FakeHub, home: Path, repo: Path, num_ranks: int
 ) -> None:
     headers = header_sizes(repo)
@@ -173,7 +173,7 @@ class Second(StandIn):
 
 
 @pytest.mark.parametrize("group", [StandIn(2), Second(2)], ids=["first", "second"])
-def test_load_stage_reads_the_bytes_of_one_shard(
+def test_a_shard_reads_only_its_own_bytes(
     hub: FakeHub,
     home: Path,
     repo: Path,
@@ -213,7 +213,7 @@ def test_no_byte_is_fetched_twice(hub: FakeHub, home: Path, repo: Path) -> None:
     assert_equal(again, first)
 
 
-def test_rank_0_fetches_a_prediction_head_beside_its_layers(
+def test_rank_0_fetches_a_prediction_head_with_its_layers(
     hub: FakeHub, home: Path, repo: Path
 ) -> None:
     shutil.rmtree(repo)
@@ -230,7 +230,7 @@ def test_rank_0_fetches_a_prediction_head_beside_its_layers(
     assert num_bytes <= hub.data_bytes(headers) < 1.01 * num_bytes
 
 
-def test_a_model_that_evaluates_while_it_is_built_gets_its_bytes(
+def test_a_model_that_evaluates_weights_while_it_is_built_gets_right_values(
     hub: FakeHub, home: Path, repo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would compute from zeros, and nobody would see it."""
@@ -249,7 +249,7 @@ def test_a_model_that_evaluates_while_it_is_built_gets_its_bytes(
     assert mine.bytes_fetched <= 1.02 * mine.bytes_owned
 
 
-def test_code_of_the_repository_is_never_fetched(hub: FakeHub, home: Path, repo: Path) -> None:
+def test_code_in_a_repository_is_never_fetched(hub: FakeHub, home: Path, repo: Path) -> None:
     config = {**_LLAMA, "auto_map": {"AutoModelForCausalLM": "modeling_evil.Evil"}}
     (repo / "config.json").write_text(json.dumps(config))
     (repo / "modeling_evil.py").write_text("raise SystemExit('it has run')")
@@ -258,7 +258,7 @@ def test_code_of_the_repository_is_never_fetched(hub: FakeHub, home: Path, repo:
     assert not any("evil" in asked for asked in hub.requests)
 
 
-def test_a_model_that_requires_its_own_code_is_refused(
+def test_a_model_that_requires_code_from_its_repository_is_refused(
     hub: FakeHub, home: Path, repo: Path
 ) -> None:
     (repo / "config.json").write_text(json.dumps({**_LLAMA, "model_file": "evil.py"}))
@@ -267,7 +267,9 @@ def test_a_model_that_requires_its_own_code_is_refused(
         from_hub(home / "cache", (0, 3))
 
 
-def test_a_hub_that_refuses_halfway_is_one_error(hub: FakeHub, home: Path, repo: Path) -> None:
+def test_a_refusal_halfway_through_a_fetch_is_one_error(
+    hub: FakeHub, home: Path, repo: Path
+) -> None:
     open_partial(REPO, COMMIT, home / "cache")
     hub.faults.gated = 403
     with fails(ModelError, "licence"):

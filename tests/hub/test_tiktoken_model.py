@@ -113,7 +113,9 @@ def random_text(rng: random.Random) -> str:
     return text
 
 
-def test_tokenizer_json_encodes_as_tiktoken_does(folder: Path, ranks: dict[bytes, int]) -> None:
+def test_a_converted_tokenizer_encodes_as_a_slow_reference_does(
+    folder: Path, ranks: dict[bytes, int]
+) -> None:
     backend = Backend.from_str(tokenizer_json(folder))
     rng = random.Random(5)
     texts = [*TEXTS, *(random_text(rng) for _ in range(1500))]
@@ -126,7 +128,9 @@ def test_tokenizer_json_encodes_as_tiktoken_does(folder: Path, ranks: dict[bytes
 @pytest.mark.skipif(
     importlib.util.find_spec("tiktoken") is None, reason="the package tiktoken is not installed"
 )
-def test_tokenizer_json_encodes_as_the_package_does(folder: Path, ranks: dict[bytes, int]) -> None:
+def test_a_converted_tokenizer_encodes_as_tiktoken_does(
+    folder: Path, ranks: dict[bytes, int]
+) -> None:
     import tiktoken
 
     added = {content: len(ranks) + number for number, content in NAMED.items()}
@@ -140,7 +144,7 @@ def test_tokenizer_json_encodes_as_the_package_does(folder: Path, ranks: dict[by
         assert ids == encoding.encode(text, allowed_special="all"), text
 
 
-def test_tokenizer_is_loaded_without_running_the_repositorys_program(
+def test_a_tokenizer_is_loaded_without_running_code_of_its_repository(
     folder: Path, ranks: dict[bytes, int]
 ) -> None:
     tokenizer = Tokenizer(folder)
@@ -159,7 +163,9 @@ def test_grammars_are_followed_with_a_converted_tokenizer(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"not base64 at all", b"YQ== x", b"\xff\xfe", b"YQ=="])
-def test_a_file_that_is_not_tiktokens_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_in_the_format_of_tiktoken_is_refused(
+    content: bytes, tmp_path: Path
+) -> None:
     (tmp_path / "tiktoken.model").write_bytes(content)
     with pytest.raises(ModelError) as caught:
         Tokenizer(tmp_path)
