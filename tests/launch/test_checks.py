@@ -59,7 +59,7 @@ def found(changes: Changes) -> list[Finding]:
 @pytest.mark.parametrize(
     "changes", [{}, mac(), mac(version="26.2", machine="arm64"), {"model": None}, {"max_files": -1}]
 )
-def test_a_good_host_has_no_findings(changes: Changes) -> None:
+def test_a_host_without_problems_has_no_findings(changes: Changes) -> None:
     assert found(changes) == []
     assert checks.exit_code(list(check_hosts([host(**changes)]))) == 0
 
@@ -68,7 +68,7 @@ def test_a_good_host_has_no_findings(changes: Changes) -> None:
     ("free_bytes", "problem", "status"),
     [(10**12, None, None), (10**6, None, "warn"), (10**12, "/d cannot be written", "fail")],
 )
-def test_check_hosts_examines_the_folder_for_prefixes(
+def test_hosts_are_checked_for_room_in_the_folder_of_prefixes(
     free_bytes: int, problem: str | None, status: str | None
 ) -> None:
     folder = PrefixFolder("/d", 5 * 10**9, free_bytes, problem)
@@ -119,7 +119,7 @@ def versions(**changes: str) -> dict[str, Any]:
         ({"model": None, "hub_model": "org/name"}, "warn", "was not checked", "brigade plan"),
     ],
 )
-def test_a_problem_is_found_with_its_fix(
+def test_each_problem_is_found_and_a_fix_is_named(
     changes: Changes, status: str, what: str, fix: str
 ) -> None:
     (finding,) = found(changes)
@@ -138,14 +138,14 @@ def of_kind(kind: str, num_hosts: int) -> list[Finding]:
     )
 
 
-def test_a_thunderbolt_bridge_is_fine_for_two_macs_and_a_warning_for_three() -> None:
+def test_a_thunderbolt_bridge_is_accepted_for_two_macs_with_a_warning_for_three() -> None:
     assert not of_kind("Thunderbolt Bridge", 2)
     warnings = of_kind("Thunderbolt Bridge", 3)
     assert sorted(each.where for each in warnings) == ["a and b", "a and c", "b and c"]
     assert all("--auto-setup" in each.fix for each in warnings)
 
 
-def test_each_hop_over_wifi_is_named_once() -> None:
+def test_each_pair_of_hosts_connected_by_wifi_is_reported_once() -> None:
     (warning,) = of_kind("Wi-Fi", 2)
     assert (warning.status, warning.where) == ("warn", "a and b")
     assert "over Wi-Fi (10.0.0.1)" in warning.what
@@ -176,7 +176,7 @@ Ethernet Address: 00:00:00:00:00:02""",
 }
 
 
-def test_facts_of_a_mac_are_read_from_what_its_tools_print(
+def test_facts_of_a_mac_are_read_from_the_output_of_its_tools(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in TOOLS.items():
@@ -220,11 +220,11 @@ def test_addresses_are_listed_with_the_kinds_of_their_ports(
     ]
 
 
-def test_this_machine_lists_its_addresses() -> None:
+def test_addresses_of_this_machine_are_listed() -> None:
     assert "127.0.0.1" in [address.ip for address in facts.network_addresses()]
 
 
-def test_without_the_tools_of_a_mac_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_of_a_mac_are_empty_without_its_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     read = facts.mac_facts()
     assert (read.wired_limit, read.sleep, read.has_firewall) == ("", "", False)
@@ -233,7 +233,7 @@ def test_without_the_tools_of_a_mac_nothing_is_known(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("value", ["", "0"])
-def test_a_variable_that_is_off_does_no_harm(value: str) -> None:
+def test_a_harmful_variable_that_is_turned_off_is_accepted(value: str) -> None:
     assert found({"variables": {"MLX_METAL_FAST_SYNCH": value}}) == []
 
 
@@ -251,7 +251,9 @@ def together(changes: Changes) -> list[Finding]:
         ({"model": None}, "config.json of mini is -", "copy the model"),
     ],
 )
-def test_differences_between_hosts_are_named(changes: Changes, what: str, fix: str) -> None:
+def test_differences_between_hosts_are_reported_with_a_fix(
+    changes: Changes, what: str, fix: str
+) -> None:
     (finding,) = [each for each in together(changes) if each.status == "fail"]
     assert what in finding.what
     assert "of studio is" in finding.what
@@ -266,7 +268,7 @@ def test_only_existing_files_are_reported_as_equal() -> None:
     ]
 
 
-def test_another_patch_level_of_python_is_a_warning_and_not_the_same_python() -> None:
+def test_a_difference_in_the_patch_level_of_python_is_only_a_warning() -> None:
     versions, model = together({"python": "3.12.9"})
     assert (versions.status, model.status) == ("warn", "ok")
     assert "Python of studio is 3.12.4, Python of mini is 3.12.9" in versions.what
@@ -276,7 +278,7 @@ def test_hosts_may_differ_in_memory() -> None:
     assert {each.status for each in together({"memory_bytes": 1})} == {"ok"}
 
 
-def test_a_single_host_is_not_compared() -> None:
+def test_a_single_host_is_not_compared_with_others() -> None:
     assert not [each for each in check_hosts([GOOD]) if each.where == "all hosts"]
 
 
@@ -288,7 +290,7 @@ def test_a_single_host_is_not_compared() -> None:
         (HopSpeed(0.02, 1.2e9), "warn", "cable"),
     ],
 )
-def test_check_hop_recommends_a_cable(speed: HopSpeed, status: str, text: str) -> None:
+def test_a_cable_is_recommended_for_a_slow_hop(speed: HopSpeed, status: str, text: str) -> None:
     finding = check_hop("a → b", speed)
     assert finding.status == status
     assert text in finding.what + finding.fix
@@ -298,14 +300,14 @@ def test_check_hop_recommends_a_cable(speed: HopSpeed, status: str, text: str) -
     ("reason", "fix"),
     [("timed out", "firewall"), ("[Errno 65] No route to host", "Local Network")],
 )
-def test_broken_hop_says_what_to_open(reason: str, fix: str) -> None:
+def test_the_finding_for_a_broken_hop_says_what_to_fix(reason: str, fix: str) -> None:
     finding = broken_hop("a → b", reason)
     assert finding.status == "fail"
     assert reason in finding.what
     assert fix in finding.fix
 
 
-def test_profile_clock_and_port_are_checked() -> None:
+def test_findings_cover_shell_profile_and_clock_and_port() -> None:
     assert checks.check_shell("a", []).status == "ok"
     assert "'Welcome'" in checks.check_shell("a", ["Welcome", "more"]).what
     assert checks.check_clock("a", -1.0) == Finding("ok", "a", "its clock is 1.0 s behind")

@@ -56,14 +56,14 @@ def on_hosts(sshd: Sshd, hostfile: Path) -> list[str]:
 # --- as it is run
 
 
-def test_this_machine_alone_is_examined(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_without_hosts_examines_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     code, findings = examined(capsys, "--model", str(TINY_CHAT))
     assert code in (0, 1), findings  # A machine may be short of memory; nothing may fail.
     assert {finding["where"] for finding in findings} == {"this machine"}
     assert {"the model's files are complete"} <= {finding["what"] for finding in findings}
 
 
-def test_two_hosts_are_measured_in_both_directions_and_form_a_ring(
+def test_doctor_measures_two_hosts_in_both_directions_and_in_a_ring(
     sshd: Sshd, hostfile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, findings = examined(capsys, *on_hosts(sshd, hostfile), "--model", str(TINY_CHAT))
@@ -84,7 +84,7 @@ def test_two_hosts_are_measured_in_both_directions_and_form_a_ring(
     assert not agents
 
 
-def test_every_address_of_a_host_is_measured_and_in_the_ring(
+def test_doctor_measures_every_address_of_a_host(
     sshd: Sshd, hostfile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     two = [["127.0.0.2", "127.0.0.4"], ["127.0.0.3", "127.0.0.5"]]
@@ -94,7 +94,7 @@ def test_every_address_of_a_host_is_measured_and_in_the_ring(
     assert "the sum over 2 ranks is correct" in findings[-1]["what"]
 
 
-def test_ranks_are_in_order_also_if_rank_0_is_this_machine(
+def test_findings_are_in_the_order_of_ranks_even_if_rank_0_is_this_machine(
     sshd: Sshd, hostfile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = [{"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}, {"ssh": "127.0.0.3", "ips": ["127.0.0.3"]}]
@@ -122,7 +122,7 @@ def test_findings_are_shown_as_a_table(capsys: pytest.CaptureFixture[str]) -> No
     ]
 
 
-def test_an_unreachable_host_is_a_failure(
+def test_an_unreachable_host_is_reported_as_a_failure(
     sshd: Sshd, hostfile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, findings = examined(capsys, *on_hosts(sshd, hostfile), "--python", "/no/python")
@@ -135,7 +135,7 @@ def test_an_unreachable_host_is_a_failure(
     assert all("--python" in finding["fix"] for finding in findings)
 
 
-def test_a_noisy_profile_is_a_warning(
+def test_output_of_a_shell_profile_is_a_warning(
     sshd: Sshd, hostfile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sshd.profile.write_text("echo Hello from the profile\n")
@@ -158,7 +158,9 @@ def test_a_missing_model_and_a_harmful_variable_are_found(
     assert any("none is not a folder" in what for what in failed)
 
 
-def test_a_taken_port_names_the_program_that_uses_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_finding_for_a_port_in_use_names_the_program_that_uses_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert cli.main(["doctor", "--json", "--port", str(port)]) == 2
@@ -167,7 +169,7 @@ def test_a_taken_port_names_the_program_that_uses_it(capsys: pytest.CaptureFixtu
     assert str(psutil.Process().pid) in finding["what"]
 
 
-def test_a_launch_is_refused_on_hosts_where_something_fails(
+def test_a_launch_is_refused_if_a_check_of_a_host_fails(
     sshd: Sshd, hostfile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hostfile.write_text('[{"ssh": "127.0.0.2", "ips": ["198.51.100.7"]}]')
@@ -179,7 +181,7 @@ def test_a_launch_is_refused_on_hosts_where_something_fails(
 
 
 @pytest.mark.parametrize("how", ["--env", "environment"])
-def test_a_harmful_variable_is_refused_before_a_launch(
+def test_a_harmful_variable_stops_a_launch(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(Supervisor, "run", lambda _: pytest.fail("ranks were started"))
@@ -200,7 +202,7 @@ def facts() -> HostFacts:
     return host_facts(str(TINY_CHAT), ["127.0.0.1", "198.51.100.7"])
 
 
-def test_host_facts_are_right_and_survive_the_wire(facts: HostFacts) -> None:
+def test_facts_of_this_host_are_right_and_can_be_sent(facts: HostFacts) -> None:
     reader: LineReader[FromAgent] = LineReader(FromAgent)
     assert reader.read(line(facts)) == facts
     assert facts.host == socket.gethostname()
@@ -212,26 +214,26 @@ def test_host_facts_are_right_and_survive_the_wire(facts: HostFacts) -> None:
     assert set(facts.model) > {"config.json", "tokenizer.json", "weights"}
 
 
-def test_every_loopback_address_is_on_the_same_interface() -> None:
+def test_every_loopback_address_belongs_to_the_same_interface() -> None:
     """psutil lists one of them."""
     interfaces = host_facts(None, ["127.0.0.1", "127.0.0.9"]).interfaces
     assert interfaces["127.0.0.9"] == interfaces["127.0.0.1"]
     assert interfaces["127.0.0.1"]
 
 
-def test_host_facts_name_the_problem_of_a_model(tmp_path: Path) -> None:
+def test_facts_name_the_problem_of_a_missing_model(tmp_path: Path) -> None:
     facts = host_facts(str(tmp_path / "none"), [])
     assert facts.model is None
     assert facts.model_error is not None
     assert "is not a folder" in facts.model_error
 
 
-def test_host_facts_do_not_look_for_the_files_of_a_hub_model() -> None:
+def test_facts_do_not_include_files_of_a_model_on_the_hub() -> None:
     facts = host_facts("org/name", [])
     assert (facts.hub_model, facts.model, facts.model_error) == ("org/name", None, None)
 
 
-def test_host_facts_describe_the_folder_for_prefixes(tmp_path: Path) -> None:
+def test_facts_describe_the_folder_of_prefixes(tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     found = host_facts(None, [], str(folder)).prefix_folder
     assert found is not None
@@ -248,7 +250,7 @@ def test_host_facts_describe_the_folder_for_prefixes(tmp_path: Path) -> None:
     assert "is not a folder" in (found.problem or "")
 
 
-def test_digests_differ_when_a_model_does(tmp_path: Path) -> None:
+def test_a_digest_differs_if_a_file_of_the_model_does(tmp_path: Path) -> None:
     one, other = save(tmp_path / "a", "llama"), save(tmp_path / "b", "llama")
     assert model_facts(one)["config.json"] == model_facts(other)["config.json"]
     config = json.loads((other / "config.json").read_text())
@@ -256,14 +258,14 @@ def test_digests_differ_when_a_model_does(tmp_path: Path) -> None:
     assert model_facts(one)["config.json"] != model_facts(other)["config.json"]
 
 
-def test_interface_names_the_interface_of_an_own_address() -> None:
+def test_the_network_interface_of_an_own_address_is_found() -> None:
     name = interface("127.0.0.1")
     assert name
     assert name.startswith("lo")
     assert interface("198.51.100.7") is None
 
 
-def test_listener_names_the_program_on_a_port() -> None:
+def test_the_program_that_listens_on_a_port_is_found() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert listener(taken.getsockname()[1])
     assert listener(free_ports(1)[0]) is None
@@ -283,13 +285,13 @@ def orphan() -> Iterator[psutil.Process]:
     process.kill()
 
 
-def test_a_stray_rank_is_found(orphan: psutil.Process) -> None:
+def test_a_rank_whose_launcher_is_gone_is_found(orphan: psutil.Process) -> None:
     if orphan.ppid() != 1:
         pytest.skip("another process than init takes orphans here")
     wait_until(lambda: orphan.pid in strays())
 
 
-def test_a_rank_of_a_launcher_that_is_init_is_no_stray(
+def test_a_rank_whose_launcher_is_init_is_not_reported_as_left_behind(
     orphan: psutil.Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a container."""
@@ -305,20 +307,20 @@ def test_a_rank_of_a_launcher_that_is_init_is_no_stray(
     assert orphan.pid not in strays()
 
 
-def test_a_rank_with_a_parent_is_no_stray() -> None:
+def test_a_rank_whose_launcher_runs_is_not_reported_as_left_behind() -> None:
     words = [sys.executable, "-c", "import time; time.sleep(30)", "serve.rank.worker"]
     with subprocess.Popen(words) as child:
         assert child.pid not in strays()
         child.kill()
 
 
-def test_a_hop_is_measured() -> None:
+def test_the_time_and_rate_of_a_hop_are_measured() -> None:
     measured = measure_hop("127.0.0.1", Echo("127.0.0.1").port, 0.2)
     assert 0 < measured.round_trip_seconds < 1
     assert measured.bytes_per_second > 1e6
 
 
-def test_a_broken_measurement_does_not_end_the_echo() -> None:
+def test_the_echo_server_survives_a_broken_measurement() -> None:
     echo = Echo("127.0.0.1")
     with socket.create_connection(("127.0.0.1", echo.port)) as connection:
         connection.sendall(b"abc")
@@ -337,7 +339,7 @@ def test_an_unreachable_hop_is_a_failure_with_its_reason(sshd: Sshd) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_sum_goes_round_a_real_ring(num_ranks: int) -> None:
+def test_the_sum_over_a_real_ring_is_correct(num_ranks: int) -> None:
     lines: list[str] = []
     command = [sys.executable, "-m", RING_CHECK]
     assert Supervisor(local_ranks(command, num_ranks), lines.append).run() == 0
@@ -350,7 +352,7 @@ def test_a_sum_goes_round_a_real_ring(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("what", ["measuring", "forming"])
-def test_a_signal_ends_an_examination(
+def test_a_signal_ends_doctor(
     hostfile: Path, monkeypatch: pytest.MonkeyPatch, what: str, number: signal.Signals
 ) -> None:
     """Asking a host that is gone again waited 20 s; a ring that was ended had no sum to show."""
@@ -375,7 +377,7 @@ sys.exit(cli.main(["doctor", "--json", "--hostfile", {str(hostfile)!r}]))
     assert time.monotonic() - began < 12
 
 
-def test_a_request_on_an_ended_connection_fails_at_once() -> None:
+def test_a_request_to_an_agent_that_has_ended_fails_at_once() -> None:
     connection = AgentConnection(Host(0, "127.0.0.1", ()), SshAccess(python="/bin/true"))
     began = time.monotonic()
     for _ in range(2):

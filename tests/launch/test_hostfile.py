@@ -20,7 +20,7 @@ def parse(content: Any) -> Any:
 
 
 @pytest.mark.parametrize("host", [{"ssh": "a"}, {"ssh": "a", "ips": []}])
-def test_a_host_may_leave_its_addresses_to_the_launcher(host: Any) -> None:
+def test_addresses_of_a_host_may_be_left_out_of_a_hostfile(host: Any) -> None:
     assert parse([host]).hosts == (Host(0, "a", ()),)
     assert not parse([host]).is_for_rdma
 
@@ -32,7 +32,7 @@ def test_a_list_of_hosts_is_read() -> None:
     )
 
 
-def test_ranks_on_the_same_host_are_told_apart_by_their_number() -> None:
+def test_ranks_on_the_same_host_are_named_by_their_number() -> None:
     here = {"ssh": "127.0.0.1", "ips": ["127.0.0.1"]}
     assert list(map(str, parse([here, here]).hosts)) == [
         "rank 0 on this machine",
@@ -41,7 +41,7 @@ def test_ranks_on_the_same_host_are_told_apart_by_their_number() -> None:
     assert list(map(str, parse([A, B]).hosts)) == ["a", "b"]
 
 
-def test_files_of_mlx_distributed_config_are_read() -> None:
+def test_hostfiles_of_mlx_distributed_config_are_read() -> None:
     """Its own class writes and reads the file, so a change of the format is seen here."""
     common = pytest.importorskip("mlx._distributed_utils.common")
     hosts = [common.Host(0, "a", ["10.0.0.1"], []), common.Host(1, "b", ["10.0.0.2"], [])]
@@ -53,7 +53,7 @@ def test_files_of_mlx_distributed_config_are_read() -> None:
 
 @pytest.mark.parametrize("backend", ["jaccl", "jaccl-ring"])
 @pytest.mark.parametrize("rdma", ["rdma_en5", ["rdma_en5", "rdma_en4"]])
-def test_files_for_rdma_are_read_without_their_addresses(backend: str, rdma: Any) -> None:
+def test_addresses_in_hostfiles_for_rdma_are_ignored(backend: str, rdma: Any) -> None:
     """Those are what `ipconfig getifaddr en0` says, or missing: the LAN or Wi-Fi."""
     common = pytest.importorskip("mlx._distributed_utils.common")
     hosts = [common.Host(0, "a", ["192.168.1.5"], [None, rdma]), common.Host(1, "b", [], [rdma])]
@@ -62,7 +62,7 @@ def test_files_for_rdma_are_read_without_their_addresses(backend: str, rdma: Any
     assert hostfile.is_for_rdma
 
 
-def test_only_hosts_that_mlx_treats_as_local_are_local() -> None:
+def test_hosts_are_local_exactly_if_mlx_treats_them_as_local() -> None:
     names = ["127.0.0.1", "localhost", "127.0.0.2"]
     hosts = parse([{"ssh": name, "ips": ["127.0.0.1"]} for name in names[:1]]).hosts
     hosts += parse([{"ssh": name, "ips": ["127.0.0.1"]} for name in names[1:2]]).hosts
@@ -70,11 +70,11 @@ def test_only_hosts_that_mlx_treats_as_local_are_local() -> None:
     assert [host.is_local for host in hosts] == [True, False, False]
 
 
-def test_ranks_of_one_host_may_share_its_address() -> None:
+def test_ranks_on_one_host_may_share_its_address() -> None:
     assert len(parse([A, A, B]).hosts) == 3
 
 
-def test_a_repeated_address_of_a_host_is_read_once() -> None:
+def test_a_repeated_address_of_a_host_is_read_only_once() -> None:
     assert parse([{"ssh": "a", "ips": ["10.0.0.1", "10.0.0.1"]}]).hosts[0].ips == ("10.0.0.1",)
 
 
@@ -115,7 +115,7 @@ def test_a_repeated_address_of_a_host_is_read_once() -> None:
         ([A, {"ssh": "b", "ips": ["127.0.0.1"]}], "rank 1 (b) has a loopback address"),
     ],
 )
-def test_an_error_is_one_line_with_file_entry_reason_and_fix(content: Any, said: str) -> None:
+def test_each_error_is_one_line_with_its_reason_and_a_fix(content: Any, said: str) -> None:
     with pytest.raises(UsageError) as raised:
         parse(content)
     text = str(raised.value)

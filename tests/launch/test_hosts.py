@@ -95,7 +95,7 @@ def all_gone(launched: Launch) -> bool:
 # --- ends
 
 
-def test_lines_name_rank_and_host(launch: Start) -> None:
+def test_each_line_begins_with_its_rank_and_host(launch: Start) -> None:
     launched = launch("print('out', rank)\nprint('err', rank, file=sys.stderr)")
     assert launched.end()[0] == 0
     lines = [line for line in launched.text.splitlines() if not line.startswith("[launch]")]
@@ -107,13 +107,15 @@ def test_lines_name_rank_and_host(launch: Start) -> None:
     ]
 
 
-def test_the_first_failing_ranks_code_is_returned_and_the_others_end(launch: Start) -> None:
+def test_the_launch_returns_the_code_of_the_first_rank_that_fails_and_ends_the_others(
+    launch: Start,
+) -> None:
     launched = launch(f"if rank == 1: sys.exit(7)\n{SLEEP}")
     assert launched.end()[0] == 7
     assert "event=killing" not in launched.text
 
 
-def test_a_rank_that_a_signal_ended_gives_128_plus_its_number(launch: Start) -> None:
+def test_a_rank_that_a_signal_ended_gives_the_launch_128_plus_its_number(launch: Start) -> None:
     assert launch(f"if rank == 1: os.kill(os.getpid(), 9)\n{SLEEP}").end()[0] == 137
 
 
@@ -125,7 +127,7 @@ def test_a_signal_is_forwarded_to_each_host(launch: Start) -> None:
     assert launched.text.count("got it") == 2
 
 
-def test_ranks_that_ignore_a_signal_are_killed_with_what_they_started(launch: Start) -> None:
+def test_ranks_that_ignore_a_signal_are_killed_with_their_children(launch: Start) -> None:
     launched = launch(DEAF_CHILD + DEAF + SLEEP).see("child up", 2).mark()
     launched.process.send_signal(signal.SIGTERM)
     code, seconds = launched.end()
@@ -143,11 +145,11 @@ def test_a_second_signal_kills_at_once(launch: Start) -> None:
     assert seconds < 3
 
 
-def test_grandchildren_of_a_crashed_rank_are_gone(launch: Start) -> None:
+def test_grandchildren_of_a_crashed_rank_are_killed(launch: Start) -> None:
     assert launch(f"{DEAF_CHILD}time.sleep(1)\nif rank: os._exit(5)\n{SLEEP}").end()[0] == 5
 
 
-def test_an_escaped_grandchild_does_not_block_the_launcher(launch: Start) -> None:
+def test_a_grandchild_in_a_session_of_its_own_does_not_block_the_launcher(launch: Start) -> None:
     escape = "subprocess.Popen(['sleep', '20'], start_new_session=True)"
     code, seconds = launch(f"import subprocess\n{escape}\nos._exit(0)").end()
     assert code == 0
@@ -188,7 +190,7 @@ def test_a_killed_agent_ends_its_rank(launch: Start, sshd: Sshd) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_agent_does_not_block_the_launcher(launch: Start) -> None:
+def test_a_suspended_agent_does_not_block_the_launcher(launch: Start) -> None:
     launched = launch(SLEEP).see("up", 2)
     agent = psutil.Process(launched.pids[1]).parent()
     agent.suspend()
@@ -201,7 +203,7 @@ def test_a_stopped_agent_does_not_block_the_launcher(launch: Start) -> None:
     wait_until(lambda: all_gone(launched))
 
 
-def test_an_agent_ends_the_rank_of_a_silent_launcher() -> None:
+def test_an_agent_ends_its_rank_if_the_launcher_is_silent() -> None:
     """As when its machine lost power: no connection says so. Here nobody closes the pipe."""
     program = "import sys, launcher.agent as a\na.SILENCE_SECONDS = 0.5\nsys.exit(a.main())"
     agent = subprocess.Popen(
@@ -247,7 +249,7 @@ def test_a_killed_rank_is_started_again_on_its_host_in_the_same_ring(relaunch: S
     assert launched.end()[0] == 0
 
 
-def test_a_rank_comes_back_after_a_lost_connection(relaunch: Start) -> None:
+def test_a_rank_is_started_again_after_a_lost_connection(relaunch: Start) -> None:
     """And rank 0 never meets the old one and the new one at the same time."""
     launched = relaunch(DEAF_CHILD + DEAF + SLEEP).see("child up", 2)
     ssh_clients(launched)["127.0.0.3"].kill()
@@ -315,7 +317,7 @@ def test_a_training_run_starts_again_without_a_suspended_agent(
     assert launched.text.count("event=rank_started") == 4
 
 
-def test_all_ranks_of_a_training_run_start_again_even_after_a_host_was_away(
+def test_all_ranks_of_a_training_run_start_again_after_a_host_was_unreachable(
     launch: Start, sshd: Sshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = LAUNCH.replace("serves=True", "trains=True, max_restarts=2")
@@ -332,7 +334,7 @@ def test_all_ranks_of_a_training_run_start_again_even_after_a_host_was_away(
 
 
 @pytest.mark.slow
-def test_a_host_that_is_away_is_waited_for(relaunch: Start, sshd: Sshd) -> None:
+def test_a_rank_on_an_unreachable_host_is_waited_for(relaunch: Start, sshd: Sshd) -> None:
     """It is rank 0 that gives up: it knows how long its clients may wait."""
     launched = relaunch(SLEEP).see("up", 2)
     sshd.profile.write_text("exit 1\n")
@@ -346,7 +348,9 @@ def test_a_host_that_is_away_is_waited_for(relaunch: Start, sshd: Sshd) -> None:
     assert launched.end()[0] == 137
 
 
-def test_a_signal_while_a_host_is_away_ends_every_process(relaunch: Start, sshd: Sshd) -> None:
+def test_a_signal_while_a_host_is_unreachable_ends_every_process(
+    relaunch: Start, sshd: Sshd
+) -> None:
     launched = relaunch(SLEEP).see("up", 2)
     sshd.profile.write_text("cat >/dev/null\n")  # never says a word
     os.kill(launched.pids[1], signal.SIGKILL)
@@ -363,7 +367,7 @@ def test_a_signal_while_a_host_is_away_ends_every_process(relaunch: Start, sshd:
 # --- the environment of ranks
 
 
-def test_each_rank_finds_the_same_ring_and_its_own_number(launch: Start) -> None:
+def test_all_ranks_get_the_same_ring_and_each_its_own_number(launch: Start) -> None:
     launched = launch(TELL + "print('hosts ' + open(os.environ['MLX_HOSTFILE']).read())")
     launched.end()
     ranks = environments(launched)
@@ -377,7 +381,7 @@ def test_each_rank_finds_the_same_ring_and_its_own_number(launch: Start) -> None
     assert len({*addresses, ranks[0]["BRIGADE_CONTROL"]}) == 3
 
 
-def test_this_machine_may_have_several_addresses_beside_other_hosts(
+def test_this_machine_can_have_several_addresses_in_a_ring_with_other_hosts(
     launch: Start, hostfile: Path
 ) -> None:
     here = {"ssh": "127.0.0.1", "ips": ["127.0.0.2", "127.0.0.4"]}
@@ -390,7 +394,7 @@ def test_this_machine_may_have_several_addresses_beside_other_hosts(
     assert ips == [["127.0.0.2", "127.0.0.4"], ["127.0.0.3", "127.0.0.5"]]
 
 
-def test_a_rank_gets_given_and_allowed_variables(
+def test_a_rank_gets_only_given_and_allowed_variables(
     launch: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_1")
@@ -420,7 +424,7 @@ def greet(sshd: Sshd, host: str = "127.0.0.2", python: str = sys.executable) -> 
         return connection
 
 
-def test_a_noisy_shell_profile_does_no_harm(sshd: Sshd, launch: Start) -> None:
+def test_output_of_a_shell_profile_does_no_harm(sshd: Sshd, launch: Start) -> None:
     sshd.profile.write_text("echo 'Welcome to this host!'\nprintf 'no end of line'\n")
     launched = launch("print('hello', rank)")
     assert launched.end()[0] == 0
@@ -429,7 +433,7 @@ def test_a_noisy_shell_profile_does_no_harm(sshd: Sshd, launch: Start) -> None:
     assert greet(sshd).noise == ["Welcome to this host!", "no end of line"]
 
 
-def test_a_profile_that_blocks_is_reported_after_the_deadline(
+def test_a_shell_profile_that_blocks_is_reported_after_the_deadline(
     sshd: Sshd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sshd.profile.write_text("sleep 30\n")
@@ -443,7 +447,7 @@ NONSENSE = ("{", "[]", "null", '{"type": "Nothing"}', '{"type": "RankEnded", "re
 
 
 @pytest.mark.parametrize("said", NONSENSE)
-def test_connection_refuses_nonsense_in_one_line(tmp_path: Path, said: str) -> None:
+def test_malformed_lines_from_an_agent_are_reported_in_one_line(tmp_path: Path, said: str) -> None:
     agent = tmp_path / "agent"
     agent.write_text(f"#!/bin/sh\nprintf '%s %s\\n' $3 '{said}'\n")
     agent.chmod(0o700)
@@ -455,7 +459,7 @@ def test_connection_refuses_nonsense_in_one_line(tmp_path: Path, said: str) -> N
 
 
 @pytest.mark.parametrize("said", NONSENSE)
-def test_agent_refuses_nonsense_in_one_line_and_ends(said: str) -> None:
+def test_malformed_lines_to_an_agent_are_reported_in_one_line_and_end_it(said: str) -> None:
     command = [sys.executable, "-m", "launcher.agent", "token"]
     run = subprocess.run(command, input=f"{said}\n", capture_output=True, text=True, timeout=20)
     assert run.returncode == ClusterError.exit_code
@@ -467,7 +471,7 @@ def test_agent_refuses_nonsense_in_one_line_and_ends(said: str) -> None:
     assert "cannot be read" in error.reason
 
 
-def test_agent_that_gets_nonsense_ends_its_rank() -> None:
+def test_an_agent_that_gets_a_malformed_line_ends_its_rank() -> None:
     command = [sys.executable, "-m", "launcher.agent", "token"]
     order = RunRank(0, 1, ["sleep", "60"], {}, Addresses(0, (), ()), "", "", 1.0)
     said = f"{line(order)}\n{{\n"
@@ -477,7 +481,7 @@ def test_agent_that_gets_nonsense_ends_its_rank() -> None:
     assert run.stdout.splitlines()[-1] == "token " + line(RankEnded(-15))
 
 
-def test_an_answer_that_is_cut_off_is_the_end_of_a_connection(tmp_path: Path) -> None:
+def test_a_truncated_answer_counts_as_the_end_of_the_connection(tmp_path: Path) -> None:
     agent = tmp_path / "agent"
     agent.write_text("#!/bin/sh\nprintf '%s {\"ended\": ' $3\n")
     agent.chmod(0o700)
@@ -503,7 +507,9 @@ def test_a_signal_while_connecting_ends_the_launch(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("serves", [False, True])
-def test_a_signal_right_after_connecting_is_not_lost(number: signal.Signals, serves: bool) -> None:
+def test_a_signal_right_after_connecting_still_ends_the_launch(
+    number: signal.Signals, serves: bool
+) -> None:
     """An exception that its handler raised could get lost in a callback."""
     connections: list[AgentConnection] = []
 
@@ -520,7 +526,7 @@ def test_a_signal_right_after_connecting_is_not_lost(number: signal.Signals, ser
     assert [each.process.returncode for each in connections] == [-signal.SIGKILL]
 
 
-def test_a_signal_before_the_first_connection_is_not_lost() -> None:
+def test_a_signal_before_the_first_connection_still_ends_the_launch() -> None:
     hosts = [Host(0, "127.0.0.1", ())]
     with (
         pytest.raises(SystemExit) as ended,
@@ -530,7 +536,7 @@ def test_a_signal_before_the_first_connection_is_not_lost() -> None:
     assert ended.value.code == 143
 
 
-def test_a_missing_python_is_reported(sshd: Sshd) -> None:
+def test_a_missing_python_on_another_host_is_reported(sshd: Sshd) -> None:
     with fails(ClusterError, "host", match="/no/python"):
         greet(sshd, python="/no/python")
 
@@ -561,17 +567,17 @@ def test_every_host_that_fails_is_named(sshd: Sshd) -> None:
     assert all(host.label in str(raised.value) for host in hosts)
 
 
-def test_a_missing_ssh_is_reported() -> None:
+def test_a_missing_ssh_command_is_reported() -> None:
     with fails(ClusterError, "host", match="/no/ssh"):
         AgentConnection(Host(0, "a", ()), SshAccess(("/no/ssh",)))
 
 
-def test_a_python_that_is_missing_on_this_host_is_reported() -> None:
+def test_a_missing_python_on_this_host_is_reported() -> None:
     with fails(ClusterError, "host", match="/no/python"):
         AgentConnection(Host(0, "127.0.0.1", ()), SshAccess(python="/no/python"))
 
 
-def test_an_address_of_another_host_is_reported(sshd: Sshd) -> None:
+def test_an_address_that_belongs_to_another_host_is_reported(sshd: Sshd) -> None:
     way = SshAccess(tuple(shlex.split(sshd.ssh)))
     hosts = [Host(0, "127.0.0.2", ("198.51.100.7",))]
     with connected(hosts, way, lambda _: None) as connections:
@@ -580,9 +586,7 @@ def test_an_address_of_another_host_is_reported(sshd: Sshd) -> None:
         assert connections[0].request(ReservePorts(["127.0.0.2"]), PortsReserved).ports
 
 
-def test_a_folder_is_entered_if_it_exists_and_must_exist_if_it_was_given(
-    sshd: Sshd, tmp_path: Path
-) -> None:
+def test_a_given_folder_must_exist_but_the_current_one_need_not(sshd: Sshd, tmp_path: Path) -> None:
     ssh, hosts = tuple(shlex.split(sshd.ssh)), [Host(0, "127.0.0.2", ())]
     for folder, entered in ((None, os.getcwd()), (tmp_path, str(tmp_path))):
         way = SshAccess(ssh, folder=folder)
@@ -597,7 +601,7 @@ def test_a_folder_is_entered_if_it_exists_and_must_exist_if_it_was_given(
         pytest.fail("there is no such folder")
 
 
-def test_this_machine_needs_no_ssh() -> None:
+def test_ranks_on_this_machine_start_without_ssh() -> None:
     way = SshAccess(("/no/ssh",))
     with connected([Host(0, "127.0.0.1", ("127.0.0.1",))], way, lambda _: None) as (connection,):
         process = connection.process
@@ -605,7 +609,7 @@ def test_this_machine_needs_no_ssh() -> None:
     assert process.returncode == 0
 
 
-def test_long_messages_in_pieces_are_joined(
+def test_long_messages_are_joined_from_their_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reading, writing = os.pipe()

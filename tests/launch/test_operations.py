@@ -101,7 +101,7 @@ class Terminal:
 
 @needs_curl
 @pytest.mark.slow
-def test_every_command_runs(tmp_path: Path, sshd: Sshd) -> None:
+def test_every_command_of_the_documents_runs(tmp_path: Path, sshd: Sshd) -> None:
     terminal = Terminal(tmp_path, sshd)
     said: list[str] = []
     launched = None
@@ -139,7 +139,7 @@ def test_each_way_to_drain_ends_with_code_0() -> None:
 
 @needs_curl
 @pytest.mark.long
-def test_commands_for_watching_show_restarts_and_state() -> None:
+def test_commands_for_watching_print_restarts_and_state() -> None:
     (block,) = blocks("Watching")
     with running(1, launch=alone) as server:
         command = "set -eo pipefail\n" + block.replace("localhost:8080", f"127.0.0.1:{server.port}")
@@ -148,7 +148,7 @@ def test_commands_for_watching_show_restarts_and_state() -> None:
     assert '"state": "ready"' in run.stdout
 
 
-def test_every_section_has_the_expected_number_of_commands() -> None:
+def test_every_section_has_the_expected_number_of_command_blocks() -> None:
     assert [len(blocks(section)) for section in (*SECTIONS, "Drain", "Watching")] == [4, 1, 1, 1, 1]
 
 

@@ -65,7 +65,7 @@ def the_only() -> Launch:
     return launch
 
 
-def test_no_launch_is_listed_if_none_runs() -> None:
+def test_no_launch_is_listed_if_none_is_running() -> None:
     assert launches() == []
 
 
@@ -103,7 +103,7 @@ time.sleep(60)
 """
 
 
-def test_a_rank_that_is_left_out_does_not_end_its_launch() -> None:
+def test_a_launch_continues_without_a_rank_that_is_left_out() -> None:
     with recorded(["serve"], ["127.0.0.1", "studio"], 0.0) as record:
         record.started(1, 7)
         record.said(0, "x INFO event=ready")
@@ -129,7 +129,7 @@ START = ("starting", "")
         (["x INFO event=ready n=2", "x WARNING event=recovering life=1"], "recovering", ""),
     ],
 )
-def test_the_state_is_the_last_one_that_rank_0_logged(
+def test_the_state_of_a_launch_is_the_last_one_that_rank_0_logged(
     launcher: Start, lines: list[str], state: str, url: str
 ) -> None:
     launcher(RANK + SAYS.format(lines=[*lines, "said"]))
@@ -137,13 +137,13 @@ def test_the_state_is_the_last_one_that_rank_0_logged(
     wait_until(lambda: (the_only().state, the_only().url) == (state, url))
 
 
-def test_lines_of_other_ranks_do_not_change_the_state(launcher: Start) -> None:
+def test_lines_logged_by_other_ranks_do_not_change_the_state(launcher: Start) -> None:
     launcher(f"{RANK}print('event=ready num_ranks=2' if rank else '', flush=True)\n{SLEEP}")
     time.sleep(1)
     assert the_only().state == "starting"
 
 
-def test_a_rank_that_ended_is_shown(launcher: Start) -> None:
+def test_a_rank_that_has_ended_is_listed_with_its_code(launcher: Start) -> None:
     launcher(f"{RANK}if rank: sys.exit(0)\n{SLEEP}")
     wait_until(lambda: the_only().ranks.get("1") == "ended with 0")
     assert the_only().state == "ending"
@@ -158,7 +158,7 @@ def test_the_only_launch_is_stopped_without_its_pid(launcher: Start) -> None:
     assert process.wait(5) == 0
 
 
-def test_with_two_launches_a_pid_is_required(launcher: Start) -> None:
+def test_a_pid_is_required_to_stop_one_of_two_launches(launcher: Start) -> None:
     first, second = launcher(name="a"), launcher(name="b")
     with fails(UsageError, "several_launches", match=f"{first.pid}, {second.pid}"):
         stop(None)
@@ -168,7 +168,7 @@ def test_with_two_launches_a_pid_is_required(launcher: Start) -> None:
     assert first.poll() is None
 
 
-def test_a_launch_that_does_not_run_cannot_be_stopped(launcher: Start) -> None:
+def test_a_launch_that_is_not_running_cannot_be_stopped(launcher: Start) -> None:
     with fails(UsageError, "usage"):
         stop(None)
     process = launcher()
@@ -177,7 +177,7 @@ def test_a_launch_that_does_not_run_cannot_be_stopped(launcher: Start) -> None:
     assert alive(process.pid)
 
 
-def test_a_launch_that_ends_by_itself_meanwhile_counts_as_stopped(
+def test_a_launch_that_ends_by_itself_counts_as_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended = subprocess.Popen(["true"])
@@ -187,7 +187,7 @@ def test_a_launch_that_ends_by_itself_meanwhile_counts_as_stopped(
     assert stop(None) is launch
 
 
-def test_stop_does_not_wait_for_ever(launcher: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_gives_up_after_a_while(launcher: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     deaf = "import signal\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\n"
     process = launcher(f"{deaf}print('event=listening url=x', flush=True)\n{RANK}{SLEEP}")
     wait_until(lambda: the_only().url == "x")
@@ -202,7 +202,7 @@ def test_stop_does_not_wait_for_ever(launcher: Start, monkeypatch: pytest.Monkey
 # --- the file
 
 
-def test_old_text_after_the_json_of_a_record_is_ignored(folder: Path) -> None:
+def test_remains_of_an_older_record_are_ignored(folder: Path) -> None:
     """Shorter than before: the old end is still there between the two calls."""
     with recorded(["serve"], ["a"], 12.0) as mine:
         file = folder / f"{os.getpid()}.launch"
@@ -213,7 +213,7 @@ def test_old_text_after_the_json_of_a_record_is_ignored(folder: Path) -> None:
         assert json.loads(file.read_bytes())["ranks"] == {"0": "runs as 7"}
 
 
-def test_a_launch_of_another_version_is_shown(folder: Path) -> None:
+def test_a_launch_by_another_version_is_listed(folder: Path) -> None:
     with recorded(["serve"], ["a"], 12.0):
         file = folder / f"{os.getpid()}.launch"
         fields = json.loads(file.read_bytes())
@@ -222,7 +222,7 @@ def test_a_launch_of_another_version_is_shown(folder: Path) -> None:
         assert the_only().words == ["serve"]
 
 
-def test_a_full_disk_ends_no_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_end_a_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
@@ -234,7 +234,9 @@ def test_a_full_disk_ends_no_rank(folder: Path, monkeypatch: pytest.MonkeyPatch)
         assert (the_only().state, the_only().ranks) == ("ready", {"0": "runs as 7"})
 
 
-def test_a_folder_that_cannot_be_made_says_how_to_choose_another(tmp_path: Path) -> None:
+def test_the_error_for_a_folder_that_cannot_be_made_says_how_to_choose_another(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "brigade").touch()
     with fails(ClusterError, "cluster", match="XDG_STATE_HOME"):
         launches()
@@ -243,7 +245,7 @@ def test_a_folder_that_cannot_be_made_says_how_to_choose_another(tmp_path: Path)
 # --- the command line
 
 
-def test_status_shows_every_rank(launcher: Start, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_lists_every_rank(launcher: Start, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["launch", "--status"]) == 0
     assert capsys.readouterr().out == "You have no running launch on this machine.\n"
     process = launcher(name="my model")
@@ -259,9 +261,7 @@ def test_status_shows_every_rank(launcher: Start, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("flag", ["--status", "--stop"])
-def test_a_command_beside_status_or_stop_is_refused(
-    flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_and_stop_take_no_command(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["launch", flag, "--", "serve"]) == 2
     assert "take no command" in capsys.readouterr().err
 
@@ -270,14 +270,14 @@ def test_a_command_beside_status_or_stop_is_refused(
 @pytest.mark.parametrize(
     "ignored", [["--env", "A=b"], ["--cwd", "/"], ["--ssh", "ssh"], ["--python", "python9"]]
 )
-def test_useless_flags_beside_status_or_stop_are_refused(
+def test_status_and_stop_refuse_flags_that_they_would_ignore(
     flag: str, ignored: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["launch", flag, *ignored]) == 2
     assert f"do not take {ignored[0]}" in capsys.readouterr().err
 
 
-def test_the_loss_of_another_rank_does_not_change_the_state() -> None:
+def test_losing_another_rank_does_not_change_the_state() -> None:
     with recorded(["serve"], ["a", "b"], 12.0) as kept:
         kept.said(0, "x event=recovering life=1")
         kept.said(0, "x event=ready num_ranks=1 life=1")

@@ -86,7 +86,7 @@ def test_each_pair_of_four_hosts_uses_its_own_cable() -> None:
     assert chosen(hosts((), (), (), ()), *networks) == expected
 
 
-def test_thunderbolt_comes_before_ethernet_before_wifi() -> None:
+def test_thunderbolt_is_preferred_to_ethernet_and_ethernet_to_wifi() -> None:
     one = [("10.0.0.1/24", WIFI), ("10.0.1.1/24", LAN), ("10.0.2.1/24", CABLE_1)]
     other = [("10.0.0.2/24", WIFI), ("10.0.1.2/24", LAN), ("10.0.2.2/24", CABLE_1)]
     pair = hosts((), ())
@@ -95,7 +95,7 @@ def test_thunderbolt_comes_before_ethernet_before_wifi() -> None:
         assert chosen(pair, *networks) == {"0-1": f"10.0.{subnet}.2", "1-0": f"10.0.{subnet}.1"}
 
 
-def test_a_hop_is_as_slow_as_its_slower_end() -> None:
+def test_the_kind_of_a_route_is_that_of_its_slower_end() -> None:
     """One Mac has a cable into the LAN, and the other is in it by Wi-Fi."""
     both = has(("10.0.0.1/24", LAN), ("10.0.0.3/24", WIFI))
     assert kinds(hosts((), ()), both, has(("10.0.0.2/24", WIFI))) == {"Wi-Fi"}
@@ -103,7 +103,7 @@ def test_a_hop_is_as_slow_as_its_slower_end() -> None:
     assert chosen(hosts((), ()), has(("10.0.0.2/24", LAN)), both)["0-1"] == "10.0.0.1"
 
 
-def test_an_ethernet_adapter_at_a_thunderbolt_port_is_ethernet() -> None:
+def test_an_ethernet_adapter_at_a_thunderbolt_port_counts_as_ethernet() -> None:
     networks = [has((f"10.0.1.{n}/24", ADAPTER), (f"10.0.2.{n}/24", CABLE_1)) for n in (1, 2)]
     assert kinds(hosts((), ()), *networks) == {"Thunderbolt 1"}
 
@@ -114,13 +114,13 @@ def test_both_directions_use_the_first_of_several_cables() -> None:
     assert chosen(hosts((), ()), one, other) == {"0-1": "192.168.0.2", "1-0": "192.168.0.1"}
 
 
-def test_addresses_in_the_hostfile_come_first() -> None:
+def test_addresses_in_the_hostfile_are_preferred() -> None:
     networks = [has((f"10.0.1.{n}/24", LAN), (f"10.0.2.{n}/24", CABLE_1)) for n in (1, 2)]
     written = hosts(("10.0.1.1",), ("10.0.1.2",))
     assert chosen(written, *networks) == {"0-1": "10.0.1.2", "1-0": "10.0.1.1"}
 
 
-def test_several_addresses_in_the_hostfile_are_all_used_if_every_pair_has_as_many() -> None:
+def test_all_addresses_in_the_hostfile_are_used_if_every_pair_has_equally_many() -> None:
     """MLX opens a connection for each, and needs as many to the left as to the right."""
     networks = [has((f"10.0.1.{n}/24", CABLE_1), (f"10.0.2.{n}/24", CABLE_2)) for n in (1, 2)]
     both = hosts(("10.0.1.1", "10.0.2.1"), ("10.0.1.2", "10.0.2.2"))
@@ -144,7 +144,9 @@ LINK_LOCAL = (
 
 
 @pytest.mark.parametrize("ips", [((), ()), (("169.254.9.9",), ("169.254.8.8",))])
-def test_link_local_addresses_are_those_of_now_and_tried(ips: tuple[tuple[str, ...], ...]) -> None:
+def test_current_link_local_addresses_are_used_after_a_trial(
+    ips: tuple[tuple[str, ...], ...],
+) -> None:
     """Those in the hostfile are of an earlier boot."""
     tried: list[tuple[Pair, str]] = []
 
@@ -170,14 +172,14 @@ def test_a_link_local_address_of_another_cable_is_not_used() -> None:
     assert found == {"0-1": "169.254.3.3", "1-0": "169.254.1.1"}
 
 
-def test_what_only_looks_like_a_common_network_is_not_used() -> None:
+def test_addresses_that_only_seem_to_share_a_network_are_not_used() -> None:
     docker, tunnel = ("docker0", "docker0"), ("utun3", "utun3")
     one = has(("172.17.0.1/16", docker), ("100.64.0.1/32", tunnel), ("10.1.0.1/8", LAN))
     other = has(("172.17.0.1/16", docker), ("100.64.0.2/32", tunnel), ("10.2.0.1/16", LAN))
     assert chosen(hosts((), ()), one, other) == {}, "10.2.0.1 does not reach 10.1.0.1 directly"
 
 
-def test_ranks_of_one_host_find_each_other_on_it() -> None:
+def test_ranks_on_one_host_use_loopback_addresses() -> None:
     entries = [Host(0, "a", ()), Host(1, "a", ()), Host(2, "b", ())]
     a, b = has(("10.0.0.1/24", LAN)), has(("10.0.0.2/24", LAN))
     found = chosen(entries, a, a, b)
@@ -185,7 +187,7 @@ def test_ranks_of_one_host_find_each_other_on_it() -> None:
     assert (found["0-2"], found["2-1"]) == ("10.0.0.2", "10.0.0.1")
 
 
-def test_loopback_addresses_in_the_hostfile_stay() -> None:
+def test_loopback_addresses_in_the_hostfile_are_kept() -> None:
     """As tests on one machine have them."""
     entries = hosts(("127.0.0.2",), ("127.0.0.3",))
     assert chosen(entries, has(), has()) == {"0-1": "127.0.0.3", "1-0": "127.0.0.2"}
@@ -202,7 +204,7 @@ def test_loopback_addresses_in_the_hostfile_stay() -> None:
         (3, 3, True, {(0, 1), (1, 2), (0, 2)}),
     ],
 )
-def test_only_ranks_that_exchange_messages_need_a_hop(
+def test_only_ranks_that_exchange_messages_need_a_route(
     num_ranks: int, num_shards: int, serves: bool, expected: set[Pair]
 ) -> None:
     pairs = needed_pairs(num_ranks, num_shards, serves=serves)
@@ -210,7 +212,7 @@ def test_only_ranks_that_exchange_messages_need_a_hop(
     assert len(pairs) == 2 * len(expected)
 
 
-def test_each_rank_is_told_where_the_others_find_it_and_it_finds_them() -> None:
+def test_each_rank_gets_its_own_addresses_and_those_of_other_ranks() -> None:
     routes = choose(hosts(*WRITTEN), TRIANGLE, never)
     ips = [listening_ips(routes, rank) for rank in range(3)]
     assert ips[2] == ["192.168.0.6", "192.168.0.10"]
@@ -225,7 +227,9 @@ def test_each_rank_is_told_where_the_others_find_it_and_it_finds_them() -> None:
 
 
 @pytest.mark.parametrize("ring", [[0, 1, 2], [0, 2], [1, 2]])
-def test_in_a_ring_of_mlx_each_rank_listens_where_the_one_before_it_calls(ring: list[int]) -> None:
+def test_each_rank_of_an_mlx_ring_listens_where_the_rank_before_it_connects(
+    ring: list[int],
+) -> None:
     routes = choose(hosts(*WRITTEN), TRIANGLE, never)
     ports = [dict.fromkeys(listening_ips(routes, rank), 5000 + rank) for rank in range(3)]
     views = {rank: addresses_of(rank, routes, ports) for rank in ring}
@@ -238,7 +242,7 @@ def test_in_a_ring_of_mlx_each_rank_listens_where_the_one_before_it_calls(ring: 
         assert plain == hostfiles, "also for a program that reads the launcher's file"
 
 
-def test_a_rank_without_a_hop_has_an_address_for_an_error_to_name() -> None:
+def test_errors_can_name_an_address_even_of_a_rank_without_a_route() -> None:
     """A ring of four cables: ranks 0 and 2 have none in common."""
     routes = choose(hosts(*WRITTEN), TRIANGLE, never)
     del routes[1, 2], routes[2, 1]

@@ -30,7 +30,7 @@ def places(lines: list[Line], id: str) -> list[str]:
     return [line.where for line in lines if line.id == id]
 
 
-def test_each_host_is_measured_and_none_is_named(
+def test_the_self_test_measures_each_host_and_names_none(
     sshd: Sshd, hostfile: Path, tmp_path: Path
 ) -> None:
     cli.main(["selftest", "--hostfile", str(hostfile), "--ssh", sshd.ssh, "--minutes", "4"])
@@ -45,7 +45,7 @@ def test_each_host_is_measured_and_none_is_named(
     assert "127.0.0" not in path.read_text()
 
 
-def test_several_ranks_of_a_host_measure_it_once(
+def test_the_self_test_measures_a_host_with_several_ranks_once(
     sshd: Sshd, hostfile: Path, tmp_path: Path
 ) -> None:
     host = {"ssh": "127.0.0.2", "ips": ["127.0.0.2"]}
@@ -54,7 +54,7 @@ def test_several_ranks_of_a_host_measure_it_once(
     assert places(measured(tmp_path), "system.kill") == ["rank 0"]
 
 
-def test_a_host_that_cannot_be_reached_is_a_result(
+def test_the_self_test_reports_a_host_that_cannot_be_reached(
     sshd: Sshd, hostfile: Path, tmp_path: Path
 ) -> None:
     sshd.profile.write_text("exit 7\n")

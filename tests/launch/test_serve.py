@@ -59,7 +59,7 @@ def brigade(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-def test_two_hosts_answer_and_are_listed_and_stopped(
+def test_a_cluster_on_two_hosts_answers_and_is_listed_and_stopped(
     over_ssh: Launch,
     mlx_lm_answer: Callable[[str], str],  # noqa: F811
 ) -> None:
@@ -87,7 +87,7 @@ def test_no_process_outlives_a_killed_launcher_on_any_host(over_ssh: Launch) -> 
         assert gone(processes, 10), "a host was left with processes"
 
 
-def test_a_stream_is_finished_before_hosts_end(over_ssh: Launch) -> None:
+def test_a_stream_is_finished_before_its_hosts_end(over_ssh: Launch) -> None:
     with on_two_hosts(over_ssh) as (server, processes):
         fields: dict[str, Any] = {"max_tokens": 200, "extra_body": {"ignore_eos": True}}
         stream = server.client().completions.create(
@@ -100,13 +100,13 @@ def test_a_stream_is_finished_before_hosts_end(over_ssh: Launch) -> None:
         assert gone(processes, 2)
 
 
-def test_a_wrong_flag_is_reported_once_and_no_host_is_called(over_ssh: Launch) -> None:
+def test_a_wrong_flag_is_reported_once_before_any_host_is_called(over_ssh: Launch) -> None:
     server = run_to_its_end(over_ssh(2, ["--model", str(TINY_CHAT), "--bogus"]))
     assert server.process.returncode == 2
     assert len(server.log) == 1
 
 
-def test_a_missing_model_is_reported_by_rank_0(over_ssh: Launch) -> None:
+def test_a_missing_model_is_reported_by_rank_0_only(over_ssh: Launch) -> None:
     server = run_to_its_end(over_ssh(2, ["--model", "/nowhere"]))
     assert server.process.returncode == 3
     assert server.text.count("/nowhere is not a folder") == 1

@@ -13,7 +13,7 @@ from serve.core.errors import UsageError
 PYTHON = "/opt/brigade/bin/python"
 
 
-def test_the_users_flags_come_first_and_the_host_before_the_command() -> None:
+def test_ssh_gets_the_users_flags_first_and_the_host_before_the_command() -> None:
     words = ssh_command(["ssh", "-F", "f"], "studio", [PYTHON, "-m", "launcher.agent", "t"])
     assert words[:3] == ["ssh", "-F", "f"]
     assert words[-2:] == ["studio", f"exec {PYTHON} -m launcher.agent t"]
@@ -22,7 +22,7 @@ def test_the_users_flags_come_first_and_the_host_before_the_command() -> None:
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh", "fish"])
-def test_every_login_shell_passes_on_the_same_words(shell: str) -> None:
+def test_every_login_shell_passes_the_arguments_on_unchanged(shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"needs {shell}")
     program = "import sys; print(sys.argv[1:])"
@@ -59,7 +59,9 @@ def test_every_login_shell_passes_on_the_same_words(shell: str) -> None:
         ("", "it hung up", "try `ssh studio`"),
     ],
 )
-def test_messages_of_ssh_become_a_reason_and_a_fix(said: str, reason: str, fix: str) -> None:
+def test_messages_of_ssh_are_explained_with_a_reason_and_a_fix(
+    said: str, reason: str, fix: str
+) -> None:
     what, what_to_do = meaning(said, ["ssh"], "studio", PYTHON)
     assert reason in what
     assert fix in what_to_do
@@ -69,12 +71,12 @@ def test_messages_of_ssh_become_a_reason_and_a_fix(said: str, reason: str, fix: 
 @pytest.mark.parametrize(
     "said", ["Permission denied (publickey).", "Host key verification failed.", ""]
 )
-def test_the_remedy_names_the_command_that_was_used(said: str) -> None:
+def test_the_fix_names_the_ssh_command_that_was_used(said: str) -> None:
     _, what_to_do = meaning(said, ["ssh", "-F", "my config"], "studio", PYTHON)
     assert "`ssh -F 'my config' studio`" in what_to_do
 
 
-def test_paths_and_ring_variables_are_not_sent_to_other_hosts() -> None:
+def test_paths_and_variables_of_the_ring_are_not_sent_to_other_hosts() -> None:
     kept = {"HF_TOKEN": "t", "MLX_X": "1", "BRIGADE_API_KEY": "k", "LC_ALL": "C", "TZ": "UTC"}
     left = {
         **{"PATH": "/bin", "HOME": "/root", "HF_HOME": "/cache", "LD_PRELOAD": "x.so"},
@@ -90,6 +92,6 @@ def test_variables_are_split_at_the_first_equals_sign() -> None:
 
 
 @pytest.mark.parametrize("word", ["", "A", "=b", "a-b=1", "é=1", "A\0=1", "A=\0", "MLX_RANK=1"])
-def test_a_word_that_is_not_a_variable_is_refused(word: str) -> None:
+def test_a_word_that_assigns_no_variable_is_refused(word: str) -> None:
     with pytest.raises(UsageError, match="--env"):
         check_variable(word, "--env")
