@@ -51,7 +51,7 @@ def there(parents: list[Path]) -> list[list[str]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fate", ["written over", "gone"])
-def test_a_new_engine_has_the_same_adapters_even_if_the_files_changed(
+def test_a_new_engine_uses_copies_of_adapters_whose_files_have_changed(
     tmp_path: Path, parents: list[Path], kind: str, fate: str
 ) -> None:
     folder = adapters.save_adapter(tmp_path / "a", LLAMA(), **KINDS[kind])
@@ -70,7 +70,9 @@ def test_a_new_engine_has_the_same_adapters_even_if_the_files_changed(
     assert not mx.array_equal(after.logits([7])[0], base), "the adapter says nothing"
 
 
-def test_without_a_copy_the_files_are_read(tmp_path: Path, parents: list[Path]) -> None:
+def test_the_adapters_own_files_are_read_if_there_is_no_copy(
+    tmp_path: Path, parents: list[Path]
+) -> None:
     folder = adapters.save_adapter(tmp_path / "a", LLAMA())
     answers = ask(Pipeline(LLAMA, CUTS), parents, 1, folder)
     for file in parents[1].iterdir():
@@ -79,7 +81,7 @@ def test_without_a_copy_the_files_are_read(tmp_path: Path, parents: list[Path]) 
     assert there(parents) == [["1"]] * 3
 
 
-def test_a_version_of_another_rank_0_is_not_reused(tmp_path: Path, parents: list[Path]) -> None:
+def test_a_copy_made_for_another_rank_0_is_not_reused(tmp_path: Path, parents: list[Path]) -> None:
     """A rank may outlive rank 0. The next rank 0 begins with version 1 again."""
     folders = [adapters.save_adapter(tmp_path / name, LLAMA(), i) for i, name in enumerate("ab")]
     old = ask(Pipeline(LLAMA, CUTS), parents, 1, folders[0])
@@ -88,7 +90,7 @@ def test_a_version_of_another_rank_0_is_not_reused(tmp_path: Path, parents: list
     assert ask(Pipeline(LLAMA, CUTS), parents, 1, folders[0], held=(1,)) == new
 
 
-def test_copies_of_unloaded_versions_are_removed_at_the_next_read(
+def test_copies_of_unloaded_versions_are_deleted_at_the_next_load(
     tmp_path: Path, parents: list[Path]
 ) -> None:
     folder = adapters.save_adapter(tmp_path / "a", LLAMA())
@@ -100,13 +102,13 @@ def test_copies_of_unloaded_versions_are_removed_at_the_next_read(
     assert there(parents) == [["14", "2"]] * 3
 
 
-def test_a_refused_adapter_leaves_no_copy(tmp_path: Path, parents: list[Path]) -> None:
+def test_an_adapter_that_is_refused_leaves_no_copy(tmp_path: Path, parents: list[Path]) -> None:
     answers = ask(Pipeline(LLAMA, CUTS), parents, 1, tmp_path / "nowhere")
     assert [answer.status for answer in answers] == [404] * 3
     assert there(parents) == [[]] * 3
 
 
-def test_without_disk_space_for_a_copy_the_adapter_works(
+def test_an_adapter_loads_without_disk_space_for_its_copy(
     tmp_path: Path, parents: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = adapters.save_adapter(tmp_path / "a", LLAMA())
@@ -119,7 +121,7 @@ def test_without_disk_space_for_a_copy_the_adapter_works(
     assert ask(Pipeline(LLAMA, CUTS), parents, 1, folder, held=(1,)) == answers
 
 
-def test_an_engine_whose_parent_was_killed_leaves_nothing(
+def test_an_engine_whose_parent_was_killed_leaves_no_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Its threads would end the process of the tests.
@@ -152,7 +154,9 @@ def test_an_engine_whose_parent_was_killed_leaves_nothing(
     assert not copies.exists()
 
 
-def test_an_engine_with_other_layers_reads_the_files(tmp_path: Path, parents: list[Path]) -> None:
+def test_an_engine_with_other_layers_reads_the_adapters_own_files(
+    tmp_path: Path, parents: list[Path]
+) -> None:
     folder = adapters.save_adapter(tmp_path / "a", LLAMA())
     whole = ask(Pipeline(LLAMA, []), parents[:1], 1, folder)
     for cuts in ([1, 3], [2], [2, 3], []):  # some layers more on a rank, some fewer, and again
@@ -167,7 +171,7 @@ def test_an_engine_with_other_layers_reads_the_files(tmp_path: Path, parents: li
             assert mx.array_equal(one, other)
 
 
-def test_a_truncated_copy_is_ignored(tmp_path: Path, parents: list[Path]) -> None:
+def test_a_truncated_copy_of_an_adapter_is_ignored(tmp_path: Path, parents: list[Path]) -> None:
     """An engine may be killed while it writes."""
     folder = adapters.save_adapter(tmp_path / "a", LLAMA())
     answers = ask(Pipeline(LLAMA, CUTS), parents, 1, folder)

@@ -29,7 +29,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_converting_there_and_back_changes_nothing(tmp_path: Path, case: str) -> None:
+def test_converting_an_adapter_there_and_back_changes_nothing(tmp_path: Path, case: str) -> None:
     make, options = CASES[case]
     source = adapters.save_adapter(tmp_path / "mlx", make(), **options)
     assert convert(source, tmp_path / "peft") == "PEFT"
@@ -47,7 +47,7 @@ def test_converting_there_and_back_changes_nothing(tmp_path: Path, case: str) ->
     assert mx.array_equal(load_adapters(make(), str(tmp_path / "back"))(TOKENS), expected)
 
 
-def test_half_precision_is_preserved(tmp_path: Path) -> None:
+def test_converting_an_adapter_preserves_half_precision(tmp_path: Path) -> None:
     source = adapters.save_adapter(tmp_path / "mlx", build("llama"))
     tensors, config = adapters.read(source)
     half = {name: array.astype(mx.bfloat16) for name, array in tensors.items()}
@@ -56,14 +56,14 @@ def test_half_precision_is_preserved(tmp_path: Path) -> None:
     assert {a.dtype for a in adapters.read(tmp_path / "peft")[0].values()} == {mx.bfloat16}
 
 
-def test_a_rank_stabilised_alpha_gives_the_same_scale(tmp_path: Path) -> None:
+def test_a_rank_stabilised_alpha_is_converted_to_the_right_scale(tmp_path: Path) -> None:
     source = adapters.save_adapter(tmp_path / "mlx", build("llama"))
     adapters.as_peft(source, tmp_path / "peft", use_rslora=True, lora_alpha=3)
     convert(tmp_path / "peft", tmp_path / "back")
     assert adapters.read(tmp_path / "back")[1]["lora_parameters"]["scale"] == 3 / math.sqrt(4)
 
 
-def test_adapters_that_the_other_format_cannot_express_are_refused(tmp_path: Path) -> None:
+def test_adapters_that_the_other_format_cannot_express_are_not_converted(tmp_path: Path) -> None:
     source = adapters.save_adapter(tmp_path / "mlx", build("llama"))
     adapters.as_peft(source, tmp_path / "peft", alpha_pattern={"v_proj": 99})
     with fails(AdapterError, "not_convertible", match="v_proj"):
@@ -76,7 +76,7 @@ def test_adapters_that_the_other_format_cannot_express_are_refused(tmp_path: Pat
         convert(source, tmp_path)
 
 
-def test_the_command_converts_and_overwrites_nothing(
+def test_the_command_converts_an_adapter_and_overwrites_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = adapters.save_adapter(tmp_path / "mlx", build("llama"))

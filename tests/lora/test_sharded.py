@@ -19,7 +19,7 @@ NUM_SHARDS = 2
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_parts_of_shards_add_up_to_the_whole(axis: int) -> None:
+def test_the_parts_of_all_shards_add_up_to_the_whole_array(axis: int) -> None:
     """A weight of 24 numbers in two segments, of each of which every shard has a half. The trained
     array has half as many numbers."""
     divisions = [Division(-2, 24, ((0, 4), (8, 16))), Division(-2, 24, ((4, 8), (16, 24)))]
@@ -35,7 +35,7 @@ def test_parts_of_shards_add_up_to_the_whole(axis: int) -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_own_part_is_not_a_view(axis: int) -> None:
+def test_the_part_of_a_shard_is_a_copy_and_not_a_view(axis: int) -> None:
     """OpenBLAS rounds a product with a view in another way than one with the same numbers of an
     update, so a run that is continued would drift away from one that is not interrupted."""
     whole = mx.random.normal((12, 12))
@@ -44,7 +44,7 @@ def test_own_part_is_not_a_view(axis: int) -> None:
     assert memoryview(own).c_contiguous
 
 
-def test_shard_trained_divides_each_matrix_on_one_side() -> None:
+def test_each_trained_adapter_has_one_of_its_two_matrices_divided() -> None:
     config = config_of(num_layers=-1)
     model = build("qwen2")
     make_trainable(config, DropoutKeys(0), model)
@@ -65,7 +65,7 @@ def test_shard_trained_divides_each_matrix_on_one_side() -> None:
     assert "model.layers.0.self_attn.q_proj.lora_a" in parts.partial
 
 
-def test_shard_trained_takes_unequal_parts() -> None:
+def test_trained_adapters_can_be_divided_into_unequal_parts() -> None:
     """Three heads of keys and values on two shards."""
     whole: dict[str, tuple[int, ...]] = {}
     totals: dict[str, int] = {}
@@ -83,7 +83,7 @@ def test_shard_trained_takes_unequal_parts() -> None:
         assert size == math.prod(whole[name])
 
 
-def test_shard_trained_makes_blocks_around_matrices_that_stay_whole() -> None:
+def test_gradients_are_summed_around_matrices_that_stay_whole() -> None:
     """A part of the keys comes from a matrix that every shard has, and so do the routes to
     experts. What each shard computes with it is only a part of its gradient."""
     model = build("deepseek_v3")
@@ -100,7 +100,7 @@ def test_shard_trained_makes_blocks_around_matrices_that_stay_whole() -> None:
     assert parts.divided["model.layers.1.mlp.switch_mlp.down_proj.lora_a"].axis == -1
 
 
-def test_shard_trained_refuses_dora_on_a_part_of_the_inputs_in_a_block() -> None:
+def test_dora_is_refused_on_inputs_that_are_divided_in_a_block() -> None:
     model = build("deepseek_v3")
     lora = {**LORA, "keys": ["self_attn.o_proj"]}
     config = config_of(num_layers=-1, fine_tune_type="dora", lora_parameters=lora)
@@ -109,7 +109,9 @@ def test_shard_trained_refuses_dora_on_a_part_of_the_inputs_in_a_block() -> None
         shard_trained(model, StandIn(NUM_SHARDS))
 
 
-def test_shard_trained_refuses_a_model_without_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_a_model_that_shards_cannot_divide_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A norm over all heads keeps the attention whole; here the MLP stays whole, too."""
     monkeypatch.setattr(pairs._Layer, "_can_be_summed", lambda *_: False)
     model = build("deepseek_v3")
@@ -118,7 +120,7 @@ def test_shard_trained_refuses_a_model_without_parts(monkeypatch: pytest.MonkeyP
         shard_trained(model, StandIn(NUM_SHARDS))
 
 
-def test_shard_trained_refuses_heads_that_shards_share() -> None:
+def test_training_with_key_value_heads_that_shards_share_is_refused() -> None:
     """Two heads of keys on four shards."""
     model = build("llama")
     make_trainable(config_of(num_layers=-1), DropoutKeys(0), model)

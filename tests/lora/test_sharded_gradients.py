@@ -124,7 +124,7 @@ def compare(found: Mapping[str, mx.array], expected: Mapping[str, mx.array]) -> 
 
 
 @pytest.mark.parametrize(("name", "kind"), ALL)
-def test_shards_have_the_gradients_of_the_whole_model(name: str, kind: str) -> None:
+def test_gradients_of_shards_add_up_to_those_of_the_whole_model(name: str, kind: str) -> None:
     try:
         shard_trained(trainable(name, kind), StandIn(2))
     except (PlanError, UsageError) as error:  # The latter refuses it without shards, too.
@@ -133,7 +133,7 @@ def test_shards_have_the_gradients_of_the_whole_model(name: str, kind: str) -> N
 
 
 @pytest.mark.parametrize(("name", "kind", "num_shards", "changes"), UNEVEN)
-def test_shards_of_unequal_parts_have_the_gradients_of_the_whole_model(
+def test_gradients_of_unequal_shards_add_up_to_those_of_the_whole_model(
     name: str, kind: str, num_shards: int, changes: dict[str, int]
 ) -> None:
     shards = of_shards(name, kind, num_shards, changes)

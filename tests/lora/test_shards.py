@@ -44,7 +44,7 @@ def without_dora(options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES]
 )
-def test_shards_apply_the_adapters_of_the_whole_model(tmp_path: Path, case: str) -> None:
+def test_shards_with_adapters_give_the_logits_of_the_whole_model(tmp_path: Path, case: str) -> None:
     narrow, *settings = CASES[case]
     make = MADE_WIDE.get(case, narrow)
     folders: list[Path] = []
@@ -72,7 +72,7 @@ def test_shards_apply_the_adapters_of_the_whole_model(tmp_path: Path, case: str)
                     assert difference(got[row], wanted) < 1e-5, (versions, row)
 
 
-def test_shards_keep_their_parts_of_an_adapter(tmp_path: Path) -> None:
+def test_each_shard_keeps_only_its_part_of_an_adapter(tmp_path: Path) -> None:
     """Of a divided module, half of one of the two matrices."""
     folder = adapters.save_adapter(tmp_path / "a", LLAMA(), keys=ALL)
     with without_sums():
@@ -95,7 +95,7 @@ class SecondOfTwo(StandIn):
         return 1
 
 
-def test_shards_use_no_copies_of_other_shards_or_of_whole_layers(tmp_path: Path) -> None:
+def test_a_shard_reuses_no_copy_made_by_another_shard_or_for_whole_layers(tmp_path: Path) -> None:
     """After a replan, a rank may have the same layers and another part of them. The parts of two
     shards have the same shapes."""
     folder = adapters.save_adapter(tmp_path / "a", LLAMA(), keys=ALL)
@@ -116,7 +116,7 @@ def test_shards_use_no_copies_of_other_shards_or_of_whole_layers(tmp_path: Path)
         table.free_all_but([])
 
 
-def test_shards_refuse_magnitudes_of_divided_inputs(tmp_path: Path) -> None:
+def test_dora_magnitudes_of_divided_inputs_are_refused(tmp_path: Path) -> None:
     folder = adapters.save_adapter(tmp_path / "a", LLAMA(), keys=ALL, dora=True)
     with without_sums():
         own = Shard(LLAMA, StandIn(2))
@@ -142,7 +142,7 @@ SLOW = pytest.mark.slow
         ("qwen3_5", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), 4),
     ],
 )
-def test_shards_of_any_kind_apply_the_adapters_of_the_whole_model(
+def test_shards_of_every_kind_with_adapters_give_the_logits_of_the_whole_model(
     tmp_path: Path, name: str, keys: tuple[str, ...], num_shards: int
 ) -> None:
     """phi3 divides fused matrices in several ranges; qwen2_moe adds up whole blocks of experts. In
@@ -198,7 +198,7 @@ COLUMN_PARALLEL = [key for key in ALL if not key.endswith(("o_proj", "down_proj"
     ],
     ids=["lora", "dora", "three shards", "4 bit", "experts"],
 )
-def test_shards_of_unequal_parts_apply_the_adapters_of_the_whole_model(
+def test_shards_of_unequal_parts_with_adapters_give_the_logits_of_the_whole_model(
     tmp_path: Path, make: Make, num_shards: int, options: dict[str, Any]
 ) -> None:
     folder = adapters.save_adapter(tmp_path / "a", make(), **options)

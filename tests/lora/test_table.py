@@ -133,7 +133,9 @@ def _slow(cuts: list[int]) -> Any:
 
 @pytest.mark.parametrize("cuts", [*map(_slow, ([], [2], [1, 2, 3])), [1, 3]], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_each_row_has_its_own_adapter(tmp_path: Path, case: str, cuts: list[int]) -> None:
+def test_each_row_is_computed_with_its_own_adapter(
+    tmp_path: Path, case: str, cuts: list[int]
+) -> None:
     make, *settings = CASES[case]
     pipeline = Pipeline(make, cuts)
     base = pipeline.logits([0, 0, 0])
@@ -155,7 +157,7 @@ def test_each_row_has_its_own_adapter(tmp_path: Path, case: str, cuts: list[int]
                     assert mx.array_equal(got[row], plain[row]), "a row without one was changed"
 
 
-def test_without_adapters_no_operation_is_added(tmp_path: Path) -> None:
+def test_rows_without_adapters_need_no_more_operations(tmp_path: Path) -> None:
     pipeline = Pipeline(LLAMA, [])
     (stage,) = pipeline.stages
 
@@ -171,7 +173,7 @@ def test_without_adapters_no_operation_is_added(tmp_path: Path) -> None:
     assert graph().count("->") == before.count("->")
 
 
-def test_slots_are_reused(tmp_path: Path) -> None:
+def test_unloading_a_version_frees_its_slot_and_changes_no_other_row(tmp_path: Path) -> None:
     """More versions than slots, ranks that grow, slots that are used again: the rest stays."""
     pipeline, whole = Pipeline(LLAMA, [2]), {}
     num_versions, empty = 11, [own.num_bytes for own in pipeline.adapters]
@@ -198,7 +200,7 @@ def test_slots_are_reused(tmp_path: Path) -> None:
     assert [own.num_bytes for own in pipeline.adapters] == empty
 
 
-def test_table_frees_all_but_some_versions_and_does_not_read_these_again(tmp_path: Path) -> None:
+def test_all_but_some_versions_are_freed_and_those_are_not_read_again(tmp_path: Path) -> None:
     """As an engine does that outlives a fault. Version 3 has not been used by a step so far."""
     own = Adapters(Stage(LLAMA(), 0, 4))
     answers = {}
@@ -220,7 +222,7 @@ def test_table_frees_all_but_some_versions_and_does_not_read_these_again(tmp_pat
         own.install([Row(0, 0, 1, 1)])
 
 
-def test_a_step_with_an_unloaded_version_is_an_error(tmp_path: Path) -> None:
+def test_a_step_that_uses_an_unloaded_version_is_an_error(tmp_path: Path) -> None:
     pipeline = Pipeline(LLAMA, [])
     with fails(EngineError, "out_of_step", match="version 7"):
         pipeline.apply([7])
@@ -231,7 +233,7 @@ def test_a_step_with_an_unloaded_version_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_peft", [False, True])
-def test_the_answer_to_rank_0_describes_the_adapter(tmp_path: Path, is_peft: bool) -> None:
+def test_the_answer_to_rank_0_describes_the_loaded_adapter(tmp_path: Path, is_peft: bool) -> None:
     pipeline = Pipeline(LLAMA, [1])
     folder = adapters.save_adapter(tmp_path / "a", LLAMA())
     if is_peft:
@@ -281,7 +283,9 @@ def test_the_answer_to_rank_0_describes_the_adapter(tmp_path: Path, is_peft: boo
         {"target_modules": "(.|.)*[^a-z._0-9]"},
     ],
 )
-def test_odd_values_in_a_config_are_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_invalid_values_in_an_adapter_config_are_refused(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
     """The last one would be matched for hours, and everybody would wait."""
     source = adapters.save_adapter(tmp_path / "a", LLAMA())
     adapters.as_peft(source, tmp_path / "b")
@@ -292,7 +296,7 @@ def test_odd_values_in_a_config_are_refused(tmp_path: Path, fields: dict[str, An
 
 
 @pytest.mark.parametrize("name", ["adapters.safetensors", "adapter_config.json"])
-def test_a_pipe_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_pipe_instead_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
     folder = adapters.save_adapter(tmp_path / "a", LLAMA())
     (folder / name).unlink()
     os.mkfifo(folder / name)
@@ -300,7 +304,7 @@ def test_a_pipe_is_refused(tmp_path: Path, name: str) -> None:
         Pipeline(LLAMA, []).read(1, folder)
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(
+def test_an_adapter_file_that_changes_while_it_is_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of one adapter and half of another would be nobody's."""
@@ -319,7 +323,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     assert caught.value.http_status == 409
 
 
-def test_a_scale_that_makes_numbers_infinite_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_scale_that_makes_numbers_infinite_is_refused(tmp_path: Path) -> None:
     folder = adapters.save_adapter(tmp_path / "a", LLAMA(), size=3e38)
     with fails(AdapterError, "not_finite"):
         Pipeline(LLAMA, []).read(1, folder)
@@ -353,7 +357,7 @@ def test_an_adapter_of_the_embedding_gives_the_same_logits_in_pefts_format(tmp_p
         assert difference(got, other) < 1e-6
 
 
-def test_peft_patterns_give_ranks_and_scales(tmp_path: Path) -> None:
+def test_ranks_and_scales_follow_the_patterns_of_a_peft_config(tmp_path: Path) -> None:
     source = adapters.save_adapter(tmp_path / "mlx", LLAMA(), keys=ALL)
     tensors, config = adapters.read(adapters.as_peft(source, tmp_path / "peft"))
     for name, array in tensors.items():
@@ -375,7 +379,7 @@ def test_peft_patterns_give_ranks_and_scales(tmp_path: Path) -> None:
     pipeline.logits([1, 0])
 
 
-def test_a_stage_reads_only_its_own_layers_in_half_precision(tmp_path: Path) -> None:
+def test_a_stage_reads_only_its_own_layers_of_an_adapter_in_half_precision(tmp_path: Path) -> None:
     folder = adapters.save_adapter(tmp_path / "a", LLAMA())
     tensors, config = adapters.read(folder)
     half = {name: array.astype(mx.bfloat16) for name, array in tensors.items()}
@@ -469,7 +473,7 @@ SPOILS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("spoil", SPOILS)
-def test_a_bad_adapter_is_refused_and_nothing_changes(tmp_path: Path, spoil: str) -> None:
+def test_an_invalid_adapter_is_refused_and_changes_nothing(tmp_path: Path, spoil: str) -> None:
     pipeline = Pipeline(LLAMA, [2])
     pipeline.read(1, adapters.save_adapter(tmp_path / "good", LLAMA(), 5))
     before = pipeline.logits([1, 0])
@@ -570,14 +574,16 @@ CHANGES_ANSWERS: dict[str, Any] = {
     ],
     ids=lambda more: " ".join(more) or "defaults",
 )
-def test_a_config_as_peft_writes_it_is_read(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_a_config_written_by_peft_is_read(tmp_path: Path, more: dict[str, Any]) -> None:
     source = adapters.save_adapter(tmp_path / "mlx", LLAMA())
     folder = adapters.as_peft(source, tmp_path / "peft", **{**WRITTEN_BY_PEFT, **more})
     assert read_adapter(str(folder)).rank == read_adapter(str(source)).rank
 
 
 @pytest.mark.parametrize("name", CHANGES_ANSWERS)
-def test_a_field_of_peft_that_changes_answers_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_a_peft_field_that_changes_answers_is_refused_with_its_name(
+    tmp_path: Path, name: str
+) -> None:
     source = adapters.save_adapter(tmp_path / "mlx", LLAMA())
     changed = {**WRITTEN_BY_PEFT, name: CHANGES_ANSWERS[name]}
     folder = adapters.as_peft(source, tmp_path / "peft", **changed)
@@ -585,7 +591,7 @@ def test_a_field_of_peft_that_changes_answers_is_refused_by_name(tmp_path: Path,
         read_adapter(str(folder))
 
 
-def test_lora_parameters_that_are_not_known_are_refused_by_name(tmp_path: Path) -> None:
+def test_unknown_lora_parameters_are_refused_with_their_names(tmp_path: Path) -> None:
     folder = adapters.save_adapter(tmp_path / "mlx", LLAMA())
     for name, is_known in (("alpha", True), ("use_rslora", False)):
         spoiled(folder, lambda _, c, name=name: c["lora_parameters"].update({name: 16}))
@@ -597,7 +603,7 @@ def test_lora_parameters_that_are_not_known_are_refused_by_name(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("spoil", PEFT_SPOILS)
-def test_a_bad_peft_adapter_is_refused(tmp_path: Path, spoil: str) -> None:
+def test_an_invalid_peft_adapter_is_refused(tmp_path: Path, spoil: str) -> None:
     more, code = PEFT_SPOILS[spoil]
     source = adapters.save_adapter(tmp_path / "mlx", LLAMA())
     folder = adapters.as_peft(source, tmp_path / "peft", **more)
@@ -605,7 +611,7 @@ def test_a_bad_peft_adapter_is_refused(tmp_path: Path, spoil: str) -> None:
         Pipeline(LLAMA, []).read(1, folder)
 
 
-def test_experts_in_peft_s_format_are_refused_by_name(tmp_path: Path) -> None:
+def test_experts_in_pefts_format_are_refused_with_their_names(tmp_path: Path) -> None:
     make = partial(build, "deepseek_v3")
     folder = adapters.save_adapter(tmp_path / "a", make(), keys=EXPERTS[1:2])
     peft = adapters.as_peft(folder, tmp_path / "peft", target_modules=["switch_mlp.up_proj"])
@@ -639,7 +645,7 @@ def test_links_made_after_the_check_are_not_followed(
         files_module.read_adapter("inside", str(tmp_path / "root"))
 
 
-def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+def test_unreadable_adapter_files_are_refused(tmp_path: Path) -> None:
     pipeline = Pipeline(LLAMA, [])
     good = adapters.save_adapter(tmp_path / "good", LLAMA())
     content, config = (good / "adapters.safetensors").read_bytes(), good / "adapter_config.json"
