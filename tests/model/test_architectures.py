@@ -94,7 +94,7 @@ def _splits(name: str, model: nn.Module) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_possible_cuts_are_those_expected(name: str, model: nn.Module) -> None:
+def test_possible_cuts_are_found(name: str, model: nn.Module) -> None:
     crossing, refusal = possible_cuts(model)
     if name in REFUSED:
         assert not crossing
@@ -106,14 +106,18 @@ def test_possible_cuts_are_those_expected(name: str, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_prefill_and_decode_equal_the_whole_model(name: str, model: nn.Module) -> None:
+def test_prefill_and_decode_of_stages_equal_those_of_the_whole_model(
+    name: str, model: nn.Module
+) -> None:
     for cuts in _splits(name, model):
         for expected, got in even(model, comparison.split(model, cuts)):
             assert mx.array_equal(got, expected), cuts
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_ragged_batches_equal_single_rows(name: str, model: nn.Module) -> None:
+def test_batches_of_rows_with_different_lengths_equal_single_rows(
+    name: str, model: nn.Module
+) -> None:
     """Against the whole model in the same batches, and against each row by itself."""
     stages = {tuple(cuts): comparison.split(model, cuts) for cuts in _splits(name, model)}
     batchable = can_batch(model)
@@ -128,9 +132,7 @@ def test_ragged_batches_equal_single_rows(name: str, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_ragged_batches_with_overflowing_rows_equal_single_rows(
-    name: str, model: nn.Module
-) -> None:
+def test_overflowing_rows_change_no_other_row_of_their_batch(name: str, model: nn.Module) -> None:
     """No other row sees anything of it, whatever caches, masks and experts there are."""
     if name in REFUSED:
         pytest.skip("refused")
@@ -150,7 +152,9 @@ def test_ragged_batches_with_overflowing_rows_equal_single_rows(
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_quantized_weights_of_four_bits_give_equal_logits(name: str, model: nn.Module) -> None:
+def test_logits_of_weights_in_four_bits_equal_those_of_the_whole_model(
+    name: str, model: nn.Module
+) -> None:
     architectures.quantized(model)
     assert any(array.dtype == mx.uint32 for _, array in tree_flatten(model.parameters()))
     cuts = _cuts(name, model)[1]
@@ -159,7 +163,7 @@ def test_quantized_weights_of_four_bits_give_equal_logits(name: str, model: nn.M
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_gradients_equal_those_of_the_whole_model(name: str, model: nn.Module) -> None:
+def test_gradients_of_stages_equal_those_of_the_whole_model(name: str, model: nn.Module) -> None:
     cuts = _cuts(name, model)[1]
     if name in WITHOUT_GRADIENT:
         pytest.skip("mlx-lm's own forward has no gradient")
@@ -188,7 +192,7 @@ def _differs(model: nn.Module, stages: list[Stage]) -> bool:
 
 
 @pytest.mark.parametrize("name", ["ministral3", "gemma4_text", "bailing_moe_linear"])
-def test_without_advancing_ghosts_the_logits_differ(
+def test_logits_would_be_wrong_if_caches_of_other_stages_did_not_advance(
     name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuts = _cuts(name, model)[2]
@@ -198,7 +202,7 @@ def test_without_advancing_ghosts_the_logits_differ(
 
 
 @pytest.mark.parametrize("name", ["llama", "rwkv7", "gemma2"])
-def test_with_empty_caches_the_logits_differ(
+def test_logits_would_be_wrong_if_caches_were_empty(
     name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = comparison.split(model, _cuts(name, model)[0])
@@ -214,7 +218,9 @@ def test_with_empty_caches_the_logits_differ(
 @pytest.mark.parametrize(
     "name", ["afm7", "gemma2", "gpt_bigcode", pytest.param("phi3small", marks=pytest.mark.long)]
 )
-def test_rows_that_cannot_be_batched_would_be_wrong_in_a_batch(name: str, model: nn.Module) -> None:
+def test_architectures_refused_in_batches_would_give_wrong_logits(
+    name: str, model: nn.Module
+) -> None:
     """The trial is right to refuse: mlx-lm's own forward pass fails, or gives wrong numbers."""
     try:
         together = list(ragged([whole(model)], can_batch=True))
@@ -238,7 +244,7 @@ def test_rows_that_cannot_be_batched_would_be_wrong_in_a_batch(name: str, model:
         ("muse_spark", 2, 2),
     ],
 )
-def test_all_arrays_that_cross_a_cut_travel_in_one_message(
+def test_all_arrays_that_cross_a_cut_are_sent_in_one_message(
     name: str, cut: int, num_arrays: int, model: nn.Module
 ) -> None:
     first, second = comparison.split(model, [cut])
@@ -254,7 +260,7 @@ def test_all_arrays_that_cross_a_cut_travel_in_one_message(
 
 
 @pytest.mark.parametrize("name", ["deepseek_v41"])
-def test_an_array_that_does_not_exist_yet_crosses_as_an_empty_one(
+def test_an_array_that_does_not_exist_yet_is_sent_as_an_empty_one(
     name: str, model: nn.Module
 ) -> None:
     """Compressed keys exist only behind the first whole block of four tokens."""
@@ -277,19 +283,19 @@ def test_an_array_that_does_not_exist_yet_crosses_as_an_empty_one(
 
 
 @pytest.mark.parametrize("name", ["gemma3n"])
-def test_a_refusal_names_the_nearest_cuts(name: str, model: nn.Module) -> None:
+def test_an_impossible_cut_is_refused_with_the_nearest_ones(name: str, model: nn.Module) -> None:
     with fails(PlanError, "no_cut", match=r"\[2, 4\].* 2\."):
         Stage(model, 0, 4)
 
 
 @pytest.mark.parametrize("name", ["iquestloopcoder"])
-def test_a_model_without_cuts_is_refused_in_any_case(name: str, model: nn.Module) -> None:
+def test_a_model_that_cannot_be_cut_is_refused_anywhere(name: str, model: nn.Module) -> None:
     with fails(PlanError, "unsplittable"):
         Stage(model, 0, 2)
 
 
 @pytest.mark.slow
-def test_all_architectures_but_a_few_split_at_any_cut() -> None:
+def test_all_architectures_but_a_few_can_be_cut_anywhere() -> None:
     names = architectures.architectures()
     whole = [n for n in names if n not in REFUSED and n not in SOME_CUTS and _splits_anywhere(n)]
     assert len(names) - len(whole) <= 4, set(names) - set(whole)

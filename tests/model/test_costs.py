@@ -37,7 +37,9 @@ from tests.models import ARCHITECTURES, save
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_planned_weights_are_those_of_the_stages(tmp_path: Path, name: str, num_ranks: int) -> None:
+def test_planned_weight_bytes_equal_those_of_loaded_stages(
+    tmp_path: Path, name: str, num_ranks: int
+) -> None:
     folder = save(tmp_path, name)
     plan = make_plan(folder, PlanRequest(num_ranks=num_ranks, split="even"))
     for stage in plan.stages:
@@ -48,7 +50,7 @@ def test_planned_weights_are_those_of_the_stages(tmp_path: Path, name: str, num_
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", ["llama-tied", "llama"])
-def test_a_model_fits_into_just_what_its_plan_says(
+def test_a_model_fits_into_exactly_the_memory_of_its_plan(
     tmp_path: Path, name: str, num_ranks: int
 ) -> None:
     folder = save(tmp_path, name)
@@ -63,7 +65,7 @@ def test_a_model_fits_into_just_what_its_plan_says(
         make_plan(folder, PlanRequest(num_ranks=num_ranks, memory=too_little))
 
 
-def test_a_draft_model_takes_its_memory_on_rank_0(tmp_path: Path) -> None:
+def test_memory_of_a_draft_model_is_counted_on_rank_0(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", "llama")
     draft = DraftSource(str(save(tmp_path / "draft", "qwen3")), None, None)
     alone = make_plan(tmp_path / "draft", PlanRequest(num_ranks=1)).stages[0]
@@ -84,7 +86,7 @@ def test_a_draft_model_takes_its_memory_on_rank_0(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "llama"])
-def test_one_survivor_gets_all_layers_if_it_has_room_for_a_conversation(
+def test_a_single_remaining_rank_gets_all_layers_if_a_conversation_fits_too(
     tmp_path: Path, name: str
 ) -> None:
     folder = save(tmp_path, name)
@@ -100,7 +102,9 @@ def test_one_survivor_gets_all_layers_if_it_has_room_for_a_conversation(
                 make_plan(folder, request)
 
 
-def test_without_a_promised_context_only_weights_and_some_room_have_to_fit(tmp_path: Path) -> None:
+def test_only_weights_and_a_minimum_of_tokens_must_fit_without_a_promised_context(
+    tmp_path: Path,
+) -> None:
     """`serve` plans like this: 32 sequences of 512 tokens would take 12 MB."""
     folder = save(tmp_path, "llama")
     plan = make_plan(folder, PlanRequest(num_ranks=2, concurrency=32, min_tokens=256, memory="1MB"))
@@ -111,7 +115,7 @@ def test_without_a_promised_context_only_weights_and_some_room_have_to_fit(tmp_p
         make_plan(folder, replace(limited, memory="90KB"))
 
 
-def test_layers_go_where_they_leave_more_room_for_keys_and_values(tmp_path: Path) -> None:
+def test_layers_are_placed_where_more_room_is_left_for_keys_and_values(tmp_path: Path) -> None:
     """Rank 0 has room for two layers, and then for hardly any keys and values."""
     folder = save(tmp_path, "llama")
     small = (
@@ -124,7 +128,7 @@ def test_layers_go_where_they_leave_more_room_for_keys_and_values(tmp_path: Path
     assert plan.stages[0].layers == (3, 4)
 
 
-def test_every_tensor_is_fetched_once_except_tied_ones(tmp_path: Path) -> None:
+def test_each_tensor_is_fetched_once_unless_it_is_tied(tmp_path: Path) -> None:
     folder = save(tmp_path, "llama")
     plan = make_plan(folder, PlanRequest(num_ranks=3))
     whole = sum(tensor.num_bytes for tensor in read_checkpoint(folder).tensors.values())
@@ -132,7 +136,7 @@ def test_every_tensor_is_fetched_once_except_tied_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_planned_caches_are_those_of_a_sequence(tmp_path: Path, name: str) -> None:
+def test_planned_cache_bytes_equal_those_of_a_sequence(tmp_path: Path, name: str) -> None:
     """mlx-lm's caches grow in steps of 256 tokens: a multiple has no slack."""
     folder, num_tokens = save(tmp_path, name), 256
     request = PlanRequest(num_ranks=2, split="even", context=num_tokens, concurrency=3)
@@ -148,7 +152,7 @@ def test_planned_caches_are_those_of_a_sequence(tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.parametrize(("kv_bits", "num_bytes"), [(None, 4), (8, 1 + 8 / 32), (4, 0.5 + 8 / 32)])
-def test_quantised_caches_take_proportionally_less_memory(
+def test_quantised_caches_need_less_memory_in_proportion_to_their_bits(
     tmp_path: Path, kv_bits: int | None, num_bytes: float
 ) -> None:
     """A scale and a bias of four bytes for 32 values."""
@@ -165,20 +169,20 @@ def test_caches_that_cannot_be_quantised_are_refused(tmp_path: Path, name: str) 
         make_plan(save(tmp_path, name), PlanRequest(num_ranks=2, kv_bits=8))
 
 
-def test_rotating_caches_are_not_quantised() -> None:
+def test_rotating_caches_are_never_quantised() -> None:
     with fails(PlanError, "plan", match="--kv-bits"):
         quantized(make_prompt_cache(architectures.build("gemma3_text")), 8)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
-def test_make_plan_counts_the_head_on_the_last_stage(tmp_path: Path, name: str) -> None:
+def test_memory_of_the_head_is_counted_on_the_last_stage(tmp_path: Path, name: str) -> None:
     head_bytes = 96 * 32 * 4
     plan = make_plan(save(tmp_path, name), PlanRequest(num_ranks=4, num_shards=2))
     found = [(stage.head_bytes, stage.logits_bytes) for stage in plan.stages]
     assert found == [(head_bytes, 96 * 4)] * 2 + [(0, 0)] * 2
 
 
-def test_experts_cost_more_time_when_more_of_them_are_used(tmp_path: Path) -> None:
+def test_step_time_grows_if_more_experts_are_used(tmp_path: Path) -> None:
     """deepseek_v3 here: layer 0 is dense, of 4 experts a token uses 2."""
     folder = save(tmp_path, "deepseek_v3")
     alone = make_plan(folder, PlanRequest(num_ranks=2, split="3,1"))
@@ -186,7 +190,7 @@ def test_experts_cost_more_time_when_more_of_them_are_used(tmp_path: Path) -> No
     assert alone.stages[0].step_share < crowd.stages[0].step_share
 
 
-def test_the_command_prints_json_or_a_table(
+def test_brigade_plan_prints_json_or_a_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = save(tmp_path, "qwen3")
@@ -204,7 +208,7 @@ def test_the_command_prints_json_or_a_table(
 
 
 @pytest.mark.parametrize("more", [[], ["--memory", "1GB"], ["--memory", "1GB", "--context", "64"]])
-def test_the_table_fits_a_terminal_and_has_no_trailing_blanks(
+def test_a_plan_fits_into_a_terminal_without_trailing_blanks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
 ) -> None:
     folder = save(tmp_path, "qwen3")
@@ -213,7 +217,7 @@ def test_the_table_fits_a_terminal_and_has_no_trailing_blanks(
     assert all(len(line) <= 80 and line == line.rstrip() for line in lines)
 
 
-def test_a_table_of_the_largest_amounts_fits_a_terminal(
+def test_a_plan_with_the_largest_amounts_fits_into_a_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     large = 999_900_000_000
@@ -254,7 +258,7 @@ def test_impossible_plans_are_refused(
     ("link", "layout", "stages"),
     [("0.0001,1000000", "1 x 2", [0, 0]), ("10,10", "2 x 1", [0, 1])],
 )
-def test_plan_explains_and_chooses_layouts(
+def test_brigade_plan_explains_layouts_and_chooses_one_by_the_link(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     link: str,
@@ -291,19 +295,21 @@ def save_architecture(folder: Path, name: str) -> Path:
     return folder
 
 
-def test_cuts_that_would_send_the_whole_context_are_avoided(tmp_path: Path) -> None:
+def test_cuts_that_would_send_data_of_the_whole_context_are_avoided(tmp_path: Path) -> None:
     """deepseek_v41 here: only the cut before layer 1 passes on nothing that grows."""
     folder = save_architecture(tmp_path, "deepseek_v41")
     plan = make_plan(folder, PlanRequest(num_ranks=2))
     assert [stage.layers for stage in plan.stages] == [(1, 4), (0, 1)]
 
 
-def test_costly_cuts_are_used_if_there_are_no_others(tmp_path: Path) -> None:
+def test_cuts_that_send_data_of_the_whole_context_are_used_if_there_is_no_other(
+    tmp_path: Path,
+) -> None:
     plan = make_plan(save_architecture(tmp_path, "gemma4_text"), PlanRequest(num_ranks=2))
     assert len(plan.stages) == 2
 
 
-def test_an_impossible_cut_is_refused_with_the_nearest(tmp_path: Path) -> None:
+def test_a_split_at_an_impossible_cut_is_refused_with_the_nearest(tmp_path: Path) -> None:
     folder = save_architecture(tmp_path, "gemma3n")
     with fails(PlanError, "no_cut", match="before layer 2"):
         make_plan(folder, PlanRequest(num_ranks=2, split="2,4"))
@@ -316,7 +322,7 @@ def test_an_impossible_cut_is_refused_with_the_nearest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "num_parameters"), [("llama-70b", 70.6e9), ("deepseek-v3", 671e9)]
 )
-def test_the_plan_of_a_large_model_needs_only_headers(
+def test_the_plan_of_a_large_model_reads_only_headers(
     tmp_path: Path, name: str, num_parameters: float
 ) -> None:
     plan = make_plan(shapes.write(tmp_path, name), PlanRequest(num_ranks=8))
@@ -326,7 +332,7 @@ def test_the_plan_of_a_large_model_needs_only_headers(
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "qwen3", "deepseek_v3"])
-def test_make_plan_counts_the_weights_of_each_shard(tmp_path: Path, name: str) -> None:
+def test_weight_bytes_are_counted_for_each_shard(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path, name)
     whole = make_plan(folder, PlanRequest(num_ranks=2, split="even")).stages
     shards = make_plan(folder, PlanRequest(num_ranks=4, num_shards=2, split="even")).stages
@@ -344,7 +350,7 @@ def test_make_plan_counts_the_weights_of_each_shard(tmp_path: Path, name: str) -
             assert plan.cache_bytes_per_token == whole[plan.stage].cache_bytes_per_token // 2
 
 
-def test_make_plan_counts_the_largest_part_of_unequal_ones(tmp_path: Path) -> None:
+def test_memory_of_unequal_shards_is_that_of_the_largest(tmp_path: Path) -> None:
     """Two of three heads of keys and values, and their heads of queries, are on shard 0."""
     folder = save(tmp_path, "llama", num_attention_heads=6, num_key_value_heads=3)
     whole = make_plan(folder, PlanRequest(num_ranks=1)).stages[0]
@@ -364,7 +370,7 @@ def divide_by_two(model: nn.Module) -> Sharding:
     return shard(model, StandIn(2))
 
 
-def test_compare_chooses_a_layout_by_the_link(tmp_path: Path) -> None:
+def test_the_layout_that_is_fastest_for_the_link_is_chosen(tmp_path: Path) -> None:
     folder = save(tmp_path / "llama", "llama")
     request = PlanRequest(num_ranks=2, concurrency=8)
     layouts: list[int] = []
@@ -385,7 +391,7 @@ def test_compare_chooses_a_layout_by_the_link(tmp_path: Path) -> None:
         (3, 4, "1 x 3", "stages of 4 shards are not possible with 3 ranks"),
     ],
 )
-def test_plan_with_fewer_shards_keeps_as_many_as_the_ranks_allow(
+def test_fewer_shards_are_planned_if_the_ranks_do_not_allow_as_many(
     tmp_path: Path,
     num_ranks: int,
     num_shards: int,
@@ -402,7 +408,9 @@ def test_plan_with_fewer_shards_keeps_as_many_as_the_ranks_allow(
     assert reason in choice
 
 
-def test_plan_with_fewer_shards_divides_at_least_half_of_the_weights(tmp_path: Path) -> None:
+def test_fewer_shards_are_planned_if_less_than_half_of_the_weights_can_be_divided(
+    tmp_path: Path,
+) -> None:
     """Three shards cannot divide two heads of keys and values, and the MLP is small."""
     folder = save(tmp_path, "llama", intermediate_size=16)
     request = PlanRequest(num_ranks=3, num_shards=4)
@@ -410,7 +418,7 @@ def test_plan_with_fewer_shards_divides_at_least_half_of_the_weights(tmp_path: P
     assert {stage.num_shards for stage in plan.stages} == {1}
 
 
-def test_plan_with_fewer_shards_says_why_no_number_is_possible(tmp_path: Path) -> None:
+def test_the_error_says_why_each_number_of_shards_is_impossible(tmp_path: Path) -> None:
     folder = save(tmp_path, "llama")
     request = PlanRequest(num_ranks=2, num_shards=2, memory="1KB")
     with fails(PlanError, "plan", match="2 shards: .* 1 shards: "):
@@ -427,7 +435,7 @@ def test_plan_with_fewer_shards_says_why_no_number_is_possible(tmp_path: Path) -
         ("mamba2", "--tensor-parallel-size 2 divides nothing of this model"),
     ],
 )
-def test_plan_warns_of_layers_that_shards_cannot_divide(
+def test_a_plan_warns_if_shards_cannot_divide_some_layers(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     name: str,
@@ -440,7 +448,7 @@ def test_plan_warns_of_layers_that_shards_cannot_divide(
     assert ("--tensor-parallel-size 2 divides" in printed) == bool(warning)
 
 
-def test_shards_of_a_model_without_visible_hidden_states_are_refused(tmp_path: Path) -> None:
+def test_dividing_a_model_whose_hidden_states_are_not_visible_is_refused(tmp_path: Path) -> None:
     """auto chose them on a fast link, and then the engines refused to start."""
     folder = save_architecture(tmp_path, "plamo")
     request = PlanRequest(num_ranks=2, num_shards=2, concurrency=8)

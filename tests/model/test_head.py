@@ -78,19 +78,21 @@ def check_equal(
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_shared_head_gives_the_logits_of_the_whole_model(name: str) -> None:
+def test_a_shared_head_gives_the_logits_of_the_whole_model(name: str) -> None:
     check_equal(lambda: make(name))
 
 
 @pytest.mark.parametrize("num_shards", [3, 5])
-def test_shared_head_is_exact_for_a_vocabulary_that_does_not_divide(num_shards: int) -> None:
+def test_a_shared_head_is_exact_for_a_vocabulary_that_shards_do_not_divide_evenly(
+    num_shards: int,
+) -> None:
     """96 tokens make parts of 20, 20, 20, 20 and 16."""
     check_equal(lambda: make("llama-tied"), num_shards)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_shared_head_is_exact_in_half_precision_and_four_bits(
+def test_a_shared_head_is_exact_in_half_precision_and_in_four_bits(
     dtype: mx.Dtype, is_tied: bool
 ) -> None:
     def half() -> nn.Module:
@@ -110,7 +112,7 @@ def test_shared_head_is_exact_in_half_precision_and_four_bits(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(architectures.architectures()) - CANNOT_RUN))
-def test_head_of_every_architecture_is_shared_or_left_whole(name: str) -> None:
+def test_the_head_of_every_architecture_is_either_shared_exactly_or_left_whole(name: str) -> None:
     model = make(name)
     layers = list(model.layers)
     head = find_head(model, layers, lambda: model(mx.array(TOKENS)))
@@ -119,7 +121,7 @@ def test_head_of_every_architecture_is_shared_or_left_whole(name: str) -> None:
         check_equal(lambda: make(name))
 
 
-def test_shared_head_computes_all_logits_outside_of_shared() -> None:
+def test_outside_of_the_shared_context_each_shard_computes_all_logits() -> None:
     model = make("llama-tied")
     expected = model(mx.array(TOKENS))
     stage = Stage(model, 0, len(model.layers))
@@ -134,7 +136,7 @@ def test_shared_head_computes_all_logits_outside_of_shared() -> None:
     assert head.saved_seconds() >= 0
 
 
-def test_share_head_leaves_heads_of_other_types_whole() -> None:
+def test_heads_of_unknown_types_are_not_shared() -> None:
     """A subclass may do more than multiply, for example normalise its weights."""
 
     class Special(nn.Linear):
@@ -147,7 +149,7 @@ def test_share_head_leaves_heads_of_other_types_whole() -> None:
     assert type(model.lm_head) is Special
 
 
-def test_share_head_finds_a_head_that_has_two_names() -> None:
+def test_a_head_that_the_model_has_under_two_names_is_shared() -> None:
     model = build("llama")
     model.other = model.lm_head
     expected = model(mx.array(TOKENS))
@@ -160,7 +162,7 @@ def test_share_head_finds_a_head_that_has_two_names() -> None:
     assert mx.array_equal(head.pop_logits(), expected.reshape(-1, 96))
 
 
-def test_share_head_leaves_a_vocabulary_whole_that_has_no_part_for_the_last_shard() -> None:
+def test_a_head_is_not_shared_if_the_last_shard_would_have_no_part_of_the_vocabulary() -> None:
     stage = Stage(build("llama", vocab_size=9), 0, 4)
     assert share_head(stage, 0, 8, lambda own: own) is None
 
@@ -173,7 +175,7 @@ def test_share_head_leaves_a_vocabulary_whole_that_has_no_part_for_the_last_shar
         ("llama-tied", "model.embed_tokens", False),
     ],
 )
-def test_shared_head_is_exact_with_an_adapter(name: str, module_name: str, is_dora: bool) -> None:
+def test_a_shared_head_is_exact_with_an_adapter(name: str, module_name: str, is_dora: bool) -> None:
     """DoRA scales the plain logits, and the adapter of a tied head is that of the embedding."""
 
     def adapt(model: nn.Module) -> None:
@@ -197,7 +199,7 @@ def test_shared_head_is_exact_with_an_adapter(name: str, module_name: str, is_do
     assert not mx.allclose(adapted(mx.array(TOKENS)), plain(mx.array(TOKENS)))
 
 
-def test_shared_head_is_inside_of_the_seams_of_adapters() -> None:
+def test_the_adapter_of_a_shared_head_is_applied_after_its_logits_are_gathered() -> None:
     """An adapter of the head changes all logits. Its seam is opened around the shared head."""
     model = build("llama")
     stage = Stage(model, 0, len(model.layers))

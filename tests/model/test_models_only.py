@@ -46,16 +46,18 @@ def run(program: str, folder: Path = ROOT) -> None:
     subprocess.run([sys.executable, "-c", lines], check=True, timeout=60)
 
 
-def test_an_engine_imports_neither_tokenizers_nor_the_hub() -> None:
+def test_an_engine_imports_no_package_for_tokenizers_or_the_hub() -> None:
     run(MODELS_ONLY + ENGINE)
 
 
-def test_mlx_lm_is_whole_for_who_asks_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlx_lm_is_imported_completely_when_more_of_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     run(MODELS_ONLY + WHOLE)
 
 
-def test_another_mlx_lm_is_imported_as_usual(tmp_path: Path) -> None:
+def test_other_versions_of_mlx_lm_are_imported_as_usual(tmp_path: Path) -> None:
     """One whose utils need the tokenizers at once, and one that has no utils."""
     package = tmp_path / "mlx_lm"
     package.mkdir()

@@ -25,7 +25,7 @@ def load(folder: Path) -> PredictionHead:
     return load_head(folder, no_progress, lambda _: None)
 
 
-def test_a_head_takes_its_memory_on_rank_0(tmp_path: Path) -> None:
+def test_memory_of_a_prediction_head_is_counted_on_rank_0(tmp_path: Path) -> None:
     folder = heads.make(tmp_path, "mimo")
     source = DraftSource(str(folder), None, None, is_head=True)
     loaded = sum(array.nbytes for array in load(folder).weights().values())
@@ -39,7 +39,7 @@ def test_a_head_takes_its_memory_on_rank_0(tmp_path: Path) -> None:
         make_plan(folder, replace(request, draft=source, memory=f"{expected // 1000}KB"))
 
 
-def test_a_quantized_head_is_read_as_it_is(tmp_path: Path) -> None:
+def test_a_quantized_prediction_head_is_loaded_as_it_is_stored(tmp_path: Path) -> None:
     """Its layer has another number in the checkpoint than in the model with one layer."""
     config = heads.config_of("glm4_moe", num_hidden_layers=2)
     size = config["hidden_size"]
@@ -55,7 +55,9 @@ def test_a_quantized_head_is_read_as_it_is(tmp_path: Path) -> None:
     assert own.shape == (size, 2 * size // 32)
 
 
-def test_deepseeks_head_is_converted_as_its_layers_are(tmp_path: Path) -> None:
+def test_weights_of_a_deepseek_prediction_head_are_converted_like_those_of_its_layers(
+    tmp_path: Path,
+) -> None:
     """Experts are stacked, and compressed keys and values divided."""
     folder = heads.make(tmp_path, "deepseek_v3", num_hidden_layers=3)
     head = load(folder)
@@ -68,7 +70,9 @@ def test_deepseeks_head_is_converted_as_its_layers_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_head_inputs_give_logits_without_adapters(tmp_path: Path, is_tied: bool) -> None:
+def test_logits_for_a_prediction_head_are_computed_without_adapters(
+    tmp_path: Path, is_tied: bool
+) -> None:
     """The adapter of the head belongs to rows of another forward pass. The engine ended if their
     number did not divide that of the prediction head's rows."""
     folder = heads.make(tmp_path, "mimo", tie_word_embeddings=is_tied)
@@ -89,7 +93,7 @@ def test_head_inputs_give_logits_without_adapters(tmp_path: Path, is_tied: bool)
     assert mx.array_equal(inputs.logits(hidden), expected)
 
 
-def test_a_folder_without_the_layers_of_a_head_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_the_layers_of_a_prediction_head_is_refused(tmp_path: Path) -> None:
     config = heads.config_of("mimo")
     folder = heads.save(tmp_path, config, heads.model_weights(config))
     with fails(ModelError, "model", match="--draft-model mtp"):

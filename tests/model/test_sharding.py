@@ -47,7 +47,7 @@ def answers(model: nn.Module) -> list[mx.array]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_shards_give_the_logits_of_the_whole_model(name: str) -> None:
+def test_shards_together_give_the_logits_of_the_whole_model(name: str) -> None:
     compare_shards(lambda: architectures.build(name), MAX_DIFFERENCE_OF.get(name, MAX_DIFFERENCE))
     assert sharded(name) == documented(name)
 
@@ -96,7 +96,7 @@ def divisions_of_shards(
     return sorted(divisions, key=lambda each: [each[name].ranges for name in sorted(each)])
 
 
-def test_shard_divides_layers_and_keeps_the_rest_whole() -> None:
+def test_shards_divide_layers_and_keep_everything_else_whole() -> None:
     whole = dict(named_arrays(build("llama")))
     model = build("llama")
     shard(model, StandIn(2))
@@ -107,7 +107,7 @@ def test_shard_divides_layers_and_keeps_the_rest_whole() -> None:
         assert sizes[name] == (array.size // 2 if is_divided else array.size), name
 
 
-def test_shard_leaves_the_head_to_rank_0() -> None:
+def test_shards_do_not_divide_the_head() -> None:
     """mlx-lm divides this head, and then every shard would have to take part in the logits."""
     model = architectures.build("qwen3_5")
     head = model.language_model.lm_head
@@ -116,7 +116,7 @@ def test_shard_leaves_the_head_to_rank_0() -> None:
     assert getattr(model.language_model, "sharding_group", None) is None
 
 
-def test_without_sums_shows_the_shapes_of_a_shard() -> None:
+def test_shapes_of_a_single_shard_are_found_without_sums() -> None:
     model = build("llama")
     shard(model, StandIn(2))
     with without_sums():
@@ -135,7 +135,7 @@ def test_without_sums_shows_the_shapes_of_a_shard() -> None:
     ],
     ids=["one kv head", "fewer kv heads than shards", "no whole kv heads"],
 )
-def test_shard_is_right_for_heads_that_mlx_lm_cannot_divide(
+def test_heads_that_mlx_lm_cannot_divide_are_divided_correctly(
     changes: dict[str, int], num_shards: int, parts: set[str]
 ) -> None:
     """mlx-lm would round the number of heads down and give wrong results. Shards that need the same
@@ -206,14 +206,14 @@ def test_shards_of_unequal_parts_give_the_logits_of_the_whole_model(
 
 
 @pytest.mark.slow
-def test_shards_whose_experts_are_looked_up_in_a_table_give_the_logits_of_the_whole_model() -> None:
+def test_shards_give_the_right_logits_if_experts_are_looked_up_in_a_table() -> None:
     """The search ran with a table of random numbers, and MLX read outside of an array, which ended
     the process."""
     divisions = compare_shards(lambda: architectures.build("deepseek_v41"), num_shards=3)
     assert any("down_proj" in name for name in divisions)
 
 
-def test_shard_uses_the_arrays_of_the_files_if_mlx_lm_fails() -> None:
+def test_shards_use_the_loaded_arrays_if_mlx_lm_fails_to_divide_a_model() -> None:
     """mlx-lm divides this bias in place before it fails. The weights have to stay the objects that
     were loaded, because a shard reads only its parts of these."""
     model = architectures.build("gpt_oss", **SIX_HEADS)
@@ -228,7 +228,7 @@ def test_shard_uses_the_arrays_of_the_files_if_mlx_lm_fails() -> None:
         assert mx.allclose(2 * bias, biases[name])
 
 
-def test_shard_to_train_begins_again_with_modules_that_are_in_a_list() -> None:
+def test_modules_in_a_list_are_divided_only_once_for_training() -> None:
     """The MLP was divided twice, and then it was not known that it is divided at all."""
     model = architectures.build("phi")
     for layer in model.layers:
@@ -242,7 +242,7 @@ def test_shard_to_train_begins_again_with_modules_that_are_in_a_list() -> None:
     assert (first.weight.shape, last.weight.shape) == ((128, 64), (64, 128))
 
 
-def test_shards_of_four_bits_are_cut_between_groups() -> None:
+def test_weights_of_four_bits_are_divided_between_groups_of_numbers() -> None:
     """Groups of 32 numbers: a head has two groups, and the MLP has five."""
     sizes = {**SIX_HEADS, "head_dim": 64, "intermediate_size": 160}
     parts = divisions_of_shards(
@@ -261,7 +261,7 @@ def test_experts_of_four_bits_are_divided() -> None:
     assert any("switch_mlp.down_proj" in name for name in divisions)
 
 
-def test_shard_keeps_modules_whole_without_a_proof() -> None:
+def test_modules_without_a_proof_are_not_divided() -> None:
     """A norm goes over all heads together, so a shard of them would compute something else."""
     divisions = compare_shards(lambda: architectures.build("olmo2"))
     inside = {name.removeprefix("model.layers.1.") for name in divisions}
@@ -290,13 +290,13 @@ def test_digest_differs_if_a_shard_leaves_a_matrix_whole(
     assert other.digest != digest
 
 
-def test_digest_tells_mlx_lms_own_division_from_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_differs_if_mlx_lm_divides_the_model_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     digest = shard(build("llama"), StandIn(2)).digest
     monkeypatch.delattr(type(build("llama")), "shard")
     assert shard(build("llama"), StandIn(2)).digest != digest
 
 
-def test_without_sums_compiles_nothing() -> None:
+def test_functions_are_not_compiled_while_sums_are_turned_off() -> None:
     """A function compiled within it would leave out sums later, too."""
     model = build("llama")
 

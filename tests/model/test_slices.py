@@ -16,7 +16,7 @@ from serve.model.slices import Slices, cut_units, scaled, slices_of
         (9, 9, 4, (3, 2, 2, 2)),
     ],
 )
-def test_cut_units_gives_the_first_shards_one_unit_more(
+def test_first_shards_get_one_unit_more_if_units_do_not_divide_evenly(
     size: int, num_units: int, num_shards: int, sizes: tuple[int, ...]
 ) -> None:
     slices = cut_units(size, num_units, num_shards)
@@ -36,13 +36,13 @@ def test_cut_units_gives_the_first_shards_one_unit_more(
         ((((0, 2),), ((2, 4),)), False),  # no end
     ],
 )
-def test_is_partition_tells_whether_each_number_is_on_one_shard(
+def test_slices_are_a_partition_if_each_number_is_on_exactly_one_shard(
     ranges: tuple[tuple[tuple[int, int], ...], ...], is_partition: bool
 ) -> None:
     assert Slices(6, ranges).is_partition == is_partition
 
 
-def test_scaled_refuses_an_axis_that_cannot_be_cut_there() -> None:
+def test_slices_cannot_be_scaled_to_an_axis_that_does_not_divide_there() -> None:
     """A part that is rounded down would be a wrong part of an adapter."""
     assert scaled(((0, 2), (4, 6)), 12, 6) == ((0, 4), (8, 12))
     assert scaled(((2, 4),), 3, 6) == ((1, 2),)
@@ -50,7 +50,7 @@ def test_scaled_refuses_an_axis_that_cannot_be_cut_there() -> None:
         scaled(((1, 3),), 8, 6)
 
 
-def test_slices_of_unequal_parts_keep_the_proportions() -> None:
+def test_slices_found_in_an_array_keep_the_proportions_of_unequal_parts() -> None:
     parts = cut_units(6, 3, 2)  # Four numbers and two.
     fitting = [mx.array([[1.0, 0, 1, 0, 0, 0]]), mx.array([[0, 0, 0, 0, 1.0, 0]])]
     found = slices_of(fitting, -1, parts)
@@ -63,7 +63,7 @@ def test_slices_of_unequal_parts_keep_the_proportions() -> None:
     assert slices_of([mx.zeros(3), mx.zeros(3)], -1, parts) is None
 
 
-def test_slices_divide_numbers_in_proportion() -> None:
+def test_numbers_are_divided_in_proportion_to_the_slices() -> None:
     assert cut_units(48, 3, 2).possible_numbers(9) == [(6, 3)]
     assert cut_units(48, 3, 2).possible_numbers(8) == []
     assert cut_units(48, 3, 2).possible_numbers(0) == []

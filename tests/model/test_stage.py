@@ -23,7 +23,9 @@ def split(name: str, cuts: list[int]) -> list[Stage]:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
-def test_prefill_and_decode_are_exactly_equal(name: str, cuts: list[int]) -> None:
+def test_prefill_and_decode_of_stages_equal_those_of_the_whole_model_exactly(
+    name: str, cuts: list[int]
+) -> None:
     whole, stages = build(name), split(name, cuts)
     whole_cache = make_prompt_cache(whole)
     caches = [stage.make_cache() for stage in stages]
@@ -36,7 +38,7 @@ def test_prefill_and_decode_are_exactly_equal(name: str, cuts: list[int]) -> Non
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_prefill_without_caches_is_exactly_equal(name: str) -> None:
+def test_prefill_of_stages_without_caches_equals_that_of_the_whole_model_exactly(name: str) -> None:
     tokens = mx.array([[3, 1, 4, 1, 5]])
     passed: list[mx.array] = []
     for stage in split(name, [0, 1, 4]):
@@ -45,7 +47,7 @@ def test_prefill_without_caches_is_exactly_equal(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_each_weight_has_one_owner_and_its_own_name(name: str) -> None:
+def test_each_weight_belongs_to_one_stage_and_keeps_its_name(name: str) -> None:
     whole = dict(tree_flatten(build(name).parameters()))
     stages = split(name, [0, 1, 3, 4])
     owned = [stage.weights() for stage in stages]
@@ -63,7 +65,7 @@ def test_a_middle_stage_has_neither_embedding_nor_head() -> None:
     assert all(key.startswith(("model.layers.1.", "model.layers.2.")) for key in middle.weights())
 
 
-def test_only_own_weights_are_read(tmp_path: Path) -> None:
+def test_a_stage_reads_only_its_own_weights(tmp_path: Path) -> None:
     """The tensors of other stages may even be missing behind the file's header."""
     folder = save(tmp_path / "m", "llama")
     loaded = load_stage(folder, 2, 4, progress=lambda *_: None)
@@ -111,7 +113,9 @@ def test_a_model_that_runs_layers_twice_is_refused() -> None:
         Stage(looping, 0, 2)
 
 
-def test_seams_pass_the_output_of_every_second_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_of_every_second_layer_can_be_evaluated_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What begins early is computed once, and changes nothing."""
     monkeypatch.setattr(stage_module, "_LAYERS_BETWEEN_SEAMS", 2)
     tokens = mx.array([[3, 1, 4, 1, 5]])

@@ -29,7 +29,7 @@ def _evaluating(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_a_model_that_evaluates_reads_no_weights(tmp_path: Path) -> None:
+def test_trying_a_model_that_evaluates_arrays_reads_no_weights(tmp_path: Path) -> None:
     folder = save(tmp_path / "m", "llama")
     model = _evaluating(build("llama"))
     model.load_weights(str(folder / "model.safetensors"))
@@ -39,7 +39,7 @@ def test_a_model_that_evaluates_reads_no_weights(tmp_path: Path) -> None:
     Stage(model, 1, 3)
 
 
-def test_a_model_that_evaluates_is_split_nevertheless() -> None:
+def test_a_model_that_evaluates_arrays_can_still_be_split() -> None:
     tokens, passed = mx.array([[1, 2, 3]]), []
     for start, end in ((0, 1), (1, 4)):
         stage = Stage(_evaluating(build("llama")), start, end)
@@ -47,7 +47,7 @@ def test_a_model_that_evaluates_is_split_nevertheless() -> None:
     assert mx.array_equal(passed[0], build("llama")(tokens))
 
 
-def test_without_weights_restores_the_model() -> None:
+def test_weights_are_restored_after_a_trial() -> None:
     model = build("llama")
     before = {name: id(array) for name, array in tree_flatten(model.parameters())}
     model.norm_kept = None
@@ -66,11 +66,11 @@ def test_a_model_whose_forward_pass_fails_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "deepseek_v3"])
-def test_rows_of_these_architectures_can_share_a_forward_pass(name: str) -> None:
+def test_these_architectures_can_compute_several_rows_in_one_forward_pass(name: str) -> None:
     assert can_batch(build(name))
 
 
-def test_the_rotation_is_restored() -> None:
+def test_the_rope_function_of_mlx_is_restored_after_a_trial() -> None:
     rope = mx.fast.rope
     can_batch(build("llama"))
     assert mx.fast.rope is rope

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "vocab_size",
     ],
 )
-def test_absurd_numbers_in_config_json_are_a_model_error(
+def test_absurd_numbers_in_a_config_raise_a_model_error(
     folder: Path, name: str, number: int
 ) -> None:
     config = json.loads((TINY_CHAT / "config.json").read_text())
