@@ -22,7 +22,7 @@ def ask(page: Page, question: str) -> None:
     expect(page.locator(".answer").last).to_have_attribute("data-state", "done")
 
 
-def test_chat_shows_markdown_and_copies_code(
+def test_chat_renders_markdown_and_copies_code(
     engine: ShownEngine, server: Running, tab: Tab
 ) -> None:
     engine.answer = "**bold** and\n\n```\nx = 1 < 2\n```\n"
@@ -39,7 +39,7 @@ def test_chat_shows_markdown_and_copies_code(
     tab.check()
 
 
-def test_button_of_a_code_block_is_never_cut(
+def test_copy_button_of_a_code_block_is_always_fully_visible(
     engine: ShownEngine, server: Running, tab: Tab
 ) -> None:
     """Blocks without a line, with one, and with one that is wider than the page."""
@@ -84,7 +84,7 @@ def test_chat_shows_plain_text_until_the_answer_pauses(server: Running, tab: Tab
     tab.check()
 
 
-def test_chat_leaves_text_plain_that_the_server_does_not_render(server: Running, tab: Tab) -> None:
+def test_chat_shows_plain_text_if_the_server_does_not_render_it(server: Running, tab: Tab) -> None:
     tab.page.route("**/ui/markdown", lambda route: route.fulfill(status=503, body=""))
     page = tab.show(server.url, "chat")
     ask(page, "hello")
@@ -109,7 +109,7 @@ def test_chat_says_how_an_answer_ended(engine: ShownEngine, tab: Tab) -> None:
     tab.check(allowed=REFUSED)
 
 
-def test_chat_sees_that_an_answer_broke_off(server: Running, tab: Tab) -> None:
+def test_chat_notices_that_the_stream_of_an_answer_broke(server: Running, tab: Tab) -> None:
     chunk = {"choices": [{"delta": {"content": "hello"}}]}
     tab.page.route(
         "**/v1/chat/completions",

@@ -9,7 +9,7 @@ MAX_BYTES = 90_000
 MAX_COMPRESSED_BYTES = 40_000
 
 
-def test_page_is_small() -> None:
+def test_all_files_of_the_page_together_are_small() -> None:
     """All files together, and what a browser fetches."""
     sizes = [path.stat().st_size for path in pages.ROOT.rglob("*") if path.is_file()]
     assert sum(sizes) <= MAX_BYTES
@@ -18,7 +18,7 @@ def test_page_is_small() -> None:
     assert sum(len(file.compressed) for file in files if file) <= MAX_COMPRESSED_BYTES
 
 
-def test_page_imports_only_files_that_exist() -> None:
+def test_the_page_imports_only_files_that_exist() -> None:
     missing = []
     for path in pages.ROOT.rglob("*.js"):
         for name in re.findall(r"""(?:from|import)\s*\(?["']([^"']+)["']""", path.read_text()):
@@ -28,7 +28,7 @@ def test_page_imports_only_files_that_exist() -> None:
     assert not missing
 
 
-def test_page_has_nothing_inline() -> None:
+def test_the_page_has_no_inline_scripts_or_styles() -> None:
     text = (pages.ROOT / pages.INDEX).read_text()
     assert "<style" not in text
     assert not re.search(r"\s(style|on\w+)=", text)

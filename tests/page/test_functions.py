@@ -48,7 +48,9 @@ def run(page: Page, module: str, call: str) -> Any:
         ("m.clock(new Date(2026, 1, 3, 16, 3, 7) / 1000, false)", "16:03"),
     ],
 )
-def test_numbers_are_rounded_and_missing_ones_are_dashes(page: Page, call: str, shown: str) -> None:
+def test_numbers_are_rounded_and_a_missing_number_is_shown_as_a_dash(
+    page: Page, call: str, shown: str
+) -> None:
     assert run(page, "format.js", call) == shown
 
 
@@ -64,7 +66,7 @@ def test_numbers_are_rounded_and_missing_ones_are_dashes(page: Page, call: str, 
         ("m.multiples(61, 125, 30)", [90, 120]),
     ],
 )
-def test_axes_have_round_marks(page: Page, call: str, value: Any) -> None:
+def test_axes_have_marks_at_round_numbers(page: Page, call: str, value: Any) -> None:
     assert run(page, "plot.js", call) == value
 
 
@@ -90,7 +92,7 @@ def shown(page: Page, steps: str) -> Any:
     return page.evaluate(SHOW.replace("STEPS", steps))
 
 
-def test_elements_are_made_of_descriptions_and_text_stays_text(page: Page) -> None:
+def test_elements_are_built_from_descriptions_without_parsing_text_as_html(page: Page) -> None:
     html = shown(
         page,
         """const props = { class: "a", hidden: true, title: null };
@@ -100,7 +102,7 @@ def test_elements_are_made_of_descriptions_and_text_stays_text(page: Page) -> No
     assert html == '<p class="a" hidden="">&lt;i&gt;1<b>c</b></p>'
 
 
-def test_elements_stay_and_lose_what_is_no_longer_described(page: Page) -> None:
+def test_redrawing_keeps_an_element_and_removes_attributes_no_longer_described(page: Page) -> None:
     found = shown(
         page,
         """show(holder, p({ class: "a", "aria-busy": false, onclick: () => 0 }, "b", b("c")));
@@ -113,7 +115,7 @@ def test_elements_stay_and_lose_what_is_no_longer_described(page: Page) -> None:
     assert found == [first, '<p aria-busy="true">d</p>', True, None]
 
 
-def test_items_with_keys_move(page: Page) -> None:
+def test_items_with_keys_are_moved_and_not_built_again(page: Page) -> None:
     found = shown(
         page,
         """const items = (...keys) => show(holder, ul(keys.map((key) => li({ key }, key))));
@@ -126,7 +128,7 @@ def test_items_with_keys_move(page: Page) -> None:
     assert found == ["cxa", True, False, True]
 
 
-def test_what_was_typed_stays_unless_it_is_described(page: Page) -> None:
+def test_typed_text_stays_unless_the_description_gives_a_value(page: Page) -> None:
     found = shown(
         page,
         """const typed = (props) => { show(holder, input(props)); return holder.firstChild; };
@@ -137,7 +139,7 @@ def test_what_was_typed_stays_unless_it_is_described(page: Page) -> None:
     assert found == ["mine", "theirs"]
 
 
-def test_elements_of_svg_are_drawn(page: Page) -> None:
+def test_svg_elements_are_drawn(page: Page) -> None:
     names = shown(
         page,
         """show(holder, svg({ viewBox: "0 0 1 1" }, path({ d: "M0 0" })), p("a"));
@@ -146,7 +148,7 @@ def test_elements_of_svg_are_drawn(page: Page) -> None:
     assert names == ["SVGSVGElement", "SVGPathElement", "HTMLParagraphElement"]
 
 
-def test_functions_are_called_when_an_element_is_made_and_whenever_it_is_drawn(page: Page) -> None:
+def test_the_function_created_is_called_once_and_drawn_at_each_redraw(page: Page) -> None:
     calls = shown(
         page,
         """const calls = [];

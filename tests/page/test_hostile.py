@@ -31,7 +31,9 @@ def check_unhurt(page: Page, place: str) -> None:
     assert page.evaluate("window.hurt") is None
 
 
-def test_chat_runs_nothing_that_was_written(engine: ShownEngine, server: Running, tab: Tab) -> None:
+def test_the_chat_runs_no_script_in_questions_and_answers(
+    engine: ShownEngine, server: Running, tab: Tab
+) -> None:
     """Markup in a question and in an answer, and addresses that would run or fetch something."""
     attacks = [
         MARKUP,
@@ -61,7 +63,7 @@ def test_chat_runs_nothing_that_was_written(engine: ShownEngine, server: Running
     tab.check()
 
 
-def test_chat_takes_only_listed_elements_from_rendered_text(server: Running, tab: Tab) -> None:
+def test_the_chat_accepts_only_allowed_elements_of_rendered_html(server: Running, tab: Tab) -> None:
     """This test plays a server that renders HTML as it stands."""
     html = f"""<h1 onclick="window.hurt=1" id="app" style="color: red">{MARKUP}title</h1>
         <a href="javascript:window.hurt=1">run</a> <a href="https://a.example/b">go</a>
@@ -88,7 +90,7 @@ def test_chat_takes_only_listed_elements_from_rendered_text(server: Running, tab
     tab.forget()  # The browser reports what the policy would have refused.
 
 
-def test_adapters_run_nothing_in_their_names(engine: ShownEngine, tab: Tab) -> None:
+def test_names_of_adapters_run_no_script(engine: ShownEngine, tab: Tab) -> None:
     """The server refuses such names. This test gives one to the page directly."""
     with Running(engine, adapter_root=Path()) as server:
         check_adapters(tab.show(server.url, "adapters"))
@@ -113,7 +115,7 @@ def check_adapters(page: Page) -> None:
     check_unhurt(page, "main")
 
 
-def test_requests_show_the_oldest_of_very_many(engine: ShownEngine, tab: Tab) -> None:
+def test_the_oldest_of_very_many_requests_are_shown(engine: ShownEngine, tab: Tab) -> None:
     engine.delay = 60.0
     ids = [f"many-{number}" for number in range(MAX_SHOWN_REQUESTS + 3)]
     with Running(engine, max_queue=1000) as server, waiting(server, *ids):
@@ -123,7 +125,7 @@ def test_requests_show_the_oldest_of_very_many(engine: ShownEngine, tab: Tab) ->
         tab.check()
 
 
-def test_page_says_that_too_many_pages_watch(server: Running, tab: Tab) -> None:
+def test_the_page_says_if_too_many_pages_watch_the_server(server: Running, tab: Tab) -> None:
     with httpx2.Client(base_url=server.url) as client, ExitStack() as streams:
         for _ in range(MAX_WATCHERS):
             stream = streams.enter_context(client.stream("GET", "/admin/events"))
@@ -135,7 +137,7 @@ def test_page_says_that_too_many_pages_watch(server: Running, tab: Tab) -> None:
 
 
 @pytest.mark.parametrize("width", [360, 1280])
-def test_page_does_not_widen_with_long_names(engine: ShownEngine, tab: Tab, width: int) -> None:
+def test_long_names_do_not_widen_the_page(engine: ShownEngine, tab: Tab, width: int) -> None:
     long = "n" * 10_000
     engine.stage_fields = {0: {"host": long}, 1: {"state": long}}
     engine.cluster = {"name": "working", "what": "", "fault": long, "fault_seconds_ago": 3600}
@@ -154,7 +156,7 @@ def test_page_does_not_widen_with_long_names(engine: ShownEngine, tab: Tab, widt
         tab.check()
 
 
-def test_tab_finds_violations_and_errors(server: Running, tab: Tab) -> None:
+def test_the_check_of_a_tab_finds_violations_and_errors(server: Running, tab: Tab) -> None:
     """The check that ends every test of the page can fail."""
     page = tab.show(server.url)
     page.evaluate("console.error('made up')")

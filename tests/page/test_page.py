@@ -89,7 +89,7 @@ def settings(page: Page, **texts: str) -> None:
 
 
 @pytest.mark.long
-def test_pipeline_shows_overlap_with_four_clients_and_none_with_one(
+def test_the_view_of_the_pipeline_shows_overlapping_steps_for_four_clients_but_not_for_one(
     cluster: Server, tab: Tab
 ) -> None:
     page = tab.show(cluster.url)
@@ -105,7 +105,9 @@ def test_pipeline_shows_overlap_with_four_clients_and_none_with_one(
 
 
 @pytest.mark.long
-def test_pipeline_shows_a_kill_and_its_recovery_without_a_reload(cluster: Server, tab: Tab) -> None:
+def test_the_view_of_the_pipeline_shows_a_killed_engine_and_its_recovery_without_a_reload(
+    cluster: Server, tab: Tab
+) -> None:
     page = tab.show(cluster.url)
     expect(page.locator("[data-state=ready]")).to_be_visible()
     page.evaluate("window.sameDocument = true")
@@ -147,7 +149,7 @@ def test_requests_can_be_cancelled(cluster: Server, tab: Tab) -> None:
 
 
 @pytest.mark.long
-def test_adapters_can_be_loaded_replaced_and_unloaded(cluster: Server, tab: Tab) -> None:
+def test_adapters_can_be_loaded_and_replaced_and_unloaded(cluster: Server, tab: Tab) -> None:
     page = tab.show(cluster.url, "adapters")
     expect(page.get_by_text("No adapter is loaded.")).to_be_visible()
     card = page.locator("[data-adapter=guest]")
@@ -176,7 +178,7 @@ def test_adapters_can_be_loaded_replaced_and_unloaded(cluster: Server, tab: Tab)
 # --- the chat
 
 
-def test_chat_streams_and_saves_in_the_browser_only(cluster: Server, tab: Tab) -> None:
+def test_a_chat_is_streamed_and_saved_only_in_the_browser(cluster: Server, tab: Tab) -> None:
     page = tab.show(cluster.url, "chat")
     page.evaluate(NOTE_TEXTS)
     answer = ask(page, "Say the alphabet.")
@@ -192,7 +194,7 @@ def test_chat_streams_and_saves_in_the_browser_only(cluster: Server, tab: Tab) -
 
 
 @pytest.mark.long
-def test_chat_can_be_stopped_and_asked_again(cluster: Server, tab: Tab) -> None:
+def test_an_answer_can_be_stopped_and_asked_for_again(cluster: Server, tab: Tab) -> None:
     page = tab.show(cluster.url, "chat")
     settings(page, Max_tokens="3")
     answer = ask(page, "Tell me a story.")
@@ -208,7 +210,9 @@ def test_chat_can_be_stopped_and_asked_again(cluster: Server, tab: Tab) -> None:
 
 
 @pytest.mark.long
-def test_chat_compares_a_model_and_an_adapter(cluster: Server, tab: Tab) -> None:
+def test_the_chat_compares_answers_of_the_model_and_of_an_adapter(
+    cluster: Server, tab: Tab
+) -> None:
     load = {"lora_name": "guest", "lora_path": "pirate"}
     httpx2.post(f"{cluster.url}/v1/load_lora_adapter", json=load).raise_for_status()
     page = tab.show(cluster.url, "chat")
@@ -238,7 +242,7 @@ def watchers(server: Server) -> int:
 
 
 @pytest.mark.slow
-def test_page_leaves_no_watcher_behind_when_it_is_reloaded(cluster: Server, tab: Tab) -> None:
+def test_reloading_the_page_leaves_no_watcher_behind(cluster: Server, tab: Tab) -> None:
     """There are more reloads than there may be watchers."""
     page = tab.show(cluster.url)
     expect(page.locator("[data-state=ready]")).to_be_visible()

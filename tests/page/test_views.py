@@ -44,7 +44,7 @@ def stored(page: Page) -> Any:
     return page.evaluate("JSON.stringify([{...sessionStorage}, {...localStorage}])")
 
 
-def test_a_chat_that_needs_no_key_asks_for_none(engine: ShownEngine, tab: Tab) -> None:
+def test_the_chat_asks_for_no_key_if_it_needs_none(engine: ShownEngine, tab: Tab) -> None:
     with Running(engine, admin_key=("boss",)) as server:
         page = tab.show(server.url, "adapters")
         expect(page.get_by_text("This view needs an admin key")).to_be_visible()
@@ -57,7 +57,7 @@ def test_a_chat_that_needs_no_key_asks_for_none(engine: ShownEngine, tab: Tab) -
         tab.check(allowed=REFUSED)
 
 
-def test_views_ask_for_keys_and_use_them(engine: ShownEngine, tab: Tab) -> None:
+def test_views_ask_for_keys_and_send_them(engine: ShownEngine, tab: Tab) -> None:
     with Running(engine, api_key=("user",), admin_key=("boss",)) as server:
         page = tab.show(server.url)
         expect(page.get_by_text("This view needs an admin key")).to_be_visible()
@@ -92,7 +92,9 @@ def test_views_show_the_progress_of_a_start(engine: ShownEngine, server: Running
     tab.check()
 
 
-def test_views_show_a_fault_and_the_end(engine: ShownEngine, server: Running, tab: Tab) -> None:
+def test_views_show_a_fault_and_the_end_of_the_cluster(
+    engine: ShownEngine, server: Running, tab: Tab
+) -> None:
     page = tab.show(server.url)
     expect(page.locator("[data-state=ready]")).to_be_visible()
     engine.cluster = {"name": "renewing", "what": "a process is replaced", "fault": "Rank 1 died."}
@@ -105,7 +107,7 @@ def test_views_show_a_fault_and_the_end(engine: ShownEngine, server: Running, ta
     tab.check()
 
 
-def test_views_say_that_the_server_is_gone(engine: ShownEngine, tab: Tab) -> None:
+def test_views_say_when_the_server_is_gone(engine: ShownEngine, tab: Tab) -> None:
     with Running(engine) as server:
         page = tab.show(server.url)
         expect(page.locator("[data-state=ready]")).to_be_visible()
@@ -116,7 +118,7 @@ def test_views_say_that_the_server_is_gone(engine: ShownEngine, tab: Tab) -> Non
 @pytest.mark.parametrize(
     ("num_clients", "min_overlap", "max_overlap"), [(1, 0.9, 1.1), (4, 1.8, 2.0)]
 )
-def test_drawn_steps_overlap_as_much_as_those_of_the_engine(
+def test_drawn_steps_overlap_as_much_as_the_steps_of_the_engine(
     engine: ShownEngine,
     server: Running,
     tab: Tab,
@@ -135,7 +137,7 @@ def test_drawn_steps_overlap_as_much_as_those_of_the_engine(
     tab.check()
 
 
-def test_pipeline_names_the_bottleneck_and_the_request_that_waits(
+def test_the_view_of_the_pipeline_names_the_bottleneck_and_a_waiting_request(
     engine: ShownEngine, tab: Tab
 ) -> None:
     engine.busy_shares = {0: 0.3}
@@ -153,7 +155,7 @@ def test_pipeline_names_the_bottleneck_and_the_request_that_waits(
         tab.check()
 
 
-def test_values_of_a_request_stand_in_columns_on_phones(engine: ShownEngine, tab: Tab) -> None:
+def test_values_of_a_request_are_in_columns_on_phones(engine: ShownEngine, tab: Tab) -> None:
     engine.delay = 60.0
     tab.page.set_viewport_size({"width": 390, "height": 844})
     with Running(engine) as server, waiting(server, "f1-57"):
@@ -164,7 +166,9 @@ def test_values_of_a_request_stand_in_columns_on_phones(engine: ShownEngine, tab
         tab.check()
 
 
-def test_a_stage_that_is_hardly_busy_limits_nothing(engine: ShownEngine, tab: Tab) -> None:
+def test_a_stage_that_is_hardly_busy_is_not_called_a_bottleneck(
+    engine: ShownEngine, tab: Tab
+) -> None:
     engine.busy_shares = {0: 0.06, 1: 0.2}
     with Running(engine) as server:
         finding = tab.show(server.url).locator("[data-finding=bottleneck]")
@@ -173,7 +177,7 @@ def test_a_stage_that_is_hardly_busy_limits_nothing(engine: ShownEngine, tab: Ta
         tab.check()
 
 
-def test_trace_is_saved_for_perfetto(server: Running, tab: Tab) -> None:
+def test_the_trace_is_saved_in_the_format_of_perfetto(server: Running, tab: Tab) -> None:
     page = tab.show(server.url)
     with page.expect_download() as downloading:
         page.get_by_role("button", name="Save trace").click()
@@ -181,7 +185,7 @@ def test_trace_is_saved_for_perfetto(server: Running, tab: Tab) -> None:
     tab.check()
 
 
-def test_a_step_is_described_while_the_pointer_is_over_it(server: Running, tab: Tab) -> None:
+def test_the_step_under_the_pointer_is_described(server: Running, tab: Tab) -> None:
     page = tab.show(server.url)
     expect(page.locator(".legend")).to_contain_text("One colour for each request.")
     wait_for_steps = "document.querySelector('[data-overlap]')?.dataset.overlap > 0"
@@ -193,7 +197,7 @@ def test_a_step_is_described_while_the_pointer_is_over_it(server: Running, tab: 
     tab.check()
 
 
-def test_steps_are_drawn_after_a_clock_was_set_back(server: Running, tab: Tab) -> None:
+def test_steps_are_drawn_even_after_a_clock_was_set_back(server: Running, tab: Tab) -> None:
     page = tab.show(server.url)
     expect(page.locator("[data-state=ready]")).to_be_visible()
     lengths = page.evaluate("""async () => {
@@ -223,7 +227,7 @@ def num_samples_at_first(page: Page) -> int:
     return number
 
 
-def test_charts_show_the_time_before_the_page_was_opened(
+def test_charts_include_the_time_before_the_page_was_opened(
     engine: ShownEngine, tab: Tab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "STEP_SECONDS", 0.05)
@@ -240,7 +244,7 @@ def test_charts_show_the_time_before_the_page_was_opened(
         tab.check()
 
 
-def test_charts_without_samples_have_times_of_today_and_no_speed(
+def test_charts_without_samples_show_times_of_today_and_no_speed(
     engine: ShownEngine, tab: Tab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "STEP_SECONDS", 1000.0)
@@ -255,7 +259,7 @@ def test_charts_without_samples_have_times_of_today_and_no_speed(
         tab.check()
 
 
-def test_header_and_charts_show_the_same_number_of_requests(server: Running, tab: Tab) -> None:
+def test_the_header_and_charts_show_the_same_number_of_requests(server: Running, tab: Tab) -> None:
     """Also while the newest sample is older than the state."""
     page = tab.show(server.url)
     expect(page.locator("[data-state=ready]")).to_be_visible()
@@ -272,14 +276,14 @@ def test_header_and_charts_show_the_same_number_of_requests(server: Running, tab
     tab.check()
 
 
-def test_requests_are_counted_in_whole_numbers_by_their_axis(server: Running, tab: Tab) -> None:
+def test_the_axis_of_requests_has_only_whole_numbers(server: Running, tab: Tab) -> None:
     page = tab.show(server.url)
     marks = page.locator(".chart").nth(3).locator("text[text-anchor=end]")
     expect(marks).to_have_text(["0", "2", "4"])
     tab.check()
 
 
-def test_steps_lie_above_the_lines_of_their_axis(server: Running, tab: Tab) -> None:
+def test_steps_are_drawn_above_the_lines_of_their_axis(server: Running, tab: Tab) -> None:
     """One step fills a lane: all pixels in its middle have the same colour."""
     page = tab.show(server.url)
     num_colours = page.evaluate("""async () => {
@@ -301,7 +305,7 @@ def test_steps_lie_above_the_lines_of_their_axis(server: Running, tab: Tab) -> N
 # --- how it looks
 
 
-def test_tabs_have_the_same_places_in_every_view(server: Running, tab: Tab) -> None:
+def test_tabs_keep_their_places_in_every_view(server: Running, tab: Tab) -> None:
     page = tab.show(server.url)
     places = []
     for view in VIEWS:
@@ -313,7 +317,7 @@ def test_tabs_have_the_same_places_in_every_view(server: Running, tab: Tab) -> N
     tab.check()
 
 
-def test_zooming_in_shortens_the_period(server: Running, tab: Tab) -> None:
+def test_zooming_in_shortens_the_time_that_is_shown(server: Running, tab: Tab) -> None:
     page = tab.show(server.url)
     expect(page.locator(".zoom")).to_have_text("−2 s+")
     page.get_by_role("button", name="Zoom in").click()
@@ -341,7 +345,7 @@ def test_requests_and_kinds_of_steps_differ_in_colour(server: Running, tab: Tab)
     tab.check()
 
 
-def test_cards_name_their_values(server: Running, tab: Tab) -> None:
+def test_each_value_of_a_stage_has_a_label(server: Running, tab: Tab) -> None:
     page = tab.show(server.url)
     names = ["layers", "weights", "KV cache", "adapters", "memory"]
     names += ["decode step", "transfer", "restarts", "state"]
@@ -355,7 +359,7 @@ def test_cards_name_their_values(server: Running, tab: Tab) -> None:
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
-def test_chat_fills_the_window_and_does_not_scroll_it(
+def test_the_chat_fills_the_window_without_scrolling_it(
     server: Running, tab: Tab, width: int, height: int
 ) -> None:
     tab.page.set_viewport_size({"width": width, "height": height})
@@ -366,7 +370,7 @@ def test_chat_fills_the_window_and_does_not_scroll_it(
     tab.check()
 
 
-def test_phones_see_no_keyboard_hints(server: Running, browser: Browser) -> None:
+def test_hints_about_keys_are_hidden_on_phones(server: Running, browser: Browser) -> None:
     for options, is_phone in ({}, False), ({"has_touch": True, "is_mobile": True}, True):
         with opened(browser, viewport={"width": 900, "height": 800}, **options) as tab:
             page = tab.show(server.url)
@@ -377,7 +381,9 @@ def test_phones_see_no_keyboard_hints(server: Running, browser: Browser) -> None
             tab.check()
 
 
-def test_adapters_are_loaded_where_that_is_allowed(engine: ShownEngine, browser: Browser) -> None:
+def test_the_form_to_load_adapters_is_shown_only_if_loading_is_allowed(
+    engine: ShownEngine, browser: Browser
+) -> None:
     allowed: dict[str, Any] = {"adapter_root": Path()}
     for flags, words in (({}, "--adapter-root FOLDER"), (allowed, "below --adapter-root")):
         with Running(engine, **flags) as server, opened(browser) as tab:
@@ -388,7 +394,9 @@ def test_adapters_are_loaded_where_that_is_allowed(engine: ShownEngine, browser:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_views_have_no_serious_barriers(server: Running, browser: Browser, scheme: Any) -> None:
+def test_views_pass_the_check_of_accessibility(
+    server: Running, browser: Browser, scheme: Any
+) -> None:
     found = []
     with opened(browser, color_scheme=scheme) as tab:
         page = tab.show(server.url)
@@ -406,7 +414,7 @@ def test_views_have_no_serious_barriers(server: Running, browser: Browser, schem
 
 
 @pytest.mark.parametrize("width", [360, 1280, 2560])
-def test_views_of_seven_stages_fit_narrow_and_wide_windows(
+def test_views_of_seven_stages_fit_into_narrow_and_wide_windows(
     engine: ShownEngine, server: Running, browser: Browser, width: int
 ) -> None:
     engine.num_ranks = 7
@@ -422,7 +430,7 @@ def test_views_of_seven_stages_fit_narrow_and_wide_windows(
         tab.check()
 
 
-def test_charts_stay_when_the_server_stops_and_the_view_is_opened_again(
+def test_charts_remain_when_the_server_stops_and_the_view_is_opened_again(
     engine: ShownEngine, tab: Tab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chart is as wide as its panel, although a notice was put above it."""
