@@ -73,7 +73,7 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it did not come")
 
 
-async def test_all_ranks_join_in_any_order() -> None:
+async def test_ranks_can_join_in_any_order() -> None:
     async with control_server() as (centre, address, heard):
         links = [await join(address, replace(MINE, rank=rank, pid=rank), 5) for rank in (2, 1)]
         assert centre.joined == {1, 2}
@@ -100,7 +100,7 @@ async def test_all_ranks_join_in_any_order() -> None:
         ({"pid": None}, "cannot be read .*int"),
     ],
 )
-async def test_a_refused_rank_gets_the_reason(change: dict[str, Any], reason: str) -> None:
+async def test_a_rank_that_is_refused_gets_the_reason(change: dict[str, Any], reason: str) -> None:
     async with control_server() as (centre, address, _):
         with fails(ClusterError, "rank_refused", match=reason):
             await join(address, replace(MINE, **{"rank": 1, **change}), 5)
@@ -126,7 +126,7 @@ async def greeting_of(address: Address) -> Hello:
     return hello
 
 
-async def test_the_secret_is_never_sent_and_a_greeting_serves_once() -> None:
+async def test_the_secret_is_never_sent_and_a_greeting_works_only_once() -> None:
     hello = await greeting_of(Address("127.0.0.1", free_ports(1)[0]))
     assert MINE.secret not in str(hello)
     assert MINE.secret not in repr(MINE)
@@ -143,7 +143,7 @@ async def test_the_secret_is_never_sent_and_a_greeting_serves_once() -> None:
 
 
 @pytest.mark.parametrize("answer", [Welcome(""), Welcome("00"), Stop()])
-async def test_an_impostor_of_rank_0_is_found_out(answer: ToRank) -> None:
+async def test_a_rank_does_not_believe_a_false_rank_0(answer: ToRank) -> None:
     address = Address("127.0.0.1", free_ports(1)[0])
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -159,7 +159,7 @@ async def test_an_impostor_of_rank_0_is_found_out(answer: ToRank) -> None:
             await join(address, replace(MINE, rank=1), 5)
 
 
-async def test_a_rank_that_has_left_may_join_again() -> None:
+async def test_a_rank_that_has_left_can_join_again() -> None:
     async with control_server() as (centre, address, heard):
         link = await join(address, replace(MINE, rank=1), 5)
         await link.close()
@@ -171,7 +171,7 @@ async def test_a_rank_that_has_left_may_join_again() -> None:
         await link.close()
 
 
-async def test_a_rank_cannot_come_twice() -> None:
+async def test_a_rank_that_is_connected_cannot_join_again() -> None:
     async def live(link: Link[ToRank]) -> None:
         while message := await link.receive():
             assert message == Ping()
@@ -207,7 +207,7 @@ async def test_a_rank_that_joins_again_replaces_its_silent_connection(
         await fresh.close()
 
 
-async def test_without_a_secret_no_caller_replaces_a_rank(
+async def test_callers_without_a_secret_cannot_replace_a_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(control, "_PONG_SECONDS", 0.1)
@@ -232,7 +232,7 @@ async def nothing(writer: asyncio.StreamWriter) -> None:
 
 
 @pytest.mark.parametrize("say", [broken_frame, not_a_hello, nothing])
-async def test_a_strangers_connection_disturbs_no_rank(
+async def test_connections_of_strangers_disturb_no_rank(
     say: Callable[[asyncio.StreamWriter], Awaitable[None]],
 ) -> None:
     async with control_server() as (centre, address, heard):
@@ -270,7 +270,7 @@ async def test_a_rank_that_has_joined_may_send_large_messages() -> None:
         await link.close()
 
 
-async def test_many_strangers_cost_few_connections_and_keep_no_rank_out(
+async def test_many_strangers_use_few_connections_and_keep_no_rank_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(control, "MAX_STRANGERS", 3)
@@ -289,7 +289,7 @@ async def test_many_strangers_cost_few_connections_and_keep_no_rank_out(
 
 
 @pytest.mark.parametrize("last_words", [b"", b"nonsense", frame(Stop())])
-async def test_a_rank_that_goes_is_reported(last_words: bytes) -> None:
+async def test_a_rank_that_disconnects_is_reported(last_words: bytes) -> None:
     async with control_server() as (centre, address, heard):
         link = await join(address, replace(MINE, rank=1), 5)
         await until(lambda: centre.joined == {1})
@@ -302,7 +302,7 @@ async def test_a_rank_that_goes_is_reported(last_words: bytes) -> None:
         assert message.reason
 
 
-async def test_closing_sends_stop_to_the_ranks() -> None:
+async def test_closing_the_server_sends_stop_to_the_ranks() -> None:
     async with control_server() as (centre, address, heard):
         link = await join(address, replace(MINE, rank=1), 5)
         await until(lambda: centre.joined == {1})
@@ -313,19 +313,19 @@ async def test_closing_sends_stop_to_the_ranks() -> None:
         await link.close()
 
 
-async def test_a_port_in_use_is_one_clear_error() -> None:
+async def test_a_port_in_use_is_reported_in_one_clear_error() -> None:
     async with control_server() as (_, address, _heard):
         with fails(AddressError, "address"):
             await ControlServer(MINE, lambda *_: None).listen(address)
 
 
-async def test_join_fails_if_nobody_listens() -> None:
+async def test_joining_fails_if_nobody_listens() -> None:
     address = Address("127.0.0.1", free_ports(1)[0])
     with fails(ClusterError, "unreachable"):
         await join(address, replace(MINE, rank=1), 0.2)
 
 
-async def test_join_tries_again_if_a_forwarder_closes_the_connection_at_once() -> None:
+async def test_joining_is_tried_again_if_a_forwarder_closes_the_connection_at_once() -> None:
     """As ssh -L does, and the forwarding of a container's ports."""
     num_calls = 0
 
@@ -349,7 +349,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
         yield listening
 
 
-async def test_join_tries_again_if_rank_0_is_stopped(silent: socket.socket) -> None:
+async def test_joining_is_tried_again_if_rank_0_is_suspended(silent: socket.socket) -> None:
     """It was taken for another program, and the rank ended with the whole launch."""
     address = Address("127.0.0.1", silent.getsockname()[1])
     joining = asyncio.create_task(join(address, replace(MINE, rank=1), 10))
@@ -361,7 +361,7 @@ async def test_join_tries_again_if_rank_0_is_stopped(silent: socket.socket) -> N
         await link.close()
 
 
-async def test_join_fails_if_nobody_answers(silent: socket.socket) -> None:
+async def test_joining_fails_if_nobody_answers(silent: socket.socket) -> None:
     address = Address("127.0.0.1", silent.getsockname()[1])
     with fails(ClusterError, "unreachable", match=r"0.3 s \(nobody answers\)"):
         await join(address, replace(MINE, rank=1), 0.3)
@@ -375,7 +375,7 @@ def hasty_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hasty_clock")
-async def test_join_waits_for_a_late_rank_0_if_its_host_refuses_connections() -> None:
+async def test_joining_waits_for_a_rank_0_that_starts_late() -> None:
     """After the long start of rank 0 on a busy machine, one more delay ended the launch."""
     port = free_ports(1)[0]
     joining = asyncio.create_task(join(Address("127.0.0.1", port), replace(MINE, rank=1), 35, 1e6))
@@ -390,13 +390,15 @@ async def test_join_waits_for_a_late_rank_0_if_its_host_refuses_connections() ->
 
 
 @pytest.mark.usefixtures("hasty_clock")
-async def test_a_rank_0_that_never_listens_is_given_up() -> None:
+async def test_joining_is_given_up_if_rank_0_never_listens() -> None:
     address = Address("127.0.0.1", free_ports(1)[0])
     with fails(ClusterError, "unreachable", match="50 s"):
         await join(address, replace(MINE, rank=1), 5, 50)
 
 
-async def test_a_host_without_power_is_asked_again_when_it_is_back(silent: socket.socket) -> None:
+async def test_joining_is_tried_again_as_soon_as_a_host_has_power_again(
+    silent: socket.socket,
+) -> None:
     """A single attempt that lasted minutes would notice its return only after minutes."""
     address = Address("127.0.0.1", silent.getsockname()[1])
     silent.listen(0)
@@ -413,7 +415,7 @@ async def test_a_host_without_power_is_asked_again_when_it_is_back(silent: socke
         each.close()
 
 
-async def test_measure_takes_the_time_of_pongs_and_not_of_reports() -> None:
+async def test_measuring_a_link_times_pongs_and_not_reports() -> None:
     async with control_server() as (centre, address, _):
         link = await join(address, replace(MINE, rank=1, pid=1), 5)
 
@@ -432,7 +434,9 @@ async def test_measure_takes_the_time_of_pongs_and_not_of_reports() -> None:
         await answering
 
 
-async def test_measure_of_a_silent_rank_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_measuring_a_link_to_a_silent_rank_gives_no_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(pings, "_MAX_SECONDS", 0.05)
     async with control_server() as (centre, address, _):
         link = await join(address, replace(MINE, rank=1, pid=1), 5)
@@ -441,7 +445,7 @@ async def test_measure_of_a_silent_rank_is_none(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("is_back", [False, True])
-async def test_measure_of_a_rank_that_is_lost_ends_at_once(is_back: bool) -> None:
+async def test_measuring_a_link_to_a_lost_rank_ends_at_once(is_back: bool) -> None:
     """Also if it is back by then: it would wait for answers of the old connection."""
     async with control_server() as (centre, address, heard):
         link = await join(address, replace(MINE, rank=1, pid=1), 5)

@@ -86,7 +86,7 @@ async def exit_code_at_end(doing: str, order: Order) -> int:
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("doing", KINDS)
-async def test_engine_ends_by_itself(
+async def test_an_engine_that_is_stopped_ends_with_code_0(
     doing: str, order: Order, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert await exit_code_at_end(doing, order) == 0
@@ -97,14 +97,14 @@ async def test_engine_ends_by_itself(
 @pytest.mark.timeout(3000)
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("doing", KINDS)
-async def test_no_engine_of_a_hundred_ends_by_a_signal(doing: str, order: Order) -> None:
+async def test_none_of_a_hundred_engines_is_ended_by_a_signal(doing: str, order: Order) -> None:
     for _ in range(25):
         ends = [exit_code_at_end(doing, order) for _ in range(4)]
         assert await asyncio.gather(*ends) == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("seconds", [0.1, 100.0])
-async def test_engine_that_cannot_end_is_killed_when_it_is_late_or_silent(
+async def test_an_engine_that_cannot_end_is_killed_if_it_is_late_or_silent(
     seconds: float,
     order: Order,
     caplog: pytest.LogCaptureFixture,

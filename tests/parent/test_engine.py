@@ -49,12 +49,14 @@ def free_descriptors(count: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("num_free", [0, 2])  # Two are enough for the connection to the engine.
-async def test_engine_process_says_that_it_cannot_start_without_descriptors(num_free: int) -> None:
+async def test_an_engine_process_says_that_it_cannot_start_without_descriptors(
+    num_free: int,
+) -> None:
     with free_descriptors(num_free), fails(EngineError, "engine", match="Too many open files"):
         await EngineProcess.start()
 
 
-async def test_engine_process_whose_start_is_cancelled_leaves_nothing(
+async def test_an_engine_process_whose_start_is_cancelled_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It was cancelled between the start of the process and that of the connection to it."""
@@ -79,7 +81,7 @@ async def test_engine_process_whose_start_is_cancelled_leaves_nothing(
     assert this.num_fds() == num_open
 
 
-async def test_engine_process_does_not_get_the_signals_of_a_terminal(
+async def test_an_engine_process_does_not_get_the_signals_of_a_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They broke an engine that was still importing MLX, with a traceback, and its rank ended with

@@ -159,7 +159,7 @@ class Played:
         assert self.said() == {"Left"}
 
 
-async def test_member_does_not_ask_a_new_engine_for_its_stacks() -> None:
+async def test_a_new_engine_is_not_asked_for_its_stacks() -> None:
     """The signal ended it if it had not imported MLX yet."""
     played = Played()
     async with played.connected():
@@ -172,7 +172,7 @@ async def test_member_does_not_ask_a_new_engine_for_its_stacks() -> None:
         assert len(played.engines) == 2
 
 
-async def test_member_replaces_a_new_engine_that_has_reported_a_fault() -> None:
+async def test_a_new_engine_that_has_reported_a_fault_is_replaced() -> None:
     """Its process may live for some more milliseconds, and nobody reported its end."""
     played = Played()
     async with played.connected():
@@ -183,7 +183,7 @@ async def test_member_replaces_a_new_engine_that_has_reported_a_fault() -> None:
 
 
 @pytest.mark.parametrize("last", [FAULT, None])
-async def test_member_replaces_an_engine_that_ends_after_it_has_left_its_ring(
+async def test_an_engine_that_ends_after_leaving_its_ring_is_replaced(
     last: Fault | None,
 ) -> None:
     played = Played()
@@ -195,7 +195,7 @@ async def test_member_replaces_an_engine_that_ends_after_it_has_left_its_ring(
         assert len(played.engines) == 2
 
 
-async def test_member_repeats_over_a_new_connection_that_its_engine_has_left_its_ring() -> None:
+async def test_a_new_connection_is_told_that_the_engine_has_left_its_ring() -> None:
     played = Played()
     async with played.connected():
         await played.leave_ring()
@@ -205,7 +205,7 @@ async def test_member_repeats_over_a_new_connection_that_its_engine_has_left_its
     assert len(played.engines) == 1
 
 
-async def test_member_signs_while_its_engine_computes_and_not_after_it_has_left(
+async def test_reports_of_a_computing_engine_stop_once_it_has_left_its_ring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 0 would wait for an engine that is leaving."""

@@ -18,12 +18,12 @@ from tests.errors import fails
 KILLED = EngineError("The engine of rank 1 ended by signal 9.")
 
 
-def test_every_restart_after_work_is_at_once() -> None:
+def test_restarts_of_engines_that_have_worked_are_immediate() -> None:
     restarts = Restarts(3, 60)
     assert [restarts.wait_seconds(KILLED, True, now) for now in (0, 1, 2)] == [0, 0, 0]
 
 
-def test_engines_that_never_work_wait_longer_and_longer() -> None:
+def test_restarts_of_engines_that_never_work_wait_longer_and_longer() -> None:
     restarts = Restarts(100, 60)
     waits = [restarts.wait_seconds(KILLED, False, 0) for _ in range(8)]
     assert waits == [0.5, 1, 2, 4, 8, 15, 15, 15]
@@ -31,7 +31,7 @@ def test_engines_that_never_work_wait_longer_and_longer() -> None:
     assert restarts.wait_seconds(KILLED, False, 0) == 0.5
 
 
-def test_too_many_restarts_in_the_window_end_with_the_reason_and_its_code() -> None:
+def test_too_many_restarts_in_the_window_end_with_the_reason_and_its_exit_code() -> None:
     restarts = Restarts(2, 60)
     for now in (0, 59):
         restarts.wait_seconds(KILLED, True, now)
@@ -44,13 +44,13 @@ def test_too_many_restarts_in_the_window_end_with_the_reason_and_its_code() -> N
     assert caught_lost.value.exit_code == 6
 
 
-def test_restarts_older_than_the_window_do_not_count() -> None:
+def test_restarts_that_are_older_than_the_window_do_not_count() -> None:
     restarts = Restarts(2, 60)
     for now in (0, 30, 60, 90, 120, 150):
         assert restarts.wait_seconds(KILLED, True, now) == 0
 
 
-def test_engines_that_never_work_are_given_up_however_long_each_takes() -> None:
+def test_engines_that_never_work_are_given_up_however_long_each_takes_to_start() -> None:
     """A disk that hangs costs load_timeout each time, which is as long as the window."""
     restarts = Restarts(2, 60)
     for now in (0, 100):
@@ -61,7 +61,7 @@ def test_engines_that_never_work_are_given_up_however_long_each_takes() -> None:
     assert restarts.wait_seconds(KILLED, False, 400) > 0
 
 
-def test_faults_of_a_request_that_is_found_do_not_count() -> None:
+def test_faults_explained_by_a_request_do_not_count() -> None:
     restarts = Restarts(3, 60)
     restarts.wait_seconds(KILLED, True, 0)
     for _ in range(20):
@@ -72,7 +72,7 @@ def test_faults_of_a_request_that_is_found_do_not_count() -> None:
         assert restarts.num_left(1) == 2, "the one before is still counted"
 
 
-def test_without_restarts_the_first_fault_is_the_end() -> None:
+def test_the_first_fault_is_final_if_no_restart_is_allowed() -> None:
     with fails(EngineError, "engine", match=r"signal 9\.$"):
         Restarts(0, 60).wait_seconds(KILLED, True, 0)
 
@@ -88,13 +88,13 @@ def test_without_restarts_the_first_fault_is_the_end() -> None:
         BrigadeError("a fault of our own"),
     ],
 )
-def test_permanent_faults_are_not_tried_again(fault: BrigadeError) -> None:
+def test_no_restart_is_tried_after_a_permanent_fault(fault: BrigadeError) -> None:
     with pytest.raises(type(fault)) as caught:
         Restarts(5, 60).wait_seconds(fault, True, 0)
     assert caught.value is fault
 
 
-def test_better_reason_is_the_first_unless_it_only_says_that_a_neighbour_is_gone() -> None:
+def test_the_first_reason_is_kept_unless_it_only_says_that_a_neighbour_is_gone() -> None:
     gone = ClusterError("rank 1 is gone")
     cause = EngineError("out of memory")
     final = PlanError("does not fit")
@@ -106,7 +106,7 @@ def test_better_reason_is_the_first_unless_it_only_says_that_a_neighbour_is_gone
     assert better_reason(cause, final) is final, "no restart can fix it"
 
 
-def test_reason_seconds_are_short_where_clients_wait() -> None:
+def test_a_better_reason_is_awaited_only_briefly_if_clients_wait() -> None:
     gone = ClusterError("rank 1 is gone")
     cause = EngineError("out of memory")
     unhurried = reason_seconds(cause, has_clients=False)
@@ -115,7 +115,7 @@ def test_reason_seconds_are_short_where_clients_wait() -> None:
     assert reason_seconds(cause, has_clients=True) == 0
 
 
-def test_restarts_count_no_fault_that_every_engine_has_outlived_after_some_work() -> None:
+def test_faults_after_some_work_do_not_count_if_every_engine_outlives_them() -> None:
     restarts = Restarts(2, 1000)
     restarts.on_ready(0, have_all_stayed=False)
     for now in range(20, 200, 20):
@@ -128,7 +128,7 @@ def test_restarts_count_no_fault_that_every_engine_has_outlived_after_some_work(
     ("have_all_stayed", "was_ready", "seconds"),
     [(False, True, 20), (True, False, 20), (True, True, 5)],
 )
-def test_restarts_count_faults_that_cost_an_engine_or_come_early(
+def test_faults_that_end_an_engine_or_come_early_count(
     have_all_stayed: bool, was_ready: bool, seconds: int
 ) -> None:
     restarts = Restarts(5, 1000)
@@ -138,7 +138,7 @@ def test_restarts_count_faults_that_cost_an_engine_or_come_early(
     assert restarts.num_left(seconds + 1) == 4
 
 
-def test_restarts_take_back_none_for_a_request_that_is_given_up() -> None:
+def test_giving_up_a_request_does_not_reduce_the_number_of_other_faults() -> None:
     restarts = Restarts(5, 1000)
     for now in (0, 20, 40):
         restarts.wait_seconds(KILLED, True, now)

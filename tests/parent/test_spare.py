@@ -62,7 +62,7 @@ async def num_open_files(own: Spare) -> int:
     return psutil.Process().num_fds()
 
 
-async def test_spare_is_taken_once() -> None:
+async def test_a_spare_engine_can_be_taken_only_once() -> None:
     async with prepared() as (own, process):
         own.prepare()
         first = await own.take()
@@ -72,7 +72,7 @@ async def test_spare_is_taken_once() -> None:
         await second.stop()
 
 
-async def test_spare_stays_if_its_taker_is_cancelled() -> None:
+async def test_a_spare_engine_stays_if_the_one_who_takes_it_is_cancelled() -> None:
     own = Spare(is_on=True)
     own.prepare()
     while not own._is_there:
@@ -87,7 +87,7 @@ async def test_spare_stays_if_its_taker_is_cancelled() -> None:
     assert not processes()
 
 
-async def test_spare_goes_to_one_of_two_takers() -> None:
+async def test_a_spare_engine_is_given_to_only_one_of_two_who_take_it() -> None:
     async with prepared() as (own, process):
         first, second = await asyncio.gather(own.take(), own.take())
         assert process.pid in (first.pid, second.pid)
@@ -96,7 +96,7 @@ async def test_spare_goes_to_one_of_two_takers() -> None:
         await second.stop()
 
 
-async def test_spare_that_was_killed_is_not_taken() -> None:
+async def test_a_spare_engine_that_was_killed_is_not_taken() -> None:
     async with prepared() as (own, process):
         process.kill()
         await asyncio.sleep(0.1)
@@ -106,7 +106,9 @@ async def test_spare_that_was_killed_is_not_taken() -> None:
         await taken.stop()
 
 
-async def test_spare_that_was_killed_leaves_no_connection_when_another_one_starts() -> None:
+async def test_a_spare_engine_that_was_killed_leaves_no_connection_when_another_one_starts() -> (
+    None
+):
     async with prepared() as (own, process):
         num_open = await num_open_files(own)
         for _ in range(3):
@@ -121,7 +123,7 @@ async def test_spare_that_was_killed_leaves_no_connection_when_another_one_start
             (process,) = processes()
 
 
-async def test_spare_that_cannot_start_is_reported_once(
+async def test_a_spare_engine_that_cannot_start_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
@@ -135,7 +137,7 @@ async def test_spare_that_cannot_start_is_reported_once(
     await own.close()
 
 
-async def test_spare_that_is_off_starts_nothing() -> None:
+async def test_no_spare_engine_starts_if_it_is_turned_off() -> None:
     own = Spare(is_on=False)
     own.prepare()
     await asyncio.sleep(0.1)
@@ -143,7 +145,7 @@ async def test_spare_that_is_off_starts_nothing() -> None:
     await own.close()
 
 
-async def test_engine_process_that_has_stopped_is_not_waited_for_to_leave(
+async def test_an_engine_process_that_has_stopped_gets_no_time_to_leave_its_ring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One that reports gets the whole time."""
