@@ -79,7 +79,7 @@ def steps_of(count: int) -> list[Step]:
 
 
 @pytest.mark.parametrize(("num_layers", "first"), [(1, "begin part"), (8, "begin tokens")])
-def test_each_step_begins_before_the_tokens_of_the_one_before_are_read(
+def test_each_step_begins_before_the_tokens_of_the_previous_step_are_read(
     log: list[str], monkeypatch: pytest.MonkeyPatch, num_layers: int, first: str
 ) -> None:
     """Of the next step only a part begins, up to the first seam: a CPU would compute it to the end
@@ -95,7 +95,7 @@ def test_each_step_begins_before_the_tokens_of_the_one_before_are_read(
     assert tokens == whole_model(PROMPT, 3)
 
 
-def test_a_gpu_begins_while_the_graph_is_built(
+def test_a_gpu_begins_a_step_while_its_graph_is_built(
     log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also without a step before, and in a prompt."""
@@ -110,7 +110,7 @@ def test_a_gpu_begins_while_the_graph_is_built(
     assert tokens == whole_model(PROMPT, 2)
 
 
-def test_a_step_whose_sampling_reads_the_token_waits(log: list[str]) -> None:
+def test_a_step_whose_sampling_needs_earlier_tokens_waits_for_them(log: list[str]) -> None:
     sampling = Sampling(0, frequency_penalty=0.6, presence_penalty=0.4, repetition_penalty=1.3)
     tokens = tokens_of(steps_of(4), sampling)
     assert log == [f"read {number}" for number in range(1, 6)]
@@ -141,7 +141,7 @@ def counting(local: LocalPipeline) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4_text", "recurrent_gemma"])
-def test_stops_joins_and_penalties_beside_steps_that_run_ahead(name: str) -> None:
+def test_sequences_can_end_and_join_while_steps_run_ahead(name: str) -> None:
     """Answers end at an end token or by their lengths, and new prompts take their places."""
     make = LLAMA if name == "llama" else partial(architectures.build, name)
     expected = {i: whole_model(prompt, 12, make) for i, prompt in enumerate(PROMPTS)}
@@ -161,7 +161,7 @@ def test_stops_joins_and_penalties_beside_steps_that_run_ahead(name: str) -> Non
     assert len(ahead) > 5
 
 
-def test_kept_prefixes_have_no_token_that_was_drawn_in_vain() -> None:
+def test_kept_prefixes_do_not_contain_tokens_after_the_end_of_an_answer() -> None:
     """The step behind an end token has fed it. A second turn begins with what is held."""
     prompt = [*range(1, 30)]
     first_answer = whole_model(prompt, 12)
@@ -178,7 +178,7 @@ def test_kept_prefixes_have_no_token_that_was_drawn_in_vain() -> None:
     assert second.num_cached >= len(first.tokens) - 1
 
 
-def test_seeds_and_scores_are_those_of_steps_that_wait() -> None:
+def test_running_ahead_changes_no_sampled_token_and_no_score() -> None:
     def sequences() -> list[Sequence]:
         samplings = [Sampling(1.5, 0.95, seed, logprobs=2) for seed in range(4)]
         return [Sequence(i, PROMPTS[i], 10, s, frozenset()) for i, s in enumerate(samplings)]

@@ -112,7 +112,7 @@ def rig(request: pytest.FixtureRequest) -> Rig:
     return Rig(*request.param)
 
 
-def test_ragged_rows_join_one_after_another_and_leave(rig: Rig) -> None:
+def test_rows_of_different_lengths_can_join_one_after_another_and_leave(rig: Rig) -> None:
     rig.step(10, {0: [1, 2, 3]})
     rig.step(0, {0: [4]})
     rig.step(11, {1: [5, 6, 7, 8, 9, 10, 11]})
@@ -128,7 +128,7 @@ def test_ragged_rows_join_one_after_another_and_leave(rig: Rig) -> None:
     assert not rig.caches._positions
 
 
-def test_a_parked_row_moves_to_another_group(rig: Rig) -> None:
+def test_a_row_that_pauses_can_move_to_another_group(rig: Rig) -> None:
     rig.step(0, {0: [1], 1: [2], 2: [3]})
     rig.step(0, {0: [4], 1: [5], 2: [6]})
     rig.step(0, {0: [7], 1: [8]})
@@ -138,13 +138,13 @@ def test_a_parked_row_moves_to_another_group(rig: Rig) -> None:
     rig.step(0, {0: [13], 2: [14]})
 
 
-def test_a_row_may_come_back_at_another_place_in_the_step(rig: Rig) -> None:
+def test_a_row_can_return_at_another_place_in_a_step(rig: Rig) -> None:
     rig.step(0, {0: [1], 1: [2], 2: [3]})
     rig.step(0, {1: [4], 2: [5]})
     rig.step(0, {2: [6], 0: [7], 1: [8]})
 
 
-def test_a_parked_row_can_be_dropped(rig: Rig) -> None:
+def test_a_row_that_pauses_can_be_dropped(rig: Rig) -> None:
     rig.step(0, {0: [1], 1: [2]})
     rig.step(0, {0: [3]})
     rig.step(0, {0: [4]}, drop=(1,))
@@ -152,21 +152,21 @@ def test_a_parked_row_can_be_dropped(rig: Rig) -> None:
     assert not rig.caches._batches
 
 
-def test_sequence_may_begin_again_after_it_was_dropped(rig: Rig) -> None:
+def test_a_sequence_can_begin_again_after_it_was_dropped(rig: Rig) -> None:
     rig.step(0, {0: [1, 2]})
     rig.length.clear()
     rig.alone.clear()
     rig.step(0, {0: [3]}, drop=(0,))
 
 
-def test_a_step_that_does_not_fit_is_refused(rig: Rig) -> None:
+def test_a_step_at_another_position_than_the_cache_is_refused(rig: Rig) -> None:
     rig.step(0, {0: [1, 2]})
     rig.length[0] = 5
     with fails(EngineError, "out_of_step", match="position 5.* 2 tokens"):
         rig.step(0, {0: [3]})
 
 
-def test_only_new_rows_may_have_different_lengths(rig: Rig) -> None:
+def test_rows_of_a_step_must_have_equal_lengths_unless_all_are_new(rig: Rig) -> None:
     rig.step(0, {0: [3], 1: [4, 5], 2: [6, 7, 8, 9]})
     rig.step(1, {2: [1], 0: [2]})
     rows = (Row(0, 2, 1), Row(2, 5, 2))
@@ -174,7 +174,7 @@ def test_only_new_rows_may_have_different_lengths(rig: Rig) -> None:
         rig.caches.arrange(Step(99, 1, rows, (3, 4, 5), sample=False))
 
 
-def test_rows_roll_back_wrong_drafts(rig: Rig) -> None:
+def test_rejected_drafts_are_removed_from_their_rows(rig: Rig) -> None:
     rig.step(0, {0: [1, 2, 3]})
     rig.step(0, {0: [4, 5, 6, 7]})
     rig.reject(0, 2)
@@ -194,7 +194,7 @@ def test_rows_roll_back_wrong_drafts(rig: Rig) -> None:
     rig.step(0, {0: [36], 1: [37], 3: [38, 39]})
 
 
-def test_rows_end_in_one_column_again_when_no_drafts_come() -> None:
+def test_rows_end_in_the_same_column_again_when_no_more_drafts_come() -> None:
     rig = Rig(can_batch=True)
     rig.step(8, {0: [1, 2, 3], 1: [4, 5, 6, 7]})
     rig.step(0, {0: [8], 1: [9]})
@@ -208,7 +208,7 @@ def test_rows_end_in_one_column_again_when_no_drafts_come() -> None:
     assert own_ends == [True] * 8 + [False] * 4
 
 
-def test_rows_roll_back_nothing_but_drafts(rig: Rig) -> None:
+def test_only_drafts_can_be_removed_from_a_row(rig: Rig) -> None:
     rig.step(0, {0: [1, 2, 3]})
     rig.step(0, {0: [4]})
     rig.length[0] = 3
@@ -224,7 +224,7 @@ def test_rows_roll_back_nothing_but_drafts(rig: Rig) -> None:
     rig.step(0, {0: [5]})
 
 
-def test_keep_only_shortens_some_sequences_and_drops_the_others(rig: Rig) -> None:
+def test_keeping_only_some_sequences_shortens_them_and_drops_all_others(rig: Rig) -> None:
     rig.step(0, {0: [1, 2, 3], 1: [4, 5], 2: [6]})
     rig.step(0, {0: [7], 1: [8], 2: [9]})
     rig.step(1, {3: [10, 11, 12, 13]})
@@ -238,7 +238,7 @@ def test_keep_only_shortens_some_sequences_and_drops_the_others(rig: Rig) -> Non
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_caches_of_two_stages_have_the_same_rows_after_the_ring_is_lost(seed: int) -> None:
+def test_caches_of_two_stages_hold_the_same_rows_after_the_ring_is_lost(seed: int) -> None:
     """The second stage lags behind the first, so it lacks some steps when the ring is lost. Hidden
     states travel by the order of rows: another order would mix up two sequences."""
     chance = random.Random(seed)
@@ -301,7 +301,7 @@ def feed_ones(caches: GroupCaches, step: Step) -> list[ForwardPass]:
     return passes
 
 
-def test_caches_copy_only_tokens_that_are_held(rig: Rig) -> None:
+def test_only_tokens_that_are_held_can_be_copied(rig: Rig) -> None:
     rig.step(0, {0: [1, 2, 3], 1: [4, 5, 6, 7, 8]})
     caches = rig.caches
     assert caches.extracted(0, 2)[0].offset >= 2
@@ -313,7 +313,7 @@ def test_caches_copy_only_tokens_that_are_held(rig: Rig) -> None:
             caches.states_at(0, num_tokens, NO_CHECKPOINT)
 
 
-def test_caches_that_cannot_go_back_refuse_to() -> None:
+def test_a_cache_that_cannot_rewind_raises_an_error() -> None:
     caches = GroupCaches(lambda: [RotatingKVCache(4)])
     caches.arrange(Step(1, 0, (Row(0, 0, 1),), (1,), True))
     caches._batches[0].caches[0].update_and_fetch(*[mx.zeros((1, 1, 8, 4))] * 2)
@@ -322,7 +322,7 @@ def test_caches_that_cannot_go_back_refuse_to() -> None:
         caches.arrange(Step(2, 0, (Row(0, 6, 1),), (1,), True))
 
 
-def test_a_sequence_begins_as_a_copy_of_another(rig: Rig) -> None:
+def test_a_sequence_can_begin_as_a_copy_of_another(rig: Rig) -> None:
     rig.step(0, {0: [1, 2, 3, 4, 5]})
     rig.step(0, {0: [6], 1: [7]})
     rig.step(0, {}, copies=(Copy(2, 0, 4),))
@@ -336,7 +336,7 @@ def test_a_sequence_begins_as_a_copy_of_another(rig: Rig) -> None:
         rig.caches.copy(Copy(4, 3, 99))
 
 
-def test_a_row_that_joins_sees_nothing_of_the_former_row_in_its_slot(rig: Rig) -> None:
+def test_a_row_that_joins_sees_nothing_of_the_previous_row_in_its_slot(rig: Rig) -> None:
     """Not even NaN: a masked NaN times zero is still NaN."""
     rig = Rig(rig.caches._can_batch, rig.kv_bits, OVERFLOWS)
     rig.step(0, {0: [1, 2, 3, 4, 5, 6]})
@@ -348,7 +348,7 @@ def test_a_row_that_joins_sees_nothing_of_the_former_row_in_its_slot(rig: Rig) -
     rig.step(0, {0: [15], 2: [16]})
 
 
-def test_a_row_that_changes_slots_sees_nothing_of_the_former_row(rig: Rig) -> None:
+def test_a_row_that_moves_to_another_slot_sees_nothing_of_the_previous_row(rig: Rig) -> None:
     rig = Rig(rig.caches._can_batch, rig.kv_bits, OVERFLOWS)
     rig.step(0, {0: [1, 2, 3, 4, 5, 6]})
     for sequence in range(1, 5):
@@ -359,7 +359,7 @@ def test_a_row_that_changes_slots_sees_nothing_of_the_former_row(rig: Rig) -> No
 
 
 @pytest.mark.parametrize("kv_bits", [None, 8])
-def test_padding_that_overflows_changes_no_row(kv_bits: int | None) -> None:
+def test_padding_whose_numbers_overflow_changes_no_row(kv_bits: int | None) -> None:
     """Short rows are padded with token 0 if a longer one is prefilled in the same step."""
     rig = Rig(can_batch=True, kv_bits=kv_bits, overflows=0)
     rig.step(0, {0: [1, 2, 3, 4, 5, 6], 1: [7, 8, 9, 10], 2: [11, 12, 13, 14, 15]})
@@ -448,7 +448,7 @@ class RandomLife:
 
 
 @pytest.mark.parametrize(("seed", "kv_bits", "overflows"), LIVES)
-def test_rows_keep_their_results_in_random_lives(
+def test_rows_keep_their_results_after_random_joins_and_moves_and_drops(
     seed: int, kv_bits: int | None, overflows: int | None
 ) -> None:
     """Rows of very different lengths share batches. Some overflow, and so does the padding of a
@@ -472,7 +472,7 @@ def test_rows_keep_their_results_in_random_lives(
 
 
 @pytest.mark.parametrize(("seed", "kv_bits", "overflows"), LIVES)
-def test_rows_keep_their_results_in_random_lives_with_drafts(
+def test_rows_keep_their_results_after_random_joins_and_moves_and_drafts(
     seed: int, kv_bits: int | None, overflows: int | None
 ) -> None:
     """Rows feed drafts of different numbers, of which some are wrong, while others join, leave for
@@ -511,7 +511,7 @@ def feed_drafts(life: RandomLife, group: int) -> None:
 
 
 @pytest.mark.slow
-def test_keys_and_values_take_little_more_than_is_needed() -> None:
+def test_keys_and_values_use_little_more_memory_than_needed() -> None:
     """One row of 8,192 tokens among seven of 64."""
     config = {"num_hidden_layers": 1, "max_position_embeddings": 16384}
     stage = Stage(build("llama", **config), 0, 1)
@@ -526,7 +526,7 @@ def test_keys_and_values_take_little_more_than_is_needed() -> None:
     assert caches.num_bytes <= 1.5 * needed
 
 
-def test_buffers_that_grow_are_copied_one_after_the_other() -> None:
+def test_growing_buffers_are_copied_one_layer_after_the_other() -> None:
     """Together, the old and the new buffers of all layers would take twice the memory."""
     caches = GroupCaches(lambda: [KVCache() for _ in range(8)])
 
@@ -553,7 +553,7 @@ def run(stage: Stage, caches: GroupCaches, step: Step) -> None:
 
 
 @pytest.mark.parametrize("can_batch", [True, False])
-def test_new_and_old_rows_run_in_separate_passes(can_batch: bool) -> None:
+def test_new_and_old_rows_are_computed_in_separate_forward_passes(can_batch: bool) -> None:
     rig = Rig(can_batch)
     rig.step(0, {0: [1], 1: [2]})
     rows = (Row(2, 0, 1), Row(0, 1, 1), Row(3, 0, 1), Row(1, 1, 1))
@@ -571,7 +571,7 @@ def test_new_and_old_rows_run_in_separate_passes(can_batch: bool) -> None:
         (KVCache, False, (2, 2), [(0,), (1,)]),
     ],
 )
-def test_new_rows_begin_together_only_where_their_caches_allow_it(
+def test_new_rows_are_computed_together_only_if_their_caches_allow_it(
     cache: Callable[[], Any], can_batch: bool, lengths: tuple[int, int], expected: list[Any]
 ) -> None:
     rows = tuple(Row(n, 0, length) for n, length in enumerate(lengths))
@@ -580,7 +580,7 @@ def test_new_rows_begin_together_only_where_their_caches_allow_it(
     assert [each.rows for each in passes] == expected
 
 
-def test_groups_without_rows_are_forgotten() -> None:
+def test_groups_without_rows_are_deleted() -> None:
     caches = GroupCaches(lambda: [KVCache()])
     for number in range(600):
         caches.arrange(Step(number, number, (Row(number, 0, 1),), (1,), sample=False))

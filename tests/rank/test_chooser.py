@@ -52,7 +52,7 @@ def decode(samplings: Iterable[Sampling], logits: mx.array) -> Result:
         Sampling(temperature=1, allowed_ids=(3, 4)),
     ],
 )
-def test_choose_fails_only_rows_that_are_not_finite(sampling: Sampling, dtype: mx.Dtype) -> None:
+def test_only_rows_whose_logits_are_not_finite_fail(sampling: Sampling, dtype: mx.Dtype) -> None:
     logits = mx.random.normal((7, VOCABULARY), key=mx.random.key(1)).astype(dtype)
     alone = decode([sampling] * 7, logits)
     logits[0] = mx.nan
@@ -69,7 +69,7 @@ def test_choose_fails_only_rows_that_are_not_finite(sampling: Sampling, dtype: m
     assert bad == ({0, 2, 3, 5} if sampling.logprobs else set())
 
 
-def test_choose_fails_the_same_rows_where_argmax_passes_over_a_nan(
+def test_rows_with_nan_fail_even_if_argmax_ignores_nan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a GPU, where the maximum is looked at."""
@@ -82,7 +82,7 @@ def test_choose_fails_the_same_rows_where_argmax_passes_over_a_nan(
 
 
 @pytest.mark.parametrize("length", [2, 64, 65, 66, 200])
-def test_choose_scores_a_prompt_in_slices(length: int) -> None:
+def test_scores_of_a_long_prompt_are_returned_in_slices(length: int) -> None:
     chooser, prompt = Chooser(), [n % VOCABULARY for n in range(length)]
     chooser.admit(3, Sampling(prompt_logprobs=4), length, prompt)
     logits = mx.random.normal((1, length - 1, VOCABULARY), key=mx.random.key(2))
@@ -98,7 +98,7 @@ def test_choose_scores_a_prompt_in_slices(length: int) -> None:
     assert np.allclose([[value for _, value in score.top] for score in every], values)
 
 
-def test_scores_of_a_prompt_that_overflows_say_so() -> None:
+def test_scores_of_a_prompt_that_overflows_are_marked_as_not_finite() -> None:
     chooser, prompt = Chooser(), list(range(40))
     for sequence in (1, 2):
         chooser.admit(sequence, Sampling(prompt_logprobs=0), 40, prompt)
@@ -113,7 +113,7 @@ def test_scores_of_a_prompt_that_overflows_say_so() -> None:
 
 
 @pytest.mark.parametrize("num_top", [0, 20])
-def test_choose_takes_no_more_memory_than_is_planned(num_top: int) -> None:
+def test_choosing_tokens_takes_no_more_memory_than_planned(num_top: int) -> None:
     vocabulary, length = 20_000, 513
     chooser, prompt = Chooser(), list(range(length))
     chooser.admit(3, Sampling(prompt_logprobs=num_top), length, prompt)
@@ -128,7 +128,7 @@ def test_choose_takes_no_more_memory_than_is_planned(num_top: int) -> None:
     assert mx.get_peak_memory() - held <= scoring_bytes(logits.shape) + small
 
 
-def test_choose_forces_the_end_of_reasoning_whatever_else_a_row_asks_for() -> None:
+def test_the_end_of_reasoning_is_forced_whatever_else_a_row_asks_for() -> None:
     """Forced rows score as the model does; the others draw what they draw without a budget."""
     reasoning = Reasoning((40,), (41, 42), is_open=True, budget=0)
     others = [Sampling(seed=n, temperature=1.2, logprobs=2) for n in range(3)]
@@ -151,7 +151,7 @@ def test_choose_forces_the_end_of_reasoning_whatever_else_a_row_asks_for() -> No
 
 
 @pytest.mark.parametrize("num_before", range(6))
-def test_choose_forces_a_mark_token_by_token_and_again_after_a_replay(num_before: int) -> None:
+def test_each_token_of_the_end_mark_is_forced_even_after_a_replay(num_before: int) -> None:
     """The answer is 7 7 41 42 and then free; a new engine gets what there is of it already."""
     reasoning = Reasoning((40,), (41, 42), is_open=True, budget=2)
     sampling = Sampling(temperature=0, reasoning=reasoning)
@@ -167,14 +167,14 @@ def test_choose_forces_a_mark_token_by_token_and_again_after_a_replay(num_before
     assert answer == expected
 
 
-def test_choose_fails_a_forced_row_that_is_not_finite() -> None:
+def test_a_row_with_a_forced_token_fails_if_its_logits_are_not_finite() -> None:
     reasoning = Reasoning((40,), (41,), is_open=True, budget=0)
     logits = mx.zeros((1, VOCABULARY))
     logits[0, 3] = mx.nan
     assert decode([Sampling(reasoning=reasoning)], logits).tokens == (OVERFLOWED_TOKEN,)
 
 
-def test_cut_drafts_leaves_those_that_grammars_allow() -> None:
+def test_drafts_are_cut_off_where_a_grammar_forbids_them() -> None:
     """Row 0 has a grammar, row 1 has none."""
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     red, *others = tokenizer.encode("red green", add_special_tokens=False).ids
@@ -194,7 +194,7 @@ def test_cut_drafts_leaves_those_that_grammars_allow() -> None:
     assert chooser.cut_drafts(without) is without
 
 
-def test_cut_drafts_waits_for_no_grammar_of_rows_without_drafts() -> None:
+def test_cutting_drafts_does_not_wait_for_grammars_of_rows_without_drafts() -> None:
     """An earlier step may still be choosing the token that such a row feeds."""
     chooser = Chooser(MODEL)
     chooser.admit(0, Sampling(grammar=LLMatcher.grammar_from_regex("red blue")), 1, [1])

@@ -55,7 +55,7 @@ def drawn(constraint: Constraint, seed: int, output: list[int], stop: int = 60) 
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_is_drawn_follows_the_grammar(grammars: GrammarCompiler, seed: int) -> None:
+def test_sampled_tokens_always_follow_the_grammar(grammars: GrammarCompiler, seed: int) -> None:
     output = drawn(begin(grammars, CHOICE, []), seed, [])
     words = TOKENIZER.decode(output).split(" and ")
     assert output[-1] == END
@@ -63,7 +63,7 @@ def test_whatever_is_drawn_follows_the_grammar(grammars: GrammarCompiler, seed: 
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
-def test_grammar_of_a_sequence_that_begins_again_continues_where_it_was(
+def test_a_sequence_that_begins_again_continues_its_grammar_at_the_same_place(
     grammars: GrammarCompiler, num_tokens: int
 ) -> None:
     before = TOKENIZER.encode("[12, 7]", add_special_tokens=False).ids[:num_tokens]
@@ -73,7 +73,7 @@ def test_grammar_of_a_sequence_that_begins_again_continues_where_it_was(
     assert mx.array_equal(allowed(fresh), allowed(again))
 
 
-def test_after_the_last_token_only_the_end_is_allowed(grammars: GrammarCompiler) -> None:
+def test_only_the_end_token_is_allowed_after_a_complete_answer(grammars: GrammarCompiler) -> None:
     tokens = TOKENIZER.encode("[1,2]", add_special_tokens=False).ids
     constraint = begin(grammars, NUMBERS, tokens)
     assert mx.argmax(allowed(constraint)).item() == END
@@ -83,7 +83,7 @@ def test_after_the_last_token_only_the_end_is_allowed(grammars: GrammarCompiler)
     assert json.loads(TOKENIZER.decode(tokens)) == [1, 2]
 
 
-def test_a_grammar_that_would_delay_every_row_is_an_error_of_the_request(
+def test_a_grammar_so_slow_that_it_delays_every_row_fails_its_request(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each text has more parses than the one before. A plain grammar still works afterwards."""
@@ -98,7 +98,7 @@ def test_a_grammar_that_would_delay_every_row_is_an_error_of_the_request(
     assert len(drawn(begin(grammars, plain, []), 1, [], stop=30)) == 30
 
 
-def test_a_grammar_that_is_slow_to_prepare_is_an_error_of_the_request(
+def test_a_grammar_that_is_slow_to_prepare_fails_its_request(
     grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar, "_MAX_LATE_SECONDS", 0.02)
@@ -107,7 +107,9 @@ def test_a_grammar_that_is_slow_to_prepare_is_an_error_of_the_request(
         allowed(begin(grammars, slow, []))
 
 
-def test_rows_share_a_compiled_grammar_and_not_their_progress(grammars: GrammarCompiler) -> None:
+def test_rows_share_a_compiled_grammar_but_not_their_progress_in_it(
+    grammars: GrammarCompiler,
+) -> None:
     """The slow part is done once (twice, if two threads begin it together)."""
     first = begin(grammars, CHOICE, [])
     allowed(first)
@@ -118,7 +120,7 @@ def test_rows_share_a_compiled_grammar_and_not_their_progress(grammars: GrammarC
     assert all(end[-1] == END for end in ends)
 
 
-def test_an_answer_that_breaks_its_grammar_is_an_error_of_the_request(
+def test_an_answer_that_breaks_its_grammar_fails_its_request(
     grammars: GrammarCompiler,
 ) -> None:
     wrong = TOKENIZER.encode("no list", add_special_tokens=False).ids
@@ -126,7 +128,7 @@ def test_an_answer_that_breaks_its_grammar_is_an_error_of_the_request(
         allowed(begin(grammars, NUMBERS, wrong))
 
 
-def test_accept_leaves_the_error_of_a_broken_grammar_to_the_next_mask(
+def test_a_broken_grammar_raises_its_error_only_when_a_mask_is_asked_for(
     grammars: GrammarCompiler,
 ) -> None:
     """A token that a budget forces is accepted without a look at the mask."""
@@ -136,7 +138,7 @@ def test_accept_leaves_the_error_of_a_broken_grammar_to_the_next_mask(
         allowed(constraint)
 
 
-def test_before_a_grammar_begins_every_token_but_the_end_is_allowed(
+def test_before_a_grammar_begins_every_token_but_the_end_token_is_allowed(
     grammars: GrammarCompiler,
 ) -> None:
     """An answer that ends in its thoughts would lack what was demanded."""
@@ -149,7 +151,7 @@ def test_before_a_grammar_begins_every_token_but_the_end_is_allowed(
     assert 0 < allowed(constraint).sum().item() < 20
 
 
-def test_a_model_that_would_end_its_answer_ends_its_reasoning_instead(
+def test_reasoning_ends_with_its_mark_if_the_model_wants_to_end_its_answer(
     grammars: GrammarCompiler,
 ) -> None:
     mark = TOKENIZER.token_to_id("</tool_call>")
@@ -163,7 +165,7 @@ def test_a_model_that_would_end_its_answer_ends_its_reasoning_instead(
     assert allowed(endless)[END].item()
 
 
-def test_the_token_that_ends_reasoning_may_be_an_end_token(grammars: GrammarCompiler) -> None:
+def test_an_end_token_that_also_ends_reasoning_is_allowed(grammars: GrammarCompiler) -> None:
     assert allowed(begin(grammars, CHOICE, [], free_until=END))[END].item()
 
 
@@ -171,7 +173,7 @@ def ids_of(*texts: str) -> list[int]:
     return [TOKENIZER.token_to_id(text) for text in texts]
 
 
-def test_stop_token_that_the_grammar_allows_may_come_early() -> None:
+def test_a_stop_token_that_the_grammar_allows_can_come_early() -> None:
     letters = LLMatcher.grammar_from_regex("[ab]{5}")
     a, b, c = ids_of("a", "b", "c")
     sampling = Sampling(grammar=letters, end_ids=(END, a, c))
@@ -181,7 +183,9 @@ def test_stop_token_that_the_grammar_allows_may_come_early() -> None:
     assert [bool(complete[id].item()) for id in (a, b, c, END)] == [True, False, True, True]
 
 
-def test_grammar_without_any_allowed_token_is_a_conflict(grammars: GrammarCompiler) -> None:
+def test_a_grammar_that_leaves_no_allowed_token_fails_its_request(
+    grammars: GrammarCompiler,
+) -> None:
     a, b, c = ids_of("a", "b", "c")
     first_a = LLMatcher.grammar_from_regex("ab*")
     sampling = Sampling(grammar=first_a, end_ids=(END,), allowed_ids=(a, c))
@@ -204,7 +208,7 @@ print((constraint.apply(mx.zeros(1000)) == 0).sum().item())
 
 
 @pytest.mark.parametrize("limit", ["2048", "8192", "unlimited"])
-def test_threads_follow_deeper_grammars_than_the_check_accepts(limit: str) -> None:
+def test_matching_threads_can_follow_deeper_grammars_than_are_accepted(limit: str) -> None:
     num_rules = 2 * MAX_RULES
     rules = [f'r{n}: "a" r{n + 1}' for n in range(num_rules)]
     text = "\n".join(["start: r0", *rules, f'r{num_rules}: "b"'])
@@ -225,7 +229,7 @@ OF_SPECIAL: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("text", SPECIAL)
 @pytest.mark.parametrize("kind", OF_SPECIAL)
-def test_the_text_of_a_special_token_is_spelled_out(
+def test_text_that_looks_like_a_special_token_is_spelled_out(
     grammars: GrammarCompiler, kind: str, text: str
 ) -> None:
     """It became that token, which the grammar then refused: a request with it ended with 400."""
@@ -238,14 +242,14 @@ def test_the_text_of_a_special_token_is_spelled_out(
     assert drawn(again, 2, output[:3])[-1] == END
 
 
-def test_a_special_token_that_a_grammar_names_is_one_token(grammars: GrammarCompiler) -> None:
+def test_a_special_token_named_in_a_grammar_is_a_single_token(grammars: GrammarCompiler) -> None:
     named = LLMatcher.grammar_from_lark("start: <tool_call> /a{3}/")
     output = drawn(begin(grammars, named, []), 1, [])
     assert output[0] == TOKENIZER.token_to_id("<tool_call>")
     assert TOKENIZER.decode(output[1:-1]) == "aaa"
 
 
-def test_follow_takes_back_the_character_within_which_a_budget_ends_the_reasoning(
+def test_a_character_that_a_budget_interrupts_is_taken_back(
     grammars: GrammarCompiler,
 ) -> None:
     """Byte tokens of a character have no mark between them in any grammar of text."""
@@ -265,7 +269,7 @@ def test_follow_takes_back_the_character_within_which_a_budget_ends_the_reasonin
 @pytest.mark.parametrize(
     ("text", "is_whole"), [("[12, 7]", True), ("[12, 7", True), ("[12, x7]", False), ("no", False)]
 )
-def test_num_allowed_is_how_far_drafts_follow_the_grammar(
+def test_drafts_are_allowed_as_far_as_they_follow_the_grammar(
     grammars: GrammarCompiler, text: str, is_whole: bool
 ) -> None:
     drafts = tuple(TOKENIZER.encode(text, add_special_tokens=False).ids)
@@ -279,7 +283,9 @@ def test_num_allowed_is_how_far_drafts_follow_the_grammar(
         assert not allowed(constraint)[drafts[num_allowed]].item()
 
 
-def test_num_allowed_lets_ends_and_thoughts_pass(grammars: GrammarCompiler) -> None:
+def test_drafts_after_the_end_and_in_reasoning_are_allowed(
+    grammars: GrammarCompiler,
+) -> None:
     whole = tuple(TOKENIZER.encode("[1, 2]", add_special_tokens=False).ids)
     constraint = begin(grammars, NUMBERS, [])
     assert constraint.num_allowed((*whole, END, 5)) == len(whole) + 2

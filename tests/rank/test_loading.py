@@ -34,7 +34,7 @@ def num_bytes(weights: dict[str, mx.array], names: set[str]) -> int:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "deepseek_v3"])
-def test_engine_reads_only_the_weights_that_it_lacks(
+def test_an_engine_that_gets_other_layers_reads_only_weights_that_it_lacks(
     ordered: Ordered, tmp_path: Path, name: str
 ) -> None:
     """They are the same, and of the same name, as in an engine that reads all of them."""
@@ -56,7 +56,7 @@ def test_engine_reads_only_the_weights_that_it_lacks(
         earlier = set(weights)
 
 
-def test_engine_never_holds_more_than_its_own_layers(ordered: Ordered) -> None:
+def test_an_engine_never_holds_more_than_its_own_layers(ordered: Ordered) -> None:
     before = mx.get_active_memory()
     owned = ordered.load(layers=(0, 3)).bytes_owned
     for layers in ((2, 4), (0, 3), (1, 3)):
@@ -85,7 +85,7 @@ def answer(ordered: Ordered, prompt: tuple[int, ...]) -> list[int]:
     return [first, next(results).tokens[0]]
 
 
-def test_engine_with_other_layers_holds_nothing_of_sequences(ordered: Ordered) -> None:
+def test_an_engine_that_gets_other_layers_forgets_all_sequences(ordered: Ordered) -> None:
     """Its keys and values belong to other layers, even those of layers that it still has."""
     ordered.load()
     expected = answer(ordered, (5, 6, 7))
@@ -103,7 +103,7 @@ def test_engine_with_other_layers_holds_nothing_of_sequences(ordered: Ordered) -
     [{"kv_bits": 8}, {"commit": "c"}, {"num_shards": 2}, {"model": "other"}, {"join_timeout": 9.0}],
     ids=lambda change: next(iter(change)),
 )
-def test_engine_keeps_nothing_for_an_order_of_another_kind(
+def test_an_engine_refuses_an_order_that_changes_more_than_its_layers(
     ordered: Ordered, change: dict[str, Any]
 ) -> None:
     ordered.load()
@@ -111,7 +111,7 @@ def test_engine_keeps_nothing_for_an_order_of_another_kind(
         ordered.load(layers=(1, 4), **change)
 
 
-def test_engine_refuses_to_mix_layers_of_two_versions_of_the_files(
+def test_an_engine_refuses_to_mix_layers_from_two_versions_of_the_files(
     ordered: Ordered, order: Order
 ) -> None:
     ordered.load(layers=(0, 2))
@@ -121,13 +121,13 @@ def test_engine_refuses_to_mix_layers_of_two_versions_of_the_files(
         ordered.load(layers=(0, 4))
 
 
-def test_engine_of_a_shard_says_that_it_cannot_stay(order: Order) -> None:
+def test_an_engine_of_a_shard_says_that_it_cannot_stay(order: Order) -> None:
     assert why_it_cannot_stay(order) is None
     of_shard = msgspec.structs.replace(order, num_shards=2)
     assert "shards" in (why_it_cannot_stay(of_shard) or "")
 
 
-def test_worker_of_a_lone_rank_leaves_and_takes_other_layers(order: Order) -> None:
+def test_a_worker_without_a_ring_can_be_given_other_layers(order: Order) -> None:
     """As rank 0 does when another rank is back."""
     ours, theirs = socket.socketpair()
     with ours, theirs:

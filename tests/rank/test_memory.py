@@ -72,7 +72,7 @@ def available(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: virtual_memory)
 
 
-def test_room_of_a_mac_is_a_share_of_its_working_set(
+def test_free_memory_of_a_mac_is_a_share_of_its_working_set(
     mac: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     available(80 * GB, monkeypatch)
@@ -81,7 +81,7 @@ def test_room_of_a_mac_is_a_share_of_its_working_set(
     assert memory.free_bytes() == 0
 
 
-def test_room_of_a_mac_leaves_other_programs_theirs(
+def test_free_memory_of_a_mac_leaves_out_what_other_programs_use(
     mac: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The working set that macOS recommends knows nothing of them."""
@@ -90,13 +90,15 @@ def test_room_of_a_mac_leaves_other_programs_theirs(
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
-def test_engines_of_a_mac_wire_no_more_than_it_allows(mac: StandIn, num_processes: int) -> None:
+def test_engines_on_a_mac_together_wire_no_more_than_it_allows(
+    mac: StandIn, num_processes: int
+) -> None:
     memory.wire(num_processes)
     assert mac.wired_limit == RECOMMENDED // num_processes
     assert mac.called == ["clear", "wire"], "what loading has left is not wired"
 
 
-def test_cache_is_limited_tidied_and_given_back(mac: StandIn) -> None:
+def test_the_cache_of_mlx_can_be_limited_and_emptied_and_unwired(mac: StandIn) -> None:
     memory.limit_cache()
     assert mac.cache_limit == 2 << 30
     memory.tidy()
@@ -107,7 +109,9 @@ def test_cache_is_limited_tidied_and_given_back(mac: StandIn) -> None:
     assert mac.called[-2:] == ["wire", "clear"]
 
 
-def test_without_metal_nothing_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_function_of_metal_is_called_where_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stand_in = StandIn(has_metal=False)
     monkeypatch.setattr(memory, "mx", stand_in)
     available(10 * GB, monkeypatch)
@@ -119,7 +123,7 @@ def test_without_metal_nothing_is_called(monkeypatch: pytest.MonkeyPatch) -> Non
     assert memory.free_bytes() == 8 * GB
 
 
-def test_report_has_the_memory_that_steps_may_take(
+def test_the_report_contains_the_memory_that_steps_may_use(
     mac: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than keys and values may take, whose room leaves a share for this."""
@@ -145,7 +149,7 @@ def test_memory_of_prefill_steps_is_measured(mac: StandIn, monkeypatch: pytest.M
     assert steps.usage().bytes_per_token == 150, "as of 64 tokens"
 
 
-def test_a_gpu_that_idles_is_used_for_some_minutes(
+def test_an_idle_gpu_is_kept_awake_for_some_minutes(
     mac: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not while a step runs, nor long after the latest one."""

@@ -11,7 +11,7 @@ def decode(number: int, group: int, *rows: tuple[int, int, int]) -> Step:
     return Step(number, group, made, tuple(token for *_, token in rows), True)
 
 
-def test_a_step_is_sent_once_its_tokens_are_known() -> None:
+def test_a_step_is_sent_as_soon_as_its_tokens_are_known() -> None:
     sent: list[Step] = []
     outbox = Outbox(sent.append)
     first, second = decode(1, 0, (5, 9, 42)), decode(2, 0, (5, 10, LAST_TOKEN), (6, 3, 77))
@@ -22,7 +22,7 @@ def test_a_step_is_sent_once_its_tokens_are_known() -> None:
     assert [step.tokens for step in sent] == [(42,), (43, 77)]
 
 
-def test_a_token_for_another_position_is_not_taken() -> None:
+def test_a_step_does_not_take_a_token_sampled_for_another_position() -> None:
     sent: list[Step] = []
     outbox = Outbox(sent.append)
     outbox.sampled(decode(1, 0, (5, 9, 42)), (43,))
@@ -30,7 +30,7 @@ def test_a_token_for_another_position_is_not_taken() -> None:
     assert not sent
 
 
-def test_only_unrelated_steps_overtake_a_waiting_one() -> None:
+def test_only_unrelated_steps_are_sent_before_a_waiting_one() -> None:
     sent: list[Step] = []
     outbox = Outbox(sent.append)
     outbox.put(decode(1, 0, (5, 10, LAST_TOKEN)))

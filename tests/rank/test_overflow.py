@@ -75,7 +75,7 @@ def num_changed(local: LocalPipeline, expected: list[list[int]], num: int, adapt
 @pytest.mark.parametrize(
     ("name", "kv_bits"), [("llama", None), ("qwen3", 8), ("deepseek_v3", None)]
 )
-def test_overflow_of_a_token_changes_no_other_answer(name: str, kv_bits: int | None) -> None:
+def test_overflow_in_one_sequence_changes_no_other_answer(name: str, kv_bits: int | None) -> None:
     make = partial(model, name, **({"head_dim": 32} if kv_bits else {}))
     expected = alone(make, kv_bits)
     with pipeline(2, make, kv_bits) as local:
@@ -83,7 +83,7 @@ def test_overflow_of_a_token_changes_no_other_answer(name: str, kv_bits: int | N
 
 
 @pytest.mark.slow
-def test_overflow_changes_none_of_a_thousand_answers() -> None:
+def test_overflow_in_one_sequence_changes_none_of_a_thousand_answers() -> None:
     make = partial(model, "llama")
     expected = alone(make)
     with pipeline(2, make) as local:

@@ -207,7 +207,7 @@ def whole_model(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_greedy_tokens_equal_mlx_lm(num_ranks: int) -> None:
+def test_greedy_tokens_equal_those_of_mlx_lm(num_ranks: int) -> None:
     with pipeline(num_ranks) as local:
         alone = local.answer([Sequence(100, PROMPTS[3], 12, GREEDY, frozenset())])
         sequences = [Sequence(i, p, 12, GREEDY, frozenset()) for i, p in enumerate(PROMPTS)]
@@ -238,7 +238,7 @@ def test_neither_chunks_nor_kept_prefixes_change_greedy_tokens(chunk: int) -> No
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma4_text", "recurrent_gemma"])
-def test_greedy_tokens_of_other_architectures_equal_mlx_lm(name: str) -> None:
+def test_greedy_tokens_of_other_architectures_equal_those_of_mlx_lm(name: str) -> None:
     """Rows that cannot share caches, keys and values that cross a cut, and one-token
     prompts beside longer rows."""
     make = partial(architectures.build, name)
@@ -250,7 +250,7 @@ def test_greedy_tokens_of_other_architectures_equal_mlx_lm(name: str) -> None:
 
 
 @pytest.mark.parametrize("kv_bits", [pytest.param(4, marks=pytest.mark.long), 8])
-def test_greedy_tokens_with_quantised_keys_and_values_equal_mlx_lm(kv_bits: int) -> None:
+def test_greedy_tokens_with_quantised_keys_and_values_equal_those_of_mlx_lm(kv_bits: int) -> None:
     make = partial(build, "qwen3", head_dim=32)
     with pipeline(2, make, kv_bits) as local:
         sequences = [Sequence(i, p, 12, GREEDY, frozenset()) for i, p in enumerate(PROMPTS)]
@@ -261,7 +261,7 @@ def test_greedy_tokens_with_quantised_keys_and_values_equal_mlx_lm(kv_bits: int)
     assert together != exact, "nothing was quantised"
 
 
-def test_a_seed_gives_the_same_tokens_whoever_shares_the_batch() -> None:
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch() -> None:
     def sampled(id: int, seed: int) -> Sequence:
         return Sequence(id, PROMPTS[5], 10, Sampling(1.5, 0.95, seed), frozenset())
 
@@ -308,7 +308,7 @@ def check_scores(
         ),
     ],
 )
-def test_prompt_scores_equal_the_whole_model(num_ranks: int, chunk: int) -> None:
+def test_prompt_scores_equal_those_of_the_whole_model(num_ranks: int, chunk: int) -> None:
     """In one chunk and in many, alone and beside others that ask for nothing."""
     asking = Sampling(temperature=0, logprobs=2, prompt_logprobs=2)
     with pipeline(num_ranks) as local:
@@ -329,7 +329,7 @@ def test_prompt_scores_equal_the_whole_model(num_ranks: int, chunk: int) -> None
             check_scores(local.scores[i], whole, range(1, len(whole)), 2)
 
 
-def test_a_prompt_is_computed_again_to_be_scored_though_it_is_held() -> None:
+def test_a_held_prompt_is_computed_again_if_its_scores_are_asked_for() -> None:
     prompt = [*range(1, 30)]
     asking = Sampling(temperature=0, prompt_logprobs=0)
     with pipeline(2) as local:
@@ -360,7 +360,7 @@ def slow_penalties(prompt: list[int], sampling: Sampling, num_tokens: int) -> li
     return answer
 
 
-def test_penalties_follow_what_was_generated_also_after_a_restart() -> None:
+def test_penalties_count_earlier_tokens_even_after_a_sequence_begins_again() -> None:
     """There is room for two sequences at a time: the others are sent back again and again."""
     wanted = Sampling(0, frequency_penalty=0.6, presence_penalty=0.4, repetition_penalty=1.3)
     prompts = PROMPTS[2:7]
@@ -387,7 +387,7 @@ def count_calls(owner: object, name: str) -> Callable[[], int]:
 
 
 @pytest.mark.parametrize("name", ["llama", "recurrent_gemma"])
-def test_copies_begin_with_what_the_original_computed(name: str) -> None:
+def test_several_choices_begin_as_copies_of_one_prefilled_prompt(name: str) -> None:
     """Also where caches cannot go back, and without a prefix cache."""
     make = LLAMA if name == "llama" else partial(architectures.build, name)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]

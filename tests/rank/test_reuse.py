@@ -83,7 +83,9 @@ def make_in_two_stages(name: str, monkeypatch: pytest.MonkeyPatch) -> Make:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_second_turn_begins_at_a_checkpoint(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_turn_begins_at_a_checkpoint_of_the_first(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pipeline(2, make_in_two_stages(name, monkeypatch)) as local:
         local.scheduler = Scheduler(2, max_num_sequences=32, max_queue=64, prefill_chunk=32)
         computed, expected = answers(local, "none", 0)
@@ -98,7 +100,7 @@ def test_a_second_turn_begins_at_a_checkpoint(name: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "mamba2", "qwen3_moe"])
-def test_a_sequence_whose_client_has_left_is_continued(
+def test_an_answer_whose_client_has_left_can_be_continued_later(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reuse = reuse_of(name)
@@ -129,7 +131,7 @@ def test_a_sequence_whose_client_has_left_is_continued(
         ("mamba2", "checkpoints", False),
     ],
 )
-def test_group_caches_report_how_they_can_be_reused(
+def test_caches_report_how_they_can_be_reused_and_whether_they_can_rewind(
     name: str, reuse: str, can_rewind: bool
 ) -> None:
     """In a batch, only rows in slots can forget tokens one by one."""

@@ -38,7 +38,7 @@ def nucleus(temperature: float, top_p: float) -> np.ndarray:
 @pytest.mark.parametrize(
     ("temperature", "top_p"), [(1, 1), (0.5, 1), (2, 0.9), (1, 0.6), (1, 0.01)]
 )
-def test_tokens_are_drawn_with_their_probabilities(temperature: float, top_p: float) -> None:
+def test_tokens_are_sampled_with_their_probabilities(temperature: float, top_p: float) -> None:
     count = 4000
     found = draws(Sampling(temperature, top_p, seed=3), count)
     for token, probability in enumerate(nucleus(temperature, top_p)):
@@ -47,12 +47,12 @@ def test_tokens_are_drawn_with_their_probabilities(temperature: float, top_p: fl
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-38, 1e-30, 1e-6])
-def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+def test_sampling_at_a_tiny_temperature_is_greedy(temperature: float) -> None:
     assert draws(Sampling(temperature, seed=1), 20) == {0: 20}
     assert draws(Sampling(temperature, 0.5, seed=1), 20) == {0: 20}
 
 
-def test_rows_have_their_own_sampling() -> None:
+def test_each_row_is_sampled_with_its_own_parameters() -> None:
     rows = mx.array([LOGITS, LOGITS[::-1], LOGITS])
     samplers = [Sampler(s) for s in (Sampling(0), Sampling(0), Sampling(1, 0.001, 5))]
     assert sample(rows, samplers, [1, 2, 3]).tolist() == [0, 5, 0]
@@ -62,7 +62,7 @@ def seeded(seed: int) -> Sampler:
     return Sampler(Sampling(1, 1, seed))
 
 
-def test_a_draw_depends_on_seed_and_position_alone() -> None:
+def test_sampled_tokens_depend_only_on_seed_and_position() -> None:
     flat = mx.zeros((3, 1000))
     once = sample(flat, [seeded(seed) for seed in (7, 8, 7)], [4, 4, 4]).tolist()
     assert once[0] == once[2] != once[1]
@@ -73,7 +73,7 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
     assert len(set(far)) == 3
 
 
-def test_sampling_is_compiled_once_for_all_values_of_top_p() -> None:
+def test_sampling_is_compiled_only_once_for_all_values_of_top_p() -> None:
     """mx.compile takes seconds for a number that it has not seen; an array is one of many.
     Two hundred compilations would run into the test's time-out."""
     rows = mx.array([LOGITS] * 200)
@@ -150,7 +150,7 @@ PROMPT, ANSWER = [5, 5, 1], [2, 2, 0]
 
 @pytest.mark.parametrize("count", [600, pytest.param(3000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sampling", WAYS)
-def test_each_way_of_sampling_follows_its_definition(sampling: Sampling, count: int) -> None:
+def test_each_sampling_parameter_follows_its_definition(sampling: Sampling, count: int) -> None:
     """By draws with many seeds at one position, and greedily."""
     scores = allowed_scores(LOGITS, sampling, PROMPT, ANSWER)
     position = len(PROMPT + ANSWER)
@@ -170,7 +170,7 @@ def test_each_way_of_sampling_follows_its_definition(sampling: Sampling, count: 
             assert abs(found[token] / count - probability) <= spread + 1e-9, token
 
 
-def test_a_sampler_remembers_its_tokens() -> None:
+def test_a_sampler_counts_the_tokens_that_it_has_chosen() -> None:
     """It chooses the same tokens as a sampler that gets the whole history at once, as it does when
     a sequence begins again."""
     chance = random.Random(4)
@@ -192,14 +192,14 @@ def test_a_sampler_remembers_its_tokens() -> None:
     assert len(set(chosen)) == len(LOGITS)
 
 
-def test_banned_tokens_are_drawn_if_no_other_token_is_allowed() -> None:
+def test_banned_tokens_are_sampled_if_no_other_token_is_allowed() -> None:
     sampling = Sampling(0, allowed_ids=(3,), bad_words=((3,),))
     assert sample(mx.array([LOGITS]), [Sampler(sampling)], [0]).tolist() == [3]
     drawn = Sampler(replace(sampling, temperature=1.0, top_p=0.5))
     assert sample(mx.array([LOGITS]), [drawn], [0]).tolist() == [3]
 
 
-def test_a_row_without_parameters_is_not_touched() -> None:
+def test_logits_of_a_row_without_parameters_are_not_changed() -> None:
     assert Sampler(Sampling(0)).is_plain
     assert Sampler(Sampling(0, end_ids=(1,), logprobs=5, prompt_logprobs=0)).is_plain
     for sampling in WAYS[4:]:
@@ -208,7 +208,7 @@ def test_a_row_without_parameters_is_not_touched() -> None:
 
 @pytest.mark.parametrize("num_top", [0, 1, 3, 6, 20])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_scores_are_the_log_softmax(num_top: int, dtype: mx.Dtype) -> None:
+def test_scores_equal_the_log_softmax_of_the_logits(num_top: int, dtype: mx.Dtype) -> None:
     logits = mx.array([LOGITS, LOGITS[::-1], [0.0, -math.inf, 1.0, 2.0, 3.0, 4.0]]).astype(dtype)
     own, ids, values = score(logits, mx.array([4, 0, 1]), num_top)
     exact = np.array(logits.astype(mx.float32), dtype=np.float64)
@@ -220,7 +220,7 @@ def test_scores_are_the_log_softmax(num_top: int, dtype: mx.Dtype) -> None:
     assert np.allclose(values, np.take_along_axis(exact, best, axis=-1), atol=1e-5)
 
 
-def test_extreme_parameters_give_an_allowed_token() -> None:
+def test_extreme_parameters_still_give_an_allowed_token() -> None:
     """Whatever is in range must not break the engine, which all requests share."""
     chance = random.Random(6)
     choose = chance.choice

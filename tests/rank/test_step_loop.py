@@ -14,7 +14,7 @@ from tests.models import build
 from tests.rank.loops import loop_of, surroundings_of
 
 
-def test_put_says_which_steps_share_the_head() -> None:
+def test_the_head_is_shared_only_in_steps_that_sample_few_tokens() -> None:
     """Only rank 0 knows how many tokens pay. Steps that do not sample need no logits, or those of a
     whole prompt."""
     (transport,) = local_ring(1)
@@ -40,7 +40,7 @@ def test_put_says_which_steps_share_the_head() -> None:
 @pytest.mark.parametrize(
     "op", [Load(5, 1), Unload(1), Write(5, "a", "b", 0, 1), Guess((1,))], ids=repr
 )
-def test_operation_of_a_missing_part_is_an_error(op: AnyOp) -> None:
+def test_an_operation_of_a_missing_part_is_an_error(op: AnyOp) -> None:
     transport = LocalTransport()
     loop = loop_of(surroundings_of(Stage(build("llama"), 0, 4)), transport, parts=[])
     before = (op,) if isinstance(op, Load | Unload) else ()
@@ -50,7 +50,7 @@ def test_operation_of_a_missing_part_is_an_error(op: AnyOp) -> None:
         list(loop.run())
 
 
-def test_row_with_an_adapter_is_an_error_without_that_part() -> None:
+def test_a_row_with_an_adapter_is_an_error_without_the_part_for_adapters() -> None:
     loop = loop_of(surroundings_of(Stage(build("llama"), 0, 4)), LocalTransport(), parts=[])
     plain, adapted = (Row(5, 0, 1, adapter_version=version) for version in (0, 3))
     loop.parts.prepare(Step(1, 0, (plain,), (7,), False))
@@ -58,7 +58,7 @@ def test_row_with_an_adapter_is_an_error_without_that_part() -> None:
         loop.parts.prepare(Step(2, 0, (plain, adapted), (7, 7), False))
 
 
-def test_message_for_a_missing_part_is_an_error() -> None:
+def test_a_message_for_a_missing_part_is_an_error() -> None:
     loop = loop_of(surroundings_of(Stage(build("llama"), 0, 4)), LocalTransport(), parts=[])
     message: Message = Embed(5, Pooling("mean"), 2)
     with fails(EngineError, "missing_part", match="Embed"):

@@ -93,7 +93,7 @@ def make_sequences(samplings: ReadableList[Sampling]) -> list[Sequence]:
 @pytest.mark.parametrize(
     ("num_ranks", "num_groups", "kv_bits"), [(1, 1, None), (2, None, None), (2, 1, None), (3, 2, 8)]
 )
-def test_drafts_change_no_answer_and_no_score(
+def test_verifying_drafts_changes_no_answer_and_no_score(
     num_ranks: int, num_groups: int | None, kv_bits: int | None
 ) -> None:
     samplings = [Sampling(**fields) for fields in SAMPLINGS.values()]
@@ -120,7 +120,7 @@ def test_drafts_change_no_answer_and_no_score(
             assert [token for token, _ in score.top] == [token for token, _ in other.top]
 
 
-def test_drafts_of_the_real_drafters_are_right_often() -> None:
+def test_drafts_from_suffixes_and_predictions_are_often_accepted() -> None:
     """The model repeats itself, and one client predicts its answer."""
     samplings = [Sampling(temperature=0), Sampling(temperature=0.2, seed=1), Sampling(seed=2)]
     with pipeline(2) as local:
@@ -195,13 +195,15 @@ def close(got: mx.array, wanted: mx.array) -> None:
         ("phi3small", False),
     ],
 )
-def test_rows_of_an_architecture_go_back(name: str, can_go_back: bool) -> None:
+def test_rows_of_these_architectures_can_rewind_or_not_as_expected(
+    name: str, can_go_back: bool
+) -> None:
     assert check_architecture(name) == can_go_back
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", architectures.architectures())
-def test_rows_of_every_architecture_go_back_or_are_not_speculated(name: str) -> None:
+def test_rows_of_every_architecture_can_rewind_or_get_no_drafts(name: str) -> None:
     try:
         check_architecture(name)
     except PlanError as error:

@@ -17,7 +17,7 @@ from tests.models import build
 from tests.rank.loops import ORDER, loop_of, surroundings_of
 
 
-def test_caches_are_measured_only_after_steps() -> None:
+def test_caches_are_measured_again_only_after_a_step() -> None:
     """There may be many of them, and an idle engine reports four times a second."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -40,7 +40,7 @@ def test_caches_are_measured_only_after_steps() -> None:
         assert (idle.num_steps, idle.spans, idle.kv_bytes) == (1, [], None)
 
 
-def test_engine_that_is_to_leave_reports_the_step_that_it_still_computes() -> None:
+def test_an_engine_asked_to_leave_reports_the_step_that_it_still_computes() -> None:
     """Its parent waits for that, and for nothing else."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -62,7 +62,9 @@ def test_engine_that_is_to_leave_reports_the_step_that_it_still_computes() -> No
         assert status.activity is None
 
 
-def test_an_engine_reports_the_code_of_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_reports_the_code_of_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     ours, theirs = socket.socketpair()

@@ -13,7 +13,7 @@ from tests.rank.test_overflow import NUM_TOKENS, PROMPTS, alone, num_changed
 from tests.rank.test_pipeline import GREEDY, running
 
 
-def test_overflow_through_an_adapter_changes_no_other_answer(tmp_path: Path) -> None:
+def test_overflow_in_an_adapter_changes_no_other_answer(tmp_path: Path) -> None:
     """Also after it is unloaded."""
     make = partial(build, "llama")
     folder = adapters.save_adapter(tmp_path / "huge", make(), size=3e19)

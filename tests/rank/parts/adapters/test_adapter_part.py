@@ -16,7 +16,7 @@ class Broken(Adapters):
         raise BufferError("odd")
 
 
-def test_a_bug_in_reading_refuses_only_that_adapter() -> None:
+def test_an_internal_error_in_reading_an_adapter_refuses_only_that_adapter() -> None:
     """Not the engine's, which others use."""
     sent: list[Any] = []
     part = AdapterPart(Broken(Stage(build("llama"), 0, 4)), sent.append)

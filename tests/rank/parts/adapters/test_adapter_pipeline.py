@@ -48,7 +48,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_sequence_says_what_its_adapter_says(tmp_path: Path, case: str) -> None:
+def test_each_sequence_gets_the_answer_of_its_own_adapter(tmp_path: Path, case: str) -> None:
     num_ranks, name, keys = CASES[case]
     make = partial(build, name)
     folders = {

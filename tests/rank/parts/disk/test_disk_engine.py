@@ -15,7 +15,7 @@ def store_of(ordered: Ordered) -> PrefixStore:
     return store
 
 
-def test_engine_with_other_layers_has_other_files_in_the_same_folder(
+def test_an_engine_that_gets_other_layers_uses_other_files_in_the_same_folder(
     ordered: Ordered, tmp_path: Path
 ) -> None:
     """The folder is locked, and the first store has to let it go."""

@@ -63,7 +63,7 @@ def read(store: PrefixStore, file: PrefixFile, reports: queue.Queue) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_prefix_store_detects_damage_after_kills_and_changed_bytes(tmp_path: Path) -> None:
+def test_damaged_prefix_files_are_detected_after_kills_and_changed_bytes(tmp_path: Path) -> None:
     chance = random.Random(5)
     reports: queue.Queue[PrefixRead | PrefixFileWritten] = queue.Queue()
     num_right = num_damaged = 0

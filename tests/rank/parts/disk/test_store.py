@@ -77,7 +77,7 @@ def scores(local: LocalPipeline, sequence: Sequence) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_prefix_store_serves_a_second_turn_after_a_restart(
+def test_a_second_turn_reuses_a_prefix_from_disk_after_a_restart(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = make_in_two_stages(name, monkeypatch)
@@ -102,7 +102,7 @@ def test_prefix_store_serves_a_second_turn_after_a_restart(
 
 
 @pytest.mark.parametrize("name", RUNNING)
-def test_prefix_store_continues_answers_that_the_end_of_an_engine_interrupted(
+def test_answers_interrupted_by_the_end_of_an_engine_continue_from_disk(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two answers share a batch while their contexts are written, and are continued by other
@@ -180,7 +180,9 @@ def read(store: PrefixStore, asked: Write) -> None:
     store.obey(ReadPrefix(7, asked.end, (asked.name,)))
 
 
-def test_prefix_store_reads_its_own_files(tmp_path: Path, reports: queue.Queue) -> None:
+def test_a_prefix_store_reads_the_files_that_it_has_written(
+    tmp_path: Path, reports: queue.Queue
+) -> None:
     with opened(tmp_path, reports) as store:
         asked = write(store, 5)
         written = reports.get(timeout=60)
@@ -198,7 +200,7 @@ def test_prefix_store_reads_its_own_files(tmp_path: Path, reports: queue.Queue) 
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_prefix_store_drops_a_file_with_a_changed_bit(
+def test_a_prefix_store_deletes_a_file_with_a_changed_bit(
     tmp_path: Path, reports: queue.Queue, seed: int
 ) -> None:
     with opened(tmp_path, reports) as store:
@@ -214,7 +216,7 @@ def test_prefix_store_drops_a_file_with_a_changed_bit(
 
 
 @pytest.mark.parametrize("num_missing", [1, -1])
-def test_prefix_store_drops_a_file_without_the_keys_of_its_tokens(
+def test_a_prefix_store_deletes_a_file_that_lacks_keys_of_some_tokens(
     tmp_path: Path, reports: queue.Queue, num_missing: int
 ) -> None:
     with opened(tmp_path, reports) as store:
@@ -225,7 +227,7 @@ def test_prefix_store_drops_a_file_without_the_keys_of_its_tokens(
         assert not list(tmp_path.glob("rank-0/*/*"))
 
 
-def test_prefix_store_refuses_tokens_that_are_not_held_and_steps_go_on(
+def test_writing_tokens_that_are_not_held_is_refused_and_steps_continue(
     tmp_path: Path, reports: queue.Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage = Stage(build("llama"), 0, 4)
@@ -252,7 +254,7 @@ def test_prefix_store_refuses_tokens_that_are_not_held_and_steps_go_on(
     store.close()
 
 
-def test_prefix_store_leaves_nothing_of_a_write_that_fails(
+def test_a_failed_write_leaves_no_file(
     tmp_path: Path, reports: queue.Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -270,7 +272,7 @@ def test_prefix_store_leaves_nothing_of_a_write_that_fails(
     assert caplog.text.count("event=prefix_cache_disk_failed") == 1
 
 
-def test_prefix_store_deletes_files_of_other_stages_for_room(
+def test_files_of_other_stages_are_deleted_to_make_room(
     tmp_path: Path, reports: queue.Queue
 ) -> None:
     with opened(tmp_path, reports, digest="b" * 32) as store:
@@ -286,7 +288,7 @@ def test_prefix_store_deletes_files_of_other_stages_for_room(
     assert not list(tmp_path.glob("rank-0/*/*.safetensors"))
 
 
-def test_prefix_store_deletes_files_of_other_versions_whatever_their_names_are(
+def test_files_of_other_versions_are_deleted_whatever_their_names_are(
     tmp_path: Path, reports: queue.Queue
 ) -> None:
     """Otherwise they would keep their room, and their texts, forever."""
@@ -303,7 +305,7 @@ def test_prefix_store_deletes_files_of_other_versions_whatever_their_names_are(
         assert not older.exists()
 
 
-def test_prefix_store_locks_its_folder(tmp_path: Path, reports: queue.Queue) -> None:
+def test_only_one_prefix_store_can_use_a_folder(tmp_path: Path, reports: queue.Queue) -> None:
     with opened(tmp_path, reports), pytest.raises(BlockingIOError), opened(tmp_path, reports):
         raise AssertionError("two stores have the same folder")
 
@@ -328,7 +330,7 @@ def order(prefix_dir: Path | None) -> Order:
     )
 
 
-def test_open_store_works_without_a_folder_and_beside_one_that_is_in_use(
+def test_no_prefix_store_is_opened_without_a_folder_or_for_one_that_is_in_use(
     tmp_path: Path, reports: queue.Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert open_store(order(None), reports.put, make_caches) is None
@@ -347,7 +349,7 @@ def test_open_store_works_without_a_folder_and_beside_one_that_is_in_use(
     [{"layers": (0, 2)}, {"kv_bits": 4}, {"num_shards": 2}, {"rank": 1}, {"commit": "c" * 40}],
     ids=str,
 )
-def test_open_store_keeps_files_of_each_model_split_and_shard_apart(
+def test_files_of_each_model_and_split_and_shard_are_kept_apart(
     tmp_path: Path, reports: queue.Queue, changes: dict[str, Any]
 ) -> None:
     """They are there again when the split is what it was before."""
@@ -367,7 +369,7 @@ def test_open_store_keeps_files_of_each_model_split_and_shard_apart(
     assert found == [1, 0, 1]
 
 
-def test_open_store_does_not_use_files_of_weights_that_were_replaced(
+def test_files_are_not_reused_after_weights_were_replaced(
     tmp_path: Path, reports: queue.Queue
 ) -> None:
     weights = tmp_path / "model" / "model.safetensors"

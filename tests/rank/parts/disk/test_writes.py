@@ -75,7 +75,9 @@ def expected(tmp_path: Path) -> FileContent:
     return content
 
 
-def test_step_loop_sends_before_it_writes(tmp_path: Path, expected: FileContent) -> None:
+def test_a_step_is_sent_on_before_its_prefix_is_copied_for_writing(
+    tmp_path: Path, expected: FileContent
+) -> None:
     """The next steps wait already: one drops the sequence, and another takes its place."""
     last, first = local_ring(2)
     loop = make_loop(tmp_path / "first", (0, 2), first)
@@ -93,7 +95,7 @@ def test_step_loop_sends_before_it_writes(tmp_path: Path, expected: FileContent)
         assert mx.array_equal(array, expected.arrays[name]).item(), name
 
 
-def test_step_loop_yields_a_result_before_it_writes(tmp_path: Path) -> None:
+def test_a_result_is_returned_before_its_prefix_is_copied_for_writing(tmp_path: Path) -> None:
     (only,) = local_ring(1)
     loop = make_loop(tmp_path / "only", (0, 4), only)
     only.send(prefill(1, 1, TOKENS, after=(write_of(1),)), [])

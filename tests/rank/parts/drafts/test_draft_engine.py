@@ -24,7 +24,7 @@ from tests.rank.test_loading import step
 from tests.rank.test_pipeline import whole_model
 
 
-def test_rank_0_loads_its_draft_model_and_reports_its_guesses(tmp_path: Path) -> None:
+def test_rank_0_loads_its_draft_model_and_reports_its_drafts(tmp_path: Path) -> None:
     """From the order to the result, as another process would see it."""
     draft = DraftSource(str(save(tmp_path / "draft", "llama")), None, None)
     planned_bytes = 10_000_000
@@ -82,7 +82,9 @@ def guesses(ordered: Ordered, prompt: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("is_head", [False, True])
-def test_engine_keeps_its_draft_model(ordered: Ordered, tmp_path: Path, is_head: bool) -> None:
+def test_an_engine_that_gets_other_layers_keeps_its_draft_model(
+    ordered: Ordered, tmp_path: Path, is_head: bool
+) -> None:
     """Also a prediction head, which reads the hidden states of the new stage."""
     model = heads.make(tmp_path / "model-with-head", "mimo")
     num_layers = read_checkpoint(model).num_layers

@@ -36,7 +36,7 @@ def said(text: list[int], num_tokens: int) -> tuple[int, ...]:
     return tuple(whole_model(text, num_tokens))
 
 
-def test_guess_gives_the_models_own_tokens_after_right_and_wrong_guesses() -> None:
+def test_a_draft_model_guesses_its_own_tokens_after_right_and_wrong_drafts() -> None:
     draft_model, chance = make_draft_model(), random.Random(0)
     texts = {id: [1 + id, 2, 3, *range(3 * id)] for id in range(4)}
     for _ in range(12):
@@ -54,7 +54,7 @@ def test_guess_gives_the_models_own_tokens_after_right_and_wrong_guesses() -> No
     assert not draft_model.take_runs()
 
 
-def test_guess_reads_only_the_end_of_a_long_text() -> None:
+def test_a_draft_model_reads_only_the_end_of_a_long_text() -> None:
     chance = random.Random(1)
     text = [chance.randrange(VOCABULARY) for _ in range(3 * NUM_TOKENS_READ)]
     draft_model = make_draft_model()
@@ -67,7 +67,7 @@ def test_guess_reads_only_the_end_of_a_long_text() -> None:
     assert guesses == said(text[-NUM_TOKENS_READ:], 2)
 
 
-def test_guess_holds_a_limited_number_of_tokens_and_rows() -> None:
+def test_a_draft_model_keeps_a_limited_number_of_tokens_and_rows() -> None:
     draft_model, chance = make_draft_model(), random.Random(2)
     text = [chance.randrange(VOCABULARY) for _ in range(NUM_TOKENS_READ)]
     while len(text) < MAX_DRAFT_TOKENS + 300:
@@ -86,7 +86,7 @@ def test_guess_holds_a_limited_number_of_tokens_and_rows() -> None:
 
 
 @pytest.mark.parametrize("size", [90, 96, 120])
-def test_guesses_are_tokens_of_the_other_models_vocabulary(size: int) -> None:
+def test_drafts_are_limited_to_the_smaller_of_two_vocabularies(size: int) -> None:
     """The sizes differ where models round their vocabulary up."""
     draft_model = make_draft_model(vocabulary_size=size)
     sampling = Sampling(temperature=2.0, seed=1)
@@ -95,7 +95,7 @@ def test_guesses_are_tokens_of_the_other_models_vocabulary(size: int) -> None:
     assert max(guesses) < min(size, VOCABULARY)
 
 
-def test_guesses_are_drawn_with_the_keys_of_their_positions() -> None:
+def test_drafts_are_sampled_with_the_same_keys_as_the_answer() -> None:
     """So a draft model that agrees with the model is right at any temperature."""
     sampling = Sampling(temperature=1.0, seed=5, top_p=0.95)
     with pipeline(1) as local:
@@ -104,14 +104,14 @@ def test_guesses_are_drawn_with_the_keys_of_their_positions() -> None:
     assert list(guesses) == answer
 
 
-def test_guess_ends_where_numbers_overflow() -> None:
+def test_a_draft_model_stops_where_its_numbers_overflow() -> None:
     model = LLAMA()
     model.lm_head.weight[:, 0] = float("inf")
     (guesses,) = make_draft_model(model).guess(0, [GuessRequest(0, [1, 2, 3], GREEDY, 4)])
     assert guesses == ()
 
 
-def test_models_that_cannot_forget_tokens_are_refused() -> None:
+def test_draft_models_that_cannot_forget_tokens_are_refused() -> None:
     model = architectures.build("recurrent_gemma")
     with fails(PlanError, "plan", match="--draft-model"):
         make_draft_model(model)

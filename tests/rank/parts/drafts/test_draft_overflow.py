@@ -22,7 +22,7 @@ class Poisoning(Guessing):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_overflow_of_a_draft_changes_no_answer(num_ranks: int) -> None:
+def test_overflow_in_a_draft_model_changes_no_answer(num_ranks: int) -> None:
     """Not even that of its own row, once the draft has turned out wrong."""
     make = partial(model, "llama")
     prompts = dict(enumerate(PROMPTS[:8]))

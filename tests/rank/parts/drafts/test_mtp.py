@@ -154,7 +154,7 @@ def answered(text: list[int], result: Any, n: int = 0) -> list[int]:
     return text + list(result.tokens[start : start + numbers[n]])
 
 
-def test_guesses_are_those_of_a_head_that_reads_everything(folder: Path) -> None:
+def test_drafts_equal_those_of_a_head_that_reads_the_whole_text_at_once(folder: Path) -> None:
     """After chunks of prompts, right and wrong drafts, steps without guesses, and replays."""
     reference, chance = Reference(folder), random.Random(3)
     said = cache(lambda text: continuation(reference, list(text), 2))
@@ -189,7 +189,7 @@ def test_guesses_are_those_of_a_head_that_reads_everything(folder: Path) -> None
     assert num_accepted > 5
 
 
-def test_right_guesses_are_read_again_with_the_models_hidden_states(folder: Path) -> None:
+def test_accepted_drafts_are_read_again_with_the_hidden_states_of_the_model(folder: Path) -> None:
     """The head has read them with its own."""
     reference, engine, chance = Reference(folder), Engine(folder), random.Random(7)
     for id in range(5):
@@ -221,7 +221,7 @@ def continuation(reference: Reference, text: list[int], num_tokens: int) -> list
 
 
 @pytest.mark.slow
-def test_deepseeks_head_guesses_the_same_after_any_chunks(tmp_path: Path) -> None:
+def test_drafts_of_a_deepseek_head_are_the_same_after_any_chunks(tmp_path: Path) -> None:
     """mlx-lm leaves the head out only if it is layer 61."""
     engine = Engine(heads.make(tmp_path, "deepseek_v3", num_hidden_layers=61, vocab_size=64))
     text = list(range(1, 30))
@@ -245,7 +245,7 @@ def test_a_prediction_head_changes_no_answer(tmp_path: Path, model_type: str) ->
     check_that_guesses_change_no_answer(2, make, make_draft)
 
 
-def test_a_head_reads_from_where_hidden_states_are_held(tmp_path: Path) -> None:
+def test_a_prediction_head_reads_only_tokens_whose_hidden_states_are_held(tmp_path: Path) -> None:
     """It has none of a prefix that another sequence computed, and only the end of a long text."""
     folder = heads.make(tmp_path, "mimo", **SMALL, max_position_embeddings=2048)
     reference, engine, chance = Reference(folder), Engine(folder), random.Random(4)
@@ -265,7 +265,7 @@ def test_a_head_reads_from_where_hidden_states_are_held(tmp_path: Path) -> None:
     assert guesses_of(result) == (reference.guesses(long, 2, first=first),)
 
 
-def test_only_the_latest_sequences_keep_hidden_states(folder: Path) -> None:
+def test_hidden_states_are_kept_only_for_the_latest_sequences(folder: Path) -> None:
     engine, chance = Engine(folder), random.Random(5)
     for id in range(MAX_DRAFT_ROWS + 3):
         engine.begin(id, [1, 2, 3, id % VOCABULARY], chance)
@@ -277,7 +277,7 @@ def test_only_the_latest_sequences_keep_hidden_states(folder: Path) -> None:
     assert not engine.drafter._rows
 
 
-def test_a_head_that_is_cleared_keeps_nothing(folder: Path) -> None:
+def test_clearing_a_prediction_head_frees_all_that_it_holds(folder: Path) -> None:
     engine = Engine(folder)
     engine.begin(0, [1, 2, 3], random.Random(5))
     engine.step([(0, 2, [3])], sample=True, after=(Guess((2,)),))
@@ -288,7 +288,7 @@ def test_a_head_that_is_cleared_keeps_nothing(folder: Path) -> None:
     assert not any(held)
 
 
-def test_a_head_that_cannot_forget_tokens_is_refused_by_its_flag(tmp_path: Path) -> None:
+def test_the_error_for_a_head_that_cannot_forget_tokens_names_the_flag(tmp_path: Path) -> None:
     folder = heads.make(tmp_path, "mimo", **SMALL)
     model = build_model(folder)
     source = DraftSource(str(folder), None, None, is_head=True)
@@ -299,7 +299,7 @@ def test_a_head_that_cannot_forget_tokens_is_refused_by_its_flag(tmp_path: Path)
         loaded.for_logits_of(Stage(model, 0, len(model.layers)))
 
 
-def test_hidden_states_are_those_of_their_positions() -> None:
+def test_each_position_keeps_its_own_hidden_state() -> None:
     """Positions are fed again, or left out."""
     states, chance = HiddenStates(), random.Random(6)
     position, expected = 0, [0] * 2000
@@ -329,7 +329,7 @@ def test_hidden_states_are_those_of_their_positions() -> None:
         ("glm4_moe", "self_attn.q_proj", "q_proj"),
     ],
 )
-def test_a_missing_head_is_named(
+def test_the_error_for_missing_weights_of_a_prediction_head_names_them(
     tmp_path: Path, model_type: str, left_out: str, wanted: str
 ) -> None:
     config = heads.config_of(model_type, **SMALL)

@@ -47,7 +47,7 @@ def sequence(local: LocalPipeline, id: int, prompt: list[int], pooling: Pooling)
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_embeddings_equal_the_whole_model_alone_and_beside_generation(
+def test_embeddings_equal_those_of_the_whole_model_alone_and_beside_generation(
     num_ranks: int, kind: Kind
 ) -> None:
     with pipeline(num_ranks) as local:
@@ -66,7 +66,7 @@ def test_embeddings_equal_the_whole_model_alone_and_beside_generation(
         assert output[i] == whole_model(prompt, 12)
 
 
-def test_embeddings_are_cut_and_normalised() -> None:
+def test_embeddings_are_shortened_to_the_dimensions_asked_for_and_normalised() -> None:
     with pipeline(2) as local:
         local.answer([sequence(local, n, PROMPTS[3], Pooling("mean", n)) for n in (1, 5, 32)])
     for num_dimensions in (1, 5, 32):
@@ -76,7 +76,7 @@ def test_embeddings_are_cut_and_normalised() -> None:
         assert numbers == pytest.approx(expected, abs=1e-4)
 
 
-def test_embeddings_neither_read_nor_fill_the_prefix_cache() -> None:
+def test_embeddings_neither_use_nor_fill_the_prefix_cache() -> None:
     """A chat that continues what was embedded, and an embedding of what was chatted."""
     prompt = list(range(2, 60))
     with pipeline(2) as local:
@@ -97,7 +97,7 @@ def test_embeddings_neither_read_nor_fill_the_prefix_cache() -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3", "gemma4_text"])
-def test_embeddings_of_other_architectures_equal_the_whole_model(name: str) -> None:
+def test_embeddings_of_other_architectures_equal_those_of_the_whole_model(name: str) -> None:
     make: Callable[[], nn.Module] = partial(build if name == "qwen3" else architectures.build, name)
     with pipeline(2, make) as local:
         local.answer([sequence(local, i, p, Pooling("mean")) for i, p in enumerate(PROMPTS[:4])])
@@ -106,7 +106,7 @@ def test_embeddings_of_other_architectures_equal_the_whole_model(name: str) -> N
         assert numbers_of(local.embeddings[i]) == pytest.approx(expected, abs=1e-4)
 
 
-def test_pop_hidden_gives_the_hidden_states_once() -> None:
+def test_recorded_hidden_states_are_returned_only_once() -> None:
     stage = Stage(LLAMA(), 0, 4)
     tokens = mx.array([[1, 2, 3]])
     stage(tokens, None, [])
@@ -145,7 +145,7 @@ def feed(part: EmbeddingsPart, row: Row, hidden: mx.array) -> dict[int, bytes | 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pool_adds_the_chunks_of_a_prompt_up(kind: Kind) -> None:
+def test_pooling_a_prompt_in_chunks_gives_the_same_as_pooling_it_at_once(kind: Kind) -> None:
     hidden = mx.random.normal((9, 4), key=mx.random.key(3))
     whole, parts = begun(kind, 9), begun(kind, 9)
     assert feed(parts, Row(5, 0, 4), hidden) == {}
@@ -155,7 +155,7 @@ def test_pool_adds_the_chunks_of_a_prompt_up(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pool_leaves_out_the_chunks_of_an_earlier_try(kind: Kind) -> None:
+def test_chunks_of_an_interrupted_prefill_are_not_pooled(kind: Kind) -> None:
     """The prompt went back to the queue while its second chunk was under way."""
     hidden = mx.random.normal((9, 4), key=mx.random.key(4))
     part, fresh = begun(kind, 9), begun(kind, 9)
@@ -166,12 +166,12 @@ def test_pool_leaves_out_the_chunks_of_an_earlier_try(kind: Kind) -> None:
     assert feed(part, Row(5, 0, 9), hidden) == feed(fresh, Row(5, 0, 9), hidden)
 
 
-def test_pool_gives_no_embedding_of_numbers_that_are_not_finite() -> None:
+def test_no_embedding_is_given_if_numbers_are_not_finite() -> None:
     part = begun("mean", 2)
     assert feed(part, Row(5, 0, 2), mx.array([[1.0, mx.nan], [1, 2]])) == {5: None}
 
 
-def test_dropped_forgets_the_prompt() -> None:
+def test_a_dropped_prompt_is_no_longer_pooled() -> None:
     part = begun("mean", 2)
     for sequence in (4, 5):
         part.dropped(sequence)
