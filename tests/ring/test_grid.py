@@ -16,7 +16,7 @@ def grid(rank: int, num_ranks: int, num_shards: int) -> Grid:
     return Grid(rank, num_shards, addresses, 1, 1.0)
 
 
-def test_grid_has_stages_in_rows_and_shards_in_columns() -> None:
+def test_ranks_of_a_stage_form_a_row_and_equal_shards_form_a_column() -> None:
     found = grid(4, 6, 3)
     assert (found.stage, found.shard, found.num_stages) == (1, 1, 2)
     assert (found.row, found.column) == ([3, 4, 5], [1, 4])
@@ -27,40 +27,40 @@ def test_grid_has_stages_in_rows_and_shards_in_columns() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_grid_passes_steps_to_all_shards_in_order(tmp_path: Path, num_ranks: int) -> None:
+def test_steps_reach_all_shards_in_order(tmp_path: Path, num_ranks: int) -> None:
     assert run_ring(tmp_path, "steps", num_ranks, PROGRAMS) == ["fine"] * num_ranks
 
 
-def test_shards_with_gpus_evaluate_up_to_each_sum_alike(tmp_path: Path) -> None:
+def test_shards_with_gpus_evaluate_each_summand_before_its_sum(tmp_path: Path) -> None:
     """First the summand, which the GPU computes, then the sum."""
     assert run_ring(tmp_path, "waits", 2, PROGRAMS) == ["[1, 1, 1, 1]"] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_grid_computes_a_million_small_sums(tmp_path: Path) -> None:
+def test_a_million_small_sums_over_shards_are_computed(tmp_path: Path) -> None:
     """In other versions of MLX, sums over a ring could wait forever."""
     outputs = run_ring(tmp_path, "small_sums", 2, PROGRAMS, seconds=1700.0)
     assert all(output.endswith(" s") for output in outputs), outputs
 
 
 @pytest.mark.slow
-def test_grid_refuses_a_rank_of_another_launch(tmp_path: Path) -> None:
+def test_a_rank_of_another_launch_is_refused(tmp_path: Path) -> None:
     for output in run_ring(tmp_path, "other_nonce", 2, PROGRAMS):
         assert "waited in vain" in output
 
 
-def test_grid_reports_a_shard_that_dies_in_a_sum(tmp_path: Path) -> None:
+def test_a_shard_that_dies_during_a_sum_is_reported(tmp_path: Path) -> None:
     first, _ = run_ring(tmp_path, "peer_dies", 2, PROGRAMS)
     assert "ring of the shards broke" in first
 
 
-def test_grid_ends_with_rank_0(tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_a_step_gets_none_when_rank_0_ends(tmp_path: Path) -> None:
     _, second = run_ring(tmp_path, "rank_0_ends", 2, PROGRAMS)
     assert second == "None"
 
 
 @pytest.mark.slow
-def test_grid_costs_no_cpu_while_it_waits(tmp_path: Path) -> None:
+def test_ranks_that_wait_for_a_step_use_almost_no_processor_time(tmp_path: Path) -> None:
     _, second = run_ring(tmp_path, "idle", 2, PROGRAMS)
     assert float(second) < 0.2

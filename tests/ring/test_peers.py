@@ -56,7 +56,7 @@ def is_answered(connection: socket.socket) -> bool:
 
 
 @pytest.mark.slow
-def test_meet_all_waits_for_a_greeting_that_is_late() -> None:
+def test_a_neighbour_that_greets_late_is_awaited() -> None:
     own = grid()
     with meeting(own), call(own.addresses[0]) as neighbour:
         time.sleep(OLD_LIMIT)
@@ -65,7 +65,7 @@ def test_meet_all_waits_for_a_greeting_that_is_late() -> None:
         assert is_answered(neighbour)
 
 
-def test_meet_all_answers_a_neighbour_beside_foreign_connections() -> None:
+def test_a_neighbour_is_answered_although_foreign_programs_connect() -> None:
     own = grid()
     with meeting(own), call(own.addresses[0]) as silent, call(own.addresses[0]) as scanner:
         scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -82,7 +82,7 @@ def test_meet_all_answers_a_neighbour_beside_foreign_connections() -> None:
         assert silent.recv(1) == b""
 
 
-def test_meet_all_refuses_foreign_connections_until_its_deadline() -> None:
+def test_foreign_programs_that_connect_do_not_count_as_neighbours() -> None:
     own = grid(1.0)
     with ThreadPoolExecutor(1) as pool:
         met = pool.submit(meet_all, own, {1})

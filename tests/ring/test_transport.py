@@ -61,11 +61,11 @@ def run_ring(
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_messages_arrive_whole_and_in_order(tmp_path: Path, num_ranks: int) -> None:
+def test_messages_arrive_complete_and_in_order(tmp_path: Path, num_ranks: int) -> None:
     assert run_ring(tmp_path, "around", num_ranks) == ["fine"] * num_ranks
 
 
-def test_a_message_arrives_while_a_sent_one_waits(tmp_path: Path) -> None:
+def test_a_message_can_arrive_while_another_waits_to_be_sent(tmp_path: Path) -> None:
     came_first, _, _ = run_ring(tmp_path, "one_ahead", 3)
     assert came_first == "True"
 
@@ -75,13 +75,13 @@ def test_two_launches_on_the_same_ports_are_detected(tmp_path: Path) -> None:
         assert "two launches met on the same ports" in output
 
 
-def test_a_peer_that_dies_is_an_error_not_a_hang(tmp_path: Path) -> None:
+def test_a_peer_that_dies_raises_an_error_at_once(tmp_path: Path) -> None:
     first, _ = run_ring(tmp_path, "peer_dies", 2)
     assert "broke" in first
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_transport_that_leaves_its_ring_can_join_another_one(
+def test_a_transport_that_leaves_its_ring_can_join_another_one(
     tmp_path: Path, num_ranks: int
 ) -> None:
     """A message of an earlier ring, which was on its way when the ring was left, never comes."""
@@ -94,7 +94,7 @@ def test_transport_that_leaves_its_ring_can_join_another_one(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_transport_that_joins_a_thousand_rings_does_not_grow(
+def test_joining_a_thousand_rings_uses_no_more_threads_or_memory(
     tmp_path: Path, num_ranks: int
 ) -> None:
     """Prints threads, megabytes and descriptors after the first hundred rings and at the end."""
@@ -107,25 +107,29 @@ def test_transport_that_joins_a_thousand_rings_does_not_grow(
         assert megabytes_at_the_end <= megabytes + 4
 
 
-def test_transport_leaves_no_descriptor_of_failed_connections(tmp_path: Path) -> None:
+def test_failed_connections_leave_no_open_descriptor(tmp_path: Path) -> None:
     """MLX opens another socket for each attempt to connect, and closes none that has failed."""
     for counts in run_ring(tmp_path, "late", 2):
         assert len(set(counts.split())) == 1, counts
 
 
-def test_regroup_objects_before_descriptors_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ring_is_not_formed_anew_if_descriptors_could_run_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert regroup.objection() is None
     monkeypatch.setattr(regroup, "_MAX_SHARE_OF_DESCRIPTORS", 0)
     assert "descriptors are open" in (regroup.objection() or "")
 
 
-def test_regroup_objects_where_mlx_lacks_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ring_is_not_formed_anew_if_mlx_lacks_clear_backends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert regroup.objection() is None
     monkeypatch.setattr(regroup, "_CLEAR_BACKENDS", "no_such_function")
     assert "does not offer clear_backends" in (regroup.objection() or "")
 
 
-def test_a_waiting_rank_costs_no_cpu(tmp_path: Path) -> None:
+def test_a_rank_that_waits_uses_almost_no_processor_time(tmp_path: Path) -> None:
     _, second = run_ring(tmp_path, "idle", 2)
     assert float(second) < 0.2
 
@@ -138,7 +142,7 @@ def wait_until_listening(process: psutil.Process) -> None:
 
 
 @pytest.mark.long
-def test_an_engine_whose_parent_was_killed_ends_also_in_the_middle_of_joining(
+def test_an_engine_whose_parent_was_killed_ends_even_while_it_joins_a_ring(
     tmp_path: Path,
 ) -> None:
     """Nor does it need the launch's hostfile, or the folder, which systems clean after days."""
