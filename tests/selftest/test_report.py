@@ -49,7 +49,7 @@ def made(*lines: Line, date: str = "2026-11-26-050000") -> SelftestReport:
         ("machine.unknown", "x", Verdict.NOTED),
     ],
 )
-def test_a_value_is_judged(id: str, value: float | str, verdict: Verdict) -> None:
+def test_each_value_gets_the_right_verdict(id: str, value: float | str, verdict: Verdict) -> None:
     assert Line(id, value).judged().verdict is verdict
 
 
@@ -62,14 +62,14 @@ def test_every_finding_belongs_to_a_section_and_says_what_to_do() -> None:
         assert not (known.at_most is not None and known.at_least is not None), id
 
 
-def test_every_finding_is_made_somewhere() -> None:
+def test_every_listed_finding_is_made_by_a_section() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "serve" / "selftest").glob("*.py"))
     listed = tomllib.loads((ROOT / "serve" / "selftest" / "findings.toml").read_text())
     made_of_parts = ("compute.attention_", "equality.")
     assert [id for id in listed if id not in sources and not id.startswith(made_of_parts)] == []
 
 
-def test_the_file_is_read_again(tmp_path: Path) -> None:
+def test_a_written_report_can_be_read_back(tmp_path: Path) -> None:
     whole = made(
         Line("system.sparse", 3.0, {"a": math.inf, "b": 1.0}), Line("memory.wired", math.nan)
     )
@@ -82,21 +82,21 @@ def test_the_file_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"format": 1}', b"\xff"])
-def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_no_report_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(content)
     with fails(UsageError, "unreadable", match="a.json"):
         report.read(path)
 
 
-def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
+def test_a_report_in_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(msgspec.json.encode(replace(made(), format=99)))
     with fails(UsageError, "wrong_format", match="99"):
         report.read(path)
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_the_error_for_a_folder_that_cannot_be_written_asks_for_another(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="another folder"):
         report.write(made(), tmp_path / "none", Scrubber([]))
 
@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         "annabel@studio-2 asks for a password",
     ],
 )
-def test_names_addresses_and_paths_are_removed(text: str, tmp_path: Path) -> None:
+def test_names_and_addresses_and_paths_are_removed_from_reports(text: str, tmp_path: Path) -> None:
     line = Line("links.sum", text, detail="studio-2 in /Users/ann", advice="ssh annabel@studio-2")
     path = report.write(made(line), tmp_path, Scrubber(["studio-2", "annabel"]))
     written = path.read_text().lower()
@@ -120,7 +120,7 @@ def test_names_addresses_and_paths_are_removed(text: str, tmp_path: Path) -> Non
         assert private not in written, written
 
 
-def test_versions_and_figures_stay() -> None:
+def test_versions_and_figures_are_kept_in_reports() -> None:
     text = "MLX 0.32.4 took 12:30 min, 3/4 of it in 10.5 s"
     assert Scrubber(["studio-1"]).text(text) == text
 
@@ -134,7 +134,7 @@ def shown(*lines: Line) -> str:
     return console.export_text()
 
 
-def test_the_page_says_what_was_found_expected_and_to_be_done() -> None:
+def test_the_printed_report_says_what_was_found_and_expected_and_what_to_do() -> None:
     text = shown(Line("system.sparse", 100.0), Line("system.rdma", 2.0), Line("endings.code", "0"))
     assert (
         "not as expected  disk space of a sparse file of 1 GB: 100 MB (expected at most 50" in text
@@ -144,7 +144,7 @@ def test_the_page_says_what_was_found_expected_and_to_be_done() -> None:
     assert text.count("→") == 1
 
 
-def test_two_reports_are_compared(tmp_path: Path) -> None:
+def test_the_comparison_of_two_reports_lists_differences(tmp_path: Path) -> None:
     first = made(Line("system.sync", 2.0), Line("system.timer", 5.0), Line("system.kill", "yes"))
     second = made(
         Line("system.sync", 6.0),
@@ -167,7 +167,7 @@ def test_two_reports_are_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["a.json"], ["a.json", "b.json"]])
-def test_a_comparison_without_two_reports(
+def test_a_comparison_without_two_readable_reports_is_refused(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert page.main(words) == 2
@@ -186,7 +186,7 @@ def few(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_command_writes_a_report(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_self_test_writes_a_report(few: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = run.selftest(Context(minutes=1), faults=False, asks=True)
     (path,) = few.glob("selftest-*.json")
     written = report.read(path)
@@ -199,7 +199,7 @@ def test_the_command_writes_a_report(few: Path, capsys: pytest.CaptureFixture[st
     assert path.name in out
 
 
-def test_faults_are_not_tried_without_consent(
+def test_the_self_test_tries_no_faults_without_consent(
     few: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("builtins.input", lambda *a: "n")

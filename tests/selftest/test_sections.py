@@ -42,7 +42,7 @@ def is_right(lines: dict[str, Line]) -> bool:
     return not [line for line in lines.values() if line.verdict is Verdict.WORSE]
 
 
-def test_this_system_is_as_expected(run: Run) -> None:
+def test_this_system_gives_only_expected_values(run: Run) -> None:
     lines = run("system")
     assert {"system.chip", "system.keep_alive", "system.timer"} <= set(lines)
     assert lines["system.rdma"].verdict is Verdict.NOT_TRIED
@@ -64,13 +64,13 @@ def test_this_system_is_as_expected(run: Run) -> None:
         ("signal_group = lambda *a: None", "system.ending_processes"),
     ],
 )
-def test_a_broken_system_is_found(run: Run, fault: str, id: str) -> None:
+def test_each_fault_of_the_system_is_found(run: Run, fault: str, id: str) -> None:
     lines = run("system", f"{SECTION} | serve.selftest.system:{fault}")
     assert lines[id].verdict is Verdict.WORSE
 
 
 @pytest.mark.long
-def test_tools_of_macos_are_asked(
+def test_facts_of_a_mac_are_read_from_its_tools(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices = "    device          \t   node GUID\n    ------          \t----------------\n"
@@ -88,7 +88,9 @@ def test_tools_of_macos_are_asked(
     assert found == [2, "Apple M3 Ultra", "25C56"]
 
 
-def test_doctor_is_part_of_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_includes_the_checks_of_doctor(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = run("machine")
     assert lines["machine.mlx"].value
     assert lines["machine.variables"].verdict is Verdict.EXPECTED
@@ -101,7 +103,7 @@ def test_doctor_is_part_of_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
 # --- hangs and aborts
 
 
-def test_an_abort_is_a_result_and_the_others_are_measured(run: Run) -> None:
+def test_an_abort_in_one_measurement_is_reported_and_others_are_made(run: Run) -> None:
     lines = run("system", f"{SECTION} | serve.selftest.system:keep_alive = lambda c: os.abort()")
     found = lines["system.keep_alive_options"]
     assert found.verdict is Verdict.WORSE
@@ -111,7 +113,9 @@ def test_an_abort_is_a_result_and_the_others_are_measured(run: Run) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["time.sleep(60)", "(signal.signal(15, 1), time.sleep(60))"])
-def test_a_hang_is_a_result(run: Run, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_measurement_that_hangs_is_reported(
+    run: Run, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     monkeypatch.setitem(SECTIONS, "system", replace(SECTIONS["system"], seconds=4.0))
     monkeypatch.setattr(runner, "_END_SECONDS", 1.0)
     lines = run("system", f"{SECTION} | serve.selftest.system:allow_files = lambda: {how}")
@@ -119,14 +123,14 @@ def test_a_hang_is_a_result(run: Run, monkeypatch: pytest.MonkeyPatch, how: str)
     assert "system.timer" in lines
 
 
-def test_an_error_is_a_result(run: Run) -> None:
+def test_an_error_in_a_measurement_is_reported(run: Run) -> None:
     lines = run("system", f"{SECTION} | serve.selftest.system:allow_files = lambda: 1 / 0")
     assert lines["system.open_files"].value == "ZeroDivisionError: division by zero"
     assert "system.timer" in lines
 
 
 @pytest.mark.long
-def test_a_process_that_cannot_start_is_a_result(run: Run) -> None:
+def test_a_section_whose_process_cannot_start_is_reported(run: Run) -> None:
     lines = run("system", f"{SECTION} | serve.selftest.system:MEASUREMENTS = 1 / 0")
     assert "ZeroDivisionError" not in lines  # sitecustomize only prints its own errors
     lines = run("system", f"{SECTION} | os:_exit = os.abort()")
@@ -134,7 +138,7 @@ def test_a_process_that_cannot_start_is_a_result(run: Run) -> None:
     assert lines["system.start"].verdict is Verdict.WORSE
 
 
-def test_what_is_not_reached_in_time_was_not_tried(run: Run) -> None:
+def test_measurements_not_reached_in_time_are_reported_as_not_tried(run: Run) -> None:
     lines = run(
         "system", f"{SECTION} | serve.selftest.system:tool = lambda *a: time.sleep(60)", 1.5
     )
@@ -142,7 +146,9 @@ def test_what_is_not_reached_in_time_was_not_tried(run: Run) -> None:
 
 
 @pytest.mark.long
-def test_a_section_ends_with_the_self_test(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_of_a_section_ends_if_the_self_test_is_killed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As after SIGKILL, only the pipe to the section is closed."""
     ended = []
     monkeypatch.setattr(runner, "signal_group", lambda *a: None)
@@ -202,7 +208,7 @@ FAULTS = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_whole_self_test_finds_nothing_where_all_is_well(tmp_path: Path) -> None:
+def test_the_whole_self_test_finds_no_fault_on_a_working_host(tmp_path: Path) -> None:
     words = ["selftest", "--minutes", "12", "--faults", "--yes"]
     command = [sys.executable, "-m", "launcher.cli", *words]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -218,5 +224,7 @@ def test_the_whole_self_test_finds_nothing_where_all_is_well(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("section", "fault", "id"), FAULTS)
-def test_a_section_finds_its_fault(run: Run, section: str, fault: str, id: str) -> None:
+def test_each_section_finds_the_fault_it_looks_for(
+    run: Run, section: str, fault: str, id: str
+) -> None:
     assert run(section, fault, 500)[id].verdict is Verdict.WORSE
