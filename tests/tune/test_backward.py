@@ -33,7 +33,7 @@ def all_of(made: Pass) -> list[mx.array]:
     return [*made.dx, *made.gradients.values()]
 
 
-def test_nothing_is_computed_twice_unless_asked_for() -> None:
+def test_no_operation_is_computed_twice_unless_asked_for() -> None:
     made = middle()
     whole, forward = num_ops([*made.outputs, *all_of(made)]), num_ops(made.outputs)
     mx.eval(made.outputs)
@@ -46,7 +46,7 @@ def test_nothing_is_computed_twice_unless_asked_for() -> None:
     assert num_ops(all_of(again)) > backward + forward / 2, "layers are computed again"
 
 
-def test_dx_is_sent_before_gradients_are_computed() -> None:
+def test_the_gradient_of_the_inputs_is_sent_before_those_of_weights_are_computed() -> None:
     left: list[int] = []
 
     def rank(links: LocalLinks) -> None:
@@ -67,7 +67,7 @@ def test_dx_is_sent_before_gradients_are_computed() -> None:
     assert min(left) > 0
 
 
-def test_a_missing_gradient_skips_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_with_a_missing_gradient_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pass, "set_output_gradients", lambda *_: None)
 
     def rank(links: LocalLinks) -> bool:

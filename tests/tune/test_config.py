@@ -64,7 +64,7 @@ def test_every_setting_of_mlx_lm_is_known() -> None:
     assert set(lora.CONFIG_DEFAULTS) <= ours
 
 
-def test_defaults_are_those_of_mlx_lm() -> None:
+def test_defaults_equal_those_of_mlx_lm() -> None:
     config = _parse(BASE)
     same = set(lora.CONFIG_DEFAULTS) - {
         "model", "data", "num_layers", "adapter_path", "clear_cache_threshold", "optimizer_config",
@@ -79,7 +79,7 @@ def test_defaults_are_those_of_mlx_lm() -> None:
     assert config.clear_cache_bytes == 0
 
 
-def test_a_file_of_mlx_lm_runs_and_flags_come_first(file: Callable[[str], str]) -> None:
+def test_a_config_file_of_mlx_lm_works_and_flags_override_it(file: Callable[[str], str]) -> None:
     config = _parse(["-c", file(YAML), "--batch-size", "2"])
     assert (config.model, config.batch_size, config.iters) == (Path("some/folder"), 2, 600)
     assert (config.learning_rate, config.num_trained_layers(24)) == (2e-5, 24)
@@ -117,7 +117,9 @@ def test_a_file_of_mlx_lm_runs_and_flags_come_first(file: Callable[[str], str]) 
         ("iters: 0", "--iters 0 is out of range"),
     ],
 )
-def test_a_wrong_file_is_refused(file: Callable[[str], str], text: str, said: str) -> None:
+def test_an_invalid_config_file_is_refused(
+    file: Callable[[str], str], text: str, said: str
+) -> None:
     with pytest.raises(UsageError) as error:
         _parse([*BASE, "-c", file(text)])
     assert said in str(error.value)
@@ -154,7 +156,7 @@ def test_a_wrong_file_is_refused(file: Callable[[str], str], text: str, said: st
         (["--fine-tune-type", "full", "--load-into", "http://a:1"], "are for adapters"),
     ],
 )
-def test_wrong_flags_are_refused(flags: list[str], said: str) -> None:
+def test_invalid_flags_are_refused(flags: list[str], said: str) -> None:
     with pytest.raises(UsageError) as error:
         _parse([*BASE, *flags])
     assert said in str(error.value)
@@ -174,7 +176,7 @@ def test_wrong_flags_are_refused(flags: list[str], said: str) -> None:
         (1, ["--model", "/no/such/model"], "is not a folder"),
     ],
 )
-def test_mistakes_are_reported_before_the_start(
+def test_mistakes_in_flags_are_reported_before_the_start(
     tmp_path: Path, num_ranks: int, flags: list[str], said: str
 ) -> None:
     with pytest.raises(BrigadeError) as error:
@@ -189,11 +191,13 @@ def test_mistakes_are_reported_before_the_start(
         (["--lora-scale", "3", "--lora-dropout", "0.1"], {"rank": 8, "scale": 3.0, "dropout": 0.1}),
     ],
 )
-def test_flags_of_the_adapter_set_its_parameters(words: list[str], lora: dict[str, float]) -> None:
+def test_flags_about_the_adapter_set_lora_parameters(
+    words: list[str], lora: dict[str, float]
+) -> None:
     assert _parse([*BASE, *words]).lora == lora
 
 
-def test_flags_of_the_adapter_override_the_file(file: Callable[[str], str]) -> None:
+def test_flags_about_the_adapter_override_the_config_file(file: Callable[[str], str]) -> None:
     config = _parse([*BASE, "-c", file(YAML), "--lora-rank", "4"])
     assert config.lora == {
         "keys": ["self_attn.q_proj", "self_attn.v_proj"],
@@ -218,13 +222,13 @@ def test_flags_of_the_adapter_override_the_file(file: Callable[[str], str]) -> N
         (["--use-dora"], "--fine-tune-type dora"),
     ],
 )
-def test_wrong_flags_of_the_adapter_are_refused(words: list[str], said: str) -> None:
+def test_invalid_flags_about_the_adapter_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(UsageError) as error:
         _parse([*BASE, *words])
     assert said in str(error.value)
 
 
-def test_flags_of_other_trainers_are_not_flags_of_ours() -> None:
+def test_known_flags_of_other_trainers_do_not_exist_here() -> None:
     ours = {"--" + field.name.replace("_", "-") for field in fields(FineTuneConfig)}
     assert not ours & _OTHER_NAMES.keys()
     named = {name.split()[0] for name in _OTHER_NAMES.values() if name.startswith("--")}
@@ -242,7 +246,7 @@ except UsageError as error:
 """
 
 
-def test_check_names_a_taken_folder_without_mlx(tmp_path: Path) -> None:
+def test_a_folder_with_another_run_is_found_without_importing_mlx(tmp_path: Path) -> None:
     (tmp_path / "out" / "checkpoints" / "0000004").mkdir(parents=True)
     words = ["--model", str(TINY_CHAT), "--data", str(tmp_path), "--adapter-path"]
     for folder, more, said in (
@@ -254,7 +258,7 @@ def test_check_names_a_taken_folder_without_mlx(tmp_path: Path) -> None:
         assert said in done.stdout, done.stdout + done.stderr
 
 
-def test_a_rank_that_returns_to_its_run_finds_its_folder_taken(tmp_path: Path) -> None:
+def test_a_rank_that_returns_may_use_the_folder_of_its_own_run(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"text": "a"}')
     (tmp_path / "out" / "checkpoints" / "0000004").mkdir(parents=True)
     words = ["--model", str(TINY_CHAT), "--data", str(tmp_path)]
@@ -264,7 +268,7 @@ def test_a_rank_that_returns_to_its_run_finds_its_folder_taken(tmp_path: Path) -
     assert check(words, 2, is_return=True).adapter_path == tmp_path / "out"
 
 
-def test_epochs_replace_iters() -> None:
+def test_the_number_of_epochs_replaces_that_of_iterations() -> None:
     config = _parse([*BASE, "--iters", "7", "--epochs", "3", "--batch-size", "4"])
     assert config.for_examples(22).iters == 15
     assert config.for_examples(22).epochs == 3
@@ -273,7 +277,7 @@ def test_epochs_replace_iters() -> None:
     assert _parse([*BASE, "--iters", "7"]).for_examples(22).iters == 7
 
 
-def test_an_unreachable_server_is_reported_before_anything_starts(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_reported_before_training_starts(tmp_path: Path) -> None:
     words = ["--model", str(TINY_CHAT), "--data", str(tmp_path)]
     words += ["--load-into", "http://127.0.0.1:9"]
     with fails(UsageError, "usage", match="--load-into"):
@@ -282,7 +286,7 @@ def test_an_unreachable_server_is_reported_before_anything_starts(tmp_path: Path
 
 
 @pytest.mark.parametrize(("asked", "found"), [("-1", 8), ("0", 8), ("3", 3), ("8", 8)])
-def test_zero_layers_mean_all_layers_as_in_mlx_lm(asked: str, found: int) -> None:
+def test_a_num_layers_of_zero_means_all_layers_as_in_mlx_lm(asked: str, found: int) -> None:
     assert _parse([*BASE, "--num-layers", asked]).num_trained_layers(8) == found
     model = build("llama")
     linear_to_lora_layers(model, int(asked), LORA)

@@ -20,14 +20,14 @@ def probed(**changes: int) -> Probe:
     return probe_of(RECORDS, **arguments, clips=False)
 
 
-def test_seconds_are_means_of_each_stage_and_kind() -> None:
+def test_times_are_averaged_for_each_stage_and_kind_of_operation() -> None:
     seconds = OpSeconds()
     seconds.add(RECORDS)
     seconds.add([OpRecord(PipelineOp("F", 1, 0), 5.0, 8.0, 0, 0, 0)])
     assert seconds.means() == [(0, "F", 2.0), (0, "B", 2.0), (0, "W", 0.5)]
 
 
-def test_memory_grows_with_micro_batches_in_flight() -> None:
+def test_forecast_memory_grows_with_micro_batches_in_flight() -> None:
     probe = probed()
     # base, gradients, n - 1 held, and a forward with its own; or n held, and a backward.
     assert peak_bytes(probe, 1) == 100 + 2 + max(15, 10 + 4)
@@ -35,27 +35,27 @@ def test_memory_grows_with_micro_batches_in_flight() -> None:
     assert peak_bytes(probe, 0) == 100 + 2 + 15, "a stage that only goes forward"
 
 
-def test_the_update_can_be_the_peak() -> None:
+def test_forecast_memory_can_be_largest_during_the_update() -> None:
     """An update holds the gradients, the new weights, and clipped gradients if it clips."""
     assert peak_bytes(probed(gradients=50, updated=50), 1) == 100 + 50 + 50
     clipped = probe_of(RECORDS, 100, 50, 50, clips=True)
     assert peak_bytes(clipped, 1) == 100 + 50 + 2 * 50
 
 
-def test_a_single_micro_batch_needs_no_room_for_summed_gradients() -> None:
+def test_forecast_counts_no_summed_gradients_for_a_single_micro_batch() -> None:
     """Its gradients come in W, which was measured with them."""
     probe = probed(gradients=2, updated=2)
     assert peak_bytes(probe, 1, adds_up=False) == 100 + max(15, 10 + 4, 10 + 3, 2 + 2)
 
 
-def test_gradients_of_half_precision_weights_count_as_float32() -> None:
+def test_forecast_counts_gradients_of_half_precision_weights_as_float32() -> None:
     """They have twice the bytes of the new weights."""
     assert peak_bytes(probed(gradients=80, updated=45), 1) == 100 + 80 + 45
     clipped = probe_of(RECORDS, 100, 80, 45, clips=True)
     assert peak_bytes(clipped, 1) == 100 + 80 + 45 + 80
 
 
-def test_a_forecast_lists_the_ranks_in_order() -> None:
+def test_forecast_lists_ranks_in_order() -> None:
     """Rank 0 has the last stage, which holds one micro-batch; rank 1 holds two."""
     schedule = make_schedule("1f1b", Shape(2, 8))
     probes = [
@@ -67,7 +67,7 @@ def test_a_forecast_lists_the_ranks_in_order() -> None:
     assert found.peak_bytes == [peak_bytes(probes[0], 1), peak_bytes(probes[1], 2)]
 
 
-def test_a_slow_stage_makes_the_others_wait() -> None:
+def test_forecast_utilisation_is_limited_by_the_slowest_stage() -> None:
     schedule = make_schedule("1f1b", Shape(2, 50))
     equal = [(stage, kind, 1.0) for stage in (0, 1) for kind in "FBW"]
     slow = [(stage, kind, 1.0 + 2 * stage) for stage in (0, 1) for kind in "FBW"]

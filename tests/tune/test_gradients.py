@@ -87,7 +87,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("num_ranks", "schedule", "kind", "checkpointing"), CELLS)
-def test_gradients_are_those_of_the_unsplit_model(
+def test_gradients_of_all_ranks_equal_those_of_the_unsplit_model(
     num_ranks: int, schedule: str, kind: str, checkpointing: bool
 ) -> None:
     assert error_in(num_ranks, schedule, kind, checkpointing) < TOLERANCE
@@ -153,7 +153,7 @@ FAULTS = {
         ),
     ],
 )
-def test_wrong_gradients_are_detected(
+def test_the_comparison_detects_wrong_gradients(
     fault: str, schedule: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected_of(kind)  # Before anything is broken.
@@ -170,20 +170,20 @@ def test_wrong_gradients_are_detected(
     ("fine_tune_type", "name"),
     [("lora", "deepseek_v3"), ("full", "deepseek_v3"), ("lora", "qwen3"), ("full", "qwen3")],
 )
-def test_gradients_of_other_models_are_those_of_the_unsplit_model(
+def test_gradients_of_other_architectures_equal_those_of_the_unsplit_model(
     fine_tune_type: str, name: str, checkpointing: bool
 ) -> None:
     config = config_of(fine_tune_type=fine_tune_type, grad_checkpoint=checkpointing)
     assert error_of(split(config, 2, name), unsplit(config, name)) < TOLERANCE
 
 
-def test_weights_of_four_bits_cannot_be_trained() -> None:
+def test_training_all_weights_of_a_four_bit_model_is_refused() -> None:
     with fails(UsageError, "unsupported_layer", match=r"model\..*weight"):
         tuned(config_of(fine_tune_type="full"), "llama", make=quantized)
 
 
 @pytest.mark.long
-def test_stages_below_the_first_trained_layer_have_no_backward() -> None:
+def test_stages_below_the_first_trained_layer_run_only_forward() -> None:
     """The last layer is trained alone, so three of four ranks only go forward."""
     config = config_of(num_layers=1)
     assert error_of(split(config, 4), unsplit(config)) < TOLERANCE
@@ -195,7 +195,7 @@ def test_stages_below_the_first_trained_layer_have_no_backward() -> None:
 
 
 @pytest.mark.long
-def test_an_adapter_of_a_tied_embedding_gets_the_gradients_of_both_ends() -> None:
+def test_an_adapter_of_a_tied_embedding_gets_gradients_from_first_and_last_rank() -> None:
     """It is on the first rank and on the last, and on none between."""
     keys = ["model.embed_tokens", "self_attn.q_proj"]
     config = config_of(lora_parameters={**LORA, "keys": keys})
@@ -215,7 +215,7 @@ def test_an_adapter_of_a_tied_embedding_gets_the_gradients_of_both_ends() -> Non
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_one_end_of_a_tied_embedding_lacks_a_part_of_its_gradient(num_ranks: int) -> None:
+def test_the_gradient_of_a_tied_embedding_is_incomplete_on_a_single_rank(num_ranks: int) -> None:
     """The negative control of what the ranks sum."""
     config = config_of(fine_tune_type="full")
     name = "model.embed_tokens.weight"
@@ -236,7 +236,7 @@ def test_one_end_of_a_tied_embedding_lacks_a_part_of_its_gradient(num_ranks: int
 
 
 @pytest.mark.long
-def test_a_tied_embedding_remains_equal_on_both_ends() -> None:
+def test_a_tied_embedding_stays_equal_on_first_and_last_rank() -> None:
     config = config_of(fine_tune_type="full", optimizer="adamw", learning_rate=1e-2)
 
     def rank(links: LocalLinks) -> mx.array:
@@ -261,7 +261,7 @@ def half(name: str) -> nn.Module:
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_sums_over_ranks_keep_the_type_of_the_weights(num_ranks: int) -> None:
+def test_gradient_sums_over_ranks_keep_the_type_of_the_weights(num_ranks: int) -> None:
     """Also of the rank in the middle, which has nothing to add to a tied embedding's."""
     config = config_of(fine_tune_type="full", learning_rate=1e-3)
 
@@ -274,7 +274,7 @@ def test_sums_over_ranks_keep_the_type_of_the_weights(num_ranks: int) -> None:
     assert run_ranks(num_ranks, rank) == [{mx.bfloat16}] * num_ranks
 
 
-def test_arrays_outside_of_layers_are_trained_only_with_all_layers() -> None:
+def test_weights_outside_of_layers_are_trained_only_if_all_layers_are() -> None:
     for num_layers, trained in ((2, {2, 3}), (4, {0, 1, 2, 3}), (-1, {0, 1, 2, 3})):
         model = tuned(config_of(fine_tune_type="full", num_layers=num_layers))
         names = dict(tree_flatten(model.trainable_parameters()))

@@ -26,7 +26,7 @@ def last_stage(model: nn.Module, start: int = 0) -> TrainedStage:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_loss_and_gradients_are_those_of_the_whole_head(name: str) -> None:
+def test_computing_the_head_only_for_labels_gives_the_same_loss_and_gradients(name: str) -> None:
     config = config_of(fine_tune_type="full")
     stage = last_stage(tuned(config, name))
     assert stage._head
@@ -71,7 +71,7 @@ class Refuses(nn.RMSNorm):
 
 @pytest.mark.parametrize("start", [0, 2])
 @pytest.mark.parametrize("norm", [Looks, Refuses])
-def test_a_head_that_mixes_positions_is_computed_whole(norm: Any, start: int) -> None:
+def test_the_head_is_computed_for_all_positions_if_it_mixes_them(norm: Any, start: int) -> None:
     model = build("llama")
     model.model.norm.__class__ = norm
     assert not Head(Stage(model, start, 4)).is_exact
@@ -85,7 +85,7 @@ def test_a_head_that_mixes_positions_is_computed_whole(norm: Any, start: int) ->
         assert found == pytest.approx(loss_sum(whole(batch.inputs), batch).item(), rel=1e-6)
 
 
-def test_a_batch_without_anything_to_learn_has_no_loss() -> None:
+def test_a_batch_without_labels_has_a_loss_of_zero() -> None:
     (batch,) = batches_of([(9, 5)])
     nothing = type(batch)(batch.inputs, batch.targets, mx.zeros_like(batch.mask), 0, 12)
     assert last_stage(build("llama")).forward(nothing, [], 1.0).outputs[0].item() == 0

@@ -52,7 +52,7 @@ def trained(num_ranks: int, num_updates: int = NUM_UPDATES, **changes: Any) -> l
     ("num_ranks", "num_replicas"),
     [(2, 2), (4, 2), (4, 4), (8, 2)],
 )
-def test_replicas_make_the_same_updates_as_one_pipeline(num_ranks: int, num_replicas: int) -> None:
+def test_updates_of_replicas_equal_those_of_one_pipeline(num_ranks: int, num_replicas: int) -> None:
     (alone,) = trained(1)
     ranks = trained(num_ranks, data_parallel_size=num_replicas)
     size = num_ranks // num_replicas
@@ -65,7 +65,7 @@ def test_replicas_make_the_same_updates_as_one_pipeline(num_ranks: int, num_repl
     assert alone.losses[-1] < alone.losses[0] / 1.01, "it has learned nothing"
 
 
-def test_replicas_work_with_all_schedules() -> None:
+def test_updates_of_replicas_are_the_same_with_every_schedule() -> None:
     (alone,) = trained(1, 2)
     for schedule in ("interleaved", "zero-bubble"):
         found, *_ = trained(4, 2, schedule=schedule, data_parallel_size=2)
@@ -75,7 +75,7 @@ def test_replicas_work_with_all_schedules() -> None:
 # --- places
 
 
-def test_layout_numbers_shards_then_stages_then_replicas() -> None:
+def test_ranks_are_numbered_by_shard_then_stage_then_replica() -> None:
     layout = Layout(pipeline_size=3, num_shards=2, num_replicas=2)
     assert layout.num_ranks == 12
     assert (layout.replica(9), layout.place(9), layout.shard(9)) == (1, 1, 1)
@@ -85,7 +85,7 @@ def test_layout_numbers_shards_then_stages_then_replicas() -> None:
     assert str(layout) == "2 replicas of 3 stages with 2 shards each"
 
 
-def test_layout_needs_ranks_without_a_remainder() -> None:
+def test_numbers_of_ranks_that_do_not_form_a_layout_are_refused() -> None:
     assert layout_of(8, 2, 2) == Layout(2, 2, 2)
     with fails(UsageError, "uneven_ranks", match="--data-parallel-size 2 .* 3"):
         layout_of(3, 1, 2)
@@ -95,13 +95,13 @@ def test_layout_needs_ranks_without_a_remainder() -> None:
         layout_of(6, 2, 2)
 
 
-def test_replicas_need_as_many_micro_batches_each() -> None:
+def test_micro_batches_must_divide_evenly_among_replicas() -> None:
     check_shares(6, 3)
     with fails(UsageError, "uneven_batches", match="--data-parallel-size 4 .* 6"):
         check_shares(6, 4)
 
 
-def test_a_batch_without_stages_has_a_micro_batch_for_each_replica() -> None:
+def test_without_stages_a_batch_has_one_micro_batch_for_each_replica() -> None:
     config = config_of(batch_size=4, data_parallel_size=2)
     assert config.num_micro_batches(config.layout(2)) == 2
     assert config.num_micro_batches(config.layout(4)) == 4

@@ -53,7 +53,7 @@ def dropped(num_ranks: int, **changes: Any) -> list[float]:
     return run_ranks(num_ranks, rank)[0]
 
 
-def test_dropout_is_the_same_on_any_ranks_and_when_computed_again() -> None:
+def test_dropout_is_the_same_on_any_number_of_ranks_and_when_recomputed() -> None:
     alone = dropped(1)
     assert dropped(1, seed=1) != pytest.approx(alone, rel=1e-3)
     for losses in (dropped(3), dropped(2, grad_checkpoint=True), dropped(2, schedule="gpipe")):
@@ -113,7 +113,7 @@ def losses_of_mlx_lm(config: FineTuneConfig, num_updates: int, folder: Any) -> l
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "muon", "adafactor"])
-def test_losses_equal_those_of_mlx_lms_trainer(optimizer: str, tmp_path: Any) -> None:
+def test_losses_equal_those_of_the_trainer_of_mlx_lm(optimizer: str, tmp_path: Any) -> None:
     config = config_of(optimizer=optimizer, learning_rate=3e-3)
     expected = losses_of_mlx_lm(config, 8, tmp_path)
     assert expected[-1] != pytest.approx(expected[0], rel=1e-3)
@@ -123,7 +123,7 @@ def test_losses_equal_those_of_mlx_lms_trainer(optimizer: str, tmp_path: Any) ->
 
 
 @pytest.mark.slow
-def test_a_long_run_is_the_same_on_any_ranks() -> None:
+def test_losses_of_a_long_run_are_the_same_on_any_number_of_ranks() -> None:
     config = config_of(
         learning_rate=1e-3,
         lr_schedule={"name": "cosine_decay", "arguments": [1e-3, 50], "warmup": 5},
@@ -140,7 +140,7 @@ def max_difference(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-def test_clipping_is_by_the_norm_of_all_ranks_together() -> None:
+def test_gradients_are_clipped_by_their_norm_over_all_ranks() -> None:
     config = config_of(max_grad_norm=0.01, optimizer="sgd", learning_rate=0.5)
     (batches,) = steps(1)
     model = tuned(config)
@@ -165,7 +165,7 @@ def test_clipping_is_by_the_norm_of_all_ranks_together() -> None:
         assert largest_difference(moved, wanted) < 1e-3  # of differences of near numbers
 
 
-def test_an_update_that_is_not_finite_is_skipped_on_all_ranks() -> None:
+def test_an_update_with_infinite_gradients_is_skipped_on_all_ranks() -> None:
     config = config_of(learning_rate=1e-2)
 
     def rank(links: LocalLinks) -> tuple[list[UpdateMetrics], list[bool]]:
@@ -193,7 +193,7 @@ def broken(add: Callable[[Any, ScheduleRun], None], op: Any, ran: ScheduleRun) -
     ran.gradients[name] = ran.gradients[name] * float("inf")
 
 
-def test_validation_is_the_mean_over_labels_without_dropout() -> None:
+def test_validation_loss_is_the_mean_over_labels_without_dropout() -> None:
     config = config_of(lora_parameters={**LORA, "dropout": 0.5})
     batches = batches_of([(5 + n % 4,) for n in range(40)])  # more than one round
 
@@ -211,7 +211,7 @@ def test_validation_is_the_mean_over_labels_without_dropout() -> None:
         assert is_training
 
 
-def test_nothing_to_train_and_wrong_arguments_are_refused() -> None:
+def test_runs_with_nothing_to_train_or_wrong_settings_are_refused() -> None:
     nothing = config_of(lora_parameters={**LORA, "keys": []})
     with fails(UsageError, "wrong_setting", match="lora_parameters"):
         run_ranks(2, lambda links: trainer(nothing, links))

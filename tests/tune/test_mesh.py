@@ -51,7 +51,7 @@ def links_with_sums(
         assert not receiving.is_alive()
 
 
-def test_a_rank_that_hangs_after_a_loss_is_ended(
+def test_a_rank_that_hangs_in_a_sum_after_a_loss_is_ended(
     exits: Exits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "_STUCK_SECONDS", 0.2)
@@ -61,14 +61,16 @@ def test_a_rank_that_hangs_after_a_loss_is_ended(
     assert exits.codes[0] == LostRankError.exit_code
 
 
-def test_a_rank_with_a_silent_neighbour_ends(exits: Exits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_hangs_in_a_sum_with_a_silent_neighbour_is_ended(
+    exits: Exits, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transport, "_STUCK_SECONDS", 0.2)
     with links_with_sums(stall_seconds=0.2):
         assert exits.happened.wait(60)
     assert exits.codes[0] == LostRankError.exit_code
 
 
-def test_a_rank_that_closes_its_links_after_a_loss_ends_by_itself(exits: Exits) -> None:
+def test_a_rank_that_closes_its_links_after_a_loss_is_not_ended(exits: Exits) -> None:
     with links_with_sums() as (links, other):
         other.close()
         links.close()

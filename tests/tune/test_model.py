@@ -27,7 +27,7 @@ pytestmark = pytest.mark.long
 __all__ = ["tiny_hub"]  # a fixture of others
 
 
-def test_the_initial_adapter_equals_mlx_lms_on_every_stage(tmp_path: Path) -> None:
+def test_initial_adapters_of_all_stages_equal_the_one_of_mlx_lm(tmp_path: Path) -> None:
     """Each rank draws all of it and keeps its own."""
     config, path = config_of(seed=5), save(tmp_path / "m", "llama")
     mx.random.seed(5)
@@ -46,7 +46,7 @@ def test_the_initial_adapter_equals_mlx_lms_on_every_stage(tmp_path: Path) -> No
     assert all(mx.array_equal(found[name], expected[name]) for name in expected)
 
 
-def test_an_adapter_that_does_not_fit_changes_nothing() -> None:
+def test_loading_an_adapter_that_does_not_fit_changes_nothing() -> None:
     model = build("llama")
     make_trainable(config_of(), DropoutKeys(0), model)
     right = dict(tree_flatten(model.trainable_parameters()))
@@ -66,7 +66,7 @@ def test_an_adapter_that_does_not_fit_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("key", ["self_attn.qproj", "q_proj", 7])
-def test_a_key_that_names_no_module_is_refused(key: str) -> None:
+def test_an_adapter_key_that_names_no_module_is_refused(key: str) -> None:
     """Beside one that does: mlx_lm would train that alone."""
     config = config_of(lora_parameters={**LORA, "keys": ["self_attn.v_proj", key]})
     with fails(UsageError, "unknown_name", match=str(key)):
@@ -80,7 +80,7 @@ def test_dora_of_experts_is_refused_with_an_explanation() -> None:
         make_trainable(config_of(fine_tune_type="dora"), DropoutKeys(0), build("deepseek_v3"))
 
 
-def test_dropout_follows_from_seed_update_micro_batch_and_name() -> None:
+def test_dropout_depends_only_on_seed_and_update_and_micro_batch_and_name() -> None:
     x, draw = mx.ones((64, 64)), DropoutKeys(1)
     masks = {}
     for name in ("a", "b"):
@@ -100,7 +100,7 @@ def test_dropout_follows_from_seed_update_micro_batch_and_name() -> None:
 # --- splits
 
 
-def test_layers_are_split_as_given_or_by_cost() -> None:
+def test_layers_are_split_by_cost_unless_a_split_is_given() -> None:
     config = replace(config_of(), model=TINY_CHAT)
     even = replace(config, split="even")
     assert split_layers(even, TINY_CHAT, 2) == [(0, 4), (4, 8)]
@@ -110,7 +110,7 @@ def test_layers_are_split_as_given_or_by_cost() -> None:
         split_layers(config, TINY_CHAT, 9)
 
 
-def test_layers_without_a_backward_pass_cost_half() -> None:
+def test_layers_without_a_backward_pass_count_half_in_the_split() -> None:
     config = replace(config_of(), model=TINY_CHAT)
     (_, all_trained), _ = split_layers(replace(config, num_layers=-1), TINY_CHAT, 2)
     (_, two_trained), _ = split_layers(replace(config, num_layers=2), TINY_CHAT, 2)
@@ -121,7 +121,7 @@ def test_layers_without_a_backward_pass_cost_half() -> None:
 # --- the hub
 
 
-def test_a_model_of_the_hub_is_fetched_by_range_and_once(
+def test_a_model_on_the_hub_is_fetched_once_and_only_in_part(
     tiny_hub: FakeHub, folder: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"

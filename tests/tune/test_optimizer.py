@@ -39,7 +39,7 @@ def schedule(highest: float) -> Any:
     return optimizers.join_schedules([warmup, optimizers.cosine_decay(highest, 10)], [4])
 
 
-def test_each_parameter_is_updated_as_by_its_optimizer_alone() -> None:
+def test_muon_and_adamw_each_update_their_own_parameters() -> None:
     both = make_optimizer(config_of(optimizer="muon", optimizer_config=BOTH, lr_schedule=SCHEDULE))
     found = stepped(both, [MATRIX, NORM, EMBEDDING])
     muon = optimizers.Muon(schedule(0.02), momentum=0.9, weight_decay=0.0)
@@ -51,7 +51,7 @@ def test_each_parameter_is_updated_as_by_its_optimizer_alone() -> None:
     assert both.learning_rate.item() == pytest.approx(muon.learning_rate.item())
 
 
-def test_without_a_rate_for_adamw_muon_updates_all_parameters_as_in_mlx_lm() -> None:
+def test_muon_updates_all_parameters_unless_adamw_has_a_learning_rate() -> None:
     config = {**BOTH, "adamw": {"betas": [0.9, 0.98]}}
     one = make_optimizer(config_of(optimizer="muon", optimizer_config=config))
     assert type(one) is optimizers.Muon
@@ -60,7 +60,7 @@ def test_without_a_rate_for_adamw_muon_updates_all_parameters_as_in_mlx_lm() -> 
 
 
 @pytest.mark.parametrize("names", [[MATRIX], [NORM], [], [MATRIX, EMBEDDING]])
-def test_the_state_of_each_parameter_can_be_kept_and_put_back(names: list[str]) -> None:
+def test_optimizer_state_can_be_saved_and_restored_for_each_parameter(names: list[str]) -> None:
     """A rank may have parameters of one kind only, or none."""
     config = config_of(optimizer="muon", optimizer_config=BOTH, lr_schedule=SCHEDULE)
     whole = stepped(make_optimizer(config), names)
@@ -88,7 +88,7 @@ def test_the_state_of_each_parameter_can_be_kept_and_put_back(names: list[str]) 
         {"lr_schedule": {"name": "cosine_decay", "arguments": [0.0, 10]}},
     ],
 )
-def test_unsuitable_options_are_refused(changes: dict[str, Any]) -> None:
+def test_options_that_do_not_suit_muon_are_refused(changes: dict[str, Any]) -> None:
     fields = {"optimizer": "muon", "optimizer_config": BOTH, "lr_schedule": SCHEDULE, **changes}
     with fails(UsageError, "wrong_setting", match="muon"):
         make_optimizer(config_of(**fields))

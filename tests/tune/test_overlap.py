@@ -65,7 +65,7 @@ def measured_and_bound(num_ranks: int, num_micro_batches: int, kind: str) -> tup
 
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "interleaved", "forward"])
 @pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(4, 8), (8, 16)])
-def test_the_loop_reaches_the_bound_of_its_schedule(
+def test_training_reaches_the_utilisation_bound_of_its_schedule(
     num_ranks: int, num_micro_batches: int, kind: str
 ) -> None:
     # Threads wake late on a busy machine: a quiet one reaches 0.98. A loop that waits where it need
@@ -77,7 +77,7 @@ def test_the_loop_reaches_the_bound_of_its_schedule(
     assert max(tries) >= 0.9, tries
 
 
-def test_a_loop_without_overlap_misses_the_bound() -> None:
+def test_training_without_overlap_misses_the_utilisation_bound() -> None:
     measured, _ = measured_and_bound(4, 8, "naive")
     _, bound = measured_and_bound(4, 8, "1f1b")
     assert measured < 0.5 * bound

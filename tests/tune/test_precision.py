@@ -104,7 +104,9 @@ def after_updates(
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_master_weights_are_those_of_the_unsplit_model(optimizer: str, dtype: mx.Dtype) -> None:
+def test_master_weights_after_updates_equal_those_of_the_unsplit_model(
+    optimizer: str, dtype: mx.Dtype
+) -> None:
     config = config_of(**FULL, optimizer=optimizer, learning_rate=1e-4)
     expected = reference(config, "llama-tied", half(dtype), 3)
     first = dict(tree_flatten(tuned(config, "llama-tied", make=half(dtype)).parameters()))
@@ -132,7 +134,7 @@ def test_master_weights_are_those_of_the_unsplit_model(optimizer: str, dtype: mx
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_tied_embeddings_have_the_same_master_weights_on_both_ranks(
+def test_master_weights_of_a_tied_embedding_are_equal_on_both_ranks(
     dtype: mx.Dtype, checkpointing: bool
 ) -> None:
     config = config_of(**FULL, learning_rate=1e-3, grad_checkpoint=checkpointing)
@@ -154,7 +156,9 @@ def test_tied_embeddings_have_the_same_master_weights_on_both_ranks(
         pytest.param("adafactor", mx.bfloat16, marks=pytest.mark.slow),
     ],
 )
-def test_updates_far_below_the_models_precision_add_up(optimizer: str, dtype: mx.Dtype) -> None:
+def test_updates_far_below_the_precision_of_the_model_add_up(
+    optimizer: str, dtype: mx.Dtype
+) -> None:
     """Forty updates, each of which is less than half of the distance to the next number."""
 
     def moved(make: Make) -> Arrays:
@@ -199,7 +203,7 @@ def quantized_half(name: str) -> nn.Module:
     return model
 
 
-def test_adapters_of_a_quantised_float16_model_train() -> None:
+def test_adapters_of_a_quantised_float16_model_can_be_trained() -> None:
     config = config_of(learning_rate=1e-3)
 
     def rank(links: LocalLinks) -> tuple[float, list[UpdateMetrics]]:
@@ -218,7 +222,7 @@ def test_adapters_of_a_quantised_float16_model_train() -> None:
 # --- the scale of the loss
 
 
-def test_the_scale_keeps_small_float16_gradients() -> None:
+def test_a_loss_scale_keeps_small_float16_gradients_from_vanishing() -> None:
     config = config_of(**FULL)
 
     def gradients(links: LocalLinks, loss_scale: float) -> Arrays:
@@ -243,7 +247,7 @@ def test_the_scale_keeps_small_float16_gradients() -> None:
     assert errors[1] < 0.05
 
 
-def test_gradients_that_overflow_are_computed_again_with_a_lower_scale() -> None:
+def test_gradients_that_overflow_are_computed_again_with_a_lower_loss_scale() -> None:
     config = config_of(**FULL, learning_rate=1e-4, max_grad_norm=1.0)
 
     def rank(links: LocalLinks) -> tuple[list[UpdateMetrics], list[float]]:
@@ -264,7 +268,7 @@ def test_gradients_that_overflow_are_computed_again_with_a_lower_scale() -> None
     assert scales[0] == scales[-1], "found at the first update"
 
 
-def test_a_batch_that_no_scale_helps_is_skipped_and_leaves_the_scale() -> None:
+def test_a_batch_that_overflows_at_every_loss_scale_is_skipped() -> None:
     config = config_of(**FULL)
 
     def rank(links: LocalLinks) -> tuple[UpdateMetrics, float]:
@@ -288,7 +292,7 @@ def test_a_batch_that_no_scale_helps_is_skipped_and_leaves_the_scale() -> None:
         assert before > 1
 
 
-def test_loss_scale_rises_after_a_long_time_and_stays_within_its_bounds() -> None:
+def test_loss_scale_rises_after_many_finite_updates_within_its_bounds() -> None:
     scale = LossScale.of_model(is_float16=True)
     start = scale.value
     assert scale.lower()
@@ -306,7 +310,7 @@ def test_loss_scale_rises_after_a_long_time_and_stays_within_its_bounds() -> Non
     assert scale.value == 1
 
 
-def test_without_float16_the_loss_scale_stays_1() -> None:
+def test_loss_scale_is_always_1_without_float16() -> None:
     scale = LossScale.of_model(is_float16=False)
     assert not scale.lower()
     for _ in range(2000):
@@ -314,7 +318,7 @@ def test_without_float16_the_loss_scale_stays_1() -> None:
     assert scale.value == 1
 
 
-def test_only_half_precision_weights_have_masters() -> None:
+def test_master_weights_exist_only_for_half_precision_weights() -> None:
     arrays = {
         "a": mx.ones((2,), mx.bfloat16),
         "b": mx.ones((2,), mx.float16),
@@ -326,7 +330,9 @@ def test_only_half_precision_weights_have_masters() -> None:
 
 
 @pytest.mark.parametrize("place", ["weight", "state", "master"])
-def test_find_not_finite_looks_at_weights_masters_and_state(place: str) -> None:
+def test_numbers_that_are_not_finite_are_found_in_weights_and_master_weights_and_state(
+    place: str,
+) -> None:
     config = config_of(**FULL)
 
     def rank(links: LocalLinks) -> str | None:

@@ -26,7 +26,7 @@ def chunks_of(kind: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("kind", [*SCHEDULES, "forward"])
-def test_every_schedule_can_be_run(kind: str) -> None:
+def test_every_schedule_passes_its_checks(kind: str) -> None:
     """check proves completeness, order, memory and that nobody waits forever."""
     num_checked = 0
     for ranks, count, chunks in itertools.product(RANKS, MICRO_BATCHES, chunks_of(kind)):
@@ -67,13 +67,13 @@ def test_ranks_that_wait_for_each_other_are_detected() -> None:
         check(rebuilt(rebuilt(schedule, 0, first), 1, second))
 
 
-def test_too_many_activations_are_detected() -> None:
+def test_a_schedule_that_holds_too_many_activations_is_detected() -> None:
     gpipe = make_schedule("gpipe", Shape(2, 8))
     with fails(PlanError, "too_many_held"):
         check(dataclasses.replace(gpipe, kind="1f1b"))
 
 
-def test_schedules_hold_the_expected_numbers_of_activations() -> None:
+def test_each_schedule_holds_the_expected_number_of_activations() -> None:
     """1F1B holds a micro-batch for each stage that follows, GPipe all of them."""
     shape = Shape(4, 8)
     assert make_schedule("naive", shape).in_flight == [1, 1, 1, 1]
@@ -84,7 +84,7 @@ def test_schedules_hold_the_expected_numbers_of_activations() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (8, 16), (3, 7)])
-def test_utilisation_is_that_of_the_textbook(ranks: int, count: int) -> None:
+def test_utilisation_of_schedules_equals_the_textbook_formulas(ranks: int, count: int) -> None:
     """The bubble of GPipe and 1F1B is (P - 1) / (M + P - 1). With v stages a rank, ranks idle a
     v-th as long. The naive schedule keeps one rank busy."""
     lora = [OpCost(1, 2, 0)] * ranks
@@ -99,7 +99,7 @@ def test_utilisation_is_that_of_the_textbook(ranks: int, count: int) -> None:
         assert busy == pytest.approx(count / (count + (ranks - 1) / 2))
 
 
-def test_zero_bubble_fills_the_bubble_of_full_tuning() -> None:
+def test_zero_bubble_schedule_is_busier_than_1f1b_in_full_tuning() -> None:
     shape, costs = Shape(4, 8), [OpCost(1, 1, 1)] * 4
     plain = simulate(make_schedule("1f1b", shape), costs).utilisation
     filled = simulate(make_schedule("zero-bubble", shape), costs).utilisation
@@ -109,7 +109,7 @@ def test_zero_bubble_fills_the_bubble_of_full_tuning() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "count", "chunks"), [(4, 8, 1), (4, 8, 2), (2, 6, 3)])
-def test_validation_overlaps_with_several_stages_a_rank_too(
+def test_validation_keeps_ranks_with_several_stages_busy(
     ranks: int, count: int, chunks: int
 ) -> None:
     """But for the first and the last micro-batch every rank always has something to do."""
@@ -118,7 +118,7 @@ def test_validation_overlaps_with_several_stages_a_rank_too(
     assert makespan == count * chunks + ranks - 1
 
 
-def test_hops_and_frozen_stages_change_the_makespan_as_computed() -> None:
+def test_hops_and_frozen_stages_change_the_simulated_time_as_calculated() -> None:
     schedule = make_schedule("naive", Shape(2, 1))
     assert simulate(schedule, [OpCost(1, 2, 3)] * 2, hop=0.5).makespan == pytest.approx(10)
     frozen = make_schedule("naive", Shape(2, 3, first_trained=1))
@@ -132,7 +132,7 @@ def test_impossible_schedules_are_refused() -> None:
         make_schedule("1f1b", Shape(4, 8, 2))
 
 
-def test_stages_are_on_the_expected_ranks() -> None:
+def test_each_rank_has_the_expected_stages() -> None:
     shape = Shape(3, 3, 2)
     assert [shape.rank(stage) for stage in range(6)] == [2, 1, 0, 2, 1, 0]
     assert shape.stages(0) == [2, 5]

@@ -70,7 +70,7 @@ def trained(num_shards: int, name: str, kind: str) -> list[Trained]:
 
 
 @pytest.mark.parametrize(("name", "kind", "num_shards"), CELLS)
-def test_shards_make_the_same_updates_as_one_rank(name: str, kind: str, num_shards: int) -> None:
+def test_updates_of_shards_equal_those_of_one_rank(name: str, kind: str, num_shards: int) -> None:
     (alone,) = trained(1, name, kind)
     for found in trained(num_shards, name, kind):
         assert found.losses == pytest.approx(alone.losses, rel=TOLERANCE)

@@ -28,7 +28,7 @@ def update(
     )
 
 
-def test_speed_counts_only_the_time_of_updates() -> None:
+def test_reported_speed_counts_only_the_time_of_updates() -> None:
     window = Window(2)
     for _ in range(2):
         window.add(update(), 4.0)
@@ -40,7 +40,7 @@ def test_speed_counts_only_the_time_of_updates() -> None:
     assert window.report(9, 1e-4, accumulated=3).tokens_per_second == pytest.approx(100)
 
 
-def test_a_report_averages_over_all_learned_tokens_and_both_ranks() -> None:
+def test_reported_loss_is_averaged_over_all_learned_tokens() -> None:
     window = Window(2)
     window.add(update(busy=1.0, peak=9, loss=1.0, labels=30), 1.0)
     window.add(update(busy=2.0, loss=3.0, labels=10), 1.0)
@@ -62,13 +62,13 @@ def failed(*losses: float, is_float16: bool = False) -> str:
     return window.failure if window.has_failed else ""
 
 
-def test_ten_updates_in_a_row_that_are_not_finite_are_a_failure() -> None:
+def test_a_run_fails_after_ten_updates_in_a_row_that_are_not_finite() -> None:
     nan, inf = math.nan, math.inf
     assert not failed(*[inf] * 9, 2.0, *[nan] * 9)
     assert failed(*[inf] * 9, 2.0, *[nan] * 10).startswith("10 updates in a row were not finite")
 
 
-def test_failure_blames_the_learning_rate_only_after_an_update() -> None:
+def test_the_error_blames_the_learning_rate_only_after_a_good_update() -> None:
     nan = math.nan
     assert "lower --learning-rate" in failed(2.0, *[nan] * 10)
     before = failed(*[nan] * 10)
@@ -76,7 +76,7 @@ def test_failure_blames_the_learning_rate_only_after_an_update() -> None:
     assert "lower" not in before
 
 
-def test_failure_names_what_was_not_finite_and_float16() -> None:
+def test_the_error_names_what_was_not_finite_and_recommends_bfloat16() -> None:
     assert "(the loss)" in failed(*[math.nan] * 10)
     overflowed = failed(*[1.0] * 10, is_float16=True)
     assert "(the gradients)" in overflowed

@@ -74,7 +74,7 @@ def write(tmp_path: Path) -> Write:
         (TEXT, lambda t: TextDataset([TEXT], t)),
     ],
 )
-def test_tokens_are_those_of_mlx_lm(
+def test_tokens_of_examples_equal_those_of_mlx_lm(
     tokenizer: Any, write: Write, item: Any, reference: Any
 ) -> None:
     (example,) = read_split(write(item, ""), tokenizer, config_of()).examples
@@ -86,9 +86,7 @@ def learned(tokenizer: Any, example: Example) -> list[str]:
     return [tokenizer.decode(example.tokens[a:b]) for a, b in example.labels]
 
 
-def test_every_turn_of_the_assistant_is_learned_and_nothing_else(
-    tokenizer: Any, write: Write
-) -> None:
+def test_only_turns_of_the_assistant_are_learned(tokenizer: Any, write: Write) -> None:
     config = config_of(mask_prompt=True)
     (example,) = read_split(write(CHAT), tokenizer, config).examples
     first, second = learned(tokenizer, example)
@@ -113,7 +111,9 @@ class Strict:
         return [3, 4, *(n for turn in turns for n in turn), *([20, 1] * add_generation_prompt)]
 
 
-def test_a_chat_that_the_assistant_opens_is_learned_too(tokenizer: Any, write: Write) -> None:
+def test_the_first_turn_is_learned_if_the_assistant_opens_a_chat(
+    tokenizer: Any, write: Write
+) -> None:
     """Its first words, and not what the template puts before them."""
     chat = {"messages": [{"role": "assistant", "content": "It is noon."}, *CHAT["messages"]]}
     config = config_of(mask_prompt=True)
@@ -138,7 +138,7 @@ class Forgetful:
         return tokens
 
 
-def test_with_a_template_that_hides_turns_the_last_one_is_learned(
+def test_only_the_last_turn_is_learned_if_the_template_hides_earlier_ones(
     tokenizer: Any, write: Write
 ) -> None:
     config = config_of(mask_prompt=True)
@@ -160,7 +160,7 @@ def test_a_chat_without_an_answer_is_left_out_and_counted(tokenizer: Any, write:
     assert (len(split.examples), split.num_dropped) == (1, 1), "its last turn is the user's"
 
 
-def test_keys_of_the_data_can_have_other_names(tokenizer: Any, write: Write) -> None:
+def test_keys_of_the_data_can_be_renamed(tokenizer: Any, write: Write) -> None:
     """As in a file of mlx_lm.lora."""
     for item, renamed in (
         (CHAT, {"chat_feature": "turns"}),
@@ -176,7 +176,7 @@ def test_keys_of_the_data_can_have_other_names(tokenizer: Any, write: Write) -> 
         assert found.digest == expected.digest
 
 
-def test_long_examples_are_cut_or_dropped_and_counted(tokenizer: Any, write: Write) -> None:
+def test_long_examples_are_counted_and_either_cut_or_dropped(tokenizer: Any, write: Write) -> None:
     path = write(TEXT, {"text": "It is 5. " * 20}, TEXT)
     cut = read_split(path, tokenizer, config_of(max_seq_length=12))
     assert (len(cut.examples), cut.num_cut, cut.num_dropped) == (3, 1, 0)
@@ -185,7 +185,9 @@ def test_long_examples_are_cut_or_dropped_and_counted(tokenizer: Any, write: Wri
     assert (len(dropped.examples), dropped.num_cut, dropped.num_dropped) == (2, 0, 1)
 
 
-def test_a_prompt_longer_than_the_window_is_no_example(tokenizer: Any, write: Write) -> None:
+def test_an_example_whose_prompt_exceeds_the_window_is_dropped(
+    tokenizer: Any, write: Write
+) -> None:
     """mlx_lm.lora would divide by no tokens, and all weights would be NaN."""
     long = {"prompt": "What is 2 plus 3? " * 30, "completion": "5"}
     config = config_of(mask_prompt=True, max_seq_length=64)
@@ -212,7 +214,7 @@ def test_a_prompt_longer_than_the_window_is_no_example(tokenizer: Any, write: Wr
         (json.dumps(chat_of([{"type": "text", "value": "?"}])), "wrong_example"),
     ],
 )
-def test_a_bad_line_is_reported_with_its_number(
+def test_an_invalid_line_is_reported_with_its_number(
     tokenizer: Any, write: Write, line: str, code: str
 ) -> None:
     path = write(CHAT, "", line, CHAT)
@@ -233,7 +235,7 @@ def test_a_completion_that_is_not_text_is_reported_with_its_line(
 
 
 @pytest.mark.parametrize("wrong", [["a b", "c d"], ["a"], 5, None, {}])
-def test_a_text_that_is_not_text_is_reported_with_its_line(
+def test_a_text_that_is_not_a_string_is_reported_with_its_line(
     tokenizer: Any, write: Write, wrong: Any
 ) -> None:
     """A tokenizer takes a list for several texts, and arrays of their tokens are a traceback."""
@@ -258,14 +260,14 @@ class Refuses:
 @pytest.mark.parametrize(
     ("error", "said"), [(TypeError("one\ntwo"), "one"), (IndexError(), "IndexError")]
 )
-def test_a_line_that_the_template_refuses_is_reported(
+def test_a_chat_that_the_template_refuses_is_reported_with_its_line(
     write: Write, error: Exception, said: str
 ) -> None:
     with fails(UsageError, "template_refusal", match=f"jsonl:1: .*{said}"):
         read_split(write(CHAT), Refuses(error), config_of())
 
 
-def test_a_long_text_is_cut_without_a_warning(
+def test_a_long_text_is_cut_without_a_warning_by_transformers(
     write: Write, caplog: pytest.LogCaptureFixture
 ) -> None:
     """transformers says that it will result in indexing errors."""
@@ -280,7 +282,7 @@ def test_a_long_text_is_cut_without_a_warning(
     assert not caplog.records
 
 
-def test_texts_in_parts_and_calls_without_text_are_examples(tokenizer: Any, write: Write) -> None:
+def test_content_in_parts_and_calls_without_text_are_learned(tokenizer: Any, write: Write) -> None:
     call = {"type": "function", "function": {"name": "get_time", "arguments": {"city": "Oslo"}}}
     parts, called = chat_of([{"type": "text", "text": "It is 12."}]), chat_of(None)
     called["messages"][1]["tool_calls"] = [call]
@@ -296,13 +298,15 @@ def test_a_byte_order_mark_is_not_part_of_the_first_line(tokenizer: Any, write: 
     assert len(read_split(path, tokenizer, config_of()).examples) == 1
 
 
-def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_folder_without_a_tokenizer_names_it(tmp_path: Path) -> None:
     shutil.copy(TINY_CHAT / "config.json", tmp_path)
     with fails(ModelError, "unreadable", match=str(tmp_path)):
         read_tokenizer(tmp_path)
 
 
-def test_bad_files_are_named(tokenizer: Any, write: Write, tmp_path: Path) -> None:
+def test_errors_for_unreadable_files_name_them(
+    tokenizer: Any, write: Write, tmp_path: Path
+) -> None:
     with fails(UsageError, "no_examples"):
         read_split(write(""), tokenizer, config_of())
     (tmp_path / "valid.jsonl").touch()
@@ -331,7 +335,7 @@ def split_of(lengths: list[int]) -> Split:
     return Split(examples, 0, 0, "")
 
 
-def test_an_epoch_contains_each_example_once_except_for_a_remainder() -> None:
+def test_an_epoch_contains_each_example_once_except_for_a_random_remainder() -> None:
     split = split_of([3 + n * 7 % 11 for n in range(23)])
     left_out = set()
     for epoch in range(6):
@@ -341,7 +345,7 @@ def test_an_epoch_contains_each_example_once_except_for_a_remainder() -> None:
     assert len(left_out) > 6, "it is not always the same rest"
 
 
-def test_a_batch_depends_only_on_seed_and_number() -> None:
+def test_examples_of_a_batch_depend_only_on_the_seed_and_the_batch_number() -> None:
     split = split_of([3 + n * 7 % 11 for n in range(40)])
     batches = [batch_at(split, n, 4, seed=1) for n in range(30)]
     assert [batch_at(split, n, 4, seed=1) for n in reversed(range(30))] == batches[::-1]
@@ -353,7 +357,7 @@ def test_a_batch_depends_only_on_seed_and_number() -> None:
         assert lengths[-1] - lengths[0] <= 2
 
 
-def test_an_epoch_is_ordered_once() -> None:
+def test_the_order_of_an_epoch_is_computed_once() -> None:
     split = split_of(list(range(1, 42)))
     examples._epoch.cache_clear()
     for number in range(30):
@@ -361,12 +365,12 @@ def test_an_epoch_is_ordered_once() -> None:
     assert examples._epoch.cache_info().misses == 3
 
 
-def test_too_few_examples_for_a_batch_are_refused() -> None:
+def test_fewer_examples_than_a_batch_needs_are_refused() -> None:
     with fails(UsageError, "too_few_examples", match="--batch-size 4"):
         batch_at(split_of([4, 5, 6]), 0, 4, seed=0)
 
 
-def test_no_padding_is_learned() -> None:
+def test_padding_is_never_learned() -> None:
     """mlx_lm.lora learns one padding token in each row."""
     split = split_of([2, 5, 4])
     (whole,) = micro_batches(split, [0, 1, 2], 3)
@@ -378,7 +382,7 @@ def test_no_padding_is_learned() -> None:
     assert sum(part.num_labels for part in parts) == 8
 
 
-def test_labels_are_the_tokens_that_follow() -> None:
+def test_labels_are_the_tokens_that_follow_the_inputs() -> None:
     example = Example((10, 11, 12, 13, 14), ((2, 4),))
     (batch,) = micro_batches(Split([example], 0, 0, ""), [0], 1)
     chosen = np.array(batch.targets)[np.array(batch.mask) == 1]
@@ -387,7 +391,7 @@ def test_labels_are_the_tokens_that_follow() -> None:
     assert Example((10, 11), ((0, 2),)).num_labels == 1, "nothing predicts the first"
 
 
-def test_validations_use_the_same_examples() -> None:
+def test_every_validation_uses_the_same_examples() -> None:
     split = split_of(list(range(2, 32)))
     chosen = some_examples(split, 12, seed=3)
     assert chosen == some_examples(split, 12, seed=3) == sorted(chosen)
@@ -395,12 +399,12 @@ def test_validations_use_the_same_examples() -> None:
     assert some_examples(split, None, seed=3) == list(range(30))
 
 
-def test_the_largest_micro_batch_has_the_longest_examples() -> None:
+def test_the_largest_micro_batch_contains_the_longest_examples() -> None:
     assert largest(split_of([4, 9, 3, 8]), 2).inputs.shape == (2, 8)
     assert mx.array_equal(largest(split_of([4, 9]), 1).inputs, mx.arange(1, 9)[None])
 
 
-def test_the_tokenizer_loads_though_transformers_refuses_the_config(tmp_path: Path) -> None:
+def test_the_tokenizer_loads_even_if_transformers_refuses_the_config(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_CHAT / name, tmp_path)
     config = {"model_type": "gemma2", "query_pre_attn_scalar": 144.5}

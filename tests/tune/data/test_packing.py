@@ -49,7 +49,7 @@ SPLIT = split_of([17, 5, 9, 12, 3, 7, 20, 2])
 # --- rows
 
 
-def test_every_example_is_in_one_row_that_is_not_too_long() -> None:
+def test_each_example_is_packed_into_one_row_within_the_window() -> None:
     random = np.random.default_rng(0)
     split = split_of(random.integers(2, WINDOW + 1, 200).tolist())
     rows = packing.pack(split, WINDOW)
@@ -65,7 +65,7 @@ def test_every_example_is_in_one_row_that_is_not_too_long() -> None:
     assert packing.pack(split, WINDOW).examples == rows.examples
 
 
-def test_a_row_learns_what_its_examples_learn() -> None:
+def test_a_packed_row_learns_the_same_tokens_as_its_examples() -> None:
     row = packing.join(SPLIT.examples)
     assert row.num_labels == sum(example.num_labels for example in SPLIT.examples)
     (alone,), (batch,) = micro_batches(SPLIT, [0], 1), [pad([row])]
@@ -79,14 +79,14 @@ def test_a_row_learns_what_its_examples_learn() -> None:
     assert batch.num_tokens == sum(len(example.tokens) - 1 for example in SPLIT.examples)
 
 
-def test_a_row_of_one_example_needs_no_mask() -> None:
+def test_a_packed_row_with_a_single_example_needs_no_mask() -> None:
     assert pad([packing.join([SPLIT.examples[0]])]).segments is None
     batch = pad([packing.join(SPLIT.examples[:2]), SPLIT.examples[2]])
     assert batch.segments is not None
     assert batch.segments.tolist() == [[1] * 17 + [2] * 4, [1] * 21]
 
 
-def test_the_mask_ends_where_an_example_begins() -> None:
+def test_the_mask_hides_earlier_examples_of_the_row() -> None:
     segments = mx.array([[1, 1, 2, 2, 2]])
     mask = packing.Packed(segments).make_mask(5, window_size=2)
     assert mask[0, 0].astype(mx.int32).tolist() == [
@@ -128,18 +128,20 @@ def assert_packing_is_exact(name: str, make: Any, num_ranks: int, **changes: Any
 @pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v3"])
-def test_loss_and_gradients_are_those_of_examples_alone(name: str, num_ranks: int) -> None:
+def test_loss_and_gradients_of_packed_examples_equal_those_of_single_ones(
+    name: str, num_ranks: int
+) -> None:
     assert assert_packing_is_exact(name, build, num_ranks) < TOLERANCE
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "olmo3"])
-def test_packing_works_with_sliding_windows(name: str) -> None:
+def test_packing_is_exact_with_sliding_windows(name: str) -> None:
     assert assert_packing_is_exact(name, architectures.build, 2) < 5 * TOLERANCE
 
 
 @pytest.mark.long
-def test_packing_works_with_recomputation_and_with_all_weights() -> None:
+def test_packing_is_exact_with_recomputation_and_with_all_weights() -> None:
     changes: dict[str, Any]
     for changes in ({"grad_checkpoint": True}, {"fine_tune_type": "full"}):
         assert assert_packing_is_exact("llama", build, 2, **changes) < TOLERANCE
@@ -159,7 +161,7 @@ def no_window(self: packing.Packed, n: int, **_: Any) -> mx.array:
     ("fault", "name", "make"),
     [(no_mask, "llama", build), (no_window, "gemma3_text", architectures.build)],
 )
-def test_a_wrong_mask_changes_the_loss(
+def test_a_broken_mask_would_change_the_loss(
     fault: Any, name: str, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing.Packed, "make_mask", fault)
@@ -168,7 +170,7 @@ def test_a_wrong_mask_changes_the_loss(
 
 
 @pytest.mark.long
-def test_learning_the_first_token_of_an_example_changes_the_loss(
+def test_learning_the_first_token_of_each_example_would_change_the_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def all_of(examples: Any) -> Example:
@@ -200,12 +202,14 @@ def loss_of(stage: TrainedStage, batches: list[MicroBatch]) -> float:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mamba", "lfm2"])
-def test_models_that_packing_would_change_are_refused(name: str) -> None:
+def test_models_whose_results_packing_would_change_are_refused(name: str) -> None:
     with fails(PlanError, "not_packable", match=name):
         tried(name)
 
 
-def test_a_model_that_ignores_its_caches_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_is_refused_for_a_model_that_ignores_the_mask_of_its_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tried("llama")
     monkeypatch.setattr(packing.Packed, "make_mask", no_mask)
     with fails(PlanError, "not_packable", match="llama"):
@@ -218,7 +222,7 @@ BROKEN = {"recurrent_gemma"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(architectures.architectures()) - BROKEN))
-def test_every_architecture_is_exact_or_refused(name: str) -> None:
+def test_packing_is_exact_or_refused_for_every_architecture(name: str) -> None:
     try:
         tried(name)
     except architectures.CannotBuildError as error:

@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_card_contains_command_data_and_losses(folder: Path) -> None:
+def test_the_model_card_contains_the_command_and_data_and_losses(folder: Path) -> None:
     written = card.write(config_of(adapter_path=folder), FACTS, spans())
     assert [path.name for path in written.paths] == ["README.md", "curves.svg", "schedule.svg"]
     text = (folder / "README.md").read_text()
@@ -64,7 +64,7 @@ def test_a_card_contains_command_data_and_losses(folder: Path) -> None:
         assert part in text, part
 
 
-def test_charts_show_every_curve_and_every_op(folder: Path) -> None:
+def test_charts_show_every_curve_and_every_operation(folder: Path) -> None:
     card.write(config_of(adapter_path=folder), FACTS, spans())
     for name, texts in (
         ("curves.svg", ("training", "validation", "norm of the gradient")),
@@ -78,21 +78,21 @@ def test_charts_show_every_curve_and_every_op(folder: Path) -> None:
     assert (folder / "schedule.svg").read_text().count("<!-- 4 -->") >= len("FBW") * 2
 
 
-def test_a_run_with_nothing_left_to_train_keeps_its_schedule_chart(folder: Path) -> None:
+def test_the_chart_of_the_schedule_is_kept_if_nothing_is_left_to_train(folder: Path) -> None:
     (folder / "schedule.svg").write_text("of the updates that were made")
     written = card.write(config_of(adapter_path=folder), FACTS, [])
     assert [path.name for path in written.paths] == ["README.md", "curves.svg"]
     assert (folder / "schedule.svg").read_text() == "of the updates that were made"
 
 
-def test_a_run_without_validation_has_its_chart_too(tmp_path: Path) -> None:
+def test_a_run_without_validation_has_a_chart_without_that_curve(tmp_path: Path) -> None:
     for line in METRICS[1:3]:
         checkpoint.add_metrics(tmp_path, line)
     card.write(config_of(adapter_path=tmp_path), FACTS, spans()[:1])
     assert "<!-- validation -->" not in (tmp_path / "curves.svg").read_text()
 
 
-def test_a_constant_learning_rate_has_no_axes(folder: Path) -> None:
+def test_a_constant_learning_rate_has_no_chart(folder: Path) -> None:
     card.write(config_of(adapter_path=folder), FACTS, [])
     source = (folder / "curves.svg").read_text()
     assert "<!-- learning rate -->" not in source
@@ -102,7 +102,7 @@ def test_a_constant_learning_rate_has_no_axes(folder: Path) -> None:
     assert "<!-- learning rate -->" in (folder / "curves.svg").read_text()
 
 
-def test_a_loss_that_is_not_a_number_is_not_the_best(folder: Path) -> None:
+def test_a_loss_that_is_not_a_number_is_not_reported_as_the_best(folder: Path) -> None:
     (folder / "metrics.jsonl").unlink()
     for iteration, loss in enumerate((math.nan, 2.0, math.nan, 3.0)):
         line = {"iteration": iteration, "name": "valid", "loss": loss}
@@ -111,12 +111,12 @@ def test_a_loss_that_is_not_a_number_is_not_the_best(folder: Path) -> None:
     assert "2.0000 (best, batch 1)" in text
 
 
-def test_pictures_and_results_do_not_import_each_other() -> None:
+def test_the_module_of_charts_does_not_import_the_model_card() -> None:
     source = Path(plot.__file__).read_text()
     assert "serve.tune.results.card" not in source
 
 
-def test_without_matplotlib_there_is_a_card_and_a_hint(
+def test_the_model_card_is_written_without_matplotlib_and_a_hint_is_given(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(card.importlib.util, "find_spec", lambda _: None)
@@ -127,7 +127,7 @@ def test_without_matplotlib_there_is_a_card_and_a_hint(
     assert not (folder / "curves.svg").exists()
 
 
-def test_a_truncated_line_is_skipped_at_any_byte(tmp_path: Path) -> None:
+def test_a_line_of_metrics_truncated_at_any_byte_is_skipped(tmp_path: Path) -> None:
     """Also where what is there ends as a whole line does."""
     checkpoint.add_metrics(tmp_path, METRICS[0])
     length = (tmp_path / run_folder.METRICS).stat().st_size
@@ -138,6 +138,6 @@ def test_a_truncated_line_is_skipped_at_any_byte(tmp_path: Path) -> None:
         assert checkpoint.read_metrics(tmp_path) == METRICS[:1]
 
 
-def test_spans_are_the_times_of_ops() -> None:
+def test_spans_of_a_chart_are_the_times_of_operations() -> None:
     records = [OpRecord(PipelineOp("B", 3, 1), 0.5, 0.75, 0, 0, 0)]
     assert forecast.spans(records) == [("B", 3, 1, 0.5, 0.75)]

@@ -47,7 +47,9 @@ def tensors_of(folder: Path) -> dict[str, mx.array]:
     return arrays
 
 
-def test_the_folder_has_all_files_and_shapes_of_the_base_model(trained: tuple[Path, str]) -> None:
+def test_the_trained_folder_has_all_files_and_shapes_of_the_base_model(
+    trained: tuple[Path, str],
+) -> None:
     out, said = trained
     model = out / "model"
     assert f"brigade serve --model '{model}'" in said
@@ -62,7 +64,9 @@ def test_the_folder_has_all_files_and_shapes_of_the_base_model(trained: tuple[Pa
     assert not any(mx.array_equal(before[name], after[name]) for name in before), "some are old"
 
 
-def test_the_index_is_that_of_transformers(trained: tuple[Path, str]) -> None:
+def test_the_index_of_weights_has_the_form_that_transformers_writes(
+    trained: tuple[Path, str],
+) -> None:
     model = trained[0] / "model"
     index = json.loads((model / "model.safetensors.index.json").read_text())
     with safe_open(model / "model.safetensors", "numpy") as file:
@@ -94,7 +98,7 @@ def server(trained: tuple[Path, str]) -> Iterator[Server]:
         yield server
 
 
-def test_a_missing_folder_is_written_by_resume(
+def test_resuming_a_finished_run_writes_a_missing_model_folder(
     folder: Path, tmp_path: Path, trained: tuple[Path, str]
 ) -> None:
     out = tmp_path / "out"
@@ -107,7 +111,9 @@ def test_a_missing_folder_is_written_by_resume(
     assert same(tensors_of(out / "model"), tensors_of(trained[0] / "model"))
 
 
-def test_this_server_gives_the_same_answer(trained: tuple[Path, str], server: Server) -> None:
+def test_a_server_gives_the_trained_model_the_scores_of_mlx_lm(
+    trained: tuple[Path, str], server: Server
+) -> None:
     body = {"model": "model", "prompt": TOKENS, "max_tokens": 0, "echo": True, "logprobs": 0}
     reply = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert reply.status_code == 200, reply.text
@@ -123,7 +129,7 @@ def test_this_server_gives_the_same_answer(trained: tuple[Path, str], server: Se
     assert np.abs(np.subtract(found, scores(TINY_CHAT))).max() > 0.1, "it is the base"
 
 
-def test_the_run_is_the_same_on_any_ranks(
+def test_losses_are_the_same_on_one_and_two_ranks(
     folder: Path, tmp_path: Path, trained: tuple[Path, str]
 ) -> None:
     ran(folder, tmp_path / "one", **FULL, iters=4, steps_per_eval=2)
@@ -133,7 +139,9 @@ def test_the_run_is_the_same_on_any_ranks(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_same_with_two_optimizers(folder: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_with_two_optimizers_gives_the_same_weights(
+    folder: Path, tmp_path: Path
+) -> None:
     """Bit for bit, and on two ranks within rounding."""
     both = {"muon": {"weight_decay": 0.0}, "adamw": {"learning_rate": 1e-3}}
     settings = tmp_path / "settings.yaml"
@@ -152,7 +160,9 @@ def test_a_resumed_run_is_the_same_with_two_optimizers(folder: Path, tmp_path: P
     assert max(abs(one[n] - two[n]) for n in one) < 1e-3
 
 
-def test_untrained_layers_equal_the_base_model(folder: Path, tmp_path: Path) -> None:
+def test_layers_that_are_not_trained_equal_those_of_the_base_model(
+    folder: Path, tmp_path: Path
+) -> None:
     events = ran(folder, tmp_path / "out", **{**FULL, "num_layers": 2, "iters": 4})
     assert isinstance(events[-1], Written)
     assert events[-1].paths == [tmp_path / "out" / "model"]
@@ -170,7 +180,9 @@ def hub(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         yield hub
 
 
-def test_the_rest_of_a_hub_model_is_fetched(hub: FakeHub, tmp_path: Path) -> None:
+def test_layers_that_no_rank_has_trained_are_fetched_from_the_hub(
+    hub: FakeHub, tmp_path: Path
+) -> None:
     """And what was trained is not."""
     before = tensors_of(TINY_CHAT)
     changed = {n: a + 1 for n, a in before.items() if n.startswith("model.layers.")}
@@ -184,7 +196,7 @@ def test_the_rest_of_a_hub_model_is_fetched(hub: FakeHub, tmp_path: Path) -> Non
     assert num_bytes <= served < num_bytes + 100_000  # and the header
 
 
-def test_a_model_that_does_not_load_leaves_the_folder_unchanged(
+def test_a_model_that_mlx_lm_cannot_load_does_not_replace_the_folder(
     trained: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"

@@ -58,7 +58,7 @@ OTHERS = [(kind, p, t) for kind in KINDS for p, t in ((1, 2), (1, 3), (2, 2), (1
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("kind", "num_stages", "num_shards"), OTHERS)
-def test_shards_make_the_same_run_of_every_kind(
+def test_runs_of_every_kind_on_shards_equal_those_on_one_rank(
     folder: Path, model: Path, tmp_path: Path, kind: str, num_stages: int, num_shards: int
 ) -> None:
     settings = WITHOUT_DROPOUT if "full" in kind else WORDS
@@ -78,7 +78,7 @@ MIXTURES = [
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "kind", "num_stages", "num_shards"), MIXTURES)
-def test_shards_make_the_same_run_of_a_mixture_of_experts(
+def test_runs_of_mixtures_of_experts_on_shards_equal_those_on_one_rank(
     folder: Path, tmp_path: Path, name: str, kind: str, num_stages: int, num_shards: int
 ) -> None:
     words = ["--model", str(with_tokenizer(tmp_path / "model", name))]
@@ -102,7 +102,7 @@ def check_shards(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("num_stages", "num_shards", "num_replicas"), CELLS)
-def test_every_layout_makes_the_same_run(
+def test_runs_on_every_layout_equal_those_on_one_rank(
     folder: Path,
     model: Path,
     alone: Path,

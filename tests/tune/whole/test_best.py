@@ -53,7 +53,7 @@ def stopped(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return out, ran(folder, out, steps_per_report=2, train=True, test=True, **more)
 
 
-def test_an_early_stop_leaves_best_and_last(
+def test_a_run_that_stops_early_leaves_its_best_and_its_last_weights(
     folder: Path, stopped: tuple[Path, list[Event]]
 ) -> None:
     out, events = stopped
@@ -68,7 +68,9 @@ def test_an_early_stop_leaves_best_and_last(
         assert loss_of(place, folder / "valid.jsonl") == pytest.approx(losses[iteration], rel=1e-4)
 
 
-def test_the_best_weights_are_tested(folder: Path, stopped: tuple[Path, list[Event]]) -> None:
+def test_the_best_weights_are_used_for_the_final_test(
+    folder: Path, stopped: tuple[Path, list[Event]]
+) -> None:
     out, events = stopped
     (tested,) = (e for e in events if isinstance(e, Validated) and e.name == "test")
     losses = [loss_of(place, folder / "test.jsonl") for place in (out / run_folder.BEST, out)]
@@ -88,7 +90,7 @@ def loss_of(adapter: Path, file: Path) -> float:
     return total / sum(b.num_labels for b in batches)
 
 
-def test_a_resumed_run_stops_where_it_would_have(
+def test_a_resumed_run_stops_early_at_the_same_batch(
     folder: Path, tmp_path: Path, stopped: tuple[Path, list[Event]]
 ) -> None:
     out, whole = tmp_path / "out", finished_of(stopped[1])
@@ -106,7 +108,7 @@ def test_a_resumed_run_stops_where_it_would_have(
 
 
 @pytest.mark.slow
-def test_epochs_count_whole_batches_of_the_examples(folder: Path, tmp_path: Path) -> None:
+def test_each_epoch_counts_only_whole_batches_of_examples(folder: Path, tmp_path: Path) -> None:
     """40 examples in batches of 12 are 3 batches an epoch, and updates take two of them."""
     more = {"epochs": 3, "batch_size": 12, "grad_accumulation_steps": 2}
     events = ran(folder, tmp_path / "out", **more)
@@ -119,7 +121,9 @@ def test_epochs_count_whole_batches_of_the_examples(folder: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_packed_rows_train_in_the_same_way_on_any_ranks(folder: Path, tmp_path: Path) -> None:
+def test_runs_with_packed_rows_are_the_same_on_any_number_of_ranks(
+    folder: Path, tmp_path: Path
+) -> None:
     more = {"packing": True, "max_seq_length": 128, "batch_size": 2, "epochs": 1}
     events = ran(folder, tmp_path / "one", **more)
     (started,) = (event for event in events if isinstance(event, Started))
@@ -134,7 +138,7 @@ def test_packed_rows_train_in_the_same_way_on_any_ranks(folder: Path, tmp_path: 
     assert max(abs(one[n] - two[n]) for n in one) < 1e-4
 
 
-def test_an_adapter_is_written_for_peft_too(folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_also_written_in_the_format_of_peft(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ["--peft", "--steps-per-eval", "4"]
     said = finish(launch(2, flags(folder, out, *words)))
@@ -148,7 +152,7 @@ def test_an_adapter_is_written_for_peft_too(folder: Path, tmp_path: Path) -> Non
     assert "brigade launch -n 2 -- fine-tune" in (out / "README.md").read_text()
 
 
-def test_an_adapter_that_peft_cannot_express_is_refused_before_training(
+def test_an_adapter_that_pefts_format_cannot_express_is_refused_before_training(
     folder: Path, tmp_path: Path
 ) -> None:
     """No alpha divided by 7, or by its root, is exactly this scale."""
@@ -158,7 +162,9 @@ def test_an_adapter_that_peft_cannot_express_is_refused_before_training(
     assert not (tmp_path / "out").exists()
 
 
-def test_impossible_runs_are_refused_before_the_start(folder: Path, tmp_path: Path) -> None:
+def test_runs_whose_data_cannot_satisfy_their_flags_are_refused_before_the_start(
+    folder: Path, tmp_path: Path
+) -> None:
     data = tmp_path / "data"
     data.mkdir()
     shutil.copy(folder / "train.jsonl", data)
@@ -170,7 +176,9 @@ def test_impossible_runs_are_refused_before_the_start(folder: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["adapters.safetensors", "adapter_model.safetensors", "README.md"])
-def test_files_of_others_are_not_overwritten(folder: Path, tmp_path: Path, name: str) -> None:
+def test_files_that_another_program_wrote_are_not_overwritten(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
     (tmp_path / name).write_bytes(b"of somebody else")
     # Nothing of --resume, which would say to start without it.
     said = rf"contains {name} but no run: give another folder\.$"
@@ -179,7 +187,7 @@ def test_files_of_others_are_not_overwritten(folder: Path, tmp_path: Path, name:
     assert not (tmp_path / run_folder.CONFIG).exists()
 
 
-def test_a_run_that_was_killed_in_its_first_save_can_start_again(
+def test_a_run_that_was_killed_in_its_first_save_can_be_started_again(
     folder: Path, tmp_path: Path
 ) -> None:
     half = tmp_path / "checkpoints" / "0000004.new"
@@ -189,7 +197,7 @@ def test_a_run_that_was_killed_in_its_first_save_can_start_again(
     assert [path.name for path in half.parent.iterdir()] == ["0000004"]
 
 
-def test_a_kill_while_peft_is_written_leaves_an_adapter_that_loads(
+def test_a_kill_while_the_peft_format_is_written_leaves_an_adapter_that_loads(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"

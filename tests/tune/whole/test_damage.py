@@ -88,7 +88,7 @@ def copied(run: Path, out: Path) -> Path:
     return Path(shutil.copytree(run, out))
 
 
-def test_weights_that_are_not_finite_replace_nothing(
+def test_weights_that_are_not_finite_are_never_saved(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The update itself was finite, so only looking at the weights shows it."""
@@ -108,7 +108,7 @@ def test_weights_that_are_not_finite_replace_nothing(
         assert not place.exists() or finite(arrays_of(place))
 
 
-def test_broken_weights_of_one_rank_stop_all_ranks(
+def test_weights_that_are_not_finite_on_one_rank_stop_all_ranks(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -141,7 +141,7 @@ def test_broken_weights_of_one_rank_stop_all_ranks(
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["0000004"]
 
 
-def test_nothing_is_saved_while_updates_are_skipped(
+def test_no_checkpoint_is_saved_while_updates_are_skipped(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save that is due then waits for the next good update."""
@@ -154,7 +154,7 @@ def test_nothing_is_saved_while_updates_are_skipped(
     assert [event.iteration for event in events if isinstance(event, Saved)] == [6, 8]
 
 
-def test_a_run_that_ends_broken_keeps_its_last_checkpoint(
+def test_a_run_that_fails_keeps_its_last_checkpoint(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights can be finite, and the loss not."""
@@ -169,7 +169,7 @@ def test_a_run_that_ends_broken_keeps_its_last_checkpoint(
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["0000004"]
 
 
-def test_a_checkpoint_is_kept_until_the_next_one_has_proved_good(
+def test_a_checkpoint_is_kept_until_training_has_gone_on_well_after_the_next_one(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Path
 ) -> None:
     """Its weights may be finite and still give no finite loss: then there is the one before."""
@@ -192,7 +192,7 @@ def test_a_checkpoint_is_kept_until_the_next_one_has_proved_good(
     assert losses_of(out) == losses_of(undisturbed)
 
 
-def test_a_broken_initial_adapter_is_reported_before_training(
+def test_an_initial_adapter_that_is_not_finite_is_reported_before_training(
     train: Train, tmp_path: Path, undisturbed: Path
 ) -> None:
     weights = {name: array * math.nan for name, array in arrays_of(undisturbed).items()}
@@ -204,7 +204,7 @@ def test_a_broken_initial_adapter_is_reported_before_training(
 
 
 @pytest.mark.parametrize("losses", [[math.nan, 2.0, math.nan], [3.0, math.nan, math.nan]])
-def test_a_validation_that_is_not_a_number_is_never_the_best(
+def test_a_validation_loss_that_is_not_a_number_is_never_the_best(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: list[float]
 ) -> None:
     given = iter(losses)
@@ -217,7 +217,7 @@ def test_a_validation_that_is_not_a_number_is_never_the_best(
     assert best.exists() == (finished.best[0] == 1)
 
 
-def test_going_back_to_a_checkpoint_publishes_its_adapter(
+def test_going_back_to_a_checkpoint_also_restores_the_written_adapter(
     train: Train, tmp_path: Path, undisturbed: Path
 ) -> None:
     """Though files of the later one are there under all names."""
@@ -264,7 +264,7 @@ def config(folder: Path, out: Path, model: Path, **changes: Any) -> FineTuneConf
     return config_of(folder, out, model=model, val_batches=0, **{**FULL, **changes})
 
 
-def test_full_tuning_in_half_precision_learns_and_resumes_bit_for_bit(
+def test_full_tuning_in_half_precision_learns_and_resumes_with_equal_weights(
     folder: Path, tmp_path: Path, half: Path
 ) -> None:
     def train(name: str, **changes: Any) -> list[Event]:
@@ -294,7 +294,9 @@ def test_full_tuning_in_half_precision_learns_and_resumes_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_half_precision_learns_nearly_as_float32(folder: Path, tmp_path: Path, half: Path) -> None:
+def test_losses_in_half_precision_are_nearly_those_in_float32(
+    folder: Path, tmp_path: Path, half: Path
+) -> None:
     """Without master weights nearly nothing is learned at this learning rate."""
     losses = {}
     for name, model in (("half", half), ("whole", TINY_CHAT)):
@@ -305,7 +307,9 @@ def test_half_precision_learns_nearly_as_float32(folder: Path, tmp_path: Path, h
     assert losses["half"] > 0.8 * losses["whole"] > 0
 
 
-def test_the_forecast_counts_master_weights(folder: Path, tmp_path: Path, half: Path) -> None:
+def test_the_forecast_of_memory_counts_master_weights(
+    folder: Path, tmp_path: Path, half: Path
+) -> None:
     events: list[Event] = []
     changes = {"iters": 2, "micro_batches": 4, "max_grad_norm": 1.0}
     run(config(folder, tmp_path / "out", half, **changes), Cluster(), events.append)
@@ -314,7 +318,9 @@ def test_the_forecast_counts_master_weights(folder: Path, tmp_path: Path, half: 
 
 
 @pytest.mark.slow
-def test_packed_rows_train_in_half_precision(folder: Path, tmp_path: Path, half: Path) -> None:
+def test_losses_of_packed_rows_fall_in_half_precision(
+    folder: Path, tmp_path: Path, half: Path
+) -> None:
     changes = {"packing": True, "max_seq_length": 128, "batch_size": 2, "iters": 4}
     run(config(folder, tmp_path / "out", half, **changes), Cluster(), lambda _: None)
     assert finite(arrays_of(tmp_path / "out"))
@@ -324,7 +330,7 @@ def test_packed_rows_train_in_half_precision(folder: Path, tmp_path: Path, half:
 # --- disks
 
 
-def test_a_full_disk_between_the_files_of_a_save_leaves_the_checkpoint_before(
+def test_a_disk_that_fills_during_a_save_leaves_the_checkpoint_before(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At each write in turn, of the arrays, the state, and what is published."""
@@ -356,7 +362,7 @@ def test_a_full_disk_between_the_files_of_a_save_leaves_the_checkpoint_before(
     assert max(losses_of(out)) == 8
 
 
-def test_a_checkpoint_that_cannot_be_read_names_the_one_before(
+def test_the_error_for_an_unreadable_checkpoint_names_the_one_before(
     train: Train, tmp_path: Path, undisturbed: Path
 ) -> None:
     out = copied(undisturbed, tmp_path / "out")

@@ -49,7 +49,7 @@ def log_probabilities(logits: Scores) -> list[float]:
 
 
 @pytest.mark.slow
-def test_the_adapter_works_in_peft(adapter: Path, tmp_path: Path) -> None:
+def test_peft_gives_the_trained_adapter_the_logits_of_mlx_lm(adapter: Path, tmp_path: Path) -> None:
     """In an environment of its own: torch is much to install for one test."""
     if not PEFT_PYTHON.exists():
         pytest.fail("There is no .venv-peft: run scripts/check, which makes it.")
@@ -71,7 +71,9 @@ def server(adapter: Path) -> Iterator[Server]:
         yield server
 
 
-def test_the_adapter_works_in_this_server(adapter: Path, server: Server) -> None:
+def test_a_server_gives_the_trained_adapter_the_scores_of_mlx_lm(
+    adapter: Path, server: Server
+) -> None:
     def scores(model: str) -> list[float]:
         body = {"model": model, "prompt": TOKENS, "max_tokens": 0, "echo": True, "logprobs": 0}
         reply = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=60)

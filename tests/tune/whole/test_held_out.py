@@ -48,7 +48,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_another_architecture_trains_without_special_handling(
+def test_a_model_of_another_architecture_learns_without_special_handling(
     chats: Path, tmp_path: Path, packing: bool
 ) -> None:
     more = {"packing": True, "max_seq_length": 512, "batch_size": 2} if packing else {}
@@ -101,7 +101,9 @@ def renamed_turns(turns: Sequence[dict[str, str]]) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.timeout(240)
-def test_chats_with_tools_train_on_two_ranks_as_on_one(tool_chats: Path, tmp_path: Path) -> None:
+def test_training_on_chats_with_tools_is_the_same_on_one_and_two_ranks(
+    tool_chats: Path, tmp_path: Path
+) -> None:
     """Every turn of the assistant is learned, calls among them."""
     assert roles_of(tool_chats) == {"user", "assistant", "tool"}
     more = ["--learning-rate", "1e-3", "--batch-size", "2", "--val-batches", "4"]

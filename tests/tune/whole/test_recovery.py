@@ -125,7 +125,7 @@ CELLS = [(name, seed) for name in RANKS_AND_WORDS for seed in (1, 2)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "seed"), CELLS)
-def test_ranks_that_are_killed_at_random_change_nothing(
+def test_kills_of_random_ranks_do_not_change_the_result(
     train: Train, whole: Whole, tmp_path: Path, name: str, seed: int
 ) -> None:
     """Up to all at once, also while they start, load, write a checkpoint or end."""
@@ -174,7 +174,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("function", "killed", "words"), ENDS)
-def test_ranks_that_are_killed_after_the_last_checkpoint_finish_the_run(
+def test_a_run_is_finished_after_kills_that_follow_its_last_checkpoint(
     train: Train,
     hold: Callable[[str], Path],
     tmp_path: Path,

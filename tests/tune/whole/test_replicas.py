@@ -23,7 +23,9 @@ pytestmark = pytest.mark.long
 
 
 @pytest.mark.slow
-def test_replicas_make_the_same_run_as_one_pipeline(folder: Path, tmp_path: Path) -> None:
+def test_a_run_on_two_replicas_equals_one_on_a_single_pipeline(
+    folder: Path, tmp_path: Path
+) -> None:
     ran(folder, tmp_path / "one", micro_batches=2, peft=True)
     more = "--data-parallel-size", "2", "--peft"
     said = finish(launch(2, flags(folder, tmp_path / "two", *more)))
@@ -37,7 +39,7 @@ def test_replicas_make_the_same_run_as_one_pipeline(folder: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_run_resumes_with_another_number_of_replicas(folder: Path, tmp_path: Path) -> None:
+def test_a_run_can_be_resumed_with_another_number_of_replicas(folder: Path, tmp_path: Path) -> None:
     words = "--micro-batches", "4", "--max-grad-norm", "5"
     finish(launch(1, flags(folder, tmp_path / "one", *words)))
     out = tmp_path / "changing"
@@ -48,7 +50,9 @@ def test_a_run_resumes_with_another_number_of_replicas(folder: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_run_with_replicas_resumes_bit_for_bit(folder: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_with_replicas_gives_exactly_the_same_weights(
+    folder: Path, tmp_path: Path
+) -> None:
     for name in ("exact", "stopped"):
         early = ["--iters", "4"] if name == "stopped" else []
         finish(launch(2, [*flags(folder, tmp_path / name, "--data-parallel-size", "2"), *early]))
@@ -85,7 +89,7 @@ LAYOUTS = [["--data-parallel-size", "2"], ["--tensor-parallel-size", "2"]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout[0])
-def test_all_start_again_after_a_rank_was_stopped(
+def test_all_ranks_start_again_after_one_was_suspended(
     folder: Path, tmp_path: Path, layout: list[str]
 ) -> None:
     """A shard waits for it in a sum of MLX, which cannot be interrupted."""
@@ -103,7 +107,9 @@ def test_all_start_again_after_a_rank_was_stopped(
         run.communicate(timeout=60)
 
 
-def test_counts_that_do_not_divide_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_numbers_of_replicas_that_do_not_divide_ranks_or_batches_are_refused(
+    folder: Path, tmp_path: Path
+) -> None:
     def check(num_ranks: int, *more: str) -> None:
         fine_tune.check(flags(folder, tmp_path / "out", *more), num_ranks)
 

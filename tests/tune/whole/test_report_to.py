@@ -44,7 +44,7 @@ def scalars_of(folder: Path) -> dict[str, dict[int, float]]:
     return found
 
 
-def test_tensorboard_gets_every_figure_by_mlx_lms_name(tmp_path: Path) -> None:
+def test_tensorboard_gets_every_figure_under_the_name_that_mlx_lm_uses(tmp_path: Path) -> None:
     config = config_of(adapter_path=tmp_path, report_to="tensorboard")
     reports = Reports(config)
     for event in EVENTS:
@@ -63,7 +63,7 @@ def test_tensorboard_gets_every_figure_by_mlx_lms_name(tmp_path: Path) -> None:
     }
 
 
-def test_a_resumed_run_removes_metrics_that_it_reports_again(tmp_path: Path) -> None:
+def test_a_resumed_run_deletes_metrics_that_it_will_report_again(tmp_path: Path) -> None:
     """Of a run that was killed after batch 10, with a checkpoint of batch 4."""
     config = config_of(adapter_path=tmp_path, report_to="tensorboard")
     for started, losses in (
@@ -79,7 +79,7 @@ def test_a_resumed_run_removes_metrics_that_it_reports_again(tmp_path: Path) -> 
     assert scalars_of(tmp_path / FOLDER)["train_loss"] == {4: 3.0, 8: 2.5}
 
 
-def test_nothing_is_written_unless_asked_or_before_training(tmp_path: Path) -> None:
+def test_no_report_is_written_before_training_or_unless_asked_for(tmp_path: Path) -> None:
     for asked, events in ((None, EVENTS), ("tensorboard", EVENTS[1:])):
         reports = Reports(config_of(adapter_path=tmp_path, report_to=asked))
         for event in events:
@@ -88,7 +88,7 @@ def test_nothing_is_written_unless_asked_or_before_training(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
-def test_a_missing_library_is_reported_before_training(
+def test_a_missing_library_for_reports_is_noticed_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train.jsonl").write_text('{"text": "a"}')
@@ -101,7 +101,7 @@ def test_a_missing_library_is_reported_before_training(
 
 
 @pytest.mark.long
-def test_a_run_on_two_ranks_reports_once(folder: Path, tmp_path: Path) -> None:
+def test_a_run_on_two_ranks_reports_each_metric_once(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     finish(launch(2, flags(folder, out, "--report-to", "tensorboard", "--iters", "4")))
     found = scalars_of(out / FOLDER)

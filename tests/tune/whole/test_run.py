@@ -52,7 +52,7 @@ def two_ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return out, finish(launch(2, flags(folder, out, "--micro-batches", "2")))
 
 
-def test_a_run_reports_its_events(alone: tuple[Path, list[Event]]) -> None:
+def test_a_run_reports_its_events_in_order(alone: tuple[Path, list[Event]]) -> None:
     out, events = alone
     kinds = [type(event) for event in events]
     assert kinds[:2] == [Started, Validated]
@@ -70,7 +70,7 @@ def test_a_run_reports_its_events(alone: tuple[Path, list[Event]]) -> None:
     assert finished.peak_bytes == pytest.approx(finished.forecast.peak_bytes, rel=0.15)
 
 
-def test_mlx_lm_loads_the_adapter(
+def test_mlx_lm_loads_the_trained_adapter_with_the_reported_loss(
     alone: tuple[Path, list[Event]], two_ranks: tuple[Path, str]
 ) -> None:
     """The loss of mlx_lm's model with the adapter is the one that the run has reported."""
@@ -92,7 +92,7 @@ def test_mlx_lm_loads_the_adapter(
     assert sum(loss_sum(base(b.inputs), b).item() for b in batches) > 2 * total
 
 
-def test_two_ranks_make_the_same_run(
+def test_losses_on_two_ranks_equal_those_on_one(
     alone: tuple[Path, list[Event]], two_ranks: tuple[Path, str]
 ) -> None:
     first, second = losses_of(alone[0]), losses_of(two_ranks[0])
@@ -114,7 +114,7 @@ MEMORY = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", MEMORY, ids=lambda more: " ".join(more[:2]))
-def test_each_rank_takes_the_memory_that_was_forecast(
+def test_each_rank_uses_as_much_memory_as_forecast(
     folder: Path, tmp_path: Path, more: list[str]
 ) -> None:
     out = tmp_path / "out"
@@ -126,7 +126,7 @@ def test_each_rank_takes_the_memory_that_was_forecast(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
-def test_an_update_takes_the_memory_that_was_forecast(
+def test_an_update_uses_as_much_memory_as_forecast(
     folder: Path, tmp_path: Path, optimizer: str
 ) -> None:
     """Of all weights it needs more than the micro-batches do."""
@@ -136,7 +136,7 @@ def test_an_update_takes_the_memory_that_was_forecast(
     assert finished.peak_bytes == pytest.approx(finished.forecast.peak_bytes, rel=0.15)
 
 
-def test_a_run_works_under_mlx_launch(
+def test_a_run_can_be_started_by_mlx_launch(
     folder: Path, tmp_path: Path, two_ranks: tuple[Path, str]
 ) -> None:
     port = str(free_ports(3)[1])
@@ -147,7 +147,9 @@ def test_a_run_works_under_mlx_launch(
 
 
 @pytest.mark.parametrize("kind", ["dora", "full"])
-def test_other_kinds_of_adapters_load_in_mlx_lm(folder: Path, tmp_path: Path, kind: str) -> None:
+def test_mlx_lm_loads_other_kinds_of_trained_adapters(
+    folder: Path, tmp_path: Path, kind: str
+) -> None:
     out = tmp_path / "out"
     run(config_of(folder, out, iters=4, fine_tune_type=kind), Cluster(), lambda _: None)
     model, _ = mlx_lm.load(str(TINY_CHAT), adapter_path=str(out))
@@ -162,7 +164,7 @@ def test_other_kinds_of_adapters_load_in_mlx_lm(folder: Path, tmp_path: Path, ki
 # --- resume
 
 
-def test_a_resumed_run_is_the_same(
+def test_a_resumed_run_gives_exactly_the_same_weights(
     folder: Path, tmp_path: Path, alone: tuple[Path, list[Event]]
 ) -> None:
     out = tmp_path / "out"
@@ -173,7 +175,7 @@ def test_a_resumed_run_is_the_same(
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), pytest.param((2, 1), marks=pytest.mark.slow)])
-def test_a_run_continues_bit_for_bit_on_other_ranks(
+def test_a_run_resumed_on_other_numbers_of_ranks_gives_exactly_the_same_weights(
     folder: Path, tmp_path: Path, ranks: tuple[int, int]
 ) -> None:
     """With dropout, whose masks differ from micro-batch to micro-batch, and clipping."""
@@ -197,7 +199,7 @@ def test_a_run_continues_bit_for_bit_on_other_ranks(
     assert min(norms) > 0.5, "nothing was clipped"
 
 
-def test_resume_completes_the_work_after_the_last_batch(
+def test_resuming_after_the_last_batch_completes_what_is_left_to_write(
     folder: Path, tmp_path: Path, alone: tuple[Path, list[Event]]
 ) -> None:
     """A kill right behind the last checkpoint leaves nothing but that."""
@@ -250,7 +252,7 @@ def uninterrupted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", range(20))
-def test_a_killed_run_continues_bit_for_bit(
+def test_a_run_that_was_killed_and_resumed_gives_exactly_the_same_weights(
     folder: Path, tmp_path: Path, uninterrupted: tuple[Path, float], moment: int
 ) -> None:
     """At a moment that nobody has chosen, from the first batch on; most are in the middle of
@@ -279,7 +281,7 @@ def test_a_killed_run_continues_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_without_the_optimizers_state_differs(
+def test_resuming_without_the_optimizers_state_would_give_other_weights(
     folder: Path, tmp_path: Path, alone: tuple[Path, list[Event]]
 ) -> None:
     """The negative control of the tests above."""
@@ -296,7 +298,7 @@ def test_a_resumed_run_without_the_optimizers_state_differs(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_run_that_is_ended_by_a_signal_has_not_succeeded(
+def test_a_run_that_a_signal_ends_exits_with_128_plus_its_number(
     folder: Path, tmp_path: Path, num_ranks: int
 ) -> None:
     words = flags(folder, tmp_path / "out", "--iters", "4000", "--steps-per-eval", "100000")
@@ -345,7 +347,7 @@ sys.exit(fine_tune.main([]))
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("busy", [SWALLOWS, BLOCKS], ids=["lost", "late"])
-def test_a_signal_ends_the_run_when_its_exception_is_lost_or_late(
+def test_a_signal_ends_the_run_even_if_its_exception_is_lost_or_late(
     busy: str, number: signal.Signals
 ) -> None:
     """A handler in Python raises in the middle of a finaliser, or has to wait for C."""
@@ -363,7 +365,7 @@ def test_a_signal_ends_the_run_when_its_exception_is_lost_or_late(
     assert process.returncode == 128 + number
 
 
-def test_a_run_continues_without_a_reader_of_its_output(folder: Path, tmp_path: Path) -> None:
+def test_a_run_continues_if_its_output_is_closed(folder: Path, tmp_path: Path) -> None:
     """As in `brigade fine-tune ... | head -2`."""
     out, pipe = tmp_path / "out", subprocess.PIPE
     words = [sys.executable, "-m", "serve.cli.fine_tune", *flags(folder, out, "--iters", "4")]
@@ -377,7 +379,7 @@ def test_a_run_continues_without_a_reader_of_its_output(folder: Path, tmp_path: 
     assert (out / "checkpoints" / "0000004").is_dir()
 
 
-def test_a_run_continues_if_its_output_does_not_fit_on_the_disk(
+def test_a_run_continues_if_its_output_fills_the_disk(
     folder: Path, tmp_path: Path, full_disk: BinaryIO
 ) -> None:
     out = tmp_path / "out"
@@ -390,7 +392,7 @@ def test_a_run_continues_if_its_output_does_not_fit_on_the_disk(
 # --- bad input
 
 
-def test_a_folder_with_another_run_is_not_touched(
+def test_a_folder_with_another_run_is_refused_and_not_changed(
     folder: Path, alone: tuple[Path, list[Event]]
 ) -> None:
     before = arrays_of(alone[0])
@@ -406,7 +408,7 @@ def test_a_folder_with_another_run_is_not_touched(
     assert same(arrays_of(alone[0]), before)
 
 
-def test_a_run_is_not_resumed_with_other_validation_examples(
+def test_resuming_a_run_with_other_validation_examples_is_refused(
     folder: Path, tmp_path: Path, alone: tuple[Path, list[Event]]
 ) -> None:
     """Otherwise `best` and --early-stop would compare losses over different examples."""
@@ -419,7 +421,9 @@ def test_a_run_is_not_resumed_with_other_validation_examples(
 
 
 @pytest.mark.parametrize("place", ["", pytest.param("/best", marks=pytest.mark.slow)])
-def test_a_full_disk_leaves_what_was_there_before(folder: Path, tmp_path: Path, place: str) -> None:
+def test_a_full_disk_leaves_the_files_of_the_last_save_unchanged(
+    folder: Path, tmp_path: Path, place: str
+) -> None:
     """A limit on the size of files stands in for the disk."""
     out = tmp_path / "out"
     run(config_of(folder, out, iters=4), Cluster(), lambda _: None)
@@ -435,7 +439,9 @@ def test_a_full_disk_leaves_what_was_there_before(folder: Path, tmp_path: Path, 
     assert max(losses_of(out)) == 8
 
 
-def test_a_bad_line_is_reported_once_before_training(folder: Path, tmp_path: Path) -> None:
+def test_an_invalid_line_of_data_is_reported_once_before_training(
+    folder: Path, tmp_path: Path
+) -> None:
     shutil.copytree(folder, tmp_path / "data")
     lines = (folder / "train.jsonl").read_text().splitlines()
     (tmp_path / "data" / "train.jsonl").write_text("\n".join([*lines[:7], "{", *lines[7:]]))
@@ -444,7 +450,7 @@ def test_a_bad_line_is_reported_once_before_training(folder: Path, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_a_loss_that_is_not_a_number_ends_all_ranks(
+def test_a_loss_that_is_not_a_number_ends_the_run_on_all_ranks(
     folder: Path, tmp_path: Path, alone: tuple[Path, list[Event]]
 ) -> None:
     weights = {name: array * 1e30 for name, array in arrays_of(alone[0]).items()}
@@ -458,7 +464,7 @@ def test_a_loss_that_is_not_a_number_ends_all_ranks(
     assert "skipped=1" in said
 
 
-def test_missing_data_and_other_adapters_are_refused(
+def test_missing_data_and_adapters_that_do_not_fit_are_refused(
     folder: Path, tmp_path: Path, alone: tuple[Path, list[Event]]
 ) -> None:
     out = tmp_path / "out"
@@ -471,7 +477,7 @@ def test_missing_data_and_other_adapters_are_refused(
     assert not (out / run_folder.ADAPTERS).exists()
 
 
-def test_an_adapter_can_be_trained_further_and_tested_alone(
+def test_a_written_adapter_can_be_trained_further_or_only_tested(
     folder: Path, tmp_path: Path, alone: tuple[Path, list[Event]]
 ) -> None:
     weights = alone[0] / run_folder.ADAPTERS
@@ -490,7 +496,7 @@ def test_an_adapter_can_be_trained_further_and_tested_alone(
     assert first.loss < losses_of(alone[0])[1] / 2
 
 
-def test_ranks_with_other_data_do_not_train(folder: Path, tmp_path: Path) -> None:
+def test_ranks_whose_data_differ_refuse_to_train(folder: Path, tmp_path: Path) -> None:
     """Each rank gets a data folder by the same name, relative to its own directory."""
     out = tmp_path / "out"
     wrapper = tmp_path / "rank.sh"
@@ -512,11 +518,13 @@ def test_ranks_with_other_data_do_not_train(folder: Path, tmp_path: Path) -> Non
     assert not out.exists()
 
 
-def test_every_reported_loss_is_finite(alone: tuple[Path, list[Event]]) -> None:
+def test_every_reported_loss_is_a_finite_number(alone: tuple[Path, list[Event]]) -> None:
     assert np.isfinite(list(losses_of(alone[0]).values())).all()
 
 
-def test_an_adapter_is_tested_as_it_was_made(folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_tested_with_the_settings_it_was_trained_with(
+    folder: Path, tmp_path: Path
+) -> None:
     """With another rank, scale and kind than the flags of the test say."""
     out, events = tmp_path / "out", []
     lora = {"rank": 4, "scale": 5.0, "keys": ["self_attn.q_proj", "mlp.up_proj"]}
@@ -534,7 +542,7 @@ def test_an_adapter_is_tested_as_it_was_made(folder: Path, tmp_path: Path) -> No
         run(config, Cluster(), events.append)
 
 
-def test_an_internal_error_is_logged_and_ends_the_rank(
+def test_an_internal_error_is_logged_and_ends_its_rank(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:

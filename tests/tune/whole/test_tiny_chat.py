@@ -113,7 +113,7 @@ def test_losses_of_the_pipeline_equal_those_of_a_plain_loop(work: Path, models: 
     assert found != pytest.approx(other, rel=1e-4)
 
 
-def test_the_second_run_begins_with_the_model_of_the_first(models: list[Path]) -> None:
+def test_the_second_training_run_begins_with_the_model_of_the_first(models: list[Path]) -> None:
     first, second = (list(losses_of(model.parent).values()) for model in models)
     assert second[0] < first[0] - 0.2, "it did not begin with what the first has learned"
     card = (models[1] / "README.md").read_text()
@@ -122,7 +122,9 @@ def test_the_second_run_begins_with_the_model_of_the_first(models: list[Path]) -
     assert str(models[0].parents[2]) not in card, "it names the machine it was made on"
 
 
-def test_the_result_is_a_folder_like_the_embedded_model(work: Path, models: list[Path]) -> None:
+def test_the_result_is_a_folder_in_the_form_of_the_embedded_model(
+    work: Path, models: list[Path]
+) -> None:
     out = work.parent / "out"
     ours, embedded = (mx.load(str(f / "model.safetensors")) for f in (out, TINY_CHAT))
     last = mx.load(str(models[1] / "model.safetensors"))
@@ -139,13 +141,13 @@ def test_the_result_is_a_folder_like_the_embedded_model(work: Path, models: list
         assert (out / name).read_text() == (TINY_CHAT / name).read_text()
 
 
-def test_the_card_contains_the_models_accuracy(work: Path) -> None:
+def test_the_model_card_contains_the_models_accuracy(work: Path) -> None:
     text = (work.parent / "out" / "training.md").read_text()
     assert text.startswith((work / "runs" / "dialogues" / "README.md").read_text())
     assert re.search(r"^\| \*\*all\*\* \| [0-9]+ of [0-9]+ \| [0-9.]+% \|$", text, re.MULTILINE)
 
 
-def test_each_lesson_has_a_dialogue_for_each_row(script: ModuleType) -> None:
+def test_each_lesson_has_a_dialogue_for_each_row_of_its_batches(script: ModuleType) -> None:
     """So that everything is learned once."""
     for lesson in script.LESSONS:
         settings = read_yaml(TINY_CHAT / f"{lesson.name}.yaml")

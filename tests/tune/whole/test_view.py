@@ -50,7 +50,7 @@ def said(monkeypatch: pytest.MonkeyPatch, *, is_terminal: bool) -> str:
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_every_event_is_shown(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+def test_every_event_of_a_run_is_shown(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
     text = said(monkeypatch, is_terminal=is_terminal)
     for part in (
         "40 examples in 9 rows, 1,234 trained parameters",
@@ -76,11 +76,11 @@ def test_every_event_is_shown(monkeypatch: pytest.MonkeyPatch, is_terminal: bool
     ("seconds", "shown"),
     [(0.2, "0s"), (45, "45s"), (59.7, "1m00s"), (200, "3m20s"), (7500, "2h05m"), (1e6, "277h46m")],
 )
-def test_format_seconds(seconds: float, shown: str) -> None:
+def test_seconds_are_formatted_for_people(seconds: float, shown: str) -> None:
     assert training.format_seconds(seconds) == shown
 
 
-def test_one_rank_has_no_waiting_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_waiting_time_is_shown_for_a_single_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     text = io.StringIO()
     console = Console(file=text, width=120, highlight=False)
     monkeypatch.setattr(training, "_OUT", console)

@@ -28,7 +28,7 @@ def commands() -> list[str]:
 
 
 @pytest.mark.timeout(MAX_SECONDS + 60)
-def test_training_and_swapping_an_adapter_works_end_to_end(tmp_path: Path) -> None:
+def test_commands_of_the_guide_train_an_adapter_and_load_it_into_a_server(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (port,) = free_ports(1)
     script = "set -euo pipefail\n" + "".join(commands()).replace("8080", str(port))
