@@ -80,7 +80,7 @@ def log_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 # --- answers
 
 
-def test_a_reply_has_text_and_usage(server: Running, engine: FakeEngine) -> None:
+def test_a_chat_gets_the_text_and_usage(server: Running, engine: FakeEngine) -> None:
     with client(server) as ai:
         reply = ai.chat.completions.create(**HELLO)
     assert reply.id.startswith("chatcmpl-")
@@ -95,7 +95,7 @@ def test_a_reply_has_text_and_usage(server: Running, engine: FakeEngine) -> None
     assert reply.usage.total_tokens == len(engine.prompts[0]) + num_tokens
 
 
-def test_a_stream_adds_up_to_the_reply(server: Running, engine: FakeEngine) -> None:
+def test_pieces_of_a_stream_add_up_to_the_reply(server: Running, engine: FakeEngine) -> None:
     with client(server) as ai:
         options = {"include_usage": True}
         chunks = list(ai.chat.completions.create(**HELLO, stream=True, stream_options=options))
@@ -109,7 +109,7 @@ def test_a_stream_adds_up_to_the_reply(server: Running, engine: FakeEngine) -> N
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_the_stream_is_events_and_ends_with_done(shared: Running) -> None:
+def test_a_stream_consists_of_events_and_ends_with_done(shared: Running) -> None:
     reply = post(shared, stream=True)
     assert reply.headers["content-type"].startswith("text/event-stream")
     assert reply.headers["cache-control"] == "no-cache"
@@ -118,7 +118,7 @@ def test_the_stream_is_events_and_ends_with_done(shared: Running) -> None:
     assert all("usage" not in json.loads(event[6:]) for event in events[:-2])
 
 
-def test_parameters_reach_the_engine(server: Running, engine: FakeEngine) -> None:
+def test_sampling_parameters_reach_the_engine(server: Running, engine: FakeEngine) -> None:
     reply = post(server, temperature=0.5, top_p=0.25, seed=7, max_tokens=3, stop=["zzz"]).json()
     (sampling,) = engine.samplings
     assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.5, 0.25, 7)
@@ -126,7 +126,7 @@ def test_parameters_reach_the_engine(server: Running, engine: FakeEngine) -> Non
     assert reply["usage"]["completion_tokens"] == 3
 
 
-def test_messages_a_client_got_can_be_sent_back(server: Running, engine: FakeEngine) -> None:
+def test_messages_that_a_client_got_can_be_sent_back(server: Running, engine: FakeEngine) -> None:
     with client(server) as ai:
         first = ai.chat.completions.create(**HELLO).choices[0].message
         history = [*HELLO["messages"], first, {"role": "user", "content": "more"}]
@@ -137,7 +137,7 @@ def test_messages_a_client_got_can_be_sent_back(server: Running, engine: FakeEng
 # --- refusals
 
 
-def test_the_official_client_sees_its_own_errors(server: Running, engine: FakeEngine) -> None:
+def test_the_official_client_raises_its_own_errors(server: Running, engine: FakeEngine) -> None:
     with client(server) as ai:
         with fails(openai.BadRequestError, "invalid_value", match="temperature"):
             ai.chat.completions.create(**HELLO, temperature=9)
@@ -172,7 +172,7 @@ def test_a_refusal_of_the_engine_reaches_the_client(
     assert reply.json()["error"]["message"] == message
 
 
-def test_an_engine_that_breaks_ends_the_stream_with_an_error(
+def test_an_engine_that_fails_ends_the_stream_with_an_error(
     server: Running, engine: FakeEngine
 ) -> None:
     engine.breaks_with = EngineError("rank 1 at /home/x died")
@@ -194,7 +194,7 @@ def test_a_prompt_that_is_too_long_is_refused(shared: Running) -> None:
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"[1]", b"[" * 99_999, b'{"a": NaN}'])
-def test_a_bad_body_does_not_stop_the_server(shared: Running, content: bytes) -> None:
+def test_the_server_continues_after_a_bad_body(shared: Running, content: bytes) -> None:
     headers = {"Content-Type": "application/json"}
     reply = httpx2.post(shared.url + CHAT, content=content, headers=headers)
     assert reply.status_code == 400
@@ -222,7 +222,7 @@ def test_unknown_paths_and_methods_get_an_error_object(
     assert ("allow" in reply.headers) == (status == 405)
 
 
-def test_an_internal_error_is_described_only_in_the_log(
+def test_details_of_an_internal_error_are_only_in_the_log(
     server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ServerCalls, "_described", lambda self, name: {}["/secret/path"])
@@ -250,7 +250,9 @@ def test_the_served_model_is_listed_and_described(shared: Running) -> None:
     assert described["default_sampling_params"] == {}
 
 
-def test_ready_gives_the_reason_for_the_wait(server: Running, engine: FakeEngine) -> None:
+def test_the_call_ready_gives_the_reason_while_the_server_is_not_ready(
+    server: Running, engine: FakeEngine
+) -> None:
     assert get(server, "/ready").json() == {"status": "ready"}
     engine.reason = "rank 1: loading 61 %"
     reply = get(server, "/ready")
@@ -260,7 +262,7 @@ def test_ready_gives_the_reason_for_the_wait(server: Running, engine: FakeEngine
     assert get(server, "/health").status_code == 200
 
 
-def test_version_pipeline_and_trace_are_served(server: Running, engine: FakeEngine) -> None:
+def test_version_and_pipeline_and_trace_can_be_read(server: Running, engine: FakeEngine) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", get(server, "/version").json()["version"])
     assert get(server, "/admin/pipeline").json() == engine.pipeline()
     assert get(server, "/admin/trace?seconds=2.5").json()["seconds"] == 2.5
@@ -270,7 +272,7 @@ def test_version_pipeline_and_trace_are_served(server: Running, engine: FakeEngi
     ("body", "status"),
     [({"clear": True}, 200), ({"clear": False}, 400), ({}, 400), ({"clear": True, "x": 1}, 400)],
 )
-def test_clear_prefixes_takes_only_its_exact_body(
+def test_the_prefix_cache_is_cleared_only_by_its_exact_body(
     server: Running, engine: FakeEngine, body: dict, status: int
 ) -> None:
     reply = httpx2.post(f"{server.url}/admin/prefix-cache", json=body)
@@ -278,7 +280,7 @@ def test_clear_prefixes_takes_only_its_exact_body(
     assert engine.num_clears == (status == 200)
 
 
-def test_the_root_lists_the_calls(shared: Running) -> None:
+def test_the_root_lists_all_calls(shared: Running) -> None:
     """Whoever opens the address in a browser sees what this is."""
     shown = get(shared, "/").json()
     assert (shown["name"], shown["model"]) == ("Brigade", "tiny")
@@ -290,7 +292,7 @@ def test_the_root_lists_the_calls(shared: Running) -> None:
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e9", "x", ""])
-def test_a_trace_with_wrong_seconds_is_refused(shared: Running, seconds: str) -> None:
+def test_a_trace_with_invalid_seconds_is_refused(shared: Running, seconds: str) -> None:
     reply = get(shared, f"/admin/trace?seconds={seconds}")
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == "seconds"
@@ -303,7 +305,7 @@ def test_admin_calls_through_a_proxy_are_refused(shared: Running, path: str) -> 
     assert "error" in reply.json()
 
 
-def test_metrics_count_what_was_served(server: Running, engine: FakeEngine) -> None:
+def test_metrics_count_requests_and_tokens(server: Running, engine: FakeEngine) -> None:
     post(server)
     post(server, temperature=9)
     engine.breaks_with = EngineError("broke")
@@ -324,7 +326,7 @@ def test_metrics_count_what_was_served(server: Running, engine: FakeEngine) -> N
 ID = "0b5e-1"
 
 
-def test_each_request_logs_one_line(
+def test_one_line_is_logged_for_each_request(
     server: Running, caplog: pytest.LogCaptureFixture, engine: FakeEngine
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -351,7 +353,7 @@ def line_of(caplog: pytest.LogCaptureFixture) -> str:
     return log_lines(caplog)[-1]
 
 
-def test_the_line_of_an_adapter_names_it(
+def test_the_log_line_of_a_request_for_an_adapter_names_it(
     server: Running, caplog: pytest.LogCaptureFixture, engine: FakeEngine
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -380,7 +382,7 @@ SECRET = 'my "grandmother\'s" secret recipe for a cake with apples and cinnamon'
         ({"bad_words": [SECRET] * 200}, "param=bad_words"),
     ],
 )
-def test_the_line_of_a_refusal_names_the_field_and_quotes_nothing(
+def test_the_log_line_of_a_refusal_names_the_field_but_not_its_value(
     server: Running, caplog: pytest.LogCaptureFixture, fields: dict[str, Any], failure: str
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -391,7 +393,7 @@ def test_the_line_of_a_refusal_names_the_field_and_quotes_nothing(
     assert "apples and cinnamon" not in caplog.text
 
 
-def test_the_line_of_a_template_error_quotes_no_message(
+def test_the_log_line_of_a_template_error_does_not_contain_messages(
     server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Templates may put any text into their exceptions."""
@@ -407,7 +409,7 @@ def test_the_line_of_a_template_error_quotes_no_message(
     assert "recipe" not in caplog.text
 
 
-def test_the_line_of_a_wrong_key_contains_no_key(
+def test_the_log_line_of_a_wrong_key_does_not_contain_the_key(
     engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -417,7 +419,7 @@ def test_the_line_of_a_wrong_key_contains_no_key(
         assert "sk-" not in "".join(log_lines(caplog))
 
 
-def test_the_line_of_a_call_shows_the_reason_that_the_client_saw(
+def test_the_log_line_of_a_call_contains_the_reason_sent_to_the_client(
     server: Running,
     engine: FakeEngine,
     caplog: pytest.LogCaptureFixture,
@@ -441,7 +443,7 @@ NAMED = "a%20b, gr%C3%B6%C3%9Fe, quo%22te%2C, temprature, x%0D%0AEvil%3A%201"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_unknown_fields_are_named_in_a_header(shared: Running, stream: bool) -> None:
+def test_unknown_fields_are_listed_in_a_header(shared: Running, stream: bool) -> None:
     named = sorted(NAMED.split(", "))
     for path, body in (
         (CHAT, HELLO),
@@ -454,7 +456,7 @@ def test_unknown_fields_are_named_in_a_header(shared: Running, stream: bool) -> 
     assert "x-ignored-fields" not in post(shared, stream=stream).headers
 
 
-def test_unknown_fields_are_counted_in_the_log(
+def test_unknown_fields_are_only_counted_in_the_log(
     server: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     odd = {"temprature\n": 1, "x" * 9999: 2}
@@ -466,7 +468,9 @@ def test_unknown_fields_are_counted_in_the_log(
         assert line == f"request={ID} event=ignored_fields num=2"
 
 
-def test_unknown_fields_are_named_where_nothing_is_generated(shared: Running) -> None:
+def test_unknown_fields_of_calls_that_generate_nothing_are_listed_in_a_header(
+    shared: Running,
+) -> None:
     for path, body in (
         ("/tokenize", {"prompt": "a"}),
         ("/tokenize", {"messages": HELLO["messages"]}),
@@ -486,7 +490,7 @@ def test_unknown_fields_are_refused_in_responses_and_messages(shared: Running, p
 
 
 @pytest.mark.parametrize("length", [10, 500])
-def test_many_ignored_fields_do_not_make_a_long_header(shared: Running, length: int) -> None:
+def test_many_ignored_fields_do_not_make_the_header_long(shared: Running, length: int) -> None:
     # Below 1 MiB: longer bodies wait until the process that reads them has started.
     reply = post(shared, **{"😀" * length + str(n): 1 for n in range(450)})
     assert reply.status_code == 200
@@ -506,12 +510,14 @@ def test_a_port_in_use_is_reported_at_once() -> None:
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no host at all"])
-def test_a_host_that_is_not_ours_is_refused(host: str) -> None:
+def test_an_address_of_another_host_is_refused(host: str) -> None:
     with fails(AddressError, "address", match="--host"):
         bind(host, 0)
 
 
-def test_the_error_of_a_broken_cluster_ends_serving(server: Running, engine: FakeEngine) -> None:
+def test_the_server_ends_with_the_error_of_a_failed_cluster(
+    server: Running, engine: FakeEngine
+) -> None:
     engine.delay = 60
     with client(server) as ai:
         server.after(lambda: bool(engine.generations), ClusterError("a rank is lost"))
@@ -522,7 +528,7 @@ def test_the_error_of_a_broken_cluster_ends_serving(server: Running, engine: Fak
     assert engine.generations[0].closed.is_set()
 
 
-def test_too_many_answers_are_refused_before_prompts_are_encoded(
+def test_too_many_answers_are_refused_before_their_prompts_are_encoded(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object) -> None:
@@ -540,7 +546,7 @@ def test_too_many_answers_are_refused_before_prompts_are_encoded(
         assert "8 answers, but only 6 are allowed" in reply.json()["error"]["message"]
 
 
-def test_a_wrong_grammar_is_reported_in_the_form_of_its_api(shared: Running) -> None:
+def test_an_invalid_grammar_is_reported_in_the_form_of_its_api(shared: Running) -> None:
     schema = {"type": "nil"}
     format = {"type": "json_schema", "name": "x", "schema": schema}
     said = {"messages": HELLO["messages"], "max_tokens": 5}
@@ -562,7 +568,7 @@ def test_a_wrong_grammar_is_reported_in_the_form_of_its_api(shared: Running) -> 
             assert error["param"] == "text.format"
 
 
-def test_an_internal_error_is_not_counted_as_a_client_that_left(
+def test_an_internal_error_is_not_counted_as_a_client_that_disconnected(
     server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -588,7 +594,7 @@ ASKED: dict[str, Any] = {
 @pytest.mark.parametrize(
     "event", [{"type": "x", "delta": "\ud800"}, {}, None], ids=["surrogate", "no type", "raises"]
 )
-def test_events_that_cannot_be_written_end_only_their_stream(
+def test_an_event_that_cannot_be_written_ends_only_its_stream(
     server: Running, monkeypatch: pytest.MonkeyPatch, path: str, event: Any
 ) -> None:
     """With an error in the form of its API, and not with a cut connection."""
@@ -638,7 +644,7 @@ def test_slow_checks_of_grammars_delay_no_other_request(
     assert len(checking) == 8
 
 
-def test_nothing_starts_for_a_client_that_has_left(
+def test_no_request_starts_after_its_client_has_disconnected(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While its request waits for a thread."""
@@ -689,7 +695,7 @@ def test_a_slow_parser_of_calls_delays_no_other_request(
     assert json.loads(call["function"]["arguments"]) == {"x": "hello world"}
 
 
-def test_long_calls_that_end_at_the_same_time_delay_no_short_one(
+def test_long_calls_that_end_at_the_same_time_do_not_delay_a_short_one(
     server: Running, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     going_on = threading.Event()
@@ -729,7 +735,7 @@ class Body:
 
 
 @pytest.mark.anyio
-async def test_bodies_of_clients_that_left_do_not_wait_for_a_thread(
+async def test_bodies_of_disconnected_clients_do_not_wait_for_a_thread(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     front = Front(CONFIG, engine, engine.tokenizer, MAX_CONTEXT)
@@ -757,7 +763,7 @@ async def test_bodies_of_clients_that_left_do_not_wait_for_a_thread(
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, None, "{{ raise_exception('tools only') }}"])
-def test_a_server_that_warms_up_asks_its_engine_nothing(
+def test_warming_up_the_server_sends_no_request_to_its_engine(
     tmp_path: Path, template: str | None
 ) -> None:
     """Also if its model cannot chat."""

@@ -17,7 +17,7 @@ def load(server: Running, name: str, **more: Any) -> httpx2.Response:
     return call(server, "/v1/load_lora_adapter", lora_name=name, lora_path=f"p/{name}", **more)
 
 
-def test_an_adapter_can_be_loaded_used_replaced_and_unloaded(
+def test_an_adapter_can_be_loaded_and_used_and_replaced_and_unloaded(
     server: Running, engine: FakeEngine
 ) -> None:
     reply = load(server, "x", base_model_name="tiny")
@@ -50,7 +50,7 @@ def test_an_adapter_can_be_loaded_used_replaced_and_unloaded(
     assert post(server, model="x").status_code == 404
 
 
-def test_adapters_are_models_with_a_parent(server: Running) -> None:
+def test_adapters_are_listed_as_models_with_a_parent(server: Running) -> None:
     load(server, "x")
     models = httpx2.get(f"{server.url}/v1/models").json()["data"]
     assert [(model["id"], model["parent"]) for model in models] == [("tiny", None), ("x", "tiny")]
@@ -98,7 +98,7 @@ LOAD, UNLOAD, CHANGE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adm
         (CHANGE, {"lora_name": "tiny", "pin": True}, 400, "lora_name", "invalid_value"),
     ],
 )
-def test_bad_calls_are_refused(
+def test_bad_calls_about_adapters_are_refused(
     shared: Running, path: str, body: dict[str, Any], status: int, param: str, code: str
 ) -> None:
     reply = call(shared, path, **body)
@@ -109,7 +109,7 @@ def test_bad_calls_are_refused(
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b"[" * 9_999])
-def test_a_body_must_be_an_object(shared: Running, content: bytes) -> None:
+def test_a_body_that_is_not_an_object_is_refused(shared: Running, content: bytes) -> None:
     assert httpx2.post(shared.url + LOAD, content=content, headers=JSON).status_code == 400
 
 
@@ -120,7 +120,9 @@ def test_adapter_calls_need_admin_access(shared: Running, path: str) -> None:
     assert reply.status_code == 403
 
 
-def test_the_refusal_of_a_rank_sets_the_status(server: Running, engine: FakeEngine) -> None:
+def test_a_refusal_by_a_rank_decides_the_status_of_the_reply(
+    server: Running, engine: FakeEngine
+) -> None:
     engine.ranks.refusals[1] = {"message": "No adapter found for p/x.", "status": 404}
     reply = load(server, "x")
     assert reply.status_code == 404

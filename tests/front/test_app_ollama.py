@@ -26,7 +26,9 @@ def lines(reply: httpx2.Response) -> list[Any]:
     return [json.loads(line) for line in reply.text.splitlines()]
 
 
-def test_chat_is_lines_of_json_by_default(server: Running, engine: FakeEngine) -> None:
+def test_a_chat_is_streamed_as_lines_of_json_by_default(
+    server: Running, engine: FakeEngine
+) -> None:
     *others, last = lines(post(server, "/api/chat", model="tiny", **SAID))
     assert "".join(line["message"]["content"] for line in others) == engine.answer
     assert not any(line["done"] for line in others)
@@ -35,14 +37,16 @@ def test_chat_is_lines_of_json_by_default(server: Running, engine: FakeEngine) -
     assert all(isinstance(last[name], int) and last[name] >= 0 for name in DURATIONS)
 
 
-def test_chat_without_a_stream_is_the_sum_of_its_lines(shared: Running) -> None:
+def test_a_chat_without_a_stream_is_the_sum_of_its_lines(shared: Running) -> None:
     reply = post(shared, "/api/chat", **SAID, stream=False).json()
     streamed = lines(post(shared, "/api/chat", **SAID))
     assert reply["message"]["content"] == "".join(each["message"]["content"] for each in streamed)
     assert (reply["done"], reply["eval_count"]) == (True, streamed[-1]["eval_count"])
 
 
-def test_generate_answers_or_continues(server: Running, engine: FakeEngine) -> None:
+def test_the_call_generate_answers_a_prompt_or_continues_a_raw_one(
+    server: Running, engine: FakeEngine
+) -> None:
     answered = post(server, "/api/generate", prompt="hi", system="s", stream=False).json()
     continued = lines(post(server, "/api/generate", prompt="hi", raw=True))
     assert answered["response"] == "".join(each["response"] for each in continued)
@@ -50,7 +54,7 @@ def test_generate_answers_or_continues(server: Running, engine: FakeEngine) -> N
     assert decoded == ["<|system|>s<|user|>hi<|assistant|>", "hi"]
 
 
-def test_options_are_sampling_parameters(server: Running, engine: FakeEngine) -> None:
+def test_options_are_read_as_sampling_parameters(server: Running, engine: FakeEngine) -> None:
     options = {"temperature": 0.5, "top_k": 7, "seed": 3, "repeat_penalty": 1.5, "num_ctx": 99}
     reply = post(server, "/api/chat", **SAID, options={**options, "num_predict": 2}, stream=False)
     (sampling,) = engine.samplings
@@ -60,7 +64,9 @@ def test_options_are_sampling_parameters(server: Running, engine: FakeEngine) ->
 
 
 @pytest.mark.parametrize("format", ["json", {"type": "object", "properties": {}}])
-def test_format_is_a_grammar(server: Running, engine: FakeEngine, format: Any) -> None:
+def test_a_format_is_enforced_by_a_grammar(
+    server: Running, engine: FakeEngine, format: Any
+) -> None:
     assert post(server, "/api/chat", **SAID, format=format).status_code == 200
     assert engine.samplings[0].grammar
 
@@ -78,7 +84,7 @@ def test_format_is_a_grammar(server: Running, engine: FakeEngine, format: Any) -
         ("/api/show", {"model": "other"}, "does not exist"),
     ],
 )
-def test_errors_have_ollamas_form(
+def test_errors_have_the_form_of_ollama(
     shared: Running, path: str, body: dict[str, Any], word: str
 ) -> None:
     reply = post(shared, path, **body)
@@ -106,7 +112,7 @@ def test_models_are_listed(shared: Running) -> None:
     assert "completion" in shown["capabilities"]
 
 
-def test_writer_sends_whole_calls_and_thoughts(tokenizer: Tokenizer) -> None:
+def test_calls_are_sent_whole_after_thinking_and_text(tokenizer: Tokenizer) -> None:
     updates = [begin(Thought("Hm"), Text("a")), end("tool_calls")]
     updates.insert(1, begin(CallBegin("1", "f"), CallText('{"x"'), CallText(":1}"), CallEnd()))
     writer, whole = OllamaWriter("m", True, tokenizer), WholeOllama("m", True, tokenizer)
@@ -137,7 +143,7 @@ def test_writer_sends_whole_calls_and_thoughts(tokenizer: Tokenizer) -> None:
     ],
     ids=["chat", "generate", "raw"],
 )
-def test_scores_equal_those_of_openais_chats(
+def test_logprobs_equal_those_of_openai_chats(
     server: Running, path: str, fields: dict[str, Any]
 ) -> None:
     openai = {**SAID, "model": "tiny", "logprobs": True, "top_logprobs": 2}
@@ -152,7 +158,7 @@ def test_scores_equal_those_of_openais_chats(
     assert "logprobs" not in post(server, path, **fields, stream=False, top_logprobs=2).json()
 
 
-def test_writer_keeps_scores_until_there_is_a_line(tokenizer: Tokenizer) -> None:
+def test_logprobs_are_kept_until_there_is_a_line(tokenizer: Tokenizer) -> None:
     updates = list(scored([begin(Text("a")), update(), update(Text("bc")), end()]))
     writer = OllamaWriter("m", True, tokenizer)
     written = [line["logprobs"] for each in updates for line in writer.feed(each)]
@@ -173,7 +179,9 @@ def history(num_words: int) -> dict[str, Any]:
     return {"messages": [{"role": "system", "content": "count:"}, *turns, question]}
 
 
-def test_a_long_chat_loses_its_oldest_messages(server: Running, engine: FakeEngine) -> None:
+def test_the_oldest_messages_of_a_long_chat_are_left_out(
+    server: Running, engine: FakeEngine
+) -> None:
     assert post(server, "/api/chat", **history(100)).status_code == 200
     prompt = engine.tokenizer.decode(engine.prompts[0])
     assert prompt.startswith("<|system|>count:<|")
@@ -184,7 +192,7 @@ def test_a_long_chat_loses_its_oldest_messages(server: Running, engine: FakeEngi
 
 @pytest.mark.parametrize(("num_predict", "num_kept"), [(None, 384), (9999, 384), (5, 507)])
 @pytest.mark.parametrize("raw", [False, True])
-def test_a_prompt_that_is_too_long_keeps_its_end(
+def test_the_beginning_of_a_prompt_that_is_too_long_is_cut_off(
     server: Running, engine: FakeEngine, raw: bool, num_predict: int | None, num_kept: int
 ) -> None:
     options = {"num_predict": num_predict}
@@ -205,7 +213,7 @@ def test_a_prompt_that_is_too_long_keeps_its_end(
     ],
     ids=["chat", "generate", "raw", "embed"],
 )
-def test_a_prompt_that_may_not_be_shortened_is_refused(
+def test_a_prompt_that_is_too_long_is_refused_if_it_may_not_be_shortened(
     shared: Running, path: str, fields: dict[str, Any]
 ) -> None:
     reply = post(shared, path, **fields, truncate=False)
@@ -216,7 +224,9 @@ def test_a_prompt_that_may_not_be_shortened_is_refused(
 # --- embeddings
 
 
-def test_embed_equals_openais_embeddings(server: Running, engine: FakeEngine) -> None:
+def test_the_call_embed_returns_the_same_vectors_as_openai_embeddings(
+    server: Running, engine: FakeEngine
+) -> None:
     texts = ["hello", "how are you"]
     hints = {"keep_alive": "5m", "options": {"num_ctx": 99}}
     reply = post(server, "/api/embed", model="tiny", input=texts, **hints)
@@ -233,12 +243,14 @@ def test_embed_equals_openais_embeddings(server: Running, engine: FakeEngine) ->
     assert older == {"embedding": alone["embeddings"][0]}
 
 
-def test_embed_may_shorten_the_vectors(server: Running, engine: FakeEngine) -> None:
+def test_the_call_embed_can_shorten_the_vectors(server: Running, engine: FakeEngine) -> None:
     assert post(server, "/api/embed", input="hello", dimensions=1).status_code == 200
     assert [pooling.num_dimensions for pooling in engine.poolings] == [1]
 
 
-def test_embed_leaves_out_the_end_of_an_input(server: Running, engine: FakeEngine) -> None:
+def test_the_call_embed_cuts_off_the_end_of_an_input_that_is_too_long(
+    server: Running, engine: FakeEngine
+) -> None:
     text = "STOP " + long(600)
     found = post(server, "/api/embed", input=[text, "hello"]).json()
     assert found["prompt_eval_count"] == 512 + len(engine.prompts[1])
@@ -247,7 +259,7 @@ def test_embed_leaves_out_the_end_of_an_input(server: Running, engine: FakeEngin
 
 
 @pytest.mark.parametrize("given", ["", []])
-def test_embed_of_no_text_returns_no_numbers(shared: Running, given: Any) -> None:
+def test_the_call_embed_returns_no_vector_for_no_text(shared: Running, given: Any) -> None:
     assert post(shared, "/api/embed", input=given).json() == {"model": "tiny", "embeddings": []}
     assert post(shared, "/api/embeddings", prompt="").json() == {"embedding": []}
 
@@ -266,7 +278,7 @@ def test_embed_of_no_text_returns_no_numbers(shared: Running, given: Any) -> Non
         ("/api/chat", {**SAID, "top_logprobs": 21}, "top_logprobs"),
     ],
 )
-def test_wrong_fields_of_embeddings_and_scores_are_named(
+def test_errors_about_embeddings_and_logprobs_name_the_field(
     shared: Running, path: str, fields: dict[str, Any], word: str
 ) -> None:
     reply = post(shared, path, **fields)

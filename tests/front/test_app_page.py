@@ -43,7 +43,7 @@ def ask(server: Running, request: str, **fields: Any) -> httpx2.Response:
 # --- the files
 
 
-def test_page_is_for_browsers_and_json_for_programs(shared: Running) -> None:
+def test_the_root_is_a_page_for_browsers_and_json_for_programs(shared: Running) -> None:
     page = get(shared, "/", accept=BROWSER)
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert '<script type="module"' in page.text
@@ -51,7 +51,7 @@ def test_page_is_for_browsers_and_json_for_programs(shared: Running) -> None:
         assert get(shared, "/", accept=accept).json()["name"] == "Brigade"
 
 
-def test_page_files_have_types_and_a_strict_policy(shared: Running) -> None:
+def test_files_of_the_page_have_types_and_a_strict_security_policy(shared: Running) -> None:
     for name in ("index.html", "app.js", "style.css", "icon.svg", "lib/dom.js"):
         reply = get(shared, f"/ui/{name}")
         assert reply.status_code == 200, name
@@ -61,11 +61,13 @@ def test_page_files_have_types_and_a_strict_policy(shared: Running) -> None:
 
 
 @pytest.mark.parametrize("name", ["nothing.js", "../pages.py", "%2e%2e/pages.py", "lib/", ""])
-def test_page_has_no_other_files(shared: Running, name: str) -> None:
+def test_no_other_files_are_served_beside_the_page(shared: Running, name: str) -> None:
     assert get(shared, f"/ui/{name}").status_code == 404
 
 
-def test_page_file_is_compressed_and_sent_again_only_if_it_changed(shared: Running) -> None:
+def test_a_file_of_the_page_is_compressed_and_sent_again_only_if_it_changed(
+    shared: Running,
+) -> None:
     headers = {"accept-encoding": "gzip"}
     with httpx2.stream("GET", shared.url + "/ui/app.js", headers=headers) as reply:
         raw = b"".join(reply.iter_raw())
@@ -74,13 +76,13 @@ def test_page_file_is_compressed_and_sent_again_only_if_it_changed(shared: Runni
     assert (again.status_code, again.content) == (304, b"")
 
 
-def test_page_needs_no_key_and_calls_do(keyed: Running) -> None:
+def test_the_page_needs_no_key_but_calls_do(keyed: Running) -> None:
     assert get(keyed, "/", accept=BROWSER).status_code == 200
     assert get(keyed, "/ui/app.js").status_code == 200
     assert get(keyed, "/", accept="application/json").status_code == 401
 
 
-def test_page_can_be_turned_off(engine: FakeEngine) -> None:
+def test_the_page_can_be_turned_off(engine: FakeEngine) -> None:
     with Running(engine, no_ui=True) as server:
         assert get(server, "/", accept=BROWSER).json()["name"] == "Brigade"
         assert get(server, "/ui/app.js").status_code == 404
@@ -98,19 +100,19 @@ def test_markdown_is_rendered_by_the_server(shared: Running) -> None:
     assert render(shared, "**a** <b>").json() == {"html": "<p><strong>a</strong> &lt;b&gt;</p>\n"}
 
 
-def test_markdown_needs_the_key_that_a_chat_needs(keyed: Running) -> None:
+def test_rendering_markdown_needs_the_same_key_as_a_chat(keyed: Running) -> None:
     assert render(keyed, "a").status_code == 401
     assert render(keyed, "a", authorization="Bearer user").status_code == 200
 
 
-def test_markdown_is_refused_if_it_is_long(shared: Running) -> None:
+def test_very_long_markdown_is_refused(shared: Running) -> None:
     assert render(shared, "a" * 60_000).status_code == 200
     refused = render(shared, "a" * 70_000)
     assert refused.status_code == 413
     assert "error" in refused.json()
 
 
-def test_markdown_is_rendered_one_text_at_a_time_and_delays_nothing_else(
+def test_rendering_markdown_handles_one_text_at_a_time_and_delays_no_other_call(
     shared: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running: list[str] = []
@@ -140,13 +142,13 @@ def test_markdown_is_rendered_one_text_at_a_time_and_delays_nothing_else(
 # --- the stream
 
 
-def test_events_need_the_admin_key(keyed: Running) -> None:
+def test_reading_events_needs_the_admin_key(keyed: Running) -> None:
     for headers in ({}, {"authorization": "Bearer user"}):
         assert get(keyed, "/admin/events", **headers).status_code == 401
         assert get(keyed, "/admin/requests", **headers).status_code == 401
 
 
-def test_events_begin_with_the_state_that_other_calls_return(keyed: Running) -> None:
+def test_events_begin_with_the_same_state_as_other_calls_return(keyed: Running) -> None:
     with httpx2.stream("GET", keyed.url + "/admin/events", headers=ADMIN) as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
         state = next(frames(stream))
@@ -158,7 +160,7 @@ def test_events_begin_with_the_state_that_other_calls_return(keyed: Running) -> 
     assert state["server"]["adapter_sources"] == []
 
 
-def test_events_begin_with_the_samples_of_the_time_before(
+def test_events_begin_with_samples_from_before_the_connection(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody watched meanwhile."""
@@ -177,7 +179,7 @@ def test_events_begin_with_the_samples_of_the_time_before(
             assert next(s["sample"] for s in states if "sample" in s)[0] > last[0]
 
 
-def test_events_say_where_adapters_may_come_from(engine: FakeEngine) -> None:
+def test_events_contain_where_adapters_may_be_loaded_from(engine: FakeEngine) -> None:
     flags: dict[str, Any] = {"adapter_root": pages.ROOT, "allow_hub_adapters": True}
     with (
         Running(engine, **flags) as server,
@@ -186,7 +188,7 @@ def test_events_say_where_adapters_may_come_from(engine: FakeEngine) -> None:
         assert next(frames(stream))["server"]["adapter_sources"] == ["folder", "hub"]
 
 
-def test_events_show_requests_while_they_run(server: Running, engine: FakeEngine) -> None:
+def test_events_contain_requests_while_they_run(server: Running, engine: FakeEngine) -> None:
     engine.delay = 0.2
     with httpx2.stream("GET", server.url + "/admin/events") as stream:
         states = frames(stream)
@@ -202,7 +204,7 @@ def test_events_show_requests_while_they_run(server: Running, engine: FakeEngine
     assert (request["prompt_tokens_done"], request["model"]) == (3, "tiny")
 
 
-def test_events_are_refused_to_one_watcher_too_many(
+def test_events_are_refused_to_more_watchers_than_allowed(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watching, "MAX_WATCHERS", 1)
@@ -221,7 +223,7 @@ def test_events_are_refused_to_one_watcher_too_many(
     wait_until(is_free)
 
 
-def test_events_do_not_delay_a_drain(server: Running) -> None:
+def test_watchers_of_events_do_not_delay_a_drain(server: Running) -> None:
     with httpx2.stream("GET", server.url + "/admin/events") as stream:
         states = frames(stream)
         next(states)
@@ -233,7 +235,7 @@ def test_events_do_not_delay_a_drain(server: Running) -> None:
 # --- before there is a server
 
 
-def test_early_server_shows_the_page_and_why_it_is_not_ready() -> None:
+def test_the_page_is_served_before_the_model_is_read() -> None:
     """There is no engine and no tokenizer yet."""
 
     def look(url: str) -> None:
@@ -264,7 +266,7 @@ def test_early_server_shows_the_page_and_why_it_is_not_ready() -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_cancel_ends_a_request_with_an_error(
+def test_a_cancelled_request_ends_with_an_error(
     server: Running, engine: FakeEngine, is_stream: bool
 ) -> None:
     engine.delay = 5.0
@@ -282,13 +284,13 @@ def test_cancel_ends_a_request_with_an_error(
     assert get(server, "/admin/requests").json()["data"] == []
 
 
-def test_cancel_of_an_unknown_request_says_so(shared: Running) -> None:
+def test_cancelling_an_unknown_request_is_refused(shared: Running) -> None:
     refused = httpx2.post(shared.url + "/admin/requests/nobody/cancel")
     assert refused.status_code == 404
     assert "nobody" in refused.json()["error"]["message"]
 
 
-def test_cancel_needs_the_admin_key(keyed: Running) -> None:
+def test_cancelling_a_request_needs_the_admin_key(keyed: Running) -> None:
     path = keyed.url + "/admin/requests/a/cancel"
     assert httpx2.post(path).status_code == 401
     assert httpx2.post(path, headers={"authorization": "Bearer user"}).status_code == 401

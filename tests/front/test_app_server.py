@@ -84,12 +84,12 @@ def body_of(response: bytes) -> Any:
 # --- slow and silent clients
 
 
-def test_a_silent_client_is_disconnected(hasty: Running) -> None:
+def test_a_client_that_sends_nothing_is_disconnected(hasty: Running) -> None:
     with hasty.connect() as connection:
         assert read_all(connection) == b""
 
 
-def test_a_slow_header_is_refused(hasty: Running) -> None:
+def test_a_header_that_arrives_too_slowly_is_refused(hasty: Running) -> None:
     with hasty.connect() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow")
         response = read_all(connection)
@@ -97,7 +97,7 @@ def test_a_slow_header_is_refused(hasty: Running) -> None:
     assert "header" in body_of(response)["error"]["message"]
 
 
-def test_a_slow_second_header_is_refused_too(hasty: Running) -> None:
+def test_a_second_header_that_arrives_too_slowly_is_also_refused(hasty: Running) -> None:
     """The time-out of an idle connection ends with the first byte."""
     with hasty.connect() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -106,7 +106,7 @@ def test_a_slow_second_header_is_refused_too(hasty: Running) -> None:
         assert b"HTTP/1.1 408 " in read_all(connection)
 
 
-def test_a_slow_body_is_refused(hasty: Running) -> None:
+def test_a_body_that_arrives_too_slowly_is_refused(hasty: Running) -> None:
     with hasty.connect() as connection:
         connection.sendall(head(100) + b"{")
         response = read_all(connection)
@@ -114,19 +114,19 @@ def test_a_slow_body_is_refused(hasty: Running) -> None:
     assert "body" in body_of(response)["error"]["message"]
 
 
-def test_a_long_answer_meets_no_deadline(hasty: Running, engine: FakeEngine) -> None:
+def test_a_long_answer_is_not_ended_by_a_time_out(hasty: Running, engine: FakeEngine) -> None:
     """Neither the header's nor the body's time-out may end an answer."""
     engine.delay = 0.04
     assert post(hasty).json()["choices"][0]["message"]["content"] == engine.answer
 
 
-def test_a_kept_connection_serves_again_after_an_answer(hasty: Running) -> None:
+def test_a_connection_can_be_used_again_after_an_answer(hasty: Running) -> None:
     with httpx2.Client(base_url=hasty.url) as client:
         for _ in range(3):
             assert client.post(CHAT, json=HELLO).status_code == 200
 
 
-def test_an_idle_stream_gets_pings(hasty: Running, engine: FakeEngine) -> None:
+def test_a_stream_without_tokens_gets_pings(hasty: Running, engine: FakeEngine) -> None:
     engine.delay, engine.answer = 0.35, ""
     text = post(hasty, stream=True).text
     assert text.startswith(": prompt 3/7 tokens\n\n")
@@ -139,7 +139,7 @@ def test_an_idle_stream_gets_pings(hasty: Running, engine: FakeEngine) -> None:
 # --- no HTTP, or too much of it
 
 
-def test_a_large_body_is_refused_and_the_answer_arrives(hasty: Running) -> None:
+def test_a_client_that_still_sends_a_large_body_gets_the_refusal(hasty: Running) -> None:
     """Closing at once would reset the connection of a client that still sends."""
     size = CONFIG.constants.max_body_bytes + 1
     with hasty.connect() as connection:
@@ -160,7 +160,7 @@ def test_httpx_gets_413_for_a_body_that_is_too_large(shared: Running) -> None:
     assert reply.status_code == 413
 
 
-def test_a_client_whose_body_never_ends_is_disconnected(hasty: Running) -> None:
+def test_a_client_that_never_stops_sending_is_disconnected(hasty: Running) -> None:
     with hasty.connect() as connection:
         connection.sendall(head(1 << 40))
         assert read_response(connection).startswith(b"HTTP/1.1 413 ")
@@ -237,7 +237,7 @@ def test_a_chunked_body_is_read(shared: Running, num_blanks: int, size: int) -> 
         assert read_all(connection).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_connection_parses_a_bounded_part_at_once(
+def test_a_connection_parses_only_a_limited_amount_at_once(
     shared: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others are served between the parts."""
@@ -257,7 +257,7 @@ def test_a_connection_parses_a_bounded_part_at_once(
     assert max(sizes) <= http_server.MAX_READ_BYTES
 
 
-def test_a_body_that_was_refused_is_discarded_with_pauses(
+def test_the_rest_of_a_refused_body_is_read_with_pauses(
     shared: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that sends many of them would otherwise take the event loop half a core."""
@@ -278,7 +278,7 @@ def test_a_body_that_was_refused_is_discarded_with_pauses(
     assert sum(sizes) < 2 * http_server.MAX_DISCARDED_BYTES
 
 
-def test_garbage_after_an_early_answer_ends_only_its_connection(
+def test_invalid_bytes_after_an_early_answer_end_only_their_connection(
     shared: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing can be answered any more; an attempt would be an exception in the loop."""
@@ -302,7 +302,7 @@ def test_a_websocket_is_refused(shared: Running) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_its_generation(
+def test_the_generation_of_a_client_that_disconnects_is_ended(
     server: Running, engine: FakeEngine, stream: bool
 ) -> None:
     engine.delay = 60
@@ -314,7 +314,7 @@ def test_a_client_that_leaves_ends_its_generation(
     wait_until(lambda: 'completions",status="499"} 1.0' in httpx2.get(server.url + "/metrics").text)
 
 
-def test_a_client_that_leaves_in_mid_stream_ends_its_generation(
+def test_the_generation_of_a_client_that_disconnects_during_a_stream_is_ended(
     server: Running, engine: FakeEngine
 ) -> None:
     engine.delay, engine.answer = 0.02, "hello world " * 100
@@ -347,7 +347,7 @@ def final(response: bytes) -> bytes:
 
 @pytest.mark.parametrize("before", [0, 0.1])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_half_closed_client_gets_its_answer(
+def test_a_client_that_closes_only_its_sending_side_gets_its_answer(
     server: Running, engine: FakeEngine, stream: bool, before: float
 ) -> None:
     engine.delay, engine.answer = 0.05, "hello world how are you"
@@ -364,13 +364,15 @@ def test_a_half_closed_client_gets_its_answer(
 
 
 @pytest.mark.parametrize("first", ["GET /health HTTP/1.1", "GET /health HTTP/1.0"])
-def test_a_half_closed_client_gets_a_small_reply(shared: Running, first: str) -> None:
+def test_a_client_that_closes_only_its_sending_side_gets_a_small_reply(
+    shared: Running, first: str
+) -> None:
     response = final(half_closed(shared, f"{first}\r\nHost: localhost\r\n\r\n".encode()))
     assert response.startswith(b"HTTP/1.1 200 ")
     assert body_of(response) == {"status": "alive"}
 
 
-def test_a_half_closed_client_gets_all_that_it_asked_for(engine: FakeEngine) -> None:
+def test_a_client_that_closes_only_its_sending_side_gets_all_replies(engine: FakeEngine) -> None:
     """Several requests in one connection; which is closed after the last, not when it is idle."""
     asked = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with Running(engine, header_timeout=600) as server:
@@ -378,14 +380,16 @@ def test_a_half_closed_client_gets_all_that_it_asked_for(engine: FakeEngine) -> 
     assert response.count(b"HTTP/1.1 200 ") == 5
 
 
-def test_a_half_closed_client_without_a_whole_request_gets_nothing(shared: Running) -> None:
+def test_a_client_that_closes_its_sending_side_in_mid_request_gets_no_reply(
+    shared: Running,
+) -> None:
     for data in (b"", b"GET /health HTTP/1.1\r\nHos", head(100) + b"{"):
         assert half_closed(shared, data) == b""
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("is_reset", [False, True])
-def test_a_half_closed_client_that_then_leaves_ends_its_generation(
+def test_the_generation_of_a_client_that_closes_both_sides_one_after_the_other_is_ended(
     server: Running, engine: FakeEngine, stream: bool, is_reset: bool
 ) -> None:
     """Nothing comes of it any more that could be read: only writing tells."""
@@ -403,7 +407,7 @@ def test_a_half_closed_client_that_then_leaves_ends_its_generation(
     wait_until(lambda: num_connections(server) == 0)
 
 
-def test_a_half_closed_client_of_http_1_0_is_waited_for_a_while(
+def test_a_client_of_http_1_0_that_closes_its_sending_side_is_awaited_for_a_while(
     hasty: Running, engine: FakeEngine
 ) -> None:
     """There is nothing that could be written to it before its answer."""
@@ -491,7 +495,7 @@ class Deadline:
         assert seen.wait(60)
 
 
-def test_a_client_that_reads_slowly_gets_all(
+def test_a_client_that_reads_slowly_gets_the_whole_answer(
     monkeypatch: pytest.MonkeyPatch, engine: FakeEngine
 ) -> None:
     """It reads for longer than the deadline, but never pauses that long."""
@@ -587,7 +591,7 @@ def process(
             running.kill()
 
 
-def test_a_signal_lets_answers_finish(model_folder: Path) -> None:
+def test_a_signal_lets_running_answers_finish(model_folder: Path) -> None:
     """And serve() returns: uvicorn's own handling would kill the process at the end."""
     with process(model_folder, 0.1) as (server, port):
         url = f"http://127.0.0.1:{port}{CHAT}"
@@ -644,7 +648,7 @@ async def reply_after_a_signal(
 
 
 @pytest.mark.anyio
-async def test_a_stream_that_takes_too_long_is_ended_with_an_error(
+async def test_a_stream_that_exceeds_the_drain_time_is_ended_with_an_error(
     engine: FakeEngine,
 ) -> None:
     reply = await reply_after_a_signal(engine, signal.SIGINT, stream=True)
@@ -653,7 +657,7 @@ async def test_a_stream_that_takes_too_long_is_ended_with_an_error(
 
 
 @pytest.mark.anyio
-async def test_a_reply_that_takes_too_long_is_refused(
+async def test_a_reply_that_exceeds_the_drain_time_is_refused(
     engine: FakeEngine,
 ) -> None:
     reply = await reply_after_a_signal(engine, signal.SIGTERM, stream=False)
@@ -661,7 +665,7 @@ async def test_a_reply_that_takes_too_long_is_refused(
     assert reply.headers["retry-after"]
 
 
-def test_a_failed_cluster_ends_without_waiting_for_clients(
+def test_the_server_of_a_failed_cluster_ends_without_waiting_for_clients(
     server: Running, engine: FakeEngine
 ) -> None:
     engine.delay = 600

@@ -284,7 +284,7 @@ def test_no_text_of_a_client_is_logged(
     assert sum(" status=" in line for line in lines) > num / 2
 
 
-def test_a_message_in_the_log_would_be_found(
+def test_text_of_a_client_in_the_log_would_be_found(
     reading_calls: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test above can fail."""

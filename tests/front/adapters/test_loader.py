@@ -23,7 +23,7 @@ from tests.front.fakes import CONFIG, FakeRanks
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_name_stands_for_its_newest_version() -> None:
+async def test_requests_for_a_name_use_its_newest_version() -> None:
     ranks = FakeRanks()
     adapters = ranks.adapters
     await adapters.load("x", "a", in_place=False)
@@ -44,7 +44,7 @@ async def test_a_name_stands_for_its_newest_version() -> None:
     assert adapters.registry.statistics.to_json()["num_swapped"] == 1
 
 
-async def test_unloaded_names_are_not_counted() -> None:
+async def test_requests_of_unloaded_adapters_are_no_longer_counted() -> None:
     """Else each name that was ever loaded would be a label of a metric."""
     ranks = FakeRanks()
     for number in range(20):
@@ -66,7 +66,7 @@ async def refused(
     assert after[1:] == before[1:]
 
 
-async def test_one_rank_that_refuses_leaves_all_as_it_was() -> None:
+async def test_a_load_that_one_rank_refuses_changes_nothing() -> None:
     ranks = FakeRanks()
     await ranks.adapters.load("x", "a", in_place=False)
     ranks.refusals[1] = {"message": "No adapter found for b.", "status": 404}
@@ -78,7 +78,7 @@ async def test_one_rank_that_refuses_leaves_all_as_it_was() -> None:
     await refused(ranks, AdapterError, "it changes b, which this model does not have")
 
 
-async def test_a_version_number_is_free_again_if_every_rank_has_refused() -> None:
+async def test_a_version_number_is_used_again_if_every_rank_has_refused_it() -> None:
     ranks = FakeRanks()
     ranks.refusals = {
         0: {"message": "No adapter found for a.", "status": 404},
@@ -93,7 +93,7 @@ async def test_a_version_number_is_free_again_if_every_rank_has_refused() -> Non
     assert await ranks.adapters.version("x") == 1
 
 
-async def test_a_version_number_is_not_used_again_if_a_rank_has_read_it() -> None:
+async def test_a_version_number_is_not_used_again_if_any_rank_has_loaded_it() -> None:
     ranks = FakeRanks()
     ranks.refusals[1] = {"message": "No adapter found for a.", "status": 404}
     with fails(AdapterError, "adapter", match="Rank 1: "):
@@ -115,7 +115,7 @@ async def test_a_load_that_a_rank_answers_too_late_is_refused_and_undone(
     assert ranks.held == {1}
 
 
-async def test_a_broken_cluster_ends_the_wait_for_a_load() -> None:
+async def test_a_load_fails_at_once_when_the_cluster_breaks() -> None:
     ranks = FakeRanks()
     ranks.is_silent = True
     loading = asyncio.create_task(ranks.adapters.load("x", "a", in_place=False))
@@ -131,7 +131,7 @@ async def test_invalid_names_are_refused(name: str) -> None:
         await FakeRanks().adapters.load(name, "a", in_place=False)
 
 
-async def test_without_a_root_nothing_is_loaded_by_http() -> None:
+async def test_loading_over_http_is_refused_without_an_adapter_root() -> None:
     ranks = FakeRanks(adapter_root=None)
     with fails(AdapterError, "not_allowed") as raised:
         await ranks.adapters.load("x", "a", in_place=False)
@@ -139,7 +139,7 @@ async def test_without_a_root_nothing_is_loaded_by_http() -> None:
     assert not ranks.paths
 
 
-async def test_adapters_of_the_start_may_be_anywhere() -> None:
+async def test_adapters_given_at_the_start_may_be_in_any_folder() -> None:
     ranks = FakeRanks(adapter_root=None, lora_modules=("x=/any/where", "y=/else=where"))
     await ranks.adapters.load_at_start()
     assert ranks.adapters.registry.names == ["tiny", "x", "y"]
@@ -163,7 +163,7 @@ async def test_the_least_recently_used_adapter_is_evicted_and_read_again() -> No
     assert listed == [(4, 0), (2, 0), (None, 0)]
 
 
-async def test_adapters_that_are_pinned_or_in_use_stay() -> None:
+async def test_pinned_adapters_and_those_in_use_are_not_evicted() -> None:
     ranks = FakeRanks(adapter_memory="200KB")
     adapters = ranks.adapters
     await adapters.load("a", "a", in_place=False)
@@ -182,7 +182,7 @@ async def test_adapters_that_are_pinned_or_in_use_stay() -> None:
     assert ranks.held == {4, 5}
 
 
-async def test_a_replacement_takes_the_memory_of_an_unused_old_version() -> None:
+async def test_replacing_an_adapter_frees_its_old_version_if_it_is_unused() -> None:
     ranks = FakeRanks(adapter_memory="100KB")
     await ranks.adapters.load("a", "a", in_place=False)
     await ranks.adapters.load("a", "b", in_place=True)
@@ -201,14 +201,14 @@ async def refused_overload(call: Callable[[], Awaitable[Any]]) -> None:
         await call()
 
 
-async def test_an_adapter_larger_than_all_memory_is_refused() -> None:
+async def test_an_adapter_that_exceeds_all_memory_is_refused() -> None:
     ranks = FakeRanks(adapter_memory="99KB")
     with fails(AdapterError, "no_memory"):
         await ranks.adapters.load("a", "a", in_place=False)
     assert not ranks.held
 
 
-async def test_an_adapter_whose_files_are_gone_is_503_for_clients() -> None:
+async def test_a_request_for_an_adapter_whose_files_are_gone_gets_status_503() -> None:
     ranks = FakeRanks(adapter_memory="100KB")
     await ranks.adapters.load("a", "/secret/a", in_place=False)
     await ranks.adapters.load("b", "b", in_place=False)
@@ -221,7 +221,7 @@ async def test_an_adapter_whose_files_are_gone_is_503_for_clients() -> None:
     assert await ranks.adapters.version("a") == 4
 
 
-async def test_many_requests_reload_an_adapter_once() -> None:
+async def test_an_evicted_adapter_is_loaded_only_once_for_many_requests() -> None:
     ranks = FakeRanks(adapter_memory="100KB")
     await ranks.adapters.load("a", "a", in_place=False)
     await ranks.adapters.load("b", "b", in_place=False)
@@ -229,7 +229,7 @@ async def test_many_requests_reload_an_adapter_once() -> None:
     assert versions == [3] * 9
 
 
-async def test_the_default_is_listed_first() -> None:
+async def test_the_default_model_is_listed_first() -> None:
     ranks = FakeRanks()
     await ranks.adapters.load("x", "a", in_place=False)
     await ranks.adapters.change("x", pin=None, default=True, preload=False)
@@ -246,7 +246,7 @@ def restart(ranks: FakeRanks) -> None:
     ranks.adapters.interrupt()
 
 
-async def test_new_engines_hold_only_versions_that_are_current_or_in_use() -> None:
+async def test_new_engines_load_only_versions_that_are_current_or_in_use() -> None:
     ranks = FakeRanks()
     adapters = ranks.adapters
     for name in ("a", "b", "c"):
@@ -262,7 +262,7 @@ async def test_new_engines_hold_only_versions_that_are_current_or_in_use() -> No
     assert (await adapters.version("a"), await adapters.version("c")) == (4, 3)
 
 
-async def test_a_ring_with_less_memory_evicts_idle_adapters(
+async def test_idle_adapters_are_evicted_if_a_new_ring_has_less_memory(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ranks = FakeRanks(adapter_memory="200KB")
@@ -282,7 +282,7 @@ async def test_a_ring_with_less_memory_evicts_idle_adapters(
 
 
 @pytest.mark.parametrize("fault", ["other files", "no files"])
-async def test_an_adapter_whose_files_changed_ends_the_requests_that_use_it(fault: str) -> None:
+async def test_requests_end_if_the_files_of_their_adapter_have_changed(fault: str) -> None:
     ranks = FakeRanks()
     adapters = ranks.adapters
     await adapters.load("x", "x", in_place=False)
@@ -303,7 +303,7 @@ async def test_an_adapter_whose_files_changed_ends_the_requests_that_use_it(faul
             await adapters.version("x")
 
 
-async def test_a_load_that_a_fault_interrupts_is_asked_for_again() -> None:
+async def test_a_load_that_a_fault_interrupts_is_repeated() -> None:
     ranks = FakeRanks()
     ranks.is_silent = True
     loading = asyncio.create_task(ranks.adapters.load("x", "x", in_place=False))
@@ -321,7 +321,7 @@ async def test_a_load_that_a_fault_interrupts_is_asked_for_again() -> None:
     assert ranks.held == {1}
 
 
-async def test_a_load_that_ends_the_engines_is_not_asked_for_without_end() -> None:
+async def test_a_load_that_crashes_the_engines_is_not_repeated_for_ever() -> None:
     ranks = FakeRanks()
     ranks.is_silent = True
     loading = asyncio.create_task(ranks.adapters.load("x", "x", in_place=False))
@@ -336,7 +336,7 @@ async def test_a_load_that_ends_the_engines_is_not_asked_for_without_end() -> No
     assert ranks.adapters.registry.names == [CONFIG.model_name]
 
 
-async def test_a_load_survives_a_fault_right_after_the_last_answer() -> None:
+async def test_a_load_succeeds_despite_a_fault_right_after_the_last_answer() -> None:
     """The registry has not heard it yet, so it does not restore the version."""
     ranks = FakeRanks()
     loading = asyncio.create_task(ranks.adapters.load("x", "x", in_place=False))
@@ -350,7 +350,7 @@ async def test_a_load_survives_a_fault_right_after_the_last_answer() -> None:
     assert ranks.held == {await ranks.adapters.version("x")}
 
 
-async def test_ranks_learn_which_versions_they_may_have_read_before() -> None:
+async def test_ranks_are_told_which_versions_they_may_have_copies_of() -> None:
     ranks = FakeRanks()
     await ranks.adapters.load("x", "a", in_place=False)
     ranks.running[1] = 1
@@ -364,7 +364,7 @@ async def test_ranks_learn_which_versions_they_may_have_read_before() -> None:
     assert ranks.told_held == [[], [1], [1, 2], [1, 2], []]
 
 
-async def test_an_adapter_that_is_unloaded_during_a_restore_does_not_stay() -> None:
+async def test_an_adapter_unloaded_while_adapters_are_restored_is_not_kept() -> None:
     ranks = FakeRanks()
     await ranks.adapters.load("x", "x", in_place=False)
     restart(ranks)
@@ -376,7 +376,7 @@ async def test_an_adapter_that_is_unloaded_during_a_restore_does_not_stay() -> N
     assert ranks.held == set()
 
 
-async def test_a_rank_that_does_not_read_again_is_a_fault_and_loses_no_adapter() -> None:
+async def test_a_rank_that_does_not_restore_an_adapter_is_a_fault_and_loses_none() -> None:
     ranks = FakeRanks(load_timeout=1.0)
     await ranks.adapters.load("a", "a", in_place=False)
     ranks.adapters.interrupt()

@@ -256,7 +256,7 @@ class Life:
 @pytest.mark.long
 @settings(max_examples=200)
 @given(st.integers(1, 3), st.integers(0, 2**32), st.sampled_from([0.0, 0.05, 0.2]))
-def test_each_request_uses_the_version_of_its_name_at_its_start(
+def test_each_request_uses_the_version_that_its_name_had_at_its_start(
     num_stages: int, seed: int, fault_share: float
 ) -> None:
     asyncio.run(Life(seed, num_stages, fault_share).run())

@@ -42,7 +42,7 @@ class Registry:
         return adapter
 
 
-def test_evictions_are_the_least_recently_used_that_are_idle() -> None:
+def test_idle_adapters_are_evicted_from_the_least_recently_used_on() -> None:
     made = Registry("4KB")
     pinned, used, idle, last = (made.add(name) for name in "abcd")
     pinned.is_pinned = True
@@ -57,7 +57,7 @@ def test_evictions_are_the_least_recently_used_that_are_idle() -> None:
         made.registry.evictions([5000], None, RING)
 
 
-def test_release_keeps_versions_that_sequences_use() -> None:
+def test_releasing_an_adapter_keeps_versions_that_sequences_use() -> None:
     made = Registry("4KB")
     first, second = made.add("a"), made.add("b")
     made.running[1] = 1
@@ -69,7 +69,7 @@ def test_release_keeps_versions_that_sequences_use() -> None:
     assert made.registry.versions == {}
 
 
-def test_name_of_a_version_without_a_name_is_its_source() -> None:
+def test_a_version_whose_name_is_gone_is_called_by_its_source() -> None:
     made = Registry("4KB")
     made.add("a")
     assert made.registry.name_of(1) == "a"

@@ -27,7 +27,7 @@ def prepared(tokenizer: Tokenizer, max_context: int, content: str = "hi", **fiel
     return prompt
 
 
-def test_without_a_limit_the_context_is_the_limit(tokenizer: Tokenizer) -> None:
+def test_an_answer_without_a_limit_may_fill_the_context(tokenizer: Tokenizer) -> None:
     prompt = prepared(tokenizer, 200)
     assert prompt.ids == tokenizer.encode("<|user|>hi<|assistant|>")
     assert prompt.max_tokens == 200 - len(prompt.ids)
@@ -36,7 +36,7 @@ def test_without_a_limit_the_context_is_the_limit(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     "content", ["how are you", [{"type": "text", "text": "how are you"}]], ids=["text", "parts"]
 )
-def test_prepare_encodes_the_prediction(tokenizer: Tokenizer, content: Any) -> None:
+def test_the_prediction_of_a_request_is_encoded(tokenizer: Tokenizer, content: Any) -> None:
     prompt = prepared(tokenizer, 200, prediction={"type": "content", "content": content})
     assert prompt.prediction == tuple(tokenizer.encode("how are you"))
     assert prepared(tokenizer, 200).prediction == ()
@@ -49,7 +49,7 @@ def test_an_invalid_prediction_is_refused(tokenizer: Tokenizer, prediction: Any)
     assert (caught.value.param or "").startswith("prediction")
 
 
-def test_a_prompt_leaves_room_for_one_token(tokenizer: Tokenizer) -> None:
+def test_a_prompt_must_leave_room_for_one_token(tokenizer: Tokenizer) -> None:
     length = len(prepared(tokenizer, 200).ids)
     assert prepared(tokenizer, length + 1).max_tokens == 1
     with fails(
@@ -66,7 +66,7 @@ def test_a_limit_above_the_context_is_lowered_to_it(tokenizer: Tokenizer) -> Non
     assert prepared(tokenizer, 200, max_tokens=-1).max_tokens == 200 - length
 
 
-def test_an_absurd_prompt_is_not_encoded(
+def test_a_prompt_far_too_long_is_refused_without_encoding_it(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "encode", lambda *_: pytest.fail("encoded"))
@@ -75,7 +75,9 @@ def test_an_absurd_prompt_is_not_encoded(
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_without_parameters_sampling_has_defaults_and_a_random_seed(tokenizer: Tokenizer) -> None:
+def test_a_chat_without_parameters_is_sampled_with_defaults_and_a_random_seed(
+    tokenizer: Tokenizer,
+) -> None:
     (first,), (second,) = (prepared(tokenizer, 200).samplings for _ in range(2))
     ends = tuple(sorted(tokenizer.eos_ids))
     assert first == Sampling(seed=first.seed, end_ids=ends)
@@ -84,7 +86,7 @@ def test_without_parameters_sampling_has_defaults_and_a_random_seed(tokenizer: T
     assert seeded.seed == -5
 
 
-def test_every_parameter_reaches_the_sampling(tokenizer: Tokenizer) -> None:
+def test_every_sampling_parameter_of_a_chat_is_used(tokenizer: Tokenizer) -> None:
     prompt = prepared(
         tokenizer,
         200,
@@ -123,7 +125,9 @@ def test_every_parameter_reaches_the_sampling(tokenizer: Tokenizer) -> None:
     assert prompt.end_ids == {9, *tokenizer.eos_ids}
 
 
-def test_ignored_end_tokens_are_still_banned_before_min_tokens(tokenizer: Tokenizer) -> None:
+def test_end_tokens_that_are_ignored_are_still_banned_before_min_tokens(
+    tokenizer: Tokenizer,
+) -> None:
     prompt = prepared(tokenizer, 200, ignore_eos=True, stop_token_ids=[9])
     assert prompt.end_ids == {9}
     assert set(prompt.samplings[0].end_ids) == {9, *tokenizer.eos_ids}
@@ -136,7 +140,7 @@ def test_bad_words_are_banned_at_the_start_and_after_a_space(tokenizer: Tokenize
     assert {plain, spaced} <= set(sampling.bad_words)
 
 
-def test_choices_have_different_seeds(tokenizer: Tokenizer) -> None:
+def test_each_choice_has_its_own_seed(tokenizer: Tokenizer) -> None:
     samplings = prepared(tokenizer, 200, n=3, seed=7).samplings
     assert [sampling.seed for sampling in samplings] == [7, 8, 9]
 
@@ -160,7 +164,7 @@ def test_values_that_only_the_tokenizer_can_check_are_refused(
     assert caught.value.param == param
 
 
-def test_a_final_message_is_continued(tokenizer: Tokenizer) -> None:
+def test_a_final_message_of_the_assistant_can_be_continued(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello wor"}]
     open_ended = job(tokenizer, 200, messages=messages, continue_final_message=True)
     text = tokenizer.decode(open_ended.prompts[0].ids)
@@ -170,7 +174,7 @@ def test_a_final_message_is_continued(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(bare.ids) == text
 
 
-def test_a_prompt_is_cut_from_the_left(tokenizer: Tokenizer) -> None:
+def test_a_truncated_prompt_loses_its_beginning(tokenizer: Tokenizer) -> None:
     whole = prepared(tokenizer, 2000, "hello " * 100)
     cut = prepared(tokenizer, 2000, "hello " * 100, truncate_prompt_tokens=20)
     assert cut.ids == whole.ids[-20:]
@@ -181,7 +185,7 @@ def test_a_prompt_is_cut_from_the_left(tokenizer: Tokenizer) -> None:
     assert caught.value.param == "truncate_prompt_tokens"
 
 
-def test_a_grammar_needs_reasoning_that_ends_with_one_token(
+def test_a_grammar_is_refused_if_the_end_of_reasoning_is_several_tokens(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Kimi K3's marks, which are several tokens each."""
@@ -198,7 +202,9 @@ def test_a_grammar_needs_reasoning_that_ends_with_one_token(
     assert asked.samplings[0].free_until == tokenizer.id_of("a")
 
 
-def test_tools_of_a_model_whose_format_is_not_known_are_described(tokenizer: Tokenizer) -> None:
+def test_tools_are_described_even_if_the_models_call_format_is_unknown(
+    tokenizer: Tokenizer,
+) -> None:
     tools = [{"type": "function", "function": {"name": "f", "description": "Finds it."}}]
     for choice in (None, "auto"):
         asked = job(tokenizer, 2000, tools=tools, tool_choice=choice)
@@ -213,7 +219,7 @@ def test_tools_of_a_model_whose_format_is_not_known_are_described(tokenizer: Tok
     assert job(tokenizer, 2000, tools=tools, tool_choice="required").prompts
 
 
-def test_tools_that_may_not_be_called_have_no_grammar(tokenizer: Tokenizer) -> None:
+def test_no_tool_grammar_is_used_if_tools_may_not_be_called(tokenizer: Tokenizer) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert job(tokenizer, 2000, tools=tools, tool_choice="none").grammar is None
     narrowed = job(tokenizer, 2000, tools=tools, allowed_token_ids=[5])
@@ -227,7 +233,7 @@ AGE: Any = {"type": "object", "properties": {"age": {"type": "integer"}}, "requi
 FORMAT = {"type": "json_schema", "json_schema": {"name": "age", "schema": AGE}}
 
 
-def test_a_forced_call_comes_before_a_format(tokenizer: Tokenizer) -> None:
+def test_a_forced_call_is_preferred_to_a_format(tokenizer: Tokenizer) -> None:
     forced = {"tools": [CLOCK], "tool_choice": "required"}
     both = job(tokenizer, 800, **forced, response_format=FORMAT)
     assert both.grammar == job(tokenizer, 800, **forced).grammar
@@ -236,7 +242,7 @@ def test_a_forced_call_comes_before_a_format(tokenizer: Tokenizer) -> None:
     assert job(tokenizer, 800, **forced).ignored_fields == ()
 
 
-def test_with_tools_a_format_still_allows_calls(tokenizer: Tokenizer) -> None:
+def test_a_format_beside_tools_still_allows_calls(tokenizer: Tokenizer) -> None:
     both = job(tokenizer, 800, tools=[CLOCK], response_format=FORMAT)
     declared = [{"type": "function", "function": {"name": "clock"}}]
     grammar = tokenizer.tool_grammar(declared, of_schema(AGE))
@@ -248,7 +254,7 @@ def test_with_tools_a_format_still_allows_calls(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_strict_tool_demands_its_schema(tokenizer: Tokenizer, strict: bool) -> None:
+def test_a_strict_tool_enforces_its_schema(tokenizer: Tokenizer, strict: bool) -> None:
     tool = {"type": "function", "function": {"name": "clock", "strict": strict}}
     made = job(tokenizer, 800, tools=[CLOCK, tool])
     assert (made.grammar_param, made.is_grammar_optional) == ("tools", not strict)

@@ -51,7 +51,7 @@ async def reply(engine: FakeEngine, **fields: Any) -> dict[str, Any]:
         (["hello", "one two"], ["hello", "one two"]),
     ],
 )
-async def test_prompts_as_text_and_as_ids_get_the_same_answers(
+async def test_prompts_given_as_text_and_as_ids_get_the_same_answers(
     engine: FakeEngine, tokenizer: Tokenizer, prompt: Any, texts: list[str]
 ) -> None:
     ids = [tokenizer.encode(text) for text in texts]
@@ -95,18 +95,20 @@ def test_an_invalid_prompt_is_refused(prompt: Any) -> None:
     assert caught.value.param == "prompt"
 
 
-def test_an_id_outside_of_the_vocabulary_is_refused(tokenizer: Tokenizer) -> None:
+def test_a_token_id_outside_of_the_vocabulary_is_refused(tokenizer: Tokenizer) -> None:
     with fails(RequestError, "unknown_token", match=str(tokenizer.vocab_size)) as caught:
         job(tokenizer, prompt=[1, tokenizer.vocab_size])
     assert caught.value.param == "prompt"
 
 
-def test_text_and_ids_may_be_mixed_in_one_request(tokenizer: Tokenizer) -> None:
+def test_texts_and_token_ids_can_be_mixed_in_one_request(tokenizer: Tokenizer) -> None:
     asked = job(tokenizer, prompt=["hello", [5, 6]])
     assert [prompt.ids for prompt in asked.prompts] == [tokenizer.encode("hello"), [5, 6]]
 
 
-def test_the_default_limit_is_sixteen_or_the_rest_of_the_context(tokenizer: Tokenizer) -> None:
+def test_the_default_limit_is_sixteen_tokens_or_the_rest_of_the_context(
+    tokenizer: Tokenizer,
+) -> None:
     assert job(tokenizer).prompts[0].max_tokens == 16
     assert job(tokenizer, max_context=8, prompt=[5] * 5).prompts[0].max_tokens == 3
     with fails(RequestError, "context_length_exceeded"):
@@ -130,13 +132,13 @@ def test_the_default_limit_is_sixteen_or_the_rest_of_the_context(tokenizer: Toke
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
     ],
 )
-def test_wrong_fields_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_wrong_fields_are_refused_with_their_names(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         body(**fields)
     assert caught.value.param == param
 
 
-async def test_prompts_and_choices_are_numbered_in_order(engine: FakeEngine) -> None:
+async def test_choices_of_several_prompts_are_numbered_in_order(engine: FakeEngine) -> None:
     fields = {"stream": True, "stream_options": {"include_usage": True}}
     asked = job(engine.tokenizer, prompt=["hello", "one two"], n=2, **fields)
     writer = CompletionWriter(asked, engine.tokenizer)
@@ -150,7 +152,7 @@ async def test_prompts_and_choices_are_numbered_in_order(engine: FakeEngine) -> 
     assert len(engine.prompts) == 2, "a prompt is computed once for all its choices"
 
 
-async def test_an_echo_comes_first(engine: FakeEngine) -> None:
+async def test_an_echoed_prompt_comes_before_the_answer(engine: FakeEngine) -> None:
     (choice,) = (await reply(engine, prompt="one two", echo=True))["choices"]
     assert choice["text"] == "one two" + engine.answer
     assert choice["logprobs"] is None
@@ -159,7 +161,7 @@ async def test_an_echo_comes_first(engine: FakeEngine) -> None:
     assert choice["text"] == "one two" + engine.answer
 
 
-async def test_an_echo_alone_generates_nothing(engine: FakeEngine) -> None:
+async def test_an_echo_without_an_answer_generates_no_token(engine: FakeEngine) -> None:
     """lm-evaluation-harness and others score prompts like this."""
     ids = engine.tokenizer.encode("one two three")
     completion = await reply(engine, prompt=ids, echo=True, max_tokens=0, logprobs=1)
@@ -170,7 +172,7 @@ async def test_an_echo_alone_generates_nothing(engine: FakeEngine) -> None:
     assert choice["logprobs"]["token_logprobs"] == [None, *(-id for id in ids[1:])]
 
 
-async def test_an_echo_has_the_scores_of_prompt_and_answer(engine: FakeEngine) -> None:
+async def test_an_echo_has_the_logprobs_of_prompt_and_answer(engine: FakeEngine) -> None:
     ids = engine.tokenizer.encode("one two three")
     completion = await reply(engine, prompt=ids, echo=True, max_tokens=2, logprobs=2)
     (choice,) = completion["choices"]
@@ -192,20 +194,22 @@ async def test_an_echo_has_the_scores_of_prompt_and_answer(engine: FakeEngine) -
         assert len(top) == 3, "the two likeliest and the token itself"
 
 
-async def test_an_answers_offsets_begin_at_zero_without_an_echo(engine: FakeEngine) -> None:
+async def test_text_offsets_of_an_answer_begin_at_zero_without_an_echo(engine: FakeEngine) -> None:
     (choice,) = (await reply(engine, prompt="one", logprobs=0))["choices"]
     assert choice["logprobs"]["text_offset"][0] == 0
     assert all(len(top) == 1 for top in choice["logprobs"]["top_logprobs"])
 
 
-async def test_choices_share_the_scores_of_their_prompt(engine: FakeEngine) -> None:
+async def test_the_logprobs_of_a_prompt_are_computed_once_for_its_choices(
+    engine: FakeEngine,
+) -> None:
     completion = await reply(engine, prompt="one two", n=2, echo=True, logprobs=1, max_tokens=1)
     first, second = completion["choices"]
     assert first["logprobs"] == second["logprobs"]
     assert [s.prompt_logprobs for s in engine.samplings] == [1, None]
 
 
-async def test_prompts_are_scored_without_an_echo(engine: FakeEngine) -> None:
+async def test_prompt_logprobs_are_returned_by_token_id(engine: FakeEngine) -> None:
     """vLLM's prompt_logprobs: by id, each with its rank, the first token without."""
     prompt = [3, 0, 2, 9]
     completion = await reply(engine, prompt=prompt, prompt_logprobs=2, logprobs=1, echo=True)
@@ -237,7 +241,7 @@ def test_prompt_logprobs_are_refused_in_a_stream() -> None:
 
 
 @pytest.mark.parametrize(("seed", "num"), [(None, 4), (5, 2)])
-def test_prompts_share_a_seed_only_if_it_is_given(
+def test_prompts_have_the_same_seed_only_if_it_is_given(
     tokenizer: Tokenizer, seed: int | None, num: int
 ) -> None:
     asked = job(tokenizer, prompt=["a", "a"], n=2, seed=seed)
@@ -245,7 +249,7 @@ def test_prompts_share_a_seed_only_if_it_is_given(
     assert len(set(seeds)) == num
 
 
-def test_a_prompt_that_is_cut_to_fit_leaves_room_for_the_default_answer(
+def test_a_truncated_prompt_leaves_room_for_the_default_answer(
     tokenizer: Tokenizer,
 ) -> None:
     def cut(max_context: int, **fields: Any) -> tuple[int, int]:
@@ -261,7 +265,7 @@ def test_a_prompt_that_is_cut_to_fit_leaves_room_for_the_default_answer(
     assert caught.value.param == "truncate_prompt_tokens"
 
 
-def test_parts_that_prompts_share_are_made_once(
+def test_sampling_parameters_that_prompts_share_are_read_once(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A grammar, bad words, a list of all ids: not for each of up to 1,024 prompts."""
@@ -279,19 +283,19 @@ def test_parts_that_prompts_share_are_made_once(
     assert len({first.seed, *(other.seed for other in others)}) == 50
 
 
-def test_ids_that_are_allowed_twice_count_once(tokenizer: Tokenizer) -> None:
+def test_an_allowed_token_id_given_twice_is_used_once(tokenizer: Tokenizer) -> None:
     asked = job(tokenizer, allowed_token_ids=[9, 7, 9] * 50_000)
     assert asked.prompts[0].samplings[0].allowed_ids == (7, 9)
 
 
-async def test_ids_of_prompt_and_answer_can_be_returned(engine: FakeEngine) -> None:
+async def test_token_ids_of_prompt_and_answer_can_be_returned(engine: FakeEngine) -> None:
     (choice,) = (await reply(engine, prompt="one two", return_token_ids=True))["choices"]
     assert choice["prompt_token_ids"] == engine.tokenizer.encode("one two")
     eos = min(engine.tokenizer.eos_ids)
     assert choice["token_ids"] == [*engine.tokenizer.encode(engine.answer), eos]
 
 
-def test_minus_infinity_is_a_number_in_json(tokenizer: Tokenizer) -> None:
+def test_a_logprob_of_minus_infinity_is_a_number_in_json(tokenizer: Tokenizer) -> None:
     """Some models write -inf to the logits of tokens that do not exist."""
     score = Score(5, -math.inf, ((6, -0.5), (7, -math.inf)))
     scores = ScoreWriter(tokenizer).completion([5], [score], [0])

@@ -37,7 +37,7 @@ def test_token_ids_are_embedded_and_counted(server: Running, given: Any, vectors
     }
 
 
-def test_texts_are_embedded_in_base64(server: Running, engine: FakeEngine) -> None:
+def test_embeddings_can_be_returned_in_base64(server: Running, engine: FakeEngine) -> None:
     texts = ["hello", "how are you"]
     reply = post(server, input=texts, encoding_format="base64").raise_for_status().json()
     expected = [engine.tokenizer.encode(text, add_special_tokens=True) for text in texts]
@@ -46,7 +46,7 @@ def test_texts_are_embedded_in_base64(server: Running, engine: FakeEngine) -> No
         assert array("f", base64.b64decode(item["embedding"])).tolist() == [len(ids), ids[-1]]
 
 
-def test_embeddings_are_made_a_few_at_a_time(engine: FakeEngine) -> None:
+def test_embeddings_are_computed_a_few_at_a_time(engine: FakeEngine) -> None:
     with Running(engine, max_num_seqs=3) as server:
         reply = post(server, input=[[n + 1] for n in range(8)]).raise_for_status().json()
     assert [item["embedding"] for item in reply["data"]] == [[1, n + 1] for n in range(8)]
@@ -54,7 +54,7 @@ def test_embeddings_are_made_a_few_at_a_time(engine: FakeEngine) -> None:
     assert all(generation.closed.is_set() for generation in engine.generations)
 
 
-def test_embeddings_that_break_are_an_error_and_free_their_rows(
+def test_embeddings_that_fail_are_an_error_and_free_their_rows(
     server: Running, engine: FakeEngine
 ) -> None:
     engine.breaks_with = EngineError("It broke.")
@@ -82,13 +82,15 @@ def test_embeddings_that_break_are_an_error_and_free_their_rows(
         ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ],
 )
-def test_bad_input_is_refused_by_name(server: Running, fields: Any, param: str) -> None:
+def test_bad_input_is_refused_with_the_name_of_its_field(
+    server: Running, fields: Any, param: str
+) -> None:
     reply = post(server, **fields)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param
 
 
-def test_an_input_may_fill_the_context_and_a_longer_one_may_be_cut(
+def test_an_input_can_fill_the_context_and_a_longer_one_can_be_truncated(
     server: Running, engine: FakeEngine
 ) -> None:
     ids = [n % 50 + 3 for n in range(600)]

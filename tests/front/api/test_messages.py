@@ -14,7 +14,7 @@ def messages(*given: Any) -> list[dict[str, Any]]:
     return [template_message(message) for message in plain_messages(said)]
 
 
-def test_messages_reach_the_template() -> None:
+def test_messages_of_every_role_reach_the_template() -> None:
     assert messages(
         {"role": "developer", "content": "d", "name": "n"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -57,12 +57,12 @@ def test_messages_reach_the_template() -> None:
         ({"role": "assistant", "tool_calls": [{}]}, "messages[1].tool_calls[0]"),
     ],
 )
-def test_a_wrong_message_is_refused_by_place(message: Any, param: str) -> None:
+def test_a_wrong_message_is_refused_with_its_place(message: Any, param: str) -> None:
     error = refusal(messages=[USER, message])
     assert error.param == param
 
 
-def test_images_are_refused_in_clear_words() -> None:
+def test_images_are_refused_with_a_clear_error() -> None:
     image = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/x"}}
     error = refusal(messages=[{"role": "user", "content": [{"type": "text", "text": ""}, image]}])
     assert "part 1 has type 'image_url'" in str(error)
@@ -70,14 +70,14 @@ def test_images_are_refused_in_clear_words() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["{", "5", "[1]", "NaN", "I do not know"])
-def test_arguments_that_are_not_an_object_are_wrapped(arguments: str) -> None:
+def test_arguments_that_are_not_a_json_object_are_wrapped_in_one(arguments: str) -> None:
     call = {**CALL, "function": {"name": "f", "arguments": arguments}}
     (message,) = messages({"role": "assistant", "tool_calls": [call]})
     assert message["tool_calls"][0]["function"]["arguments"] == {"INVALID_JSON": arguments}
 
 
 @pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}', ' {"x":1}\n'])
-def test_arguments_are_an_object_or_its_text(arguments: Any) -> None:
+def test_arguments_can_be_an_object_or_its_text(arguments: Any) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}
     (message,) = messages({"role": "assistant", "tool_calls": [call]})
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
@@ -107,7 +107,9 @@ ECHOED: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("name", "value"), ECHOED)
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
-def test_fields_sent_back_by_clients_change_nothing(role: str, name: str, value: Any) -> None:
+def test_fields_that_clients_send_back_do_not_change_the_prompt(
+    role: str, name: str, value: Any
+) -> None:
     plain = {"role": role, "content": "x", "tool_call_id": "1"}
     for given in (value, None):
         assert messages({**plain, name: given}) == messages(plain)
@@ -121,7 +123,7 @@ def test_fields_sent_back_by_clients_change_nothing(role: str, name: str, value:
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool", "function", "critic"])
 @pytest.mark.parametrize("content", [None, []])
-def test_an_empty_content_is_empty_text(role: str, content: Any) -> None:
+def test_empty_content_is_read_as_empty_text(role: str, content: Any) -> None:
     (message,) = messages({"role": role, "content": content})
     assert message["content"] == ""
 
@@ -134,7 +136,7 @@ def test_an_empty_content_is_empty_text(role: str, content: Any) -> None:
         ([{"type": "refusal", "refusal": "no"}], "no"),
     ],
 )
-def test_parts_of_text_by_other_names(content: Any, text: str) -> None:
+def test_parts_of_text_with_other_names_are_read(content: Any, text: str) -> None:
     (message,) = messages({"role": "user", "content": content})
     assert message["content"] == text
 
@@ -148,12 +150,12 @@ def test_parts_of_text_by_other_names(content: Any, text: str) -> None:
         {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "t"}]}, "a"]},
     ],
 )
-def test_thoughts_reach_the_template_under_every_field_name(said: Any) -> None:
+def test_reasoning_of_earlier_answers_is_read_from_every_field_name(said: Any) -> None:
     (message,) = messages({"role": "assistant", **said})
     assert message == {"role": "assistant", "content": "a", "reasoning_content": "t"}
 
 
-def test_older_fields_for_calls_become_those_for_tools() -> None:
+def test_fields_of_the_older_form_of_calls_are_read() -> None:
     call, result = messages(
         {"role": "assistant", "content": None, "function_call": CALL["function"]},
         {"role": "function", "name": "f", "content": "4"},
@@ -166,25 +168,25 @@ def test_older_fields_for_calls_become_those_for_tools() -> None:
     assert result == expected
 
 
-def test_a_custom_call_has_its_input_as_an_argument() -> None:
+def test_a_call_of_a_custom_tool_reaches_the_template_with_its_input() -> None:
     call = {"id": "1", "type": "custom", "custom": {"name": "sh", "input": "ls"}}
     (message,) = messages({"role": "assistant", "tool_calls": [call]})
     function = message["tool_calls"][0]["function"]
     assert function == {"name": "sh", "arguments": {"input": "ls"}}
 
 
-def test_other_roles_reach_the_template() -> None:
+def test_messages_of_other_roles_reach_the_template() -> None:
     assert messages({"role": "critic", "content": "x"}) == [{"role": "critic", "content": "x"}]
 
 
-def test_further_fields_of_parts_reach_a_template_that_reads_them() -> None:
+def test_unknown_fields_of_parts_reach_a_template_that_reads_them() -> None:
     part = {"type": "text", "text": "hi", "source_lang_code": "cs"}
     (message,) = plain_messages(chat(messages=[{"role": "user", "content": [part]}]).messages)
     assert template_message(message, "source_lang_code".__eq__)["content"] == [part]
     assert template_message(message, "other".__eq__)["content"] == "hi"
 
 
-def test_many_wrong_messages_make_one_error() -> None:
+def test_many_wrong_messages_give_only_one_error() -> None:
     error = refusal(messages=[{}] * 50_000)
     assert error.param == "messages[0].role"
     assert isinstance(error.__cause__, ValidationError)

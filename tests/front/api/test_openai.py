@@ -45,7 +45,7 @@ def refusal(**fields: Any) -> RequestError:
     return raised.value
 
 
-def test_supported_fields_are_parsed() -> None:
+def test_supported_fields_of_a_chat_are_parsed() -> None:
     body = chat(
         max_completion_tokens=5,
         temperature=0,
@@ -64,7 +64,7 @@ def test_supported_fields_are_parsed() -> None:
     assert body.chat_template_kwargs == {"a": [1]}
 
 
-def test_fields_of_null_get_the_default() -> None:
+def test_fields_that_are_null_get_their_default() -> None:
     names = set(ChatBody.model_fields) - {"model", "messages"}
     body = chat(**dict.fromkeys(names))
     assert (body.max_answer_tokens, body.temperature, body.seed, body.stop) == (
@@ -109,7 +109,7 @@ def test_fields_of_null_get_the_default() -> None:
         ("chat_template_kwargs", []),
     ],
 )
-def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
+def test_a_wrong_value_is_refused_with_the_name_of_its_field(name: str, value: Any) -> None:
     error = refusal(**{name: value})
     assert error.param == name
     assert name in str(error)
@@ -132,7 +132,7 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
         ("moderation", {"model": "omni"}),
     ],
 )
-def test_unsupported_fields_are_refused_by_name(name: str, value: Any) -> None:
+def test_unsupported_fields_are_refused_with_their_names(name: str, value: Any) -> None:
     error = refusal(**{name: value})
     assert error.param == name
     assert error.code == "unsupported_parameter"
@@ -166,7 +166,7 @@ def test_unsupported_fields_are_refused_by_name(name: str, value: Any) -> None:
         ("stream_options", {"include_usage": True}),
     ],
 )
-def test_values_without_effect_are_accepted(name: str, value: Any) -> None:
+def test_values_that_have_no_effect_are_accepted(name: str, value: Any) -> None:
     chat(**{name: value})
 
 
@@ -213,13 +213,13 @@ WRONG: dict[str, list[Any]] = {
 }
 
 
-def test_every_field_of_sampling_is_tried_with_wrong_values() -> None:
+def test_every_sampling_field_is_tested_with_wrong_values() -> None:
     assert set(WRONG) == set(SamplingBody.model_fields)
 
 
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
 @pytest.mark.parametrize("name", WRONG)
-def test_every_wrong_value_is_refused_by_name(name: str, kind: Any) -> None:
+def test_every_wrong_value_is_refused_with_the_name_of_its_field(name: str, kind: Any) -> None:
     given = {"messages": [USER]} if kind is ChatBody else {"prompt": "a"}
     for value in WRONG[name]:
         with pytest.raises(RequestError) as caught:
@@ -242,27 +242,29 @@ def test_every_wrong_value_is_refused_by_name(name: str, kind: Any) -> None:
         ({"return_token_ids": 1}, "return_token_ids"),
     ],
 )
-def test_wrong_fields_of_a_chat_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_wrong_fields_of_a_chat_are_refused_with_their_names(
+    fields: dict[str, Any], param: str
+) -> None:
     assert refusal(**fields).param == param
 
 
-def test_a_missing_field_is_named() -> None:
+def test_the_error_for_a_missing_field_names_it() -> None:
     with fails(RequestError, "missing_required_parameter", match="'messages'"):
         read(b'{"model": "m"}')
 
 
-def test_max_completion_tokens_wins_over_max_tokens() -> None:
+def test_max_completion_tokens_is_preferred_to_max_tokens() -> None:
     assert chat(max_tokens=1, max_completion_tokens=2).max_answer_tokens == 2
     assert chat(max_tokens=2).max_answer_tokens == 2
     assert chat(max_tokens=2, max_completion_tokens=-1).max_answer_tokens == -1
 
 
-def test_minus_one_logprobs_means_the_maximum() -> None:
+def test_a_number_of_logprobs_of_minus_one_means_the_maximum() -> None:
     body = chat(logprobs=True, top_logprobs=-1, prompt_logprobs=-1)
     assert (body.top_logprobs, body.prompt_logprobs) == (MAX_LOGPROBS, MAX_LOGPROBS)
 
 
-def test_a_chat_without_a_model_means_the_default() -> None:
+def test_a_chat_without_a_model_uses_the_default_model() -> None:
     for given in ({}, {"model": None}):
         assert parse(ChatBody, {"messages": [USER], **given}).model == DEFAULT_MODEL
 
@@ -270,7 +272,7 @@ def test_a_chat_without_a_model_means_the_default() -> None:
 @pytest.mark.parametrize("name", sorted(HARMLESS))
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
 @pytest.mark.parametrize("value", ["auto", "x", 5, True, [], {"a": [1]}])
-def test_harmless_fields_take_any_value_and_change_nothing(
+def test_harmless_fields_accept_any_value_and_change_nothing(
     kind: Any, name: str, value: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     if name in kind.model_fields:
@@ -280,7 +282,7 @@ def test_harmless_fields_take_any_value_and_change_nothing(
     assert not caplog.records
 
 
-def test_stream_options_choose_the_usage() -> None:
+def test_stream_options_decide_which_chunks_contain_usage() -> None:
     for stream in (True, False):
         options = {"include_usage": True, "continuous_usage_stats": True}
         body = chat(stream=stream, stream_options=options)
@@ -314,20 +316,20 @@ def test_stream_options_choose_the_usage() -> None:
         b'{"model": "m", "max_tokens": 1e3, "messages": [{"role": "user", "content": ""}]}',
     ],
 )
-def test_a_body_that_is_not_a_request_is_refused(data: bytes) -> None:
+def test_malformed_bodies_are_refused_with_a_short_error(data: bytes) -> None:
     with pytest.raises(RequestError) as raised:
         read(data)
     assert len(str(raised.value)) < 300
 
 
-def test_a_long_wrong_name_does_not_make_a_long_error() -> None:
+def test_a_very_long_wrong_name_does_not_make_the_error_long() -> None:
     error = refusal(structured_outputs={"x" * 100_000: 1})
     assert len(str(error)) < 400
     assert len(str(error.param)) < 200
 
 
 @pytest.mark.parametrize(("given", "body"), [(of_chat, ChatBody), (of_text, CompletionBody)])
-def test_every_field_of_the_official_client_is_known(given: Any, body: type[ChatBody]) -> None:
+def test_every_parameter_of_the_official_client_is_known(given: Any, body: type[ChatBody]) -> None:
     """Otherwise it would be ignored silently."""
     fields = {*given.CompletionCreateParamsBase.__annotations__, "stream"}
     assert len(fields) > 15
@@ -335,7 +337,7 @@ def test_every_field_of_the_official_client_is_known(given: Any, body: type[Chat
 
 
 @pytest.mark.parametrize("body", [ChatBody, CompletionBody, ResponsesBody, MessagesBody])
-def test_null_is_the_same_as_leaving_a_field_out(body: type[Body], caplog: Any) -> None:
+def test_a_null_field_is_the_same_as_one_left_out(body: type[Body], caplog: Any) -> None:
     good: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [USER], "prompt": "hi"}
     good = {name: good[name] for name in good if name in body.model_fields} | (
         {"input": "hi"} if body is ResponsesBody else {}
@@ -346,7 +348,7 @@ def test_null_is_the_same_as_leaving_a_field_out(body: type[Body], caplog: Any) 
     assert not caplog.records
 
 
-def test_a_prompt_is_not_cut_to_nothing() -> None:
+def test_a_prompt_cannot_be_truncated_to_no_tokens() -> None:
     assert refusal(truncate_prompt_tokens=0).param == "truncate_prompt_tokens"
 
 
@@ -368,7 +370,7 @@ def lists(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_every_list_ends_at_its_first_fault(body: Any) -> None:
+def test_reading_every_list_stops_at_its_first_error(body: Any) -> None:
     """Otherwise eight megabytes of them would make gigabytes of errors, of which one is shown."""
     found = list(lists(body.__pydantic_core_schema__))
     assert found
@@ -380,7 +382,7 @@ def test_every_list_ends_at_its_first_fault(body: Any) -> None:
 
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("name", ["messages", "input", "tools", "prompt", "tokens", "system"])
-def test_many_wrong_items_are_one_error(body: Any, name: str) -> None:
+def test_many_wrong_items_give_only_one_error(body: Any, name: str) -> None:
     if name not in body.model_fields:
         pytest.skip("it has no such field")
     given = {"model": "m", "messages": [USER], "input": "a", "prompt": "a", "max_tokens": 1}
@@ -391,12 +393,12 @@ def test_many_wrong_items_are_one_error(body: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b" \n"])
-def test_an_empty_body_is_called_empty(body: bytes) -> None:
+def test_an_empty_body_is_reported_as_empty(body: bytes) -> None:
     with fails(RequestError, "invalid_value", match="The body is empty"):
         json_object(body)
 
 
-def test_an_object_of_very_many_fields_is_refused() -> None:
+def test_an_object_with_very_many_fields_is_refused() -> None:
     fields = {f"f{n}": n for n in range(MAX_FIELDS + 1)}
     for content in (fields, {"model": "m", "messages": [{**USER, **fields}]}):
         with fails(RequestError, "invalid_value", match="4096"):

@@ -42,7 +42,7 @@ def chat(tokenizer: Tokenizer, **fields: Any) -> Sampling:
     return body.request(tokenizer).samplings[0]
 
 
-def test_defaults_hold_in_every_api(tokenizer: Tokenizer) -> None:
+def test_sampling_defaults_of_the_model_are_used_in_every_api(tokenizer: Tokenizer) -> None:
     assert chosen_fields(chat(tokenizer)) == OWN
     completion = parse(CompletionBody, {"model": "m", "prompt": "hi"})
     completed = prepare_completion(completion, tokenizer, 200)
@@ -54,27 +54,29 @@ def test_defaults_hold_in_every_api(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("name", parameters(Sampling))
-def test_sampling_takes_every_declared_number(tokenizer: Tokenizer, name: str) -> None:
+def test_every_numeric_parameter_of_sampling_can_be_set_by_a_request(
+    tokenizer: Tokenizer, name: str
+) -> None:
     """A field of Sampling with a range needs no other line for that."""
     parameter = parameters(Sampling)[name]
     number = parameter.kind(parameter.range.max)
     assert getattr(chat(tokenizer, **{name: number}), name) == number
 
 
-def test_defaults_give_way_to_the_request(tokenizer: Tokenizer) -> None:
+def test_parameters_of_a_request_override_sampling_defaults(tokenizer: Tokenizer) -> None:
     assert chosen_fields(chat(tokenizer, **CHOSEN)) == CHOSEN
     assert chat(tokenizer, top_k=-1).top_k == 0
     assert chat(tokenizer, temperature=0).temperature == 0
 
 
-def test_defaults_limit_answers_that_name_no_limit(tokenizer: Tokenizer) -> None:
+def test_answers_without_a_limit_get_the_default_limit_of_the_model(tokenizer: Tokenizer) -> None:
     for fields, expected in (({}, 7), ({"max_tokens": 20}, 20)):
         body = parse(ChatBody, {"model": "m", "messages": SAID, **fields})
         job = prepare(body.request(tokenizer), tokenizer, 200)
         assert job.prompts[0].max_tokens == expected
 
 
-def test_defaults_can_be_left_out(folder: Path) -> None:
+def test_sampling_defaults_of_the_model_can_be_turned_off(folder: Path) -> None:
     assert chosen_fields(chat(Tokenizer(folder, generation_config="none"))) == chosen_fields(
         Sampling(temperature=1.0, top_p=1.0)
     )

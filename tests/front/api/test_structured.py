@@ -65,7 +65,7 @@ def accepts(tokenizer: LLTokenizer, grammar: str | None, text: str) -> bool:
         ),
     ],
 )
-def test_each_response_format_is_enforced(
+def test_each_type_of_response_format_is_enforced(
     tokenizer: LLTokenizer, body: Any, right: str, wrong: str
 ) -> None:
     grammar = ResponseFormat.model_validate(body).grammar()
@@ -112,7 +112,7 @@ ADA = '{"name": "Ada", "age": 36}'
         ),
     ],
 )
-def test_response_formats_of_other_servers_are_enforced(
+def test_response_formats_in_the_form_of_other_servers_are_enforced(
     tokenizer: LLTokenizer, body: Any, right: str, wrong: str
 ) -> None:
     grammar = ResponseFormat.model_validate(body).grammar()
@@ -134,7 +134,7 @@ def test_response_formats_of_other_servers_are_enforced(
         ({"guided_grammar": 'start: "a" "b"'}, "ab", "a"),
     ],
 )
-def test_fields_of_other_servers_become_grammars(
+def test_grammar_fields_of_other_servers_are_enforced(
     tokenizer: LLTokenizer, fields: Any, right: str, wrong: str
 ) -> None:
     body = SamplingBody.model_validate(fields)
@@ -155,14 +155,14 @@ def test_fields_of_other_servers_become_grammars(
     ],
     ids=["an open string", "a missing rule", "no root", "too deep", "many rules"],
 )
-def test_gbnf_that_cannot_be_read_is_refused_by_its_field(text: str) -> None:
+def test_unreadable_gbnf_is_refused_with_the_name_of_its_field(text: str) -> None:
     body = SamplingBody.model_validate({"guided_grammar": text})
     with pytest.raises(RequestError) as caught:
         body.grammars()
     assert caught.value.param == "guided_grammar"
 
 
-def test_plain_text_has_no_grammar() -> None:
+def test_the_format_for_plain_text_has_no_grammar() -> None:
     assert ResponseFormat(type="text").grammar() is None
 
 
@@ -178,7 +178,7 @@ def test_plain_text_has_no_grammar() -> None:
         ({"json_object": True}, "{}", "1"),
     ],
 )
-def test_each_structured_output_is_enforced(
+def test_each_kind_of_structured_output_is_enforced(
     tokenizer: LLTokenizer, body: Any, right: str, wrong: str
 ) -> None:
     grammar = StructuredOutputs.model_validate(body).grammar()
@@ -200,7 +200,7 @@ def test_each_structured_output_is_enforced(
         {"unknown": 1},
     ],
 )
-def test_structured_outputs_need_exactly_one_field(body: Any) -> None:
+def test_structured_outputs_must_have_exactly_one_field(body: Any) -> None:
     with pytest.raises(ValidationError):
         StructuredOutputs.model_validate(body)
 
@@ -221,12 +221,12 @@ def test_structured_outputs_need_exactly_one_field(body: Any) -> None:
         {"type": "x"},
     ],
 )
-def test_a_response_format_needs_the_fields_of_its_type(body: Any) -> None:
+def test_a_response_format_must_have_the_fields_of_its_type(body: Any) -> None:
     with pytest.raises(ValidationError):
         ResponseFormat.model_validate(body)
 
 
-def test_blanks_between_json_are_bounded(tokenizer: LLTokenizer) -> None:
+def test_white_space_between_json_tokens_is_limited(tokenizer: LLTokenizer) -> None:
     assert accepts(tokenizer, of_schema(PERSON), '{\n  "name": "Ada",\n  "age": 36\n}')
     assert not accepts(tokenizer, of_schema(PERSON), '{"name":' + " " * 40 + '"Ada", "age": 36}')
 
@@ -283,7 +283,7 @@ def test_grammars_that_no_answer_can_follow_are_refused_quickly(body: Any) -> No
         ({"type": "string", "format": "uuid"}, (), f'"{"0" * 8}-0000-4000-8000-{"0" * 12}"'),
     ],
 )
-def test_the_check_names_keywords_that_a_grammar_does_not_enforce(
+def test_checking_a_grammar_returns_the_keywords_that_it_does_not_enforce(
     tokenizer: LLTokenizer, schema: Any, keywords: tuple[str, ...], right: str
 ) -> None:
     grammar = of_schema(schema)
@@ -300,7 +300,7 @@ def test_the_check_names_keywords_that_a_grammar_does_not_enforce(
         "start: /[^\\x00-\\U0010ffff]/",
     ],
 )
-def test_the_check_refuses_a_grammar_without_texts_in_plain_words(text: str) -> None:
+def test_a_grammar_that_no_text_can_follow_is_refused_with_a_clear_error(text: str) -> None:
     with pytest.raises(RequestError) as caught:
         GrammarChecker(MODEL).check(of_grammar(text, "grammar"), "grammar")
     assert "no answer can follow it" in str(caught.value)
@@ -318,7 +318,7 @@ SLOW: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize("body", [body for _, body in SLOW], ids=[name for name, _ in SLOW])
-def test_grammars_that_are_slow_to_prepare_are_refused(body: Any) -> None:
+def test_grammars_that_take_too_long_to_prepare_are_refused(body: Any) -> None:
     """No limit of llguidance's bounds these: each takes it many seconds, and megabytes."""
     grammars = GrammarChecker(MODEL)
     started = time.monotonic()
@@ -340,7 +340,7 @@ def checkers() -> set[int]:
     return found
 
 
-def test_a_check_leaves_no_process_behind_and_brings_no_mlx() -> None:
+def test_checking_a_grammar_leaves_no_process_behind_and_imports_no_mlx() -> None:
     before, grammars = checkers(), GrammarChecker(MODEL)
     grammars.check(of_schema(PERSON), "response_format")
     (checker,) = checkers() - before
@@ -363,7 +363,7 @@ def start_checker(grammars: GrammarChecker) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL, signal.SIGBUS])
-def test_check_that_a_signal_ends_refuses_the_grammar(
+def test_a_grammar_whose_check_a_signal_ends_is_refused(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answer(
@@ -384,7 +384,7 @@ def test_check_that_a_signal_ends_refuses_the_grammar(
     grammars.check(of_schema(multiple_of(3)), "response_format")
 
 
-def test_check_that_is_killed_while_idle_is_replaced() -> None:
+def test_a_checking_process_that_was_killed_while_idle_is_replaced() -> None:
     grammars = GrammarChecker(MODEL)
     checker = start_checker(grammars)
     os.kill(checker, signal.SIGKILL)
@@ -392,7 +392,7 @@ def test_check_that_is_killed_while_idle_is_replaced() -> None:
     grammars.check(of_schema(multiple_of(2)), "response_format")
 
 
-def test_check_that_cannot_start_is_the_servers_fault(tmp_path: Path) -> None:
+def test_a_checking_process_that_cannot_start_is_an_internal_error(tmp_path: Path) -> None:
     with pytest.raises(BrigadeError) as caught:
         GrammarChecker(tmp_path).check(of_schema(PERSON), "response_format")
     assert caught.value.http_status == 500
@@ -429,7 +429,7 @@ DEEP = {
 
 
 @pytest.mark.parametrize("kind", DEEP)
-def test_check_refuses_chains_that_are_too_long(kind: str) -> None:
+def test_grammars_with_too_long_chains_of_rules_are_refused(kind: str) -> None:
     chain, max_length = DEEP[kind]
     grammars = GrammarChecker(MODEL)
     checker = start_checker(grammars)
@@ -457,7 +457,9 @@ except RequestError as error:
 
 
 @pytest.mark.parametrize("limit", [2 << 20, 8 << 20, resource.RLIM_INFINITY])
-def test_check_has_the_same_stack_whatever_the_systems_limit(tmp_path: Path, limit: int) -> None:
+def test_checking_a_grammar_uses_the_same_stack_whatever_the_systems_limit(
+    tmp_path: Path, limit: int
+) -> None:
     """Overflowing it is the grammar's fault. In the main thread it depended on the limit."""
     if limit > resource.getrlimit(resource.RLIMIT_STACK)[1] != resource.RLIM_INFINITY:
         pytest.skip("the system does not allow this limit")
@@ -487,7 +489,7 @@ def test_the_checking_process_ends_with_its_server() -> None:
         time.sleep(0.01)
 
 
-def test_check_of_the_same_grammar_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_grammar_is_checked_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars_module, "_MAX_KNOWN", 20)
     grammars = GrammarChecker(MODEL)
     asked = Mock(wraps=grammars._helpers.call)
@@ -503,7 +505,7 @@ def test_check_of_the_same_grammar_is_done_once(monkeypatch: pytest.MonkeyPatch)
     assert [grammars.is_known(grammar) for grammar in written[1:]].count(True) == 19
 
 
-def test_a_slow_check_delays_no_other() -> None:
+def test_a_slow_check_of_a_grammar_does_not_delay_another() -> None:
     grammars, before = GrammarChecker(MODEL), checkers()
     grammars.check(of_schema(PERSON), "response_format")
     (checker,) = checkers() - before

@@ -41,7 +41,7 @@ def ids(tokenizer: Tokenizer, *marks: str) -> tuple[int, ...]:
     return tuple(id for id in found if id is not None)
 
 
-def test_thinking_gives_every_answer_the_budget_of_the_request(qwen: Tokenizer) -> None:
+def test_the_budget_of_a_request_applies_to_each_of_its_answers(qwen: Tokenizer) -> None:
     for budget in (None, 0, 7):
         _, reasoning = prepared(qwen, n=3, thinking_token_budget=budget)
         expected = Reasoning(ids(qwen, OPEN), ids(qwen, CLOSED), is_open=False, budget=budget)
@@ -49,13 +49,13 @@ def test_thinking_gives_every_answer_the_budget_of_the_request(qwen: Tokenizer) 
 
 
 @pytest.mark.parametrize("budget", [-1, -7])
-def test_a_negative_budget_is_refused(qwen: Tokenizer, budget: int) -> None:
+def test_a_negative_budget_of_reasoning_is_refused(qwen: Tokenizer, budget: int) -> None:
     with pytest.raises(RequestError) as raised:
         prepared(qwen, thinking_token_budget=budget)
     assert raised.value.param == "thinking_token_budget"
 
 
-def test_thinking_knows_a_prompt_that_ends_within_reasoning(tmp_path: Path) -> None:
+def test_a_prompt_that_ends_within_reasoning_is_recognised(tmp_path: Path) -> None:
     tokenizer = Tokenizer(save("qwen3_coder", tmp_path))
     text, reasoning = prepared(tokenizer, thinking_token_budget=3)
     assert text.rstrip().endswith(OPEN)
@@ -64,7 +64,7 @@ def test_thinking_knows_a_prompt_that_ends_within_reasoning(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("effort", [*BUDGETS, "xhigh", "max"])
-def test_an_effort_becomes_a_budget_if_the_template_has_no_efforts(
+def test_an_effort_becomes_a_budget_if_the_template_knows_no_efforts(
     qwen: Tokenizer, effort: str
 ) -> None:
     text, reasoning = prepared(qwen, reasoning_effort=effort)
@@ -73,13 +73,13 @@ def test_an_effort_becomes_a_budget_if_the_template_has_no_efforts(
     assert text.endswith(f"{CLOSED}\n\n") == (effort == "none")
 
 
-def test_the_budget_of_the_request_comes_before_that_of_its_effort(qwen: Tokenizer) -> None:
+def test_a_budget_given_by_the_request_is_preferred_to_that_of_its_effort(qwen: Tokenizer) -> None:
     _, reasoning = prepared(qwen, reasoning_effort="high", thinking_token_budget=9)
     assert reasoning
     assert reasoning.budget == 9
 
 
-def test_the_template_variables_of_the_request_come_before_those_of_its_effort(
+def test_template_variables_given_by_the_request_are_preferred_to_those_of_its_effort(
     qwen: Tokenizer,
 ) -> None:
     text, _ = prepared(
@@ -88,7 +88,7 @@ def test_the_template_variables_of_the_request_come_before_those_of_its_effort(
     assert CLOSED not in text
 
 
-def test_an_effort_is_a_variable_where_the_template_knows_it(harmony: Tokenizer) -> None:
+def test_an_effort_becomes_a_variable_if_the_template_knows_it(harmony: Tokenizer) -> None:
     start = ids(harmony, "<|channel|>") + tuple(harmony.encode("analysis"))
     for effort, shown in (("low", "low"), ("minimal", "low"), ("xhigh", "high")):
         text, reasoning = prepared(harmony, reasoning_effort=effort)
@@ -111,7 +111,7 @@ UNMARKED = """\
     ("effort", "shown"),
     [("none", "[none False]"), ("low", "[low True]"), ("max", "[max True]"), (None, "[ ]")],
 )
-def test_an_effort_is_a_variable_where_the_marks_of_reasoning_are_not_known(
+def test_an_effort_becomes_a_variable_even_if_the_marks_of_reasoning_are_unknown(
     tmp_path: Path, effort: str | None, shown: str
 ) -> None:
     save("llama", tmp_path)
@@ -122,13 +122,13 @@ def test_an_effort_is_a_variable_where_the_marks_of_reasoning_are_not_known(
     assert reasoning is None
 
 
-def test_a_model_without_reasoning_takes_every_budget(tmp_path: Path) -> None:
+def test_any_budget_is_accepted_for_a_model_without_reasoning(tmp_path: Path) -> None:
     tokenizer = Tokenizer(save("llama", tmp_path))
     _, reasoning = prepared(tokenizer, thinking_token_budget=5, reasoning_effort="high")
     assert reasoning is None
 
 
-def test_a_budget_is_refused_if_marks_are_ordinary_text(
+def test_a_budget_is_refused_if_the_marks_of_reasoning_are_ordinary_text(
     qwen: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(qwen, "begins_with_a_mark", lambda text: False)
@@ -140,13 +140,13 @@ def test_a_budget_is_refused_if_marks_are_ordinary_text(
     assert reasoning.budget is None
 
 
-def test_unwanted_thinking_has_a_budget_of_zero(harmony: Tokenizer) -> None:
+def test_reasoning_that_is_not_wanted_gets_a_budget_of_zero(harmony: Tokenizer) -> None:
     reasoning = Thinking(is_wanted=False).reasoning(harmony, "")
     assert reasoning
     assert reasoning.budget == 0
 
 
-def test_begins_with_a_mark_tells_added_tokens_from_text(qwen: Tokenizer) -> None:
+def test_added_tokens_are_told_from_ordinary_text(qwen: Tokenizer) -> None:
     assert qwen.begins_with_a_mark(CLOSED)
     assert not qwen.begins_with_a_mark(f"a{CLOSED}")
     assert not qwen.begins_with_a_mark("")

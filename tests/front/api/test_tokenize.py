@@ -14,7 +14,7 @@ def post(server: Running, path: str, **body: Any) -> httpx2.Response:
     return httpx2.post(server.url + path, json=body, timeout=10)
 
 
-def test_a_prompt_is_encoded_and_decoded(shared: Running) -> None:
+def test_a_prompt_can_be_encoded_and_decoded(shared: Running) -> None:
     tokenizer = shared.engine.tokenizer
     tokenized = post(shared, "/tokenize", model="tiny", prompt="hello <s>world").json()
     assert tokenized["tokens"] == tokenizer.encode("hello <s>world")
@@ -25,7 +25,7 @@ def test_a_prompt_is_encoded_and_decoded(shared: Running) -> None:
     assert back == {"prompt": "hello <s>world"}
 
 
-def test_messages_are_tokenized_with_the_chat_template(shared: Running) -> None:
+def test_messages_are_encoded_with_the_chat_template(shared: Running) -> None:
     messages = [{"role": "user", "content": "hi"}]
     tokenized = post(shared, "/tokenize", messages=messages, return_token_strs=True).json()
     assert shared.engine.tokenizer.decode(tokenized["tokens"]) == "<|user|>hi<|assistant|>"
@@ -49,7 +49,7 @@ def test_messages_are_tokenized_with_the_chat_template(shared: Running) -> None:
         ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
     ],
 )
-def test_wrong_fields_are_named(
+def test_errors_about_wrong_fields_name_them(
     shared: Running, path: str, body: dict[str, Any], status: int, param: str
 ) -> None:
     reply = post(shared, path, **body)
@@ -60,7 +60,7 @@ def test_wrong_fields_are_named(
 @pytest.mark.parametrize(
     ("path", "body"), [("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [5]})]
 )
-def test_long_replies_are_encoded_outside_the_event_loop(
+def test_long_replies_are_encoded_outside_of_the_event_loop(
     shared: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: Any
 ) -> None:
     """Millions of ids take seconds, in which nobody else would get anything."""

@@ -31,30 +31,30 @@ def offered(**fields: Any) -> tuple[list[str], Any]:
 
 
 @pytest.mark.parametrize("name", ["a:b", "mcp__server/tool", "x" * 128, "a.b-c_d"])
-def test_tool_names_of_gateways_are_accepted(name: str) -> None:
+def test_tool_names_with_the_characters_of_gateways_are_accepted(name: str) -> None:
     assert offered(tools=[tool(name)])[0] == [name]
 
 
-def test_tools_may_be_very_many() -> None:
+def test_the_largest_allowed_number_of_tools_is_accepted_but_no_more() -> None:
     assert len(offered(tools=[tool(f"f{n}") for n in range(MAX_TOOLS)])[0]) == MAX_TOOLS == 1024
     with pytest.raises(RequestError) as caught:
         body(tools=[tool("f")] * (MAX_TOOLS + 1))
     assert caught.value.param == "tools"
 
 
-def test_tools_may_have_further_keys() -> None:
+def test_unknown_keys_of_tools_are_ignored() -> None:
     hints = {"cache_control": {"type": "ephemeral"}, "defer_loading": True}
     with_hints = tool("f", **hints)
     with_hints["function"] = {"name": "f", "returns": {}, "eager_input_streaming": True}
     assert body(tools=[with_hints]).tools == body(tools=[tool("f")]).tools
 
 
-def test_any_means_required() -> None:
+def test_a_tool_choice_of_any_means_required() -> None:
     assert offered(tools=[tool("f")], tool_choice="any") == (["f"], "required")
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_only_allowed_tools_are_offered(mode: str) -> None:
+def test_only_allowed_tools_are_offered_to_the_model(mode: str) -> None:
     allowed = {"mode": mode, "tools": [tool("b")]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
     assert offered(tools=[tool("a"), tool("b")], tool_choice=choice) == (["b"], mode)
@@ -63,7 +63,7 @@ def test_only_allowed_tools_are_offered(mode: str) -> None:
     assert caught.value.param == "tool_choice"
 
 
-def test_functions_are_the_older_word_for_tools() -> None:
+def test_functions_of_the_older_form_are_read_as_tools() -> None:
     functions = [{"name": "f", "parameters": {"type": "object"}}]
     assert offered(functions=functions) == (["f"], "auto")
     assert offered(functions=functions, function_call="none") == (["f"], "none")
@@ -76,7 +76,7 @@ def test_functions_are_the_older_word_for_tools() -> None:
     assert caught.value.param == "functions"
 
 
-def test_writer_answers_functions_in_the_older_form(tokenizer: Tokenizer) -> None:
+def test_calls_are_returned_in_the_older_form_if_functions_were_sent(tokenizer: Tokenizer) -> None:
     asked = job(tokenizer, 2000, functions=[{"name": "f"}], function_call="none")
     updates = [begin(CallBegin("1", "f"), CallText('{"x"'), CallText(":1}"), CallEnd())]
     updates.append(end("tool_calls"))
@@ -99,7 +99,7 @@ def test_writer_answers_functions_in_the_older_form(tokenizer: Tokenizer) -> Non
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_grammar_of_call_refuses_strict_where_it_would_leave_something_out(
+def test_a_strict_tool_is_refused_if_its_grammar_would_leave_something_out(
     choice: ToolChoice,
 ) -> None:
     def with_strict(strict: bool | None) -> Tool:

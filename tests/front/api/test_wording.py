@@ -172,7 +172,9 @@ def check(error: RequestError, given: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "good"), GOOD, ids=lambda each: getattr(each, "__name__", ""))
-def test_no_body_is_refused_in_pydantics_words(kind: Any, good: dict[str, Any]) -> None:
+def test_errors_about_wrong_bodies_are_never_in_the_words_of_pydantic(
+    kind: Any, good: dict[str, Any]
+) -> None:
     fits = {name: value for name, value in good.items() if name != "structured_outputs"}
     assert refusal(kind, fits) is None
     num_refused = 0
@@ -186,7 +188,7 @@ def test_no_body_is_refused_in_pydantics_words(kind: Any, good: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(("kind", "good"), GOOD, ids=lambda each: getattr(each, "__name__", ""))
-def test_no_body_with_two_faults_is_refused_in_pydantics_words(
+def test_errors_about_bodies_with_two_faults_are_never_in_the_words_of_pydantic(
     kind: Any, good: dict[str, Any]
 ) -> None:
     chance = random.Random(5)
@@ -211,7 +213,7 @@ def kinds_of_schema(schema: Any) -> set[str]:
     return found
 
 
-def test_every_kind_of_schema_has_its_words() -> None:
+def test_every_kind_of_field_has_words_for_its_errors() -> None:
     """A new kind of field in a body must come with words for its errors."""
     used = set().union(*(kinds_of_schema(kind.__pydantic_core_schema__) for kind, _ in GOOD))
     used &= set(get_args(core_schema.CoreSchemaType))
@@ -263,7 +265,7 @@ def test_every_kind_of_schema_has_its_words() -> None:
         (MessagesBody, {"max_tokens": None}, "The field 'max_tokens' is missing."),
     ],
 )
-def test_a_sentence_names_the_field_its_type_and_the_given_value(
+def test_each_error_names_the_field_and_its_type_and_the_given_value(
     kind: Any, fields: dict[str, Any], message: str
 ) -> None:
     good = dict(next(body for each, body in GOOD if each is kind))

@@ -127,7 +127,9 @@ def may_run(policy: Policy, flags: dict[str, Any], key: str | None, is_forwarded
         pytest.param(KEYS[3], id="both"),
     ],
 )
-async def test_no_trick_passes_the_policy(tokenizer: Tokenizer, flags: dict[str, Any]) -> None:
+async def test_no_trick_bypasses_the_access_policy(
+    tokenizer: Tokenizer, flags: dict[str, Any]
+) -> None:
     counting = Counting(tokenizer, **flags)
     num_calls = num_runs = 0
     forbidden: list[tuple[Any, ...]] = []
@@ -172,7 +174,7 @@ async def test_control_characters_are_refused_in_every_path(tokenizer: Tokenizer
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "OPTIONS"])
-async def test_a_page_with_another_origin_runs_no_admin_call(
+async def test_a_page_of_another_origin_cannot_run_an_admin_call(
     tokenizer: Tokenizer, method: str
 ) -> None:
     """Also where pages may call: CORS is in front of the check."""
@@ -202,7 +204,7 @@ async def for_admins(_: Request) -> Response:
     return Response()
 
 
-def test_a_route_needs_a_policy() -> None:
+def test_every_route_must_have_an_access_policy() -> None:
     with pytest.raises(TypeError, match="/v1/x has no policy"):
         Route("/v1/x", bare)
     with pytest.raises(TypeError, match="policy"):
@@ -210,7 +212,7 @@ def test_a_route_needs_a_policy() -> None:
     assert Route("/v1/x", declared).policy == CLIENT
 
 
-def test_the_methods_of_a_path_have_one_policy() -> None:
+def test_all_methods_of_a_path_must_have_the_same_access_policy() -> None:
     with pytest.raises(TypeError, match="GET, DELETE of one path"):
         by_method(GET=declared, DELETE=for_admins)
 
@@ -236,7 +238,7 @@ def test_the_methods_of_a_path_have_one_policy() -> None:
         ("/a.b", ["/a.b", "/v1/a.b"], ["/axb"]),
     ],
 )
-def test_a_route_matches_with_v1_left_out_or_doubled(
+def test_a_route_also_matches_if_v1_is_left_out_or_doubled(
     path: str, matching: list[str], others: list[str]
 ) -> None:
     route = Route(path, declared)

@@ -64,7 +64,7 @@ def test_requests_without_a_valid_key_are_refused(
     assert not engine.prompts
 
 
-def test_a_header_that_is_given_twice_is_refused(engine: FakeEngine) -> None:
+def test_a_key_header_given_twice_is_refused(engine: FakeEngine) -> None:
     with Running(engine, **KEYS) as server:
         for name, before in (("Authorization", "Bearer "), ("X-Api-Key", "")):
             twice = [(name, before + "wrong"), (name, before + "sk-a")]
@@ -84,7 +84,7 @@ def test_each_key_is_accepted(engine: FakeEngine, key: str) -> None:
             assert httpx2.get(server.url + "/v1/models", headers=headers).status_code == 200
 
 
-def test_the_official_client_sees_its_own_error(engine: FakeEngine) -> None:
+def test_the_official_client_raises_its_authentication_error(engine: FakeEngine) -> None:
     with (
         Running(engine, **KEYS) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="sk-c", max_retries=0) as client,
@@ -94,7 +94,7 @@ def test_the_official_client_sees_its_own_error(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
-def test_probes_need_no_key(engine: FakeEngine, path: str) -> None:
+def test_health_checks_and_metrics_need_no_key(engine: FakeEngine, path: str) -> None:
     with Running(engine, **KEYS) as server:
         assert get(server, path).status_code == 200
 
@@ -109,7 +109,9 @@ def test_admin_calls_need_the_admin_key(engine: FakeEngine) -> None:
         assert httpx2.get(url, headers=elsewhere).status_code == 200
 
 
-def test_admin_calls_need_an_api_key_where_there_is_no_admin_key(engine: FakeEngine) -> None:
+def test_admin_calls_need_an_api_key_if_there_is_no_admin_key(
+    engine: FakeEngine,
+) -> None:
     with Running(engine, api_key=("sk-a",)) as server:
         for path in ("/admin/pipeline", "/v1/lora_adapters"):
             assert get(server, path).status_code == 401
@@ -120,7 +122,7 @@ def test_admin_calls_need_an_api_key_where_there_is_no_admin_key(engine: FakeEng
         assert get(server, "/ready").status_code == 200
 
 
-def test_every_call_but_probes_needs_a_key(engine: FakeEngine) -> None:
+def test_every_call_but_health_checks_and_metrics_needs_a_key(engine: FakeEngine) -> None:
     """Also with methods and spellings that no client uses."""
     with Running(engine, api_key=("sk-a",)) as server:
         document = httpx2.get(server.url + "/openapi.json", headers=bearer("sk-a")).json()
@@ -169,7 +171,7 @@ HERE = "Host: localhost"
         "/v1//lora_adapters",
     ],
 )
-def test_no_spelling_of_an_admin_call_is_open_to_others(shared: Running, target: str) -> None:
+def test_no_spelling_of_an_admin_path_is_open_to_strangers(shared: Running, target: str) -> None:
     for method in ("GET", "HEAD"):
         for line in ("Host: evil.example", "X-Forwarded-For: 127.0.0.1"):
             host = [] if line.startswith("Host") else [HERE]
@@ -179,7 +181,7 @@ def test_no_spelling_of_an_admin_call_is_open_to_others(shared: Running, target:
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("scheme", ["http", "https", "HTTP"])
-def test_an_absolute_target_is_routed_by_its_path(
+def test_an_absolute_request_target_is_routed_by_its_path(
     shared: Running, scheme: str, version: str
 ) -> None:
     here = f"{scheme}://localhost"
@@ -191,7 +193,7 @@ def test_an_absolute_target_is_routed_by_its_path(
     assert raw(shared, f"GET {here}/admin/pipeline%0A HTTP/{version}", HERE) == 400
 
 
-def test_an_absolute_target_names_the_host(shared: Running) -> None:
+def test_an_absolute_request_target_counts_as_the_host(shared: Running) -> None:
     """In place of Host, and never another one."""
     assert raw(shared, "GET http://localhost/v1/models HTTP/1.0") == 200
     assert raw(shared, "GET http://evil.example/v1/models HTTP/1.0") == 403
@@ -205,13 +207,13 @@ def test_an_absolute_target_names_the_host(shared: Running) -> None:
         assert raw(shared, f"GET {target} HTTP/1.1", HERE) == 404
 
 
-def test_an_upgrade_does_not_bypass_the_check_of_the_host(shared: Running) -> None:
+def test_a_websocket_upgrade_does_not_bypass_the_check_of_the_host(shared: Running) -> None:
     upgrade = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
     line = "GET /admin/pipeline HTTP/1.1"
     assert raw(shared, line, "Host: evil.example", *upgrade) == 403
 
 
-def test_several_hosts_are_refused(shared: Running) -> None:
+def test_a_request_with_several_hosts_is_refused(shared: Running) -> None:
     line = "GET /admin/pipeline HTTP/1.1"
     assert raw(shared, line, HERE, "Host: evil.example") == 400
     assert raw(shared, line, "Host: evil.example", HERE) == 400
@@ -284,7 +286,9 @@ def forwarder(server: Running) -> Iterator[str]:
             thread.join(10)
 
 
-def test_a_forwarder_opens_no_admin_call_of_a_server_with_keys(engine: FakeEngine) -> None:
+def test_a_reverse_proxy_does_not_open_admin_calls_of_a_server_with_keys(
+    engine: FakeEngine,
+) -> None:
     """Whatever the client writes into Host."""
     with Running(engine, api_key=("sk-a",)) as server, forwarder(server) as url:
         assert httpx2.get(url + "/health").status_code == 200
@@ -298,14 +302,16 @@ def test_a_forwarder_opens_no_admin_call_of_a_server_with_keys(engine: FakeEngin
         assert get(server, "/ready").status_code == 200
 
 
-def test_a_forwarder_under_its_own_name_is_not_this_host(shared: Running) -> None:
+def test_a_reverse_proxy_that_sends_its_own_host_is_not_treated_as_this_host(
+    shared: Running,
+) -> None:
     """Without keys, 127.0.0.2 stands for any address here: it is the forwarder's Host."""
     with forwarder(shared) as url:
         for host in ("203.0.113.7", "proxy.example", ""):
             assert httpx2.get(url + "/admin/pipeline", headers={"Host": host}).status_code == 403
 
 
-def test_a_page_of_another_origin_cannot_post(shared: Running) -> None:
+def test_a_page_of_another_origin_cannot_send_a_post(shared: Running) -> None:
     local_page = f"http://127.0.0.1:{shared.port + 1}"
     for page in ("https://evil.example", "http://localhost", local_page, "null"):
         reply = httpx2.post(shared.url + "/admin/drain", headers={"Origin": page})
@@ -316,7 +322,7 @@ def test_a_page_of_another_origin_cannot_post(shared: Running) -> None:
 # --- names of this server
 
 
-def test_a_rebound_name_reaches_nothing_but_probes(shared: Running) -> None:
+def test_dns_rebinding_reaches_only_health_checks_and_metrics(shared: Running) -> None:
     rebound = {"Host": f"evil.example:{shared.port}"}
     for path in ("/v1/models", "/openapi.json", "/version", "/v1/lora_adapters", "/nothing"):
         assert get(shared, path, **rebound).status_code == 403
@@ -328,12 +334,12 @@ def test_a_rebound_name_reaches_nothing_but_probes(shared: Running) -> None:
         assert get(shared, path, **rebound).status_code == 200
 
 
-def test_a_rebound_name_is_refused_in_the_error_format_of_its_call(shared: Running) -> None:
+def test_dns_rebinding_is_refused_with_the_error_format_of_the_called_api(shared: Running) -> None:
     reply = httpx2.post(shared.url + "/v1/messages", json={}, headers={"Host": "evil.example"})
     assert (reply.status_code, reply.json()["type"]) == (403, "error")
 
 
-def test_an_allowed_name_may_call_but_is_not_this_host(engine: FakeEngine) -> None:
+def test_an_allowed_host_name_reaches_clients_calls_but_no_admin_calls(engine: FakeEngine) -> None:
     with Running(engine, allowed_host=("LLM.example",)) as server:
         named = {"Host": "llm.example.:443"}
         assert get(server, "/v1/models", **named).status_code == 200
@@ -341,7 +347,7 @@ def test_an_allowed_name_may_call_but_is_not_this_host(engine: FakeEngine) -> No
         assert get(server, "/v1/models", Host="evil.example").status_code == 403
 
 
-def test_with_a_key_any_host_name_is_accepted(engine: FakeEngine) -> None:
+def test_any_host_name_is_accepted_with_a_key(engine: FakeEngine) -> None:
     with Running(engine, **KEYS) as server:
         elsewhere = {**bearer("sk-a"), "Host": "a.example"}
         assert httpx2.get(server.url + "/v1/models", headers=elsewhere).status_code == 200
@@ -357,7 +363,7 @@ def test_with_a_key_any_host_name_is_accepted(engine: FakeEngine) -> None:
         (KEYS, "with an API key", "with an admin key", "INFO"),
     ],
 )
-def test_the_start_logs_once_which_calls_are_open(
+def test_the_start_logs_once_which_calls_need_no_key(
     engine: FakeEngine,
     caplog: pytest.LogCaptureFixture,
     flags: dict[str, Any],
@@ -396,7 +402,7 @@ def test_no_origin_is_allowed_by_default(shared: Running) -> None:
     assert not allowed(get(shared, "/v1/models", **PAGE))
 
 
-def test_an_allowed_origin_may_call(engine: FakeEngine) -> None:
+def test_a_page_of_an_allowed_origin_can_call(engine: FakeEngine) -> None:
     with Running(engine, **KEYS, allowed_origins=("https://a.example",)) as server:
         preflight = httpx2.options(server.url + CHAT, headers=PREFLIGHT)
         assert preflight.status_code == 200, "a browser sends no key with it"
@@ -424,7 +430,7 @@ def test_cors_never_allows_credentials(engine: FakeEngine, origin: str) -> None:
 # --- room
 
 
-def test_too_many_connections_get_an_error(engine: FakeEngine) -> None:
+def test_connections_above_the_limit_get_an_error(engine: FakeEngine) -> None:
     with Running(engine, max_connections=2) as server:
         with server.connect(), server.connect():
             reply = post(server)
@@ -436,7 +442,7 @@ def test_too_many_connections_get_an_error(engine: FakeEngine) -> None:
 
 
 @pytest.mark.anyio
-async def test_requests_of_clients_that_left_count_while_they_run() -> None:
+async def test_requests_still_count_while_they_run_after_their_client_has_left() -> None:
     """Otherwise, one client could make the server hold any number of bodies, by leaving."""
     going_on = asyncio.Event()
 
@@ -458,7 +464,7 @@ async def test_requests_of_clients_that_left_count_while_they_run() -> None:
     await ask()
 
 
-def test_connections_beyond_twice_the_limit_are_closed(engine: FakeEngine) -> None:
+def test_connections_above_twice_the_limit_are_closed(engine: FakeEngine) -> None:
     """Connections over this limit get no answer: silent ones would use up all file descriptors."""
     with Running(engine, max_connections=1) as server:
         with server.connect(), server.connect(), server.connect() as third:
@@ -493,7 +499,7 @@ def test_draining_finishes_running_requests_and_then_ends(
 
 @pytest.mark.parametrize("query", ["?seconds=0.2", ""])
 @pytest.mark.parametrize("is_complete", [True, False])
-def test_a_drain_ends_answers_after_its_seconds(
+def test_a_drain_ends_answers_after_the_given_seconds(
     tokenizer: Tokenizer, query: str, is_complete: bool
 ) -> None:
     """The wait is shorter if a rank is gone."""
@@ -513,14 +519,14 @@ def test_a_drain_ends_answers_after_its_seconds(
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "x", "1e9", "nan"])
-def test_a_drain_with_wrong_seconds_does_not_begin(shared: Running, seconds: str) -> None:
+def test_a_drain_with_invalid_seconds_is_refused(shared: Running, seconds: str) -> None:
     refused = httpx2.post(shared.url + "/admin/drain?seconds=" + seconds)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "seconds"
     assert get(shared, "/ready").status_code == 200
 
 
-def test_a_drain_with_a_misspelt_parameter_does_not_begin(shared: Running) -> None:
+def test_a_drain_with_an_unknown_parameter_is_refused(shared: Running) -> None:
     assert httpx2.post(shared.url + "/admin/drain?second=5").status_code == 400
     assert get(shared, "/ready").status_code == 200
 
@@ -530,7 +536,7 @@ def drain_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [line for line in found if line.startswith("event=drain")]
 
 
-def test_a_drain_logs_its_start_and_the_answers_it_ended(
+def test_a_drain_logs_its_start_and_how_many_answers_it_ended(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -561,6 +567,6 @@ def test_an_idle_server_drains_at_once(
     assert server.ended_with is None
 
 
-def test_a_drain_must_be_a_post(shared: Running) -> None:
+def test_a_drain_must_be_asked_for_by_post(shared: Running) -> None:
     assert get(shared, "/admin/drain").status_code == 405
     assert get(shared, "/ready").status_code == 200

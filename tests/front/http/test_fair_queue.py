@@ -55,7 +55,7 @@ class Works:
         return self.order
 
 
-async def test_clients_take_turns() -> None:
+async def test_clients_take_turns_in_the_queue() -> None:
     works = Works()
     tasks = [works.send(f"a{n}") for n in range(5)]
     await works.until_begun(1)
@@ -73,7 +73,7 @@ async def test_the_smallest_work_of_a_client_runs_first() -> None:
     assert await works.finish(*tasks) == ["a0", "a20", "a300", "a5000"]
 
 
-async def test_urgent_work_comes_before_the_rest() -> None:
+async def test_urgent_work_of_all_clients_runs_before_the_rest() -> None:
     works = Works()
     tasks = [works.send("a0", is_urgent=False)]
     await works.until_begun(1)
@@ -83,7 +83,7 @@ async def test_urgent_work_comes_before_the_rest() -> None:
     assert await works.finish(*tasks) == ["a0", "b2", "a2", "a3", "c1", "b1", "a1"]
 
 
-async def test_a_client_has_one_thread_at_a_time() -> None:
+async def test_each_client_has_at_most_one_thread_at_a_time() -> None:
     works = Works(num_threads=2)
     greedy = [works.send(f"a{n}") for n in range(5)]
     await works.until_begun(1)
@@ -94,7 +94,7 @@ async def test_a_client_has_one_thread_at_a_time() -> None:
     await works.finish(*greedy, other)
 
 
-async def test_a_full_queue_refuses_work_of_the_client_with_the_most() -> None:
+async def test_a_full_queue_refuses_work_of_the_client_that_has_the_most_waiting() -> None:
     works = Works()
     first = works.send("b0")
     await works.until_begun(1)
@@ -113,7 +113,7 @@ async def test_a_full_queue_refuses_work_of_the_client_with_the_most() -> None:
     assert await works.queue.run("a", 1, lambda: 5) == 5, "there is room again"
 
 
-async def test_clients_that_left_lose_their_turns() -> None:
+async def test_waiting_work_of_clients_that_left_is_removed() -> None:
     works = Works()
     running, waiting = works.send("a0"), works.send("a1")
     await works.until_begun(1)
@@ -127,7 +127,9 @@ async def test_clients_that_left_lose_their_turns() -> None:
     assert await works.finish(after) == ["a0", "b0"]
 
 
-async def test_an_error_of_a_client_that_left_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_in_work_of_a_client_that_left_is_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     may_fail = threading.Event()
 
     def fail() -> None:
@@ -143,7 +145,7 @@ async def test_an_error_of_a_client_that_left_is_dropped(caplog: pytest.LogCaptu
     assert not caplog.records
 
 
-async def test_close_ends_waiting_work_with_an_error() -> None:
+async def test_closing_the_queue_ends_waiting_work_with_an_error() -> None:
     works = Works()
     begun = works.send("a0")
     await works.until_begun(1)
@@ -157,7 +159,7 @@ async def test_close_ends_waiting_work_with_an_error() -> None:
     assert await works.finish(begun) == ["a0"]
 
 
-async def test_an_error_of_work_is_raised() -> None:
+async def test_an_error_in_queued_work_is_raised() -> None:
     def refuse() -> None:
         raise RequestError("no")
 
@@ -165,7 +167,7 @@ async def test_an_error_of_work_is_raised() -> None:
         await FairQueue("works", 1, 1).run("a", 1, refuse)
 
 
-def test_client_of_is_the_valid_key_or_the_address() -> None:
+def test_a_client_is_identified_by_a_valid_key_or_by_its_address() -> None:
     """A client that makes up keys beside its own is still one client."""
 
     config = ServeConfig(model=Path("."), api_key=("right", "other"))

@@ -44,7 +44,7 @@ def lines(metrics: Metrics) -> list[str]:
     return metrics.render("")[0].decode().splitlines()
 
 
-def test_gauges_are_read_at_each_scrape() -> None:
+def test_gauges_are_read_again_at_each_scrape() -> None:
     state = dict(STATE)
     metrics = Metrics(lambda: state)
     assert "brigade_num_requests_running 2.0" in lines(metrics)
@@ -82,7 +82,7 @@ def ran(busy_seconds: float) -> dict:
     return {"busy_seconds": busy_seconds, "kv_bytes": 64, "adapter_bytes": 32, **hops}
 
 
-def test_known_bytes_of_stages_are_shown() -> None:
+def test_bytes_of_stages_are_exported_once_they_are_known() -> None:
     stages = [
         {"rank": 0, "bytes_owned": 10, "bytes_read": None, "bytes_fetched": 0} | ran(0.5),
         {"rank": 1, "bytes_owned": 20, "bytes_read": 21, "bytes_fetched": 5} | ran(0.25),
@@ -105,7 +105,7 @@ def test_known_bytes_of_stages_are_shown() -> None:
     assert not any(line.startswith('brigade_stage_read_bytes{stage="0"}') for line in found)
 
 
-def test_adapters_are_counted() -> None:
+def test_requests_of_adapters_are_counted() -> None:
     found = lines(Metrics(lambda: STATE))
     assert 'brigade_adapter_requests_total{adapter="x"} 4.0' in found
     assert "brigade_adapter_swaps_total 1.0" in found
@@ -113,7 +113,7 @@ def test_adapters_are_counted() -> None:
     assert "brigade_adapter_load_seconds_sum 0.5" in found
 
 
-def test_everything_is_counted_under_its_name() -> None:
+def test_each_event_is_counted_under_its_metric() -> None:
     metrics = Metrics(lambda: STATE)
     metrics.prompt(11)
     metrics.first_token(0.3)
@@ -135,7 +135,7 @@ def test_everything_is_counted_under_its_name() -> None:
         assert line in found
 
 
-def test_two_servers_in_one_process_share_nothing() -> None:
+def test_metrics_of_two_servers_in_one_process_are_separate() -> None:
     first, second = Metrics(lambda: STATE), Metrics(lambda: STATE)
     first.prompt(1)
     assert "brigade_prompt_tokens_total 0.0" in lines(second)
@@ -145,7 +145,7 @@ def test_two_servers_in_one_process_share_nothing() -> None:
     ("accept", "content_type"),
     [("", "text/plain"), ("application/openmetrics-text", "application/openmetrics-text")],
 )
-def test_the_content_type_names_the_encoded_format(accept: str, content_type: str) -> None:
+def test_the_content_type_matches_the_format_of_the_body(accept: str, content_type: str) -> None:
     body, given = Metrics(lambda: STATE).render(accept)
     assert given.startswith(content_type)
     assert body.endswith(b"# EOF\n") == (content_type != "text/plain")
@@ -179,13 +179,13 @@ def promtool(*command: str, given: str = "") -> subprocess.CompletedProcess[str]
 
 
 @needs_promtool
-def test_promtool_finds_nothing_wrong() -> None:
+def test_promtool_accepts_the_metrics() -> None:
     checked = promtool("metrics", given=rendered())
     assert (checked.returncode, checked.stderr) == (0, "")
     assert promtool("metrics", given="bad_total 1\n").returncode, "it finds nothing at all"
 
 
-def test_names_have_units_and_help() -> None:
+def test_every_metric_has_a_unit_and_a_description() -> None:
     for family in text_string_to_metric_families(rendered()):
         assert family.name.startswith("brigade_")
         assert family.documentation
@@ -200,7 +200,7 @@ def queries() -> list[str]:
     return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
 
 
-def test_every_query_of_the_dashboard_is_for_a_metric_that_exists() -> None:
+def test_every_query_of_the_dashboard_names_a_metric_that_exists() -> None:
     text = rendered()
     families = text_string_to_metric_families(text)
     there = {sample.name: set(sample.labels) for f in families for sample in f.samples}
@@ -215,7 +215,7 @@ def test_every_query_of_the_dashboard_is_for_a_metric_that_exists() -> None:
 
 
 @needs_promtool
-def test_every_query_of_the_dashboard_is_promql(tmp_path: Path) -> None:
+def test_every_query_of_the_dashboard_is_valid_promql(tmp_path: Path) -> None:
     rules = [
         {"record": f"a:b{n}", "expr": query.replace("$__rate_interval", "1m")}
         for n, query in enumerate(queries())

@@ -59,28 +59,28 @@ async def unread() -> middleware.Message:
     raise AssertionError("read")
 
 
-async def test_a_body_comes_in_parts() -> None:
+async def test_a_body_sent_in_parts_is_joined() -> None:
     receive = receiver(part(b"ab"), part(b""), part(b"c", more=False))
     assert await middleware.read_body(scope(), receive) == b"abc"
 
 
-async def test_the_largest_body_is_allowed() -> None:
+async def test_a_body_of_the_largest_allowed_size_is_read() -> None:
     body = b"1" * 1024
     given = scope((b"content-length", b"1024"), max_body_bytes=1024)
     assert await middleware.read_body(given, receiver(part(body, more=False))) == body
 
 
-async def test_an_announced_size_is_refused_before_reading() -> None:
+async def test_a_content_length_above_the_limit_is_refused_before_reading() -> None:
     for size in (str(Constants().max_body_bytes + 1), "9" * 5000):
         assert await status_of(scope((b"content-length", size.encode())), unread) == 413
 
 
-async def test_a_size_that_was_not_announced_is_refused() -> None:
+async def test_a_body_above_the_limit_is_refused_without_a_content_length() -> None:
     receive = receiver(part(b"1" * 512), part(b"1" * 513))
     assert await status_of(scope(max_body_bytes=1024), receive) == 413
 
 
-async def test_read_body_refuses_more_than_the_event_loop_may_parse() -> None:
+async def test_bodies_too_large_to_parse_on_the_event_loop_are_refused() -> None:
     """Parsing megabytes there would stop all streams for seconds."""
     size = middleware.MAX_JOINED_BYTES
     announced = (b"content-length", str(size + 1).encode())
@@ -91,7 +91,7 @@ async def test_read_body_refuses_more_than_the_event_loop_may_parse() -> None:
     )
 
 
-async def test_many_large_bodies_have_one_part_received_in_a_tick() -> None:
+async def test_the_event_loop_receives_only_one_part_of_large_bodies_in_a_tick() -> None:
     """Between the parts the loop serves others, however many bodies there are."""
     loop = asyncio.get_running_loop()
     ticks: list[int] = []
@@ -122,11 +122,11 @@ async def test_many_large_bodies_have_one_part_received_in_a_tick() -> None:
     assert max(Counter(ticks).values()) == 1
 
 
-async def test_a_slow_body_is_refused() -> None:
+async def test_a_body_that_arrives_too_slowly_is_refused() -> None:
     assert await status_of(scope(body_timeout=0.05), receiver(part(b"12"))) == 408
 
 
-async def test_a_client_that_leaves_within_its_body_gets_499() -> None:
+async def test_a_client_that_leaves_while_it_sends_a_body_gets_status_499() -> None:
     assert await status_of(scope(), receiver(part(b"12"), LEFT)) == middleware.CLIENT_LEFT
 
 
@@ -148,11 +148,11 @@ async def test_content_types_of_json_are_accepted(content_type: bytes) -> None:
         (b"content-encoding", b"gzip"),
     ],
 )
-async def test_a_body_of_another_type_is_not_read(header: tuple[bytes, bytes]) -> None:
+async def test_a_body_with_another_content_type_is_not_read(header: tuple[bytes, bytes]) -> None:
     assert await status_of(scope(header), unread) == 415
 
 
-async def test_a_body_without_a_type_is_not_read() -> None:
+async def test_a_body_without_a_content_type_is_not_read() -> None:
     assert await status_of({**scope(), "headers": []}, unread) == 415
 
 
@@ -161,7 +161,9 @@ FORM = (b"content-type", b"application/x-www-form-urlencoded")
 
 
 @pytest.mark.parametrize("headers", [[], [FORM], [(b"content-type", b"text/plain")]])
-async def test_clients_of_ollama_may_leave_out_the_type(headers: list[tuple[bytes, bytes]]) -> None:
+async def test_clients_of_ollama_may_leave_out_the_content_type(
+    headers: list[tuple[bytes, bytes]],
+) -> None:
     given = {**scope(policy=OLLAMA), "headers": headers}
     assert await middleware.read_body(given, receiver(part(b"x", more=False))) == b"x"
 
@@ -175,7 +177,7 @@ async def test_clients_of_ollama_may_leave_out_the_type(headers: list[tuple[byte
         (b"sec-fetch-site", b"same-origin"),
     ],
 )
-async def test_browsers_must_send_the_type_to_ollamas_calls_too(
+async def test_browsers_must_send_the_content_type_to_ollama_calls_too(
     header: tuple[bytes, bytes],
 ) -> None:
     """They send forms and text to any server without asking it first."""
@@ -187,12 +189,12 @@ async def test_browsers_must_send_the_type_to_ollamas_calls_too(
     )
 
 
-async def test_compressed_bodies_of_ollama_are_not_read() -> None:
+async def test_compressed_bodies_are_not_read_in_ollama_calls() -> None:
     given = scope((b"content-encoding", b"gzip"), policy=OLLAMA)
     assert await status_of(given, unread) == 415
 
 
-async def test_work_is_done_while_the_client_stays() -> None:
+async def test_work_for_a_client_that_stays_is_finished() -> None:
     async def work() -> int:
         await asyncio.sleep(0)
         return 5
@@ -200,7 +202,7 @@ async def test_work_is_done_while_the_client_stays() -> None:
     assert await middleware.unless_gone(receiver(), work()) == 5
 
 
-async def test_an_error_of_work_is_raised() -> None:
+async def test_an_error_in_work_for_a_client_is_raised() -> None:
     async def work() -> int:
         raise KeyError("x")
 
@@ -208,7 +210,7 @@ async def test_an_error_of_work_is_raised() -> None:
         await middleware.unless_gone(receiver(), work())
 
 
-async def test_work_is_cancelled_when_the_client_leaves() -> None:
+async def test_work_for_a_client_that_leaves_is_cancelled() -> None:
     cancelled = False
 
     async def work() -> None:

@@ -40,7 +40,7 @@ def references(value: Any) -> Iterator[str]:
             yield from references(each)
 
 
-def test_every_route_is_documented_and_no_other(engine: FakeEngine, document: Any) -> None:
+def test_exactly_the_existing_routes_are_documented(engine: FakeEngine, document: Any) -> None:
     routes = Front(CONFIG, engine, engine.tokenizer, 512).routes
     wanted = {
         (re.sub(r":\w+}", "}", route.path), method.lower())
@@ -62,7 +62,7 @@ def test_each_method_of_a_path_has_its_own_description(document: Any) -> None:
     assert get["summary"] != delete["summary"]
 
 
-def test_every_reference_can_be_resolved(document: Any) -> None:
+def test_every_reference_in_the_document_can_be_resolved(document: Any) -> None:
     found = set(references(document))
     assert len(found) > 30
     for reference in found:
@@ -70,7 +70,7 @@ def test_every_reference_can_be_resolved(document: Any) -> None:
 
 
 @pytest.mark.parametrize("body", [ChatBody, CompletionBody, ResponsesBody, MessagesBody])
-def test_bodies_have_the_fields_that_are_checked(document: Any, body: Any) -> None:
+def test_documented_fields_of_bodies_are_those_that_are_checked(document: Any, body: Any) -> None:
     schema = document["components"]["schemas"][body.__name__]
     is_lenient = issubclass(body, Lenient)
     neutral = NEUTRAL.keys() | HARMLESS if is_lenient else set()
@@ -79,7 +79,7 @@ def test_bodies_have_the_fields_that_are_checked(document: Any, body: Any) -> No
     assert schema["required"]
 
 
-def test_bodies_are_documented_as_sent_and_not_as_parsed(document: Any) -> None:
+def test_documented_types_are_those_that_clients_send(document: Any) -> None:
     found = document["components"]["schemas"]
     content = found["RequestMessage"]["properties"]["content"]
     assert {each.get("type") for each in content["anyOf"]} == {"string", "array", "null"}
@@ -104,7 +104,7 @@ def test_bodies_are_documented_as_sent_and_not_as_parsed(document: Any) -> None:
         ("/v1/models/tiny", None, Model),
     ],
 )
-def test_replies_have_the_official_clients_types(
+def test_replies_match_the_types_of_the_official_clients(
     server: Running, path: str, body: Any, kind: Any
 ) -> None:
     method = "GET" if body is None else "POST"
@@ -115,7 +115,7 @@ def test_replies_have_the_official_clients_types(
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/chat/completions", {}), ("/v1/models/absent", None)]
 )
-def test_errors_have_openais_type(server: Running, path: str, body: Any) -> None:
+def test_errors_match_the_type_of_openai(server: Running, path: str, body: Any) -> None:
     method = "GET" if body is None else "POST"
     reply = httpx2.request(method, server.url + path, json=body, timeout=10)
     ErrorObject.model_validate(reply.json()["error"], strict=True)
@@ -129,7 +129,7 @@ def test_errors_have_openais_type(server: Running, path: str, body: Any) -> None
     ],
 )
 @pytest.mark.parametrize("usage", [False, True])
-def test_chunks_have_openais_types(
+def test_chunks_match_the_types_of_openai(
     server: Running, path: str, body: Any, kind: Any, usage: bool
 ) -> None:
     options = {"stream": True, "stream_options": {"include_usage": usage}, "logprobs": 1}
@@ -143,7 +143,7 @@ def test_chunks_have_openais_types(
         kind.model_validate_json(chunk, strict=True)
 
 
-def test_ollamas_bodies_may_leave_the_model_out(document: Any) -> None:
+def test_the_model_is_optional_in_documented_bodies(document: Any) -> None:
     schemas = document["components"]["schemas"]
     for name in ("OllamaChatBody", "ChatBody", "TokenizeBody"):
         kinds = [each.get("type") for each in schemas[name]["properties"]["model"]["anyOf"]]

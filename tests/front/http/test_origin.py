@@ -41,7 +41,7 @@ def refused(given: Scope) -> bool:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"])
-def test_check_local_allows_this_host(address: str) -> None:
+def test_a_request_from_this_host_counts_as_local(address: str) -> None:
     assert not refused(scope((address, 5), ("Host", "localhost")))
 
 
@@ -49,7 +49,7 @@ def test_check_local_allows_this_host(address: str) -> None:
     "name",
     ["localhost", "LOCALHOST:80", "localhost.", "127.0.0.1:8080", "[::1]:8080", "[::FFFF:7f00:1]"],
 )
-def test_check_local_allows_local_names(name: str) -> None:
+def test_a_request_for_a_loopback_name_counts_as_local(name: str) -> None:
     assert not refused(host(name))
     assert not refused(scope(HERE, ("Host", name), ("Origin", f"http://{name}")))
 
@@ -57,11 +57,11 @@ def test_check_local_allows_local_names(name: str) -> None:
 @pytest.mark.parametrize(
     "address", ["10.0.0.1", "::ffff:10.0.0.1", "fe80::1%eth0", "localhost.example", "", "::"]
 )
-def test_check_local_refuses_other_addresses(address: str) -> None:
+def test_a_request_from_another_address_is_not_local(address: str) -> None:
     assert refused(scope((address, 5), ("Host", "localhost")))
 
 
-def test_check_local_refuses_a_client_without_an_address() -> None:
+def test_a_request_without_a_client_address_is_not_local() -> None:
     assert refused(scope(None, ("Host", "localhost")))
 
 
@@ -91,11 +91,11 @@ def test_check_local_refuses_a_client_without_an_address() -> None:
         "",
     ],
 )
-def test_check_local_refuses_other_names(name: str) -> None:
+def test_a_request_for_another_host_name_is_not_local(name: str) -> None:
     assert refused(host(name))
 
 
-def test_check_local_requires_one_host() -> None:
+def test_a_request_without_exactly_one_loopback_host_is_not_local() -> None:
     assert refused(host())
     assert refused(host("localhost", "localhost"))
     assert refused(host("localhost", "evil.example"))
@@ -122,7 +122,7 @@ def test_check_local_requires_one_host() -> None:
         *("X-ProxyUser-Ip", "Remote-Addr", "X-Varnish", "X-HTTP-Host-Override", "X-Ngrok-Id"),
     ],
 )
-def test_check_local_refuses_forwarded_requests(name: str) -> None:
+def test_a_request_with_a_forwarding_header_is_not_local(name: str) -> None:
     for value in ("127.0.0.1", ""):
         assert refused(local((name, value)))
 
@@ -130,18 +130,18 @@ def test_check_local_refuses_forwarded_requests(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["X-Request-Id", "User-Agent", "Accept", "Content-Type", "Viable", "Traceparent"]
 )
-def test_check_local_allows_other_headers(name: str) -> None:
+def test_a_request_with_unrelated_headers_still_counts_as_local(name: str) -> None:
     assert not refused(local((name, "x")))
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site", "", "none, cross-site"])
-def test_check_local_refuses_other_sites(site: str) -> None:
+def test_a_request_from_a_page_of_another_site_is_not_local(site: str) -> None:
     assert refused(local(("Sec-Fetch-Site", site)))
     assert refused(local(("Sec-Fetch-Site", "none"), ("Sec-Fetch-Site", site)))
 
 
 @pytest.mark.parametrize("site", ["same-origin", "none"])
-def test_check_local_allows_its_own_page_and_an_address_typed(site: str) -> None:
+def test_requests_from_the_servers_own_page_and_a_typed_address_count_as_local(site: str) -> None:
     assert not refused(local(("Sec-Fetch-Site", site), ("Origin", "http://localhost:8080")))
 
 
@@ -153,7 +153,7 @@ def test_check_local_allows_its_own_page_and_an_address_typed(site: str) -> None
         *("http://127.0.0.1:8080", "chrome-extension://abc", "localhost:8080"),
     ],
 )
-def test_check_local_refuses_other_origins(origin: str) -> None:
+def test_a_request_from_another_origin_is_not_local(origin: str) -> None:
     assert refused(local(("Origin", origin)))
     assert refused(local(("Origin", "http://localhost:8080"), ("Origin", origin)))
 
@@ -174,14 +174,14 @@ WRONG = ["evil.example", "127.0.0.1.nip.io", "a@localhost", "localhost evil", ""
 
 
 @pytest.mark.parametrize("bound", ["127.0.0.1", "::1", "localhost"])
-def test_hosts_on_loopback_are_loopback_names_only(bound: str) -> None:
+def test_only_loopback_names_are_accepted_on_a_loopback_address(bound: str) -> None:
     hosts = Hosts(bound, [])
     assert all(allows(hosts, name) for name in LOOPBACK)
     assert not any(allows(hosts, name) for name in [*ADDRESSES, *WRONG])
 
 
 @pytest.mark.parametrize("bound", ["0.0.0.0", "::", "192.168.1.5", "mac1.lan"])
-def test_hosts_beyond_loopback_are_addresses_and_aliases(
+def test_addresses_and_the_machines_own_names_are_accepted_on_other_addresses(
     monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "Mac1.lan")
@@ -191,37 +191,37 @@ def test_hosts_beyond_loopback_are_addresses_and_aliases(
     assert not any(allows(hosts, name) for name in [*WRONG, "mac2.lan", "mac1.example"])
 
 
-def test_an_empty_name_has_no_aliases() -> None:
+def test_an_empty_host_name_has_no_aliases() -> None:
     assert aliases_of("") == set()
     assert aliases_of("Mac1") == {"mac1", "mac1.local"}
 
 
-def test_allowed_hosts_are_accepted() -> None:
+def test_allowed_host_names_are_accepted() -> None:
     hosts = Hosts("127.0.0.1", ["LLM.example.", "10.1.2.3", "fd00::1"])
     allowed = ["llm.example", "LLM.EXAMPLE:443", "10.1.2.3:80", "[fd00::1]:8080"]
     assert all(allows(hosts, name) for name in [*LOOPBACK, *allowed])
     assert not any(allows(hosts, name) for name in [*WRONG, "a.llm.example", "10.1.2.4"])
 
 
-def test_hosts_may_all_be_allowed() -> None:
+def test_all_host_names_can_be_allowed() -> None:
     assert all(allows(Hosts("127.0.0.1", ["*"]), name) for name in [*LOOPBACK, *WRONG])
 
 
-def test_a_request_without_host_is_accepted() -> None:
+def test_a_request_without_a_host_is_accepted() -> None:
     Hosts("127.0.0.1", []).check(host())
 
 
-def test_two_hosts_are_refused() -> None:
+def test_a_request_with_two_hosts_is_refused() -> None:
     with pytest.raises(StatusError):
         Hosts("127.0.0.1", []).check(host("localhost", "localhost"))
 
 
-def test_the_error_about_a_long_host_is_short() -> None:
+def test_the_error_about_a_very_long_host_is_short() -> None:
     with pytest.raises(StatusError) as raised:
         Hosts("127.0.0.1", []).check(host("x" * 9000 + '"'))
     assert len(str(raised.value)) < 400
 
 
 @pytest.mark.parametrize("authority", ["a:123456", "a:-1", "[x]", "a/b", "a?", "é", "a:b"])
-def test_host_of_rejects_malformed_names(authority: str) -> None:
+def test_malformed_host_names_are_rejected(authority: str) -> None:
     assert host_of(authority) is None

@@ -93,7 +93,7 @@ async def answer(chat: RunningAnswer) -> tuple[str, str]:
     return text, end.reason
 
 
-async def test_a_stop_string_over_tokens_ends_the_generation(
+async def test_a_stop_string_that_spans_tokens_ends_the_generation(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     engine.answer = "one two three. STOP one two"
@@ -105,7 +105,7 @@ async def test_a_stop_string_over_tokens_ends_the_generation(
     assert num_tokens < len(engine.tokenizer.encode(engine.answer)), "it ran on to the end"
 
 
-async def test_a_slow_client_does_not_hold_the_row_of_a_finished_answer(
+async def test_a_slow_client_does_not_keep_the_row_of_a_finished_answer(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     """The generation is closed at the stop string, not when the client has read of it."""
@@ -117,21 +117,23 @@ async def test_a_slow_client_does_not_hold_the_row_of_a_finished_answer(
     await updates.aclose()  # type: ignore[attr-defined]
 
 
-async def test_an_incomplete_stop_string_is_sent_at_the_end(
+async def test_text_that_only_begins_like_a_stop_string_is_sent_at_the_end(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     engine.answer = "one two three"
     assert await answer(start(engine, record, ("threesome",))) == ("one two three", "stop")
 
 
-async def test_the_limit_is_reported(engine: FakeEngine, record: AccessRecord) -> None:
+async def test_reaching_the_token_limit_is_reported(
+    engine: FakeEngine, record: AccessRecord
+) -> None:
     text, reason = await answer(start(engine, record, limit=2))
     assert reason == "length"
     assert engine.answer.startswith(text)
     assert record.completion_tokens == 2
 
 
-async def test_a_character_cut_by_the_limit_is_sent(
+async def test_a_character_that_the_limit_cuts_off_is_sent_as_a_replacement(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     engine.answer = "👍"
@@ -152,7 +154,7 @@ async def test_the_end_token_is_counted_but_is_not_text(
     assert record.completion_tokens == 2
 
 
-async def test_an_empty_answer_has_a_role_and_an_end(
+async def test_an_empty_answer_still_has_a_role_and_an_end(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     engine.answer = ""
@@ -164,7 +166,7 @@ async def test_an_empty_answer_has_a_role_and_an_end(
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_a_broken_engine_ends_the_stream_with_an_error(
+async def test_a_failed_engine_ends_the_stream_with_an_error(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     engine.breaks_with = EngineError("rank 1 at 10.0.0.2 died")
@@ -177,7 +179,7 @@ async def test_a_broken_engine_ends_the_stream_with_an_error(
     assert engine.generations[0].closed.is_set()
 
 
-async def test_an_internal_error_ends_only_its_stream(
+async def test_an_internal_error_ends_only_its_own_stream(
     engine: FakeEngine, record: AccessRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RunningAnswer, "_count_event", lambda *_: 1 / 0)
@@ -217,7 +219,7 @@ async def test_text_that_cannot_be_encoded_ends_its_stream_with_an_error(
     assert record.status == 500
 
 
-async def test_a_failed_row_is_an_internal_error_and_not_a_cluster_failure(
+async def test_a_failed_row_is_reported_as_an_internal_error_and_not_as_a_cluster_failure(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     generation = FakeGeneration([Event(0, 5), Event(0, None, "error")], 0)
@@ -229,7 +231,7 @@ async def test_a_failed_row_is_an_internal_error_and_not_a_cluster_failure(
     assert record.finish_reason == "error"
 
 
-async def test_a_grammar_that_fails_midway_is_the_requests_fault(
+async def test_a_grammar_that_fails_midway_is_reported_as_an_error_of_the_request(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     asked = job(engine.tokenizer, 512)
@@ -253,7 +255,7 @@ async def test_a_grammar_that_fails_midway_is_the_requests_fault(
         (("absent",), None, {"limit": 1}, None),
     ],
 )
-async def test_the_stop_reason_is_reported(
+async def test_the_stop_string_or_token_is_reported(
     engine: FakeEngine,
     record: AccessRecord,
     stops: Sequence[str],
@@ -271,7 +273,7 @@ async def test_the_stop_reason_is_reported(
 
 
 @pytest.mark.parametrize("events", [[], [Event(0, None, "abort")], [Event(0, 5)]])
-async def test_a_generation_without_a_valid_end_is_an_error(
+async def test_a_generation_that_ends_without_a_reason_is_an_error(
     engine: FakeEngine, record: AccessRecord, events: list[Any]
 ) -> None:
     generation = FakeGeneration(events, 0)
@@ -282,7 +284,7 @@ async def test_a_generation_without_a_valid_end_is_an_error(
     assert generation.closed.is_set()
 
 
-async def test_an_interruption_reaches_a_chat_that_waits(
+async def test_an_interruption_ends_a_chat_that_waits_for_tokens(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     engine.delay = 60
@@ -296,7 +298,7 @@ async def test_an_interruption_reaches_a_chat_that_waits(
     assert engine.generations[0].closed.is_set()
 
 
-async def test_an_interruption_reaches_a_chat_whose_client_is_slow(
+async def test_an_interruption_ends_a_chat_whose_client_is_slow(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     chat = start(engine, record)
@@ -307,7 +309,7 @@ async def test_an_interruption_reaches_a_chat_whose_client_is_slow(
         [update async for update in updates]
 
 
-async def test_a_cancelled_reply_closes_its_generation(
+async def test_cancelling_a_reply_closes_its_generation(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     engine.delay = 60
@@ -323,13 +325,17 @@ async def test_a_cancelled_reply_closes_its_generation(
 # --- parameters of the text
 
 
-async def test_a_stop_string_can_be_kept(engine: FakeEngine, record: AccessRecord) -> None:
+async def test_a_stop_string_can_be_included_in_the_output(
+    engine: FakeEngine, record: AccessRecord
+) -> None:
     engine.answer = "one two three. STOP one two"
     kept = start(engine, record, ["ee. ST"], include_stop_str_in_output=True)
     assert await answer(kept) == ("one two three. ST", "stop")
 
 
-async def test_a_stop_token_ends_and_can_be_kept(engine: FakeEngine, record: AccessRecord) -> None:
+async def test_a_stop_token_ends_the_answer_and_can_be_included_in_the_output(
+    engine: FakeEngine, record: AccessRecord
+) -> None:
     engine.answer = "one two three"
     ids = engine.tokenizer.encode(engine.answer)
     before, with_it = (engine.tokenizer.decode(ids[:n]) for n in (1, 2))
@@ -339,7 +345,9 @@ async def test_a_stop_token_ends_and_can_be_kept(engine: FakeEngine, record: Acc
     assert await answer(start(engine, record, **fields)) == (with_it, "stop")
 
 
-async def test_stop_strings_wait_for_min_tokens(engine: FakeEngine, record: AccessRecord) -> None:
+async def test_stop_strings_are_ignored_before_min_tokens(
+    engine: FakeEngine, record: AccessRecord
+) -> None:
     engine.answer = "one one one one"
     first, *_ = engine.tokenizer.encode("one")
     num_first = engine.tokenizer.encode(engine.answer).count(first)
@@ -350,7 +358,7 @@ async def test_stop_strings_wait_for_min_tokens(engine: FakeEngine, record: Acce
     assert (await answer(start(engine, record, ["one"])))[0] == ""
 
 
-async def test_special_tokens_are_text_if_asked_for(
+async def test_special_tokens_are_shown_as_text_if_asked_for(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     engine.answer = "a<s>b"
@@ -362,7 +370,9 @@ async def test_special_tokens_are_text_if_asked_for(
 # --- scores and ids
 
 
-async def test_scores_come_with_their_tokens(engine: FakeEngine, record: AccessRecord) -> None:
+async def test_logprobs_are_sent_with_their_tokens(
+    engine: FakeEngine, record: AccessRecord
+) -> None:
     """Also of the token that ends, and also while text is held back."""
     fields = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
     chunks = await chunks_of(engine, record, stops=["zzz"], **fields)
@@ -377,14 +387,18 @@ async def test_scores_come_with_their_tokens(engine: FakeEngine, record: AccessR
     assert joined.decode() == engine.answer, "of an emoji in two tokens each has its own bytes"
 
 
-async def test_the_full_reply_has_the_same_scores(engine: FakeEngine, record: AccessRecord) -> None:
+async def test_the_full_reply_has_the_same_logprobs_as_the_stream(
+    engine: FakeEngine, record: AccessRecord
+) -> None:
     reply = await written(engine, record, logprobs=True, return_token_ids=True)
     (choice,) = reply["choices"]
     assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
     assert choice["message"]["content"] == engine.answer
 
 
-async def test_tokens_can_be_returned_as_ids(engine: FakeEngine, record: AccessRecord) -> None:
+async def test_tokens_can_be_returned_as_their_ids(
+    engine: FakeEngine, record: AccessRecord
+) -> None:
     fields = {"logprobs": True, "return_tokens_as_token_ids": True}
     (choice,) = (await written(engine, record, limit=2, **fields))["choices"]
     ids = engine.tokenizer.encode(engine.answer)[:2]
@@ -394,7 +408,7 @@ async def test_tokens_can_be_returned_as_ids(engine: FakeEngine, record: AccessR
 # --- several choices
 
 
-async def test_choices_come_in_one_stream(engine: FakeEngine, record: AccessRecord) -> None:
+async def test_all_choices_are_sent_in_one_stream(engine: FakeEngine, record: AccessRecord) -> None:
     fields = {"n": 3, "stream": True, "stream_options": {"include_usage": True}}
     chunks = await chunks_of(engine, record, **fields)
     indices = [chunk["choices"][0]["index"] for chunk in chunks[:-1]]
@@ -410,7 +424,7 @@ async def test_choices_come_in_one_stream(engine: FakeEngine, record: AccessReco
     assert chunks[-1]["usage"]["prompt_tokens"] == len(engine.prompts[0])
 
 
-async def test_a_choice_that_stops_leaves_the_others(
+async def test_a_choice_that_stops_does_not_end_the_others(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     ids = engine.tokenizer.encode("one two three")

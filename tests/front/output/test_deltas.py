@@ -32,7 +32,7 @@ EACH = [
 ]
 
 
-def test_delta_lists_every_type() -> None:
+def test_the_union_of_deltas_lists_every_type() -> None:
     assert [type(each) for each in EACH] == list(get_args(deltas.Delta))
 
 
@@ -50,7 +50,7 @@ def test_deltas_of_different_types_differ() -> None:
 
 
 @pytest.mark.parametrize("delta", EACH, ids=lambda each: type(each).__name__)
-def test_update_finds_the_begin_and_the_end_of_an_answer(delta: Any) -> None:
+def test_an_update_finds_the_begin_and_the_end_of_its_answer(delta: Any) -> None:
     update = Update(0, (delta,))
     assert update.begin == (delta if isinstance(delta, AnswerBegin) else None)
     assert update.end == (delta if isinstance(delta, AnswerEnd) else None)
@@ -59,7 +59,7 @@ def test_update_finds_the_begin_and_the_end_of_an_answer(delta: Any) -> None:
     assert (whole.begin, whole.end) == (begin, end)
 
 
-def test_update_may_be_empty() -> None:
+def test_an_update_can_be_empty() -> None:
     """While text is held back."""
     empty = Update(1, (), tokens=(5,))
     assert (empty.begin, empty.end) == (None, None)

@@ -27,7 +27,7 @@ async def shown(events: AsyncIterator[str], counts: Iterator[PromptProgress]) ->
     return found
 
 
-async def test_with_progress_shows_each_increase_and_then_the_whole_prompt(
+async def test_each_increase_of_progress_is_sent_and_then_the_whole_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(showing, "POLL_SECONDS", 0.001)
@@ -50,14 +50,14 @@ async def test_with_progress_shows_each_increase_and_then_the_whole_prompt(
     assert (numbers, found[-2:]) == ([10, 20, 40, 70, 100], ["a", "b"])
 
 
-async def test_with_progress_shows_the_whole_prompt_even_without_a_wait() -> None:
+async def test_the_whole_prompt_is_sent_as_progress_even_without_a_wait() -> None:
     async def events() -> AsyncIterator[str]:
         yield "a"
 
     assert await shown(events(), read_from(100)) == [10, 100, "a"]
 
 
-async def test_with_progress_raises_errors_of_the_engine() -> None:
+async def test_errors_of_the_engine_are_raised_while_progress_is_sent() -> None:
     async def events() -> AsyncIterator[str]:
         raise EngineError("broken")
         yield "a"
@@ -66,7 +66,7 @@ async def test_with_progress_raises_errors_of_the_engine() -> None:
         await shown(events(), read_from(5))
 
 
-async def test_with_progress_leaves_nothing_behind_when_its_reader_leaves(
+async def test_no_task_is_left_when_a_reader_of_progress_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(showing, "POLL_SECONDS", 0.001)

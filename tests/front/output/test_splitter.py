@@ -25,7 +25,7 @@ def kinds(parts: list[Part]) -> list[type]:
     return [type(part) for part in parts]
 
 
-def test_splitter_leaves_a_plain_answer_as_it_is() -> None:
+def test_splitter_passes_on_a_plain_answer_unchanged() -> None:
     assert not Splitting().searches(QWEN)
     assert split(Splitting(), CALL) == [Text(CALL)]
 
@@ -49,7 +49,7 @@ def test_splitter_drops_calls_after_the_first_unless_they_are_parallel(
     assert kinds(split(single, text)) == [CallBegin, CallText, CallEnd]
 
 
-def test_splitter_ends_a_forced_call_only_if_it_is_whole() -> None:
+def test_splitter_ends_a_forced_call_only_if_it_is_complete() -> None:
     rules = Splitting(forced_tool="f")
     assert rules.searches
     begin, text, end = split(rules, "{}")
@@ -58,7 +58,7 @@ def test_splitter_ends_a_forced_call_only_if_it_is_whole() -> None:
     assert kinds(split(rules, "{", is_whole=False)) == [CallBegin, CallText]
 
 
-def test_splitter_ends_a_forced_call_after_a_thought() -> None:
+def test_splitter_finds_a_forced_call_after_reasoning() -> None:
     rules = Splitting(reads_marks=True, is_thinking=True, forced_tool="f")
     assert kinds(split(rules, "Hm</think>{}")) == [Thought, CallBegin, CallText, CallEnd]
 
@@ -67,7 +67,7 @@ def one_call(_text: str, _tools: object) -> list[ParsedCall]:
     return [ParsedCall("f", "{}")]
 
 
-def test_splitter_knows_when_a_call_has_to_be_parsed() -> None:
+def test_splitter_gives_the_length_of_a_call_that_must_be_parsed() -> None:
     slow = Dialect("slow", ParsedCalls("<tool_call>", "</tool_call>", one_call))
     splitter = Splitter(BOTH, slow)
     assert list(splitter.feed(CALL[:20])) == []

@@ -36,7 +36,7 @@ def pieces_of(text: str, rng: random.Random) -> list[str]:
     return pieces
 
 
-def test_the_result_does_not_depend_on_the_pieces() -> None:
+def test_the_result_does_not_depend_on_how_text_is_cut_into_pieces() -> None:
     rng = random.Random(1)
     num_matched = 0
     for _ in range(20_000):
@@ -48,7 +48,7 @@ def test_the_result_does_not_depend_on_the_pieces() -> None:
     assert 2_000 < num_matched < 19_000
 
 
-def test_only_a_possible_beginning_is_held_back() -> None:
+def test_text_is_held_back_only_if_it_may_begin_a_stop_string() -> None:
     matcher = StopMatcher(["STOP"])
     assert matcher.feed("go on ST") == "go on "
     assert matcher.feed("ART") == "START"
@@ -56,7 +56,7 @@ def test_only_a_possible_beginning_is_held_back() -> None:
     assert matcher.flush() == "S"
 
 
-def test_after_a_match_nothing_comes() -> None:
+def test_no_text_is_returned_after_a_match() -> None:
     matcher = StopMatcher(["ab"])
     assert matcher.feed("1a") == "1"
     assert matcher.feed("b2") == ""
@@ -67,7 +67,7 @@ def test_after_a_match_nothing_comes() -> None:
 @pytest.mark.parametrize(
     ("stops", "which"), [(["cd", "bcd"], "bcd"), (["d", "b"], "b"), (["x", "cd"], "cd")]
 )
-def test_the_stop_string_that_ended_the_text_is_known(stops: list[str], which: str) -> None:
+def test_the_stop_string_that_matched_is_known(stops: list[str], which: str) -> None:
     matcher = StopMatcher(stops)
     for piece in ("ab", "c", "d"):
         matcher.feed(piece)
@@ -115,7 +115,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=12), max_size=4)
 
 
 @given(PIECES, STOPS, st.booleans())
-def test_stop_matcher_equals_the_slow_reference(
+def test_stop_matcher_gives_the_same_text_as_the_slow_reference(
     pieces: list[str], stops: list[str], keep: bool
 ) -> None:
     fast, slow = StopMatcher(stops, keep), SlowMatcher(stops, keep)
@@ -126,7 +126,7 @@ def test_stop_matcher_equals_the_slow_reference(
 
 
 @given(st.text("ab", min_size=1, max_size=30))
-def test_borders_equal_a_brute_force_search(text: str) -> None:
+def test_borders_equal_those_of_a_brute_force_search(text: str) -> None:
     expected = [overlap(text[:end], text[:end]) for end in range(1, len(text) + 1)]
     assert list(borders(text)) == expected
 
@@ -141,7 +141,7 @@ class Counted(str):
         return str.__getitem__(self, key)  # type: ignore[index]
 
 
-def test_stop_matcher_looks_at_each_character_a_constant_number_of_times() -> None:
+def test_stop_matcher_reads_each_character_a_constant_number_of_times() -> None:
     """The worst case: with each character, nearly a whole stop string is held back."""
     stops = ["a" * 1023 + "b", *("c" + "a" * 1022 + chr(65 + i) for i in range(15))]
     counted = [Counted(stop) for stop in stops]

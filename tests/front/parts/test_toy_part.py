@@ -91,7 +91,7 @@ def test_a_toy_part_reports_repeated_tokens_in_usage(server: Running) -> None:
         assert usage["completion_tokens_details"]["repeated_tokens"] == 3
 
 
-def test_a_toy_part_forgets_ended_sequences(server: Running) -> None:
+def test_a_toy_part_forgets_sequences_that_have_ended(server: Running) -> None:
     httpx2.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=10)
     parts = server.engine.requests.scheduler.parts  # type: ignore[attr-defined]
     (toy,) = [part for part in parts if isinstance(part, RepeatedTokens)]

@@ -64,7 +64,7 @@ class Answers:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_driver_hands_over_answers_of_this_life_alone(
+async def test_answers_of_engines_from_an_earlier_life_are_ignored(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance = random.Random(seed)
@@ -90,7 +90,7 @@ async def test_driver_hands_over_answers_of_this_life_alone(
     await answers.driver.close()
 
 
-async def test_driver_hands_over_nothing_once_the_server_closes(
+async def test_answers_of_engines_are_ignored_once_the_server_closes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers = Answers(monkeypatch)

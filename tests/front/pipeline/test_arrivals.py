@@ -5,7 +5,7 @@ import pytest
 from tests.front.pipeline import arrivals
 
 
-def test_agents_wait_less_for_each_others_prompts_than_in_the_order_of_arrival() -> None:
+def test_prompts_of_agents_wait_less_than_in_the_order_of_arrival() -> None:
     _, p95_before, _, speed_before, _, p95, _, speed = arrivals.compare(
         2, lambda: arrivals.agents(4, seed=1, num_requests=25)
     )
@@ -22,7 +22,7 @@ def test_short_prompts_delay_a_long_one_by_about_as_long_as_it_takes_alone(num_s
 
 
 @pytest.mark.parametrize(("num_stages", "long_slowdown"), [(1, 1.2), (2, 1.2), (4, 1.25)])
-def test_a_short_prompt_behind_a_long_one_takes_little_longer_than_alone(
+def test_a_short_prompt_after_a_long_one_takes_little_longer_than_alone(
     num_stages: int, long_slowdown: float
 ) -> None:
     clients = arrivals.each_alone([(1.0, 3000), (1.5, 400)])

@@ -45,7 +45,9 @@ def scope(server: Running, path: str, body: dict[str, Any], **headers: str) -> s
 
 
 @pytest.mark.parametrize(("path", "body"), CALLS)
-def test_cache_salt_decides_who_shares(server: Running, path: str, body: dict[str, Any]) -> None:
+def test_only_requests_with_the_same_cache_salt_share_prefixes(
+    server: Running, path: str, body: dict[str, Any]
+) -> None:
     assert scope(server, path, body) == ""
     first = scope(server, path, {**body, "cache_salt": "one"})
     assert first == scope(server, "/v1/completions", {**COMPLETION, "cache_salt": "one"})
@@ -54,7 +56,7 @@ def test_cache_salt_decides_who_shares(server: Running, path: str, body: dict[st
 
 @pytest.mark.parametrize(("path", "body"), CALLS)
 @pytest.mark.parametrize("salt", ["", 5, ["a"]])
-def test_cache_salt_is_a_string_that_is_not_empty(
+def test_a_cache_salt_that_is_empty_or_not_a_string_is_refused(
     server: Running, path: str, body: dict[str, Any], salt: Any
 ) -> None:
     reply = httpx2.post(server.url + path, json={**body, "cache_salt": salt})
@@ -62,12 +64,14 @@ def test_cache_salt_is_a_string_that_is_not_empty(
     assert reply.json()["error"]["param"] == "cache_salt"
 
 
-def test_a_response_does_not_tell_its_salt(server: Running) -> None:
+def test_a_response_does_not_contain_its_cache_salt(server: Running) -> None:
     reply = httpx2.post(f"{server.url}/v1/responses", json={**RESPONSE, "cache_salt": "secret"})
     assert "secret" not in reply.text
 
 
-def test_prefix_cache_scope_keeps_keys_apart(tokenizer: Tokenizer) -> None:
+def test_requests_with_different_keys_share_no_prefix_if_the_scope_is_key(
+    tokenizer: Tokenizer,
+) -> None:
     """Whichever header a key comes in."""
     with Running(FakeEngine(tokenizer), api_key=("k1", "k2"), prefix_cache_scope="key") as server:
         path = "/v1/completions"
@@ -78,19 +82,19 @@ def test_prefix_cache_scope_keeps_keys_apart(tokenizer: Tokenizer) -> None:
         assert salted not in (one, scope_of("s", ""))
 
 
-def test_prefix_cache_scope_is_all_clients_if_nothing_else_is_said(tokenizer: Tokenizer) -> None:
+def test_all_clients_share_prefixes_by_default(tokenizer: Tokenizer) -> None:
     with Running(FakeEngine(tokenizer), api_key=("k1",)) as server:
         assert scope(server, "/v1/completions", COMPLETION, authorization="Bearer k1") == ""
 
 
-def test_prefix_cache_scope_key_needs_keys() -> None:
+def test_the_prefix_cache_scope_key_is_refused_without_keys() -> None:
     config = ServeConfig(model=Path("m"), prefix_cache_scope="key")
     with fails(UsageError, "usage", match="--api-key-file"):
         with_keys(config, {})
     assert with_keys(config, {"BRIGADE_API_KEY": "k"}).api_key == ("k",)
 
 
-def test_a_scheduler_copies_no_prefix_of_another_scope() -> None:
+def test_no_prefix_of_another_scope_is_copied() -> None:
     """cached_tokens and the time to the first token follow from what is copied."""
     scheduler = Scheduler(1, max_num_sequences=4, max_queue=4, prefill_chunk=64)
     scheduler.reuse = "any"

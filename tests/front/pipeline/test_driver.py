@@ -164,7 +164,7 @@ def kill_one(chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("max_seconds", [10.0, 0.0])
-async def test_auto_layout_measures_the_links_of_all_ranks(
+async def test_auto_layout_is_chosen_after_measuring_the_links_of_all_ranks(
     max_seconds: float,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -181,7 +181,7 @@ async def test_auto_layout_measures_the_links_of_all_ranks(
 
 
 @pytest.mark.long
-async def test_answers_are_whole_after_kills_at_any_moment() -> None:
+async def test_answers_are_complete_after_kills_at_any_moment() -> None:
     """Also in the middle of a start, and of a recovery."""
     chance = random.Random(11)
     async with cluster() as engine:
@@ -212,7 +212,7 @@ async def cluster_with_spares(
         yield engine, working, spares
 
 
-async def test_driver_replaces_a_lost_engine_with_the_spare_of_its_rank(
+async def test_a_lost_engine_is_replaced_by_the_spare_engine_of_its_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with cluster_with_spares(monkeypatch) as (engine, working, spares):
@@ -222,7 +222,7 @@ async def test_driver_replaces_a_lost_engine_with_the_spare_of_its_rank(
         assert {process.pid for process in spares} <= {process.pid for process in engines()}
 
 
-async def test_driver_has_each_rank_start_a_spare_once_in_each_life(
+async def test_each_rank_is_asked_to_start_a_spare_engine_once_in_each_life(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with cluster_with_spares(monkeypatch) as (engine, working, spares):
@@ -236,7 +236,7 @@ async def test_driver_has_each_rank_start_a_spare_once_in_each_life(
         await ready(engine)
 
 
-async def test_driver_and_members_close_everything_if_an_engine_does_not_end(
+async def test_all_processes_and_connections_are_closed_even_if_an_engine_does_not_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[EngineProcess] = []
@@ -262,7 +262,7 @@ async def test_driver_and_members_close_everything_if_an_engine_does_not_end(
     await asyncio.gather(*(each.wait() for each in started))
 
 
-async def test_requests_that_come_during_a_recovery_wait_for_it() -> None:
+async def test_requests_that_arrive_during_a_recovery_wait_for_its_end() -> None:
     async with cluster() as engine:
         await ready(engine)
         engines()[0].kill()
@@ -274,7 +274,7 @@ async def test_requests_that_come_during_a_recovery_wait_for_it() -> None:
 
 
 @pytest.mark.long
-async def test_client_that_leaves_during_a_recovery_is_computed_for_one_token() -> None:
+async def test_a_request_whose_client_leaves_during_a_recovery_gets_one_more_token() -> None:
     """That token tells whether its request is what ended the engines."""
     async with cluster() as engine:
         await ready(engine)
@@ -292,7 +292,7 @@ async def test_client_that_leaves_during_a_recovery_is_computed_for_one_token() 
 
 
 @pytest.mark.long
-async def test_requests_that_break_engines_are_found_after_their_clients_left(
+async def test_requests_that_crash_engines_are_found_even_if_their_clients_have_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("POISON", "1500")
@@ -310,7 +310,7 @@ async def test_requests_that_break_engines_are_found_after_their_clients_left(
 
 
 @pytest.mark.long
-async def test_too_many_restarts_end_everything_with_the_reason() -> None:
+async def test_too_many_restarts_end_the_cluster_with_the_reason() -> None:
     async with cluster(max_restarts=2) as engine:
         await ready(engine)
         generation = engine.submit([prompt(10, 100_000)])
@@ -329,7 +329,7 @@ async def test_too_many_restarts_end_everything_with_the_reason() -> None:
             engine.submit([prompt(10, 5)])
 
 
-async def test_engines_outlive_a_broken_connection_between_parents() -> None:
+async def test_engines_stay_if_a_connection_between_parents_breaks() -> None:
     """Also one that breaks when the engines have left their ring and have no order yet."""
     async with cluster() as engine:
         await ready(engine)
@@ -348,7 +348,7 @@ async def test_engines_outlive_a_broken_connection_between_parents() -> None:
         assert all(stage.has_stayed for stage in engine._membership.stages)
 
 
-async def test_engines_that_leave_the_ring_only_after_a_long_step_are_kept(
+async def test_engines_that_must_finish_a_long_step_before_they_leave_the_ring_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They can leave their ring only when the step is done."""
@@ -366,7 +366,7 @@ async def test_engines_that_leave_the_ring_only_after_a_long_step_are_kept(
         assert engine.pipeline()["num_restarts"] == 1
 
 
-async def test_sequence_ids_take_no_memory() -> None:
+async def test_creating_sequence_ids_needs_no_memory() -> None:
     async with cluster() as engine:
         await ready(engine)
         tracemalloc.start()
@@ -395,7 +395,7 @@ async def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
 
 
 @pytest.mark.slow
-async def test_the_remaining_ranks_share_the_layers_until_others_return(
+async def test_remaining_ranks_share_the_layers_until_lost_ranks_return(
     tmp_path: Path,
 ) -> None:
     flags = {"lora": ("poet=/p",), "adapter_root": tmp_path, "split": "2,4,6"}
@@ -439,7 +439,7 @@ async def ring_after(
 
 
 @pytest.mark.long
-async def test_ranks_that_are_too_small_for_the_model_wait(
+async def test_ranks_that_are_too_small_for_the_model_wait_for_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MIN_RANKS", "3")
@@ -448,7 +448,7 @@ async def test_ranks_that_are_too_small_for_the_model_wait(
 
 
 @pytest.mark.long
-async def test_enough_returning_ranks_form_a_ring(
+async def test_a_ring_is_formed_as_soon_as_enough_ranks_have_returned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MIN_RANKS", "2")
@@ -456,7 +456,7 @@ async def test_enough_returning_ranks_form_a_ring(
 
 
 @pytest.mark.long
-async def test_ranks_without_room_for_a_short_sequence_wait(
+async def test_ranks_without_room_for_a_short_sequence_wait_for_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def room(stages: list[Any], *_: Any) -> KvRoom:
@@ -469,7 +469,7 @@ async def test_ranks_without_room_for_a_short_sequence_wait(
 
 
 @pytest.mark.long
-async def test_a_returning_rank_with_other_versions_is_refused(
+async def test_a_returning_rank_with_other_program_versions_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with ranks(replan=True, join_timeout=2.0) as (engine, members, start):
@@ -514,7 +514,7 @@ async def test_a_returning_rank_that_cannot_load_is_left_out(
 
 
 @pytest.mark.long
-async def test_a_rank_that_could_not_load_may_form_a_ring_with_rank_0_later(
+async def test_a_rank_that_could_not_load_can_later_form_a_ring_with_rank_0(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MIN_RANKS", "2")
@@ -533,7 +533,7 @@ async def test_a_rank_that_could_not_load_may_form_a_ring_with_rank_0_later(
 
 
 @pytest.mark.long
-async def test_a_returning_rank_without_memory_is_left_out(
+async def test_a_returning_rank_without_enough_memory_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another program has taken its memory meanwhile."""
@@ -558,7 +558,7 @@ async def test_a_returning_rank_without_memory_is_left_out(
 
 
 @pytest.mark.long
-async def test_a_hung_engine_of_rank_0_is_replaced_even_if_nothing_runs() -> None:
+async def test_a_suspended_engine_of_rank_0_is_replaced_even_if_no_request_runs() -> None:
     async with ranks(stall_timeout=1.0) as (engine, _, _start):
         await ready(engine)
         assert engine._driver._engines._own.process
@@ -569,7 +569,7 @@ async def test_a_hung_engine_of_rank_0_is_replaced_even_if_nothing_runs() -> Non
 
 
 @pytest.mark.long
-async def test_a_hung_parent_is_a_fault_even_if_its_engine_works(
+async def test_a_suspended_parent_is_a_fault_even_if_its_engine_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with ranks(stall_timeout=1.0) as (engine, members, start):
@@ -584,7 +584,7 @@ async def test_a_hung_parent_is_a_fault_even_if_its_engine_works(
 
 
 @pytest.mark.long
-async def test_a_returning_rank_does_not_use_up_the_last_restart() -> None:
+async def test_the_return_of_a_rank_does_not_use_up_the_last_restart() -> None:
     async with ranks(replan=True, join_timeout=2.0, max_restarts=1) as (engine, members, start):
         await ready(engine)
         await lose(members[1])
@@ -597,7 +597,7 @@ async def test_a_returning_rank_does_not_use_up_the_last_restart() -> None:
 
 
 @pytest.mark.long
-async def test_a_late_answer_from_before_a_fault_retires_no_version(
+async def test_a_late_answer_from_before_a_fault_removes_no_adapter_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with cluster(lora_modules=("poet=/p",), adapter_root=tmp_path) as engine:
@@ -616,7 +616,7 @@ async def test_a_late_answer_from_before_a_fault_retires_no_version(
 
 
 @pytest.mark.long
-async def test_the_remaining_ranks_end_or_shorten_what_they_cannot_hold(
+async def test_sequences_that_the_remaining_ranks_cannot_hold_are_ended_or_shortened(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A sequence that fits so far goes on, up to the room that is left."""
@@ -638,7 +638,7 @@ async def test_the_remaining_ranks_end_or_shorten_what_they_cannot_hold(
 
 
 @pytest.mark.long
-async def test_a_rank_that_stays_away_ends_the_cluster_with_the_reason(
+async def test_a_rank_that_does_not_return_ends_the_cluster_with_the_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with ranks(return_timeout=1.0) as (engine, members, _):
@@ -650,7 +650,7 @@ async def test_a_rank_that_stays_away_ends_the_cluster_with_the_reason(
     assert "event=waiting ranks=2 timeout=1" in caplog.text
 
 
-async def test_a_bug_ends_the_cluster_with_an_internal_error(
+async def test_an_error_in_the_scheduler_ends_the_cluster_as_an_internal_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(*_: Any) -> list[Event]:
@@ -664,7 +664,9 @@ async def test_a_bug_ends_the_cluster_with_an_internal_error(
         assert (await engine.failed()).exit_code == 1
 
 
-async def test_driver_fails_if_one_of_its_tasks_has_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_in_a_task_of_the_driver_ends_the_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def broken() -> EngineProcess:
         raise KeyError("a bug")
 
@@ -678,7 +680,7 @@ async def test_driver_fails_if_one_of_its_tasks_has_a_bug(monkeypatch: pytest.Mo
 
 
 @pytest.mark.long
-async def test_a_request_that_breaks_engines_is_ended_and_the_others_continue(
+async def test_a_request_that_crashes_engines_is_ended_and_others_continue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("POISON", "996")
@@ -696,7 +698,9 @@ async def test_a_request_that_breaks_engines_is_ended_and_the_others_continue(
 
 
 @pytest.mark.long
-async def test_requests_that_break_engines_end_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_that_crash_engines_do_not_end_the_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """More faults than max_restarts, and a stream that lives through all of them."""
     # No token of the model's own.
     monkeypatch.setenv("POISON", "1500")
@@ -713,7 +717,7 @@ async def test_requests_that_break_engines_end_no_cluster(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_rank_that_can_never_start_stops_the_cluster_at_once(
+async def test_a_rank_that_can_never_start_ends_the_cluster_at_once(
     monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     monkeypatch.setenv("BREAK_AT_ORDER", f"{rank},{ModelError.exit_code}")
@@ -725,7 +729,7 @@ async def test_a_rank_that_can_never_start_stops_the_cluster_at_once(
 
 
 @pytest.mark.long
-async def test_engines_that_never_come_up_are_tried_a_few_times(
+async def test_the_cluster_gives_up_engines_that_never_start_after_a_few_tries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("BREAK_AT_ORDER", f"1,{ClusterError.exit_code}")
@@ -737,7 +741,7 @@ async def test_engines_that_never_come_up_are_tried_a_few_times(
 
 
 @pytest.mark.long
-async def test_a_stopped_engine_is_a_stall_after_the_timeout_and_not_before(
+async def test_a_suspended_engine_is_a_fault_only_after_the_stall_timeout(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with cluster(stall_timeout=2.0) as engine:
@@ -761,7 +765,7 @@ async def test_a_stopped_engine_is_a_stall_after_the_timeout_and_not_before(
 
 
 @pytest.mark.long
-async def test_a_stopped_engine_whose_parent_answers_is_no_reason_to_replace_the_rank(
+async def test_a_rank_is_not_replaced_for_a_suspended_engine_if_its_parent_answers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nothing runs: it is only silent. The parent starts another engine by itself."""
@@ -778,7 +782,7 @@ async def test_a_stopped_engine_whose_parent_answers_is_no_reason_to_replace_the
 
 
 @pytest.mark.long
-async def test_adapters_are_restored_in_the_same_versions(tmp_path: Path) -> None:
+async def test_adapters_keep_their_version_numbers_after_a_fault(tmp_path: Path) -> None:
     async with cluster(lora_modules=("poet=/p",), adapter_root=tmp_path) as engine:
         await ready(engine)
         await engine.adapters.load("pirate", "pirate", False)
@@ -800,7 +804,7 @@ async def test_adapters_are_restored_in_the_same_versions(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-async def test_a_fault_while_adapters_are_read_again_counts_as_another_restart(
+async def test_a_fault_while_adapters_are_restored_counts_as_another_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was taken for a mistake of the server's own, which ends the cluster."""
@@ -823,7 +827,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def test_a_cluster_is_ready_when_it_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cluster_is_ready_only_after_its_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEP_SECONDS", "0.02")
     seen = set()
     async with cluster(warms_up=True) as engine:
@@ -839,7 +843,7 @@ async def test_a_cluster_is_ready_when_it_is_warm(monkeypatch: pytest.MonkeyPatc
             await asyncio.sleep(0.005)
 
 
-async def test_an_engine_that_ends_in_the_warm_up_is_replaced(
+async def test_an_engine_that_ends_during_the_warm_up_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("STEP_SECONDS", "0.02")
@@ -854,7 +858,7 @@ async def test_an_engine_that_ends_in_the_warm_up_is_replaced(
         await collect(engine, prompt(20, 5))
 
 
-async def test_a_request_ends_the_warm_up_of_new_engines_early(
+async def test_a_request_ends_the_warm_up_of_new_engines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("STEP_SECONDS", "0.1")  # A warm-up takes four seconds.

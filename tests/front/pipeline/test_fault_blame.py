@@ -20,7 +20,7 @@ NUM_FAULTS = MAX_SHARED_FAULTS + MAX_FAULTS_ALONE
 FAULT = EngineError("The engine of rank 0 ended by signal 11.")
 
 
-def test_fault_blame_runs_suspects_alone_the_youngest_first() -> None:
+def test_suspected_requests_run_alone_from_the_youngest_on() -> None:
     fault_blame = FaultBlame(MAX_RESTARTS)
     assert fault_blame.on_fault([1, 2]) is None
     assert fault_blame.alone is None
@@ -32,7 +32,7 @@ def test_fault_blame_runs_suspects_alone_the_youngest_first() -> None:
     assert fault_blame.alone is None
 
 
-def test_fault_blame_names_the_request_that_ran_alone() -> None:
+def test_the_request_that_ran_alone_is_blamed_for_repeated_faults() -> None:
     fault_blame = FaultBlame(MAX_RESTARTS)
     for _ in range(MAX_SHARED_FAULTS):
         fault_blame.on_fault([1, 2])
@@ -44,7 +44,7 @@ def test_fault_blame_names_the_request_that_ran_alone() -> None:
     assert fault_blame.on_fault([1]) == Blame(1, num_faults=4, num_explained=2)
 
 
-def test_fault_blame_takes_a_fault_back() -> None:
+def test_a_fault_that_no_request_caused_can_be_taken_back() -> None:
     fault_blame = FaultBlame(MAX_RESTARTS)
     fault_blame.on_fault([1, 2])
     fault_blame.on_fault([1, 2])
@@ -60,7 +60,7 @@ def test_fault_blame_takes_a_fault_back() -> None:
 
 
 @pytest.mark.parametrize(("max_restarts", "num_faults"), [(1, 2), (2, 3), (3, 4), (9, 4)])
-def test_fault_blame_is_sure_before_the_restarts_are_used_up(
+def test_a_request_is_blamed_before_all_restarts_are_used_up(
     max_restarts: int, num_faults: int
 ) -> None:
     fault_blame = FaultBlame(max_restarts)
@@ -68,7 +68,7 @@ def test_fault_blame_is_sure_before_the_restarts_are_used_up(
     assert blamed == [None] * (num_faults - 1) + [Blame(1, num_faults, num_faults)]
 
 
-def test_fault_blame_names_no_request_that_has_not_run_alone() -> None:
+def test_no_request_is_blamed_that_has_not_run_alone() -> None:
     fault_blame = FaultBlame(MAX_RESTARTS)
     for _ in range(MAX_SHARED_FAULTS):
         fault_blame.on_fault([1, 2])
@@ -76,7 +76,7 @@ def test_fault_blame_names_no_request_that_has_not_run_alone() -> None:
     assert fault_blame.on_fault([]) is None
 
 
-def test_fault_blame_forgets_faults_once_a_token_comes() -> None:
+def test_faults_of_a_request_are_forgotten_once_it_gets_a_token() -> None:
     fault_blame = FaultBlame(MAX_RESTARTS)
     for _ in range(10):
         assert fault_blame.on_fault([1, 2]) is None
@@ -85,7 +85,7 @@ def test_fault_blame_forgets_faults_once_a_token_comes() -> None:
         fault_blame.clear(2)
 
 
-def test_fault_blame_clears_a_long_prompt_that_gets_further_between_faults() -> None:
+def test_a_long_prompt_that_advances_between_faults_is_not_blamed() -> None:
     """A link that broke four times in the prefill of a long prompt made it a crash of the
     engines."""
     fault_blame = FaultBlame(MAX_RESTARTS)
@@ -99,7 +99,7 @@ def test_fault_blame_clears_a_long_prompt_that_gets_further_between_faults() -> 
     assert fault_blame.alone == 1, "it gets no further"
 
 
-def test_fault_blame_forgets_ended_sequences() -> None:
+def test_faults_of_ended_sequences_are_forgotten() -> None:
     fault_blame = FaultBlame(MAX_RESTARTS)
     for number in range(0, 900, 3):
         for _ in range(NUM_FAULTS):
@@ -197,9 +197,7 @@ class Fragile(Pipeline):
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 @pytest.mark.parametrize("fatal_at", [0, 7, 11, 12, 13, 16])
-def test_fault_blame_finds_a_fatal_request_whenever_it_comes(
-    num_stages: int, fatal_at: int
-) -> None:
+def test_a_fatal_request_is_found_whenever_it_arrives(num_stages: int, fatal_at: int) -> None:
     for comes_at in range(0, 30, 3):
         pipeline = Fragile(num_stages, {9: fatal_at}, max_num_sequences=4)
         for id in range(5):
@@ -214,7 +212,7 @@ def test_fault_blame_finds_a_fatal_request_whenever_it_comes(
         pipeline.check()
 
 
-def test_fault_blame_makes_other_requests_wait_for_the_suspect() -> None:
+def test_other_requests_wait_while_a_suspected_one_runs_alone() -> None:
     pipeline = Fragile(2, {0: 14})
     for id in range(3):
         pipeline.add(make_sequence(id, 12, 500))
@@ -226,7 +224,7 @@ def test_fault_blame_makes_other_requests_wait_for_the_suspect() -> None:
     pipeline.check()
 
 
-def test_many_fatal_requests_are_given_up_and_end_no_cluster() -> None:
+def test_many_fatal_requests_are_given_up_without_ending_the_cluster() -> None:
     """Far more than max_restarts, at once and one after the other, beside others."""
     pipeline = Fragile(2, {id: 5 + id % 20 for id in range(100, 130)}, max_num_sequences=8)
     for id in range(6):
@@ -240,7 +238,7 @@ def test_many_fatal_requests_are_given_up_and_end_no_cluster() -> None:
     pipeline.check()
 
 
-def test_fault_blame_finds_copies_of_a_prompt() -> None:
+def test_the_fatal_one_of_several_copies_of_a_prompt_is_found() -> None:
     for fatal in range(4):
         pipeline = Fragile(2, {fatal: 41})
         copies(pipeline, 0, 40, 4)
@@ -281,5 +279,5 @@ def check_random_life(
 
 
 @pytest.mark.parametrize("num_examples", [30, pytest.param(100, marks=pytest.mark.slow)])
-def test_fault_blame_finds_random_fatal_requests(num_examples: int) -> None:
+def test_random_fatal_requests_are_found(num_examples: int) -> None:
     check_examples(check_random_life, CASES, num_examples)

@@ -11,7 +11,7 @@ from tests.errors import fails
 from tests.front.pipeline.simulation import Pipeline, make_sequence
 
 
-def test_an_error_comes_after_the_events_before_it() -> None:
+def test_an_error_is_raised_after_the_events_before_it() -> None:
     generation = Generation([Sequence(3, [1], 4, Sampling(), frozenset())], lambda _: None)
     seen = []
 
@@ -27,7 +27,7 @@ def test_an_error_comes_after_the_events_before_it() -> None:
     assert seen == [(0, 7)]
 
 
-def test_progress_counts_each_prompt_once_and_grows_to_its_whole_length() -> None:
+def test_progress_counts_a_prompt_with_several_answers_only_once() -> None:
     """Two answers to one prompt and one to another, through the scheduler."""
     pipeline = Pipeline(2, prefill_chunk=8)
     first = make_sequence(1, 60, 4)
@@ -50,7 +50,7 @@ def test_progress_counts_each_prompt_once_and_grows_to_its_whole_length() -> Non
     assert generation.progress == (100, 100)
 
 
-def test_progress_falls_back_when_a_prompt_begins_again() -> None:
+def test_progress_decreases_if_a_prompt_begins_again() -> None:
     pipeline = Pipeline(2, prefill_chunk=8)
     sequence = make_sequence(1, 60, 4)
     generation = Generation([sequence], lambda _: None)
@@ -64,7 +64,7 @@ def test_progress_falls_back_when_a_prompt_begins_again() -> None:
     assert generation.progress == (60, 60)
 
 
-def test_phase_follows_a_sequence_from_the_queue_to_decoding() -> None:
+def test_phases_of_a_sequence_go_from_waiting_to_decoding() -> None:
     pipeline = Pipeline(2, prefill_chunk=8)
     sequence = make_sequence(1, 60, 4)
     generation = Generation([sequence], lambda _: None)
@@ -80,7 +80,7 @@ def test_phase_follows_a_sequence_from_the_queue_to_decoding() -> None:
     assert generation.phase == "waiting"
 
 
-def test_cancel_ends_sequences_that_nobody_reads() -> None:
+def test_cancelling_ends_all_sequences_of_a_request() -> None:
     dropped: list[int] = []
     sequences = [Sequence(id, [1], 4, Sampling(), frozenset()) for id in (3, 4)]
     generation = Generation(sequences, dropped.append)

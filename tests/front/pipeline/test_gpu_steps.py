@@ -101,7 +101,7 @@ def test_prefill_steps_take_less_than_two_seconds(
     assert max(seconds for *_, seconds in later) < MAX_SECONDS
 
 
-def test_a_fast_gpu_reads_2048_tokens_at_a_time_and_a_cpu_512() -> None:
+def test_prefill_chunks_have_2048_tokens_on_a_fast_gpu_and_512_on_a_cpu() -> None:
     gpu, cpu = (Served(Gpu(0.0001, 30_000), is_gpu) for is_gpu in (True, False))
     for served in (gpu, cpu):
         served.read(list(range(12_000)))
@@ -113,7 +113,7 @@ def step(number: int, position: int, num_tokens: int) -> Step:
     return Step(number, 0, (Row(1, position, num_tokens),), (0,) * num_tokens, False)
 
 
-def test_a_step_that_failed_halves_later_ones_by_work() -> None:
+def test_a_step_that_fails_halves_the_work_of_later_ones() -> None:
     steps = GpuSteps(Constants(prefill_chunk=2048))
     steps.begin(step(1, 0, 100))
     steps.begin(step(2, 30_000, 1024))
@@ -141,7 +141,7 @@ def with_memory(head_room: int) -> StageStatus:
     return StageStatus(1, "h", activity=replace(NO_ACTIVITY, sections=(use,)))
 
 
-def test_chunks_fit_into_the_memory_that_is_left() -> None:
+def test_chunks_are_small_enough_for_the_memory_that_is_left() -> None:
     """Each token of a prompt takes 1 MB while it is computed."""
     steps = GpuSteps(Constants())
     steps.settle([with_memory(10**9), with_memory(250 * 10**6)])
@@ -149,7 +149,7 @@ def test_chunks_fit_into_the_memory_that_is_left() -> None:
     assert steps.refusal() is None
 
 
-def test_prompts_are_refused_with_the_numbers_before_memory_ends() -> None:
+def test_prompts_are_refused_with_the_numbers_before_memory_runs_out() -> None:
     served = Served(Gpu(0.001, 30_000))
     served.read([1] * 100)
     served.stage.activity = with_memory(10**7).activity
@@ -158,7 +158,7 @@ def test_prompts_are_refused_with_the_numbers_before_memory_ends() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_gpu_that_does_not_survive_a_chunk_gets_smaller_ones_and_nobody_is_blamed(
+def test_a_gpu_that_fails_in_a_chunk_gets_smaller_ones_and_no_request_is_blamed(
     seed: int,
 ) -> None:
     """More often than a request may end the engines, and than they may be restarted."""

@@ -76,7 +76,7 @@ def seeds(num_quick: int, num: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("num_examples", [20, pytest.param(60, marks=pytest.mark.slow)])
-def test_random_lives_end_every_request_once(num_examples: int) -> None:
+def test_each_request_ends_once_after_random_faults(num_examples: int) -> None:
     def check(*life: Any) -> None:
         check_random_life(*life)
 
@@ -85,7 +85,7 @@ def test_random_lives_end_every_request_once(num_examples: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
-def test_ten_thousand_random_lives_end_every_request_once(part: int) -> None:
+def test_each_request_ends_once_after_faults_in_ten_thousand_random_runs(part: int) -> None:
     """In parts, each of which visits every state of a cluster that goes on."""
     states: Counter[State] = Counter()
     for seed in range(1000 * part, 1000 * (part + 1)):
@@ -95,7 +95,7 @@ def test_ten_thousand_random_lives_end_every_request_once(part: int) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(5, 20))
-def test_lives_that_a_request_ended_do_not_use_up_restarts(seed: int) -> None:
+def test_faults_caused_by_a_request_do_not_use_up_restarts(seed: int) -> None:
     """Twelve requests, each of which ends four lives, beside others; five restarts are allowed."""
     cluster = PlayedCluster(seed, max_restarts=5)
     assert cluster.run(60, lambda: cluster.lifecycle.is_working)
@@ -110,7 +110,7 @@ def test_lives_that_a_request_ended_do_not_use_up_restarts(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_kills_without_a_suspect_end_the_cluster_after_max_restarts(seed: int) -> None:
+def test_kills_that_no_request_causes_end_the_cluster_after_max_restarts(seed: int) -> None:
     cluster = PlayedCluster(seed, max_restarts=seed % 4, restart_window=100_000.0)
     while not cluster.failure:
         assert cluster.run(60, lambda: cluster.lifecycle.is_working or bool(cluster.failure))
@@ -125,7 +125,7 @@ def test_kills_without_a_suspect_end_the_cluster_after_max_restarts(seed: int) -
 
 
 @pytest.mark.parametrize("seed", seeds(5, 20))
-def test_restarts_are_counted_within_a_window(seed: int) -> None:
+def test_only_restarts_within_the_window_are_counted(seed: int) -> None:
     cluster = PlayedCluster(seed, max_restarts=2, restart_window=100.0)
     for _ in range(8):
         assert cluster.run(60, lambda: cluster.lifecycle.is_working)
@@ -136,7 +136,7 @@ def test_restarts_are_counted_within_a_window(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seconds", [15.0, 2.0])
-def test_lifecycle_counts_no_restart_for_links_that_break_now_and_then(seconds: float) -> None:
+def test_links_that_break_rarely_do_not_use_up_restarts(seconds: float) -> None:
     """Every engine stays. A link that hardly works still ends the cluster."""
     cluster = PlayedCluster(2, max_restarts=2)
     for life in range(8):
@@ -157,7 +157,7 @@ def test_lifecycle_counts_no_restart_for_links_that_break_now_and_then(seconds: 
 
 @pytest.mark.parametrize("state", [s for s in State if s not in (State.FAILED, State.CLOSED)])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_server_that_closes_in_any_state_does_nothing_more(state: State, seed: int) -> None:
+def test_a_server_that_closes_in_any_state_takes_no_further_action(state: State, seed: int) -> None:
     cluster = PlayedCluster(seed, replan=True, min_ranks=2 + seed % 2)
     for _ in range(200):
         cluster.after(cluster.chance.uniform(0, 200), cluster.fault)
@@ -173,7 +173,7 @@ def test_a_server_that_closes_in_any_state_does_nothing_more(state: State, seed:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_server_that_drains_during_a_recovery_finishes_what_runs(seed: int) -> None:
+def test_a_server_that_drains_during_a_recovery_finishes_running_requests(seed: int) -> None:
     """Nothing new comes while it drains, and what runs is replayed."""
     cluster = PlayedCluster(seed)
     assert cluster.run(60, lambda: cluster.lifecycle.is_working)
@@ -206,7 +206,7 @@ def check_recovery(cluster: PlayedCluster, *asked: Asked) -> None:
     assert not any(check_answer(each) for each in asked)
 
 
-def test_a_fault_while_ranks_are_gathered_is_handled_once_they_are_there() -> None:
+def test_a_fault_while_ranks_return_is_handled_once_they_are_there() -> None:
     cluster = begun()
     cluster.lose(1)
     assert cluster.run(60, lambda: cluster.lifecycle.state is State.GATHERING)
@@ -216,7 +216,7 @@ def test_a_fault_while_ranks_are_gathered_is_handled_once_they_are_there() -> No
     assert cluster.lifecycle.state is State.HANDLING_FAULT
 
 
-def test_engine_of_rank_0_that_ends_while_ranks_are_lacking_is_replaced() -> None:
+def test_rank_0s_engine_is_replaced_if_it_ends_while_ranks_are_missing() -> None:
     cluster = begun(replan=True, min_ranks=3, join_timeout=2.0)
     cluster.lose(1)
     is_lacking = cluster.run(60, lambda: cluster.lifecycle.state is State.TOO_FEW_RANKS)
@@ -227,7 +227,7 @@ def test_engine_of_rank_0_that_ends_while_ranks_are_lacking_is_replaced() -> Non
     assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
 
 
-def test_engine_of_rank_0_that_hangs_while_it_plans_for_fewer_ranks_is_replaced() -> None:
+def test_rank_0s_engine_is_replaced_if_it_hangs_while_it_plans_for_fewer_ranks() -> None:
     """It ended the cluster, with the model as the reason."""
     cluster = begun(replan=True, join_timeout=2.0)
     cluster.lose(1)
@@ -236,14 +236,14 @@ def test_engine_of_rank_0_that_hangs_while_it_plans_for_fewer_ranks_is_replaced(
     assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
 
 
-def test_ranks_without_room_wait_for_others() -> None:
+def test_ranks_without_room_for_the_model_wait_for_others() -> None:
     cluster = begun(replan=True, roomy_ranks=3, join_timeout=2.0)
     cluster.lose(1)
     assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
     assert any("waiting reason" in line for line in cluster.logged)
 
 
-def test_a_rank_that_stays_away_ends_the_cluster() -> None:
+def test_a_rank_that_does_not_return_ends_the_cluster() -> None:
     cluster = begun(return_timeout=20.0)
     asked = cluster.ask(10, 500)
     cluster.disconnect(2, "Rank 2 is gone.", back_seconds=100.0)
@@ -252,7 +252,7 @@ def test_a_rank_that_stays_away_ends_the_cluster() -> None:
     assert check_answer(asked)
 
 
-def test_a_rank_with_other_versions_stops_the_first_start() -> None:
+def test_a_rank_with_other_program_versions_ends_the_first_start() -> None:
     cluster = PlayedCluster(0)
     cluster.facts[2] = {"mlx": "2", "config.json": "x"}
     cluster.run(60)
@@ -263,7 +263,7 @@ def test_a_rank_with_other_versions_stops_the_first_start() -> None:
     }
 
 
-def test_a_returning_rank_with_other_versions_is_refused() -> None:
+def test_a_returning_rank_with_other_program_versions_is_refused() -> None:
     cluster = begun(replan=True, join_timeout=2.0)
     cluster.facts[1] = {"mlx": "2"}
     cluster.lose(1)
@@ -274,7 +274,7 @@ def test_a_returning_rank_with_other_versions_is_refused() -> None:
 
 
 @pytest.mark.parametrize("replan", [True, False])
-def test_with_replan_a_rank_that_is_lost_repeatedly_does_not_end_the_others(replan: bool) -> None:
+def test_a_rank_that_is_lost_repeatedly_ends_the_cluster_only_without_replan(replan: bool) -> None:
     """Rank 0 gave up after max_restarts, although the others could do without that rank."""
     cluster = begun(replan=replan, max_restarts=3)
     for _ in range(8):
@@ -295,7 +295,7 @@ def test_missing_ranks_are_named() -> None:
     assert "(--join-timeout)" in str(cluster.failure)
 
 
-def test_a_rank_that_was_launched_may_take_longer_to_start_than_to_return() -> None:
+def test_a_launched_rank_has_more_time_to_start_than_to_return() -> None:
     """A busy machine ended the launch, when --join-timeout was short for the sake of --replan."""
     cluster = PlayedCluster(0, is_launched=True, join_timeout=5.0, load_timeout=20.0)
     cluster.absent.add(2)
@@ -306,7 +306,7 @@ def test_a_rank_that_was_launched_may_take_longer_to_start_than_to_return() -> N
     assert cluster.lifecycle.life == 0
 
 
-def test_a_rank_that_was_launched_and_never_joins_is_named() -> None:
+def test_a_launched_rank_that_never_joins_is_named() -> None:
     cluster = PlayedCluster(0, is_launched=True, join_timeout=5.0, load_timeout=20.0)
     cluster.absent.add(2)
     cluster.run(60)
@@ -314,7 +314,7 @@ def test_a_rank_that_was_launched_and_never_joins_is_named() -> None:
     assert "within 20 s" in str(cluster.failure)
 
 
-def test_an_engine_may_import_mlx_for_longer_than_the_ring_may_take_to_form() -> None:
+def test_time_to_import_mlx_does_not_count_as_time_to_join_the_ring() -> None:
     """On a busy machine every engine was replaced before it had imported MLX."""
     cluster = PlayedCluster(0, join_timeout=5.0, load_timeout=20.0)
     cluster.import_seconds = {1: 15.0}
@@ -322,7 +322,7 @@ def test_an_engine_may_import_mlx_for_longer_than_the_ring_may_take_to_form() ->
     assert cluster.lifecycle.life == 0
 
 
-def test_an_engine_that_never_says_that_it_joins_is_named() -> None:
+def test_an_engine_that_never_reports_that_it_joins_is_named() -> None:
     cluster = PlayedCluster(0, join_timeout=5.0, load_timeout=20.0)
     cluster.import_seconds = {1: 1000.0}
     cluster.run(60, lambda: cluster.lifecycle.life > 0)
@@ -330,7 +330,7 @@ def test_an_engine_that_never_says_that_it_joins_is_named() -> None:
     assert "Rank 1 on h did not join the ring: it made no progress for 20 s" in line
 
 
-def test_a_fault_that_no_engine_can_mend_ends_the_cluster_at_once() -> None:
+def test_a_fault_that_no_new_engine_can_repair_ends_the_cluster_at_once() -> None:
     cluster = begun()
     asked = cluster.ask(10, 500)
     error = ModelError("Rank 1 cannot.", code="missing_tensor")
@@ -354,7 +354,7 @@ def test_the_most_informative_reason_is_reported() -> None:
     assert "ran out of memory" in line
 
 
-def test_lifecycle_waits_for_no_better_reason_once_all_engines_have_lost_their_ring() -> None:
+def test_a_better_reason_is_not_awaited_once_all_engines_have_lost_their_ring() -> None:
     cluster = begun()
     cluster.ask(10, 200)
     cluster.run(1)
@@ -369,7 +369,7 @@ def test_lifecycle_waits_for_no_better_reason_once_all_engines_have_lost_their_r
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_lifecycle_keeps_engines_and_sequences_when_only_a_link_is_lost(seed: int) -> None:
+def test_engines_and_sequences_are_kept_if_only_a_link_is_lost(seed: int) -> None:
     """Also when ranks disagree about how far the sequences are."""
     cluster = PlayedCluster(seed)
     assert cluster.run(60, lambda: cluster.lifecycle.is_working)
@@ -393,7 +393,9 @@ def test_lifecycle_keeps_engines_and_sequences_when_only_a_link_is_lost(seed: in
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_lifecycle_computes_again_what_an_engine_reports_wrongly(seed: int) -> None:
+def test_sequences_are_computed_again_if_an_engine_does_not_hold_what_it_reported(
+    seed: int,
+) -> None:
     """An engine that does not hold what it has reported refuses its order."""
     cluster = begun(seed)
     asked = [cluster.ask(10, 200) for _ in range(4)]
@@ -406,7 +408,7 @@ def test_lifecycle_computes_again_what_an_engine_reports_wrongly(seed: int) -> N
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_lifecycle_replaces_only_the_engine_that_ended(rank: int) -> None:
+def test_only_the_engine_that_ended_is_replaced(rank: int) -> None:
     cluster = begun()
     asked = [cluster.ask(10, 50) for _ in range(4)]
     cluster.run(1)
@@ -420,7 +422,7 @@ def test_lifecycle_replaces_only_the_engine_that_ended(rank: int) -> None:
     assert not any(check_answer(each) for each in asked)
 
 
-def test_lifecycle_replaces_all_engines_after_a_fault_of_a_recovery() -> None:
+def test_all_engines_are_replaced_after_a_fault_during_a_recovery() -> None:
     cluster = begun()
     cluster.kill(1)
     assert cluster.run(60, lambda: cluster.lifecycle.state is State.JOINING)
@@ -431,7 +433,7 @@ def test_lifecycle_replaces_all_engines_after_a_fault_of_a_recovery() -> None:
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_lifecycle_replaces_only_the_engine_that_hangs_after_a_stall(rank: int) -> None:
+def test_only_the_engine_that_hangs_is_replaced_after_a_stall(rank: int) -> None:
     cluster = begun()
     asked = cluster.ask(10, 500)
     engines = engines_of(cluster)
@@ -443,7 +445,7 @@ def test_lifecycle_replaces_only_the_engine_that_hangs_after_a_stall(rank: int) 
     check_recovery(cluster, asked)
 
 
-def test_lifecycle_replaces_all_engines_after_a_stall_for_which_none_is_to_blame() -> None:
+def test_all_engines_are_replaced_after_a_stall_that_no_engine_has_caused() -> None:
     """A message was lost, and every engine waits for the next step."""
     cluster = begun()
     asked = cluster.ask(10, 500)
@@ -455,7 +457,7 @@ def test_lifecycle_replaces_all_engines_after_a_stall_for_which_none_is_to_blame
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_lifecycle_keeps_engines_and_sequences_when_parents_lose_their_connection(
+def test_engines_and_sequences_are_kept_if_parents_lose_their_connection(
     seed: int,
 ) -> None:
     """The ring and this connection share a cable."""
@@ -475,7 +477,7 @@ def test_lifecycle_keeps_engines_and_sequences_when_parents_lose_their_connectio
 
 @pytest.mark.parametrize("state", [State.RENEWING, State.GATHERING, State.STARTING])
 @pytest.mark.parametrize("seed", range(4))
-def test_lifecycle_waits_for_a_rank_that_is_lost_before_the_engines_have_orders(
+def test_a_rank_lost_before_engines_get_orders_is_awaited(
     seed: int,
     state: State,
 ) -> None:
@@ -499,7 +501,7 @@ def test_lifecycle_waits_for_a_rank_that_is_lost_before_the_engines_have_orders(
     check_recovery(cluster, *asked)
 
 
-def test_lifecycle_plans_again_without_a_rank_that_is_lost_while_a_plan_is_made() -> None:
+def test_layers_are_planned_again_if_a_rank_is_lost_while_a_plan_is_made() -> None:
     """It is awaited as any other. Nobody waits for its engine, and no engine is replaced."""
     cluster = begun(4, replan=True, join_timeout=2.0)
     asked = cluster.ask(10, 500)
@@ -515,7 +517,7 @@ def test_lifecycle_plans_again_without_a_rank_that_is_lost_while_a_plan_is_made(
     check_recovery(cluster, asked)
 
 
-def test_lifecycle_with_replan_keeps_the_engine_of_a_rank_whose_cable_was_out() -> None:
+def test_the_engine_of_a_disconnected_rank_is_kept_with_replan() -> None:
     """It moves layers back to it, and reads only those that it lacks."""
     cluster = begun(4, replan=True, join_timeout=2.0)
     asked = cluster.ask(10, 2000)
@@ -530,7 +532,7 @@ def test_lifecycle_with_replan_keeps_the_engine_of_a_rank_whose_cable_was_out() 
     assert not check_answer(asked)
 
 
-def test_requests_blame_no_long_prompt_for_links_that_break() -> None:
+def test_a_long_prompt_is_not_blamed_for_links_that_break() -> None:
     """It gets no token for longer than it takes the link to break four times."""
     cluster = begun(2)
     asked = cluster.ask(1000, 5)
@@ -546,7 +548,7 @@ def test_requests_blame_no_long_prompt_for_links_that_break() -> None:
     check_recovery(cluster, asked)
 
 
-def test_lifecycle_blames_no_kept_sequence_for_a_fault_before_the_engines_work_again() -> None:
+def test_a_kept_sequence_is_not_blamed_for_a_fault_before_its_next_step() -> None:
     """No step of it has run since the first fault, so it need not run alone."""
     cluster = PlayedCluster(2)
     assert cluster.run(60, lambda: cluster.lifecycle.is_working)
@@ -561,7 +563,7 @@ def test_lifecycle_blames_no_kept_sequence_for_a_fault_before_the_engines_work_a
     check_recovery(cluster, *asked)
 
 
-def test_requests_that_are_kept_run_before_those_that_are_computed_again() -> None:
+def test_kept_sequences_run_before_those_that_are_computed_again() -> None:
     """Kept sequences occupy memory that an earlier one in the queue would wait for endlessly."""
     cluster = begun()
     for _ in range(2):
@@ -575,7 +577,7 @@ def test_requests_that_are_kept_run_before_those_that_are_computed_again() -> No
     assert step.rows[0].sequence == 1
 
 
-def test_lifecycle_replaces_all_engines_when_a_new_one_has_read_other_files() -> None:
+def test_all_engines_are_replaced_if_a_new_one_has_read_other_model_files() -> None:
     """One half of a model would be the old one."""
     cluster = begun()
     asked = cluster.ask(10, 50)
@@ -590,7 +592,7 @@ def test_lifecycle_replaces_all_engines_when_a_new_one_has_read_other_files() ->
 
 
 @pytest.mark.parametrize("seed", seeds(2, 6))
-def test_lifecycle_with_replan_keeps_engines_when_layers_change_owner(seed: int) -> None:
+def test_engines_are_kept_with_replan_when_layers_change_owner(seed: int) -> None:
     """They keep layers, and no sequence goes on with keys and values of other layers."""
     cluster = begun(seed, replan=True, join_timeout=2.0)
     asked = [cluster.ask(10, 2000) for _ in range(3)]
@@ -610,9 +612,7 @@ def test_lifecycle_with_replan_keeps_engines_when_layers_change_owner(seed: int)
     assert not any(check_answer(each) for each in asked)
 
 
-def test_lifecycle_keeps_no_sequence_for_an_engine_that_left_after_the_layers_were_planned() -> (
-    None
-):
+def test_sequences_are_not_kept_if_an_engine_leaves_the_ring_after_planning() -> None:
     """Its report belongs to its old layers."""
     cluster = begun(2, replan=True, join_timeout=2.0)
     assert cluster.can_rewind
@@ -628,7 +628,7 @@ def test_lifecycle_keeps_no_sequence_for_an_engine_that_left_after_the_layers_we
     check_recovery(cluster, asked)
 
 
-def test_lifecycle_keeps_rank_0s_engine_when_the_model_does_not_fit_the_remaining_ranks() -> None:
+def test_rank_0s_engine_is_kept_while_the_model_does_not_fit_the_remaining_ranks() -> None:
     """Its plan is refused, and it waits with its layers until the lost rank is back."""
     cluster = begun(replan=True, min_ranks=3, join_timeout=2.0)
     asked = cluster.ask(10, 50)
@@ -643,7 +643,7 @@ def test_lifecycle_keeps_rank_0s_engine_when_the_model_does_not_fit_the_remainin
     assert not check_answer(asked)
 
 
-def test_lifecycle_plans_again_when_a_rank_came_while_a_plan_was_refused() -> None:
+def test_layers_are_planned_again_if_a_rank_returned_while_a_plan_was_refused() -> None:
     """It waited until the end of return_timeout for a rank that was there."""
     cluster = begun(replan=True, min_ranks=3, join_timeout=2.0)
     asked = cluster.ask(10, 50)
@@ -658,7 +658,7 @@ def test_lifecycle_plans_again_when_a_rank_came_while_a_plan_was_refused() -> No
 
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize("state", [State.STARTING, State.JOINING, State.LOADING, State.PREPARING])
-def test_lifecycle_replaces_all_engines_after_a_fault_while_layers_change_owner(
+def test_all_engines_are_replaced_after_a_fault_while_layers_change_owner(
     state: State, rank: int
 ) -> None:
     cluster = begun(5, replan=True, join_timeout=2.0)
@@ -671,7 +671,7 @@ def test_lifecycle_replaces_all_engines_after_a_fault_while_layers_change_owner(
     check_recovery(cluster, asked)
 
 
-def test_lifecycle_replaces_all_engines_when_files_have_changed_before_a_replan() -> None:
+def test_all_engines_are_replaced_if_model_files_changed_before_a_replan() -> None:
     cluster = begun(replan=True, join_timeout=2.0)
     asked = cluster.ask(10, 500)
     cluster.run(1)
@@ -684,7 +684,7 @@ def test_lifecycle_replaces_all_engines_when_files_have_changed_before_a_replan(
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_lifecycle_judges_a_fault_that_was_noted_before_layers_change_owner(seed: int) -> None:
+def test_a_fault_reported_before_layers_change_owner_is_still_handled(seed: int) -> None:
     """The new life for other layers made it forget the fault."""
     cluster = begun(seed, replan=True, join_timeout=2.0)
     cluster.kill(1)
@@ -700,7 +700,7 @@ def test_lifecycle_judges_a_fault_that_was_noted_before_layers_change_owner(seed
     assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
 
 
-def test_a_paused_process_takes_no_rank_for_silent() -> None:
+def test_no_rank_counts_as_silent_after_rank_0_itself_was_suspended() -> None:
     """Rank 0's parent itself: what came meanwhile is read first."""
     cluster = begun()
     lifecycle = cluster.lifecycle
@@ -711,7 +711,7 @@ def test_a_paused_process_takes_no_rank_for_silent() -> None:
     assert lifecycle.state is State.HANDLING_FAULT
 
 
-def test_parents_that_hang_are_reported_to_the_launcher_and_others_are_not() -> None:
+def test_only_parents_that_hang_are_reported_to_the_launcher() -> None:
     cluster = begun()
     cluster.ask(10, 5000)
     cluster.stop_parent(1)
@@ -729,7 +729,7 @@ def layout_reasons(cluster: PlayedCluster) -> list[str]:
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_auto_layout_is_planned_once_when_all_ranks_have_joined(is_killed: bool) -> None:
+def test_auto_layout_is_planned_only_once_when_all_ranks_have_joined(is_killed: bool) -> None:
     """The links cannot be measured before that, and the layout stays after a fault."""
     cluster = begun(tensor_parallel_size="auto")
     if is_killed:
@@ -741,7 +741,7 @@ def test_auto_layout_is_planned_once_when_all_ranks_have_joined(is_killed: bool)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_auto_layout_is_planned_by_a_new_engine_if_the_first_ends_while_ranks_join(
+def test_auto_layout_is_planned_by_a_new_engine_if_the_first_ends_before_ranks_join(
     seed: int,
 ) -> None:
     """The dead engine was asked for the plan, and the cluster failed after load_timeout."""
@@ -760,9 +760,7 @@ def test_auto_layout_is_planned_by_a_new_engine_if_the_first_ends_while_ranks_jo
     assert any("signal 9" in line for line in cluster.logged)
 
 
-def test_engine_of_rank_0_that_ends_while_links_are_measured_ends_the_cluster_with_the_reason() -> (
-    None
-):
+def test_the_cluster_ends_if_rank_0s_engine_ends_while_links_are_measured() -> None:
     """As when it ends while it plans."""
     cluster = PlayedCluster(1, tensor_parallel_size="auto")
     cluster.measure_seconds = 5.0
@@ -776,7 +774,7 @@ def test_engine_of_rank_0_that_ends_while_links_are_measured_ends_the_cluster_wi
 
 @pytest.mark.parametrize("back_seconds", [0.0, 1.0, 8.0])
 @pytest.mark.parametrize("seed", range(4))
-def test_links_are_measured_again_when_a_rank_was_lost_meanwhile(
+def test_links_are_measured_again_if_a_rank_was_lost_during_the_measurement(
     seed: int,
     back_seconds: float,
 ) -> None:
@@ -791,7 +789,7 @@ def test_links_are_measured_again_when_a_rank_was_lost_meanwhile(
     assert layout_reasons(cluster) == ["Chosen."]
 
 
-def test_a_link_that_cannot_be_measured_is_named_once_in_the_log() -> None:
+def test_a_link_that_cannot_be_measured_is_logged_once() -> None:
     cluster = PlayedCluster(1, tensor_parallel_size="auto")
     cluster.silent = 2
     assert cluster.run(60, lambda: cluster.is_quiet)
@@ -800,7 +798,7 @@ def test_a_link_that_cannot_be_measured_is_named_once_in_the_log() -> None:
     assert "rank 2" in reason
 
 
-def test_lifecycle_plans_fewer_shards_when_a_rank_is_lost_and_the_same_when_it_is_back() -> None:
+def test_fewer_shards_are_planned_while_a_rank_is_lost() -> None:
     """Three ranks have no stages of two shards; two ranks have one. Stages and shards are those of
     the ring, in which some ranks of the launch are missing."""
     cluster = begun(tensor_parallel_size="2", num_ranks=4, replan=True, join_timeout=2.0)
@@ -826,7 +824,7 @@ def layout(cluster: PlayedCluster) -> dict[int, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_lifecycle_replaces_engines_with_whole_layers_when_shards_are_planned(seed: int) -> None:
+def test_engines_with_whole_layers_are_replaced_if_shards_are_planned(seed: int) -> None:
     """The lost rank is awaited only once for that."""
     cluster = begun(seed, tensor_parallel_size="2", num_ranks=4, replan=True, join_timeout=20.0)
     cluster.disconnect(1, "Rank 1 is gone.", back_seconds=500.0)
@@ -845,7 +843,7 @@ def test_lifecycle_replaces_engines_with_whole_layers_when_shards_are_planned(se
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_lifecycle_gives_no_shards_to_engines_that_say_late_that_they_have_stayed(
+def test_an_engine_that_reports_late_that_it_stayed_gets_no_shard(
     seed: int,
 ) -> None:
     """The plan is known already, and rank 0 has a new engine, so nothing else is waited for."""
@@ -861,7 +859,7 @@ def test_lifecycle_gives_no_shards_to_engines_that_say_late_that_they_have_staye
 
 @pytest.mark.parametrize("tensor_parallel_size", ["2", "auto"])
 @pytest.mark.parametrize("seed", range(10))
-def test_shards_that_are_planned_again_come_to_rest_in_random_lives(
+def test_planning_shards_again_comes_to_an_end_after_random_faults(
     seed: int, tensor_parallel_size: str
 ) -> None:
     cluster = PlayedCluster(
@@ -877,7 +875,7 @@ def test_shards_that_are_planned_again_come_to_rest_in_random_lives(
     assert seed >= 4 or not cluster.check_answers()
 
 
-def test_auto_layout_is_chosen_again_for_fewer_ranks_by_the_same_link() -> None:
+def test_auto_layout_for_fewer_ranks_uses_the_link_measured_before() -> None:
     cluster = begun(tensor_parallel_size="auto", replan=True, join_timeout=2.0)
     cluster.disconnect(2, "Rank 2 is gone.", back_seconds=20.0)
     assert cluster.run(30, lambda: cluster.membership.ring == (0, 1))
@@ -888,7 +886,7 @@ def test_auto_layout_is_chosen_again_for_fewer_ranks_by_the_same_link() -> None:
     assert layout_reasons(cluster) == ["Chosen."] * 3
 
 
-def test_layers_that_shards_cannot_divide_are_named_in_one_line_of_the_log() -> None:
+def test_layers_that_shards_cannot_divide_are_logged_in_one_line() -> None:
     cluster = PlayedCluster(1, num_ranks=2, tensor_parallel_size="2")
     cluster.warning = "Nothing is divided."
     assert cluster.run(60, lambda: cluster.is_quiet)
@@ -896,7 +894,7 @@ def test_layers_that_shards_cannot_divide_are_named_in_one_line_of_the_log() -> 
     assert lines == ['event=not_divided reason="Nothing is divided."']
 
 
-def test_shards_that_divide_their_layers_differently_end_the_cluster() -> None:
+def test_shards_of_a_stage_that_divide_layers_differently_end_the_cluster() -> None:
     """Their sums match only by their order, so the answers would be wrong."""
     cluster = PlayedCluster(1, num_ranks=4, tensor_parallel_size="2")
     cluster.shardings = {3: "2"}
@@ -907,7 +905,7 @@ def test_shards_that_divide_their_layers_differently_end_the_cluster() -> None:
     assert cluster.lifecycle.life == 0
 
 
-def test_stages_may_divide_their_layers_differently() -> None:
+def test_different_stages_may_divide_their_layers_differently() -> None:
     cluster = PlayedCluster(1, num_ranks=4, tensor_parallel_size="2")
     cluster.shardings = {2: "2", 3: "2"}
     assert cluster.run(60, lambda: cluster.is_quiet)

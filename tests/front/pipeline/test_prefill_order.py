@@ -27,12 +27,12 @@ def begun_in_order(pipeline: Pipeline, num_before: int = 0) -> list[int]:
     return list(dict.fromkeys(row.sequence for step in steps for row in step.rows))
 
 
-def test_prompts_with_the_fewest_tokens_left_come_first_and_the_oldest_among_equals() -> None:
+def test_prompts_are_ordered_by_tokens_left_and_then_by_age() -> None:
     prompts = [prompt(3, 250), prompt(0, 400, 100), prompt(2, 250), prompt(1, 300)]
     assert ids(PrefillOrder().in_order(prompts)) == [2, 3, 1, 0]
 
 
-def test_short_prompts_keep_their_order_so_that_they_share_steps() -> None:
+def test_short_prompts_keep_their_order_so_that_they_can_share_steps() -> None:
     prompts = [prompt(2, 20), prompt(0, 300), prompt(3, 10), prompt(1, 120)]
     assert ids(PrefillOrder().in_order(prompts)) == [1, 2, 3, 0]
     pipeline = Pipeline(2, prefill_chunk=512)
@@ -48,7 +48,7 @@ def test_short_prompts_keep_their_order_so_that_they_share_steps() -> None:
     check_all_ended(pipeline)
 
 
-def test_a_token_with_many_before_it_counts_as_more_work() -> None:
+def test_a_token_after_many_others_counts_as_more_work() -> None:
     assert work(0, 3000) == pytest.approx(3150)
     assert work(60_000, 61_000) > work(0, 2500)
     assert work(0, 1000) + work(1000, 9000) == pytest.approx(work(0, 9000))
@@ -59,7 +59,7 @@ def test_a_token_with_many_before_it_counts_as_more_work() -> None:
     assert ids(order.in_order([behind_a_prefix, prompt(1, 2000)])) == [1, 0]
 
 
-def test_younger_prompts_wait_once_an_older_one_tolerates_no_more() -> None:
+def test_younger_prompts_wait_once_they_have_delayed_an_older_one_enough() -> None:
     prompts = [prompt(2, 10), prompt(1, 400, 100), prompt(0, 900)]
     order = PrefillOrder()
     order.note_overtaking(prompt(3, 600), 499, prompts)
@@ -68,7 +68,7 @@ def test_younger_prompts_wait_once_an_older_one_tolerates_no_more() -> None:
     assert ids(order.in_order(prompts)) == [1, 0]
 
 
-def test_a_prompt_is_admitted_before_older_ones_only_if_they_tolerate_all_of_it() -> None:
+def test_a_prompt_is_admitted_before_older_ones_only_within_their_tolerance() -> None:
     waiting = [prompt(1, 1000), prompt(3, 500), prompt(4, 400)]
     order = PrefillOrder()
     assert order.next_to_admit(waiting, []) is waiting[2]
@@ -97,7 +97,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(num_stages: int) -> None:
 
 
 @pytest.mark.parametrize("is_waiting", [False, True])
-def test_a_prompt_counts_only_the_tokens_after_its_prefix(is_waiting: bool) -> None:
+def test_only_tokens_after_its_prefix_count_in_the_order_of_a_prompt(is_waiting: bool) -> None:
     pipeline = Pipeline(2, max_num_sequences=1 if is_waiting else 8)
     pipeline.scheduler.reuse = "any"
     pipeline.add(make_sequence(0, [5] * 1000, 1))
@@ -112,7 +112,7 @@ def test_a_prompt_counts_only_the_tokens_after_its_prefix(is_waiting: bool) -> N
     check_all_ended(pipeline)
 
 
-def test_short_prompts_pass_a_long_one_that_lacks_memory_within_its_tolerance() -> None:
+def test_short_prompts_overtake_a_long_one_that_lacks_memory_within_its_tolerance() -> None:
     """The first sequence leaves room for short prompts, but not for the long one."""
     pipeline = Pipeline(2)
     pipeline.scheduler.budget.max_tokens = 910
@@ -181,5 +181,5 @@ def check_overtaking(
 
 
 @pytest.mark.parametrize("num_examples", [10, pytest.param(40, marks=pytest.mark.slow)])
-def test_no_arrivals_delay_a_prompt_by_more_than_its_own_length(num_examples: int) -> None:
+def test_no_prompt_is_delayed_by_more_than_its_own_length(num_examples: int) -> None:
     check_examples(check_overtaking, ARRIVALS, num_examples)

@@ -14,7 +14,7 @@ from serve.front.pipeline.status import StageStatus
 from serve.parent.engines import Engines
 
 
-def test_chunks_follow_the_speed_of_the_stages_from_the_first_prompt_on() -> None:
+def test_sizes_of_chunks_follow_the_measured_speed_from_the_first_prompt_on() -> None:
     all_sent: list[Admit | Step] = []
     engines = cast(Engines, SimpleNamespace(send=all_sent.append))
     requests = Requests(ServeConfig(model=Path()), 1, engines)

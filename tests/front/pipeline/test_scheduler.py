@@ -41,7 +41,7 @@ def check_all_ended(pipeline: Pipeline) -> None:
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 8])
 @pytest.mark.parametrize("prompt", [1, 2, 8, 9, 10, 100])
-def test_one_sequence_gets_its_tokens(num_stages: int, prompt: int) -> None:
+def test_a_single_sequence_gets_its_tokens(num_stages: int, prompt: int) -> None:
     pipeline = Pipeline(num_stages)
     pipeline.add(make_sequence(5, prompt, 4))
     pipeline.run()
@@ -65,7 +65,7 @@ def test_every_arrival_order_gives_the_same_tokens() -> None:
             check_all_ended(pipeline)
 
 
-def test_a_drop_at_every_tick_frees_everything_and_changes_no_other_answer() -> None:
+def test_a_drop_at_any_tick_frees_all_rows_and_changes_no_other_answer() -> None:
     for num_ticks in range(40):
         pipeline = Pipeline(3, max_num_sequences=4)
         for id in range(6):
@@ -82,7 +82,7 @@ def test_a_drop_at_every_tick_frees_everything_and_changes_no_other_answer() -> 
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_a_row_that_fails_at_any_token_ends_alone(num_stages: int) -> None:
+def test_a_row_that_fails_at_any_token_ends_only_its_own_sequence(num_stages: int) -> None:
     for position in range(12, 18):
         pipeline = Pipeline(num_stages)
         pipeline.failing = {(1, position)}
@@ -153,12 +153,12 @@ TEN_THOUSAND = pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout
 
 
 @pytest.mark.parametrize("num_examples", [50, TEN_THOUSAND])
-def test_random_lives_give_every_sequence_its_tokens(num_examples: int) -> None:
+def test_random_arrivals_and_drops_give_every_sequence_its_tokens(num_examples: int) -> None:
     check_examples(check_random_lives, LIVES, num_examples)
 
 
 @pytest.mark.parametrize("reuse", ["any", "checkpoints"])
-def test_drop_at_every_tick_keeps_the_computed_tokens(reuse: Reuse) -> None:
+def test_computed_tokens_are_kept_after_a_drop_at_any_tick(reuse: Reuse) -> None:
     """Of the prompt, and of the answer: also the tokens of steps that were under way."""
     num_kept_answers = 0
     for num_ticks in range(30):
@@ -181,7 +181,7 @@ def test_drop_at_every_tick_keeps_the_computed_tokens(reuse: Reuse) -> None:
     assert num_kept_answers > 5
 
 
-def test_drop_keeps_no_sequence_whose_numbers_overflow_later() -> None:
+def test_a_dropped_sequence_whose_numbers_overflow_later_is_not_kept() -> None:
     """The client leaves before the token comes that says so."""
     outcomes = set()
     for num_ticks in range(20):
@@ -202,7 +202,7 @@ def test_drop_keeps_no_sequence_whose_numbers_overflow_later() -> None:
     assert outcomes >= {(False, True), (True, False)}
 
 
-def test_eos_ends_a_sequence_and_counts_as_its_last_token() -> None:
+def test_an_end_token_ends_a_sequence_and_counts_as_its_last_token() -> None:
     eos = next_token(0, 12)
     pipeline = Pipeline(2)
     pipeline.add(make_sequence(0, 10, 100, frozenset({eos})))
@@ -223,7 +223,7 @@ def test_as_many_sequences_as_stages_keep_the_stages_busy(num_stages: int) -> No
 @pytest.mark.long
 @pytest.mark.parametrize("num_stages", [2, 4, 8])
 @pytest.mark.parametrize("num_clients_of_a_stage", [1, 4])
-def test_prompts_and_answers_together_keep_the_stages_busy(
+def test_prefill_and_decoding_together_keep_the_stages_busy(
     num_stages: int, num_clients_of_a_stage: int
 ) -> None:
     """Each client asks again after its answer. A step takes equally long on all stages."""
@@ -237,7 +237,7 @@ def test_prompts_and_answers_together_keep_the_stages_busy(
     assert pipeline.busy_share > 0.98
 
 
-def test_one_group_leaves_the_stages_mostly_idle() -> None:
+def test_a_single_group_leaves_the_stages_mostly_idle() -> None:
     """Its steps follow each other only when all stages have run."""
     pipeline = Pipeline(4, num_groups=1)
     for id in range(8):
@@ -246,21 +246,21 @@ def test_one_group_leaves_the_stages_mostly_idle() -> None:
     assert pipeline.busy_share < 0.3
 
 
-def test_one_sequence_never_overlaps_with_itself() -> None:
+def test_no_two_steps_of_a_single_sequence_overlap() -> None:
     pipeline = Pipeline(4)
     pipeline.add(make_sequence(0, 1, 50))
     pipeline.run()
     assert pipeline.num_overlapping == 0
 
 
-def test_chunks_of_one_prompt_follow_each_other_through_the_stages() -> None:
+def test_chunks_of_one_prompt_keep_all_stages_busy() -> None:
     pipeline = Pipeline(4, prefill_chunk=10)
     pipeline.add(make_sequence(0, 1001, 1))
     pipeline.run()
     assert pipeline.busy_share > 0.85
 
 
-def test_a_long_prompt_does_not_stop_the_others() -> None:
+def test_a_long_prompt_does_not_stop_answers_that_are_decoded() -> None:
     pipeline = Pipeline(2, prefill_chunk=4)
     pipeline.add(make_sequence(0, 2, 300))
     for _ in range(10):
@@ -274,14 +274,14 @@ def test_a_long_prompt_does_not_stop_the_others() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 8])
-def test_schedule_gives_every_stage_a_chunk_of_a_lone_prompt(num_stages: int) -> None:
+def test_every_stage_gets_a_chunk_of_a_prompt_that_is_alone(num_stages: int) -> None:
     pipeline = Pipeline(num_stages, prefill_chunk=4)
     pipeline.add(make_sequence(0, 401, 1))
     pipeline.pump()
     assert len(pipeline.queues[0]) == num_stages
 
 
-def test_short_prompts_share_a_step_beside_decoding() -> None:
+def test_short_prompts_share_a_step_while_others_decode() -> None:
     pipeline = Pipeline(2, prefill_chunk=512)
     pipeline.scheduler.chunk_beside_decoding = 8
     pipeline.add(make_sequence(0, 2, 100))
@@ -310,7 +310,7 @@ def test_chunks_have_the_size_for_decoding_only_while_a_sequence_decodes() -> No
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_short_prompts_of_a_burst_share_larger_steps_than_chunks_of_long_ones(
+def test_short_prompts_that_arrive_together_share_larger_steps(
     num_stages: int,
 ) -> None:
     pipeline = Pipeline(num_stages, prefill_chunk=512)
@@ -323,7 +323,7 @@ def test_short_prompts_of_a_burst_share_larger_steps_than_chunks_of_long_ones(
     check_all_ended(pipeline)
 
 
-def test_schedule_cuts_short_prompts_if_the_time_between_tokens_is_limited() -> None:
+def test_short_prompts_are_split_if_the_time_between_tokens_is_limited() -> None:
     pipeline = Pipeline(2, prefill_chunk=512, cuts_short_prompts=True)
     pipeline.scheduler.chunk_beside_decoding = 20
     pipeline.add(make_sequence(0, 2, 100))
@@ -337,7 +337,7 @@ def test_schedule_cuts_short_prompts_if_the_time_between_tokens_is_limited() -> 
 
 
 @pytest.mark.parametrize(("num_stages", "max_chunks"), [(1, 1), (2, 1), (4, 2), (8, 4)])
-def test_schedule_puts_few_chunks_between_the_steps_of_a_group(
+def test_few_chunks_are_scheduled_between_two_steps_of_a_group(
     num_stages: int, max_chunks: int
 ) -> None:
     pipeline = Pipeline(num_stages, prefill_chunk=4)
@@ -362,7 +362,7 @@ def test_schedule_puts_few_chunks_between_the_steps_of_a_group(
     check_all_ended(pipeline)
 
 
-def test_short_prompts_go_first_until_a_long_one_tolerates_no_more() -> None:
+def test_short_prompts_run_first_until_a_long_one_tolerates_no_more() -> None:
     pipeline = Pipeline(2, prefill_chunk=512)
     pipeline.scheduler.chunk_beside_decoding = 8
     pipeline.add(make_sequence(0, 2, 1000))
@@ -399,7 +399,7 @@ def test_a_prompt_does_not_evict_the_prefix_that_it_continues() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_no_group_is_empty_while_others_are_full(num_stages: int) -> None:
+def test_no_group_stays_empty_while_others_are_full(num_stages: int) -> None:
     """Whoever leaves, rows move to a group that has run empty."""
     pipeline = Pipeline(num_stages)
     for id in range(4 * num_stages):
@@ -423,7 +423,7 @@ def test_a_full_queue_refuses_requests() -> None:
     assert sorted(e.sequence for e in pipeline.events if e.finish_reason) == [0, 1, 2, 3, 4]
 
 
-def test_a_burst_begins_only_as_many_sequences_as_fit() -> None:
+def test_only_as_many_sequences_begin_as_fit_into_memory() -> None:
     pipeline = Pipeline(2)
     pipeline.scheduler.budget.max_tokens = 150
     for id in range(4):
@@ -451,7 +451,7 @@ def copies(pipeline: Pipeline, first: int, prompt: int, num: int) -> list[int]:
 
 @pytest.mark.parametrize("reuse", ["any", "checkpoints", "none"])
 @pytest.mark.parametrize("prompt", [1, 2, 9, 100])
-def test_a_prompt_is_computed_once_for_all_its_copies(reuse: Reuse, prompt: int) -> None:
+def test_a_prompt_is_computed_only_once_for_all_its_copies(reuse: Reuse, prompt: int) -> None:
     pipeline = Pipeline(3)
     pipeline.scheduler.reuse = reuse
     ids = copies(pipeline, 0, prompt, 4)
@@ -464,7 +464,7 @@ def test_a_prompt_is_computed_once_for_all_its_copies(reuse: Reuse, prompt: int)
     check_all_ended(pipeline)
 
 
-def test_copies_survive_the_drop_of_their_original_at_every_tick() -> None:
+def test_copies_are_answered_after_a_drop_of_their_original_at_any_tick() -> None:
     for num_ticks in range(30):
         pipeline = Pipeline(2)
         ids = copies(pipeline, 0, 40, 3)
@@ -477,7 +477,7 @@ def test_copies_survive_the_drop_of_their_original_at_every_tick() -> None:
         check_all_ended(pipeline)
 
 
-def test_copies_are_all_answered_though_few_fit_at_once() -> None:
+def test_all_copies_are_answered_even_if_few_fit_at_once() -> None:
     pipeline = Pipeline(2, max_num_sequences=4)
     pipeline.scheduler.budget.max_tokens = 100
     first, second = copies(pipeline, 0, 40, 5), copies(pipeline, 10, 30, 5)
@@ -488,7 +488,7 @@ def test_copies_are_all_answered_though_few_fit_at_once() -> None:
     check_all_ended(pipeline)
 
 
-def test_a_request_is_queued_as_a_whole_or_not_at_all() -> None:
+def test_either_all_sequences_of_a_request_are_queued_or_none() -> None:
     pipeline = Pipeline(2, max_num_sequences=2, max_queue=4)
     copies(pipeline, 0, 10, 4)
     with pytest.raises(OverloadedError):
@@ -499,7 +499,7 @@ def test_a_request_is_queued_as_a_whole_or_not_at_all() -> None:
     check_all_ended(pipeline)
 
 
-def test_copies_go_before_requests_that_came_later() -> None:
+def test_copies_are_answered_before_requests_that_came_later() -> None:
     pipeline = Pipeline(2, max_num_sequences=2)
     copies(pipeline, 0, 30, 3)
     for id in (10, 11):

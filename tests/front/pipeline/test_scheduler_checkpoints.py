@@ -52,7 +52,7 @@ def check_checkpoints(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_schedule_begins_at_the_boundary_of_the_last_prompt(num_stages: int) -> None:
+def test_a_prompt_begins_at_the_boundary_of_the_previous_one(num_stages: int) -> None:
     """The answer is not part of the next prompt as it was generated."""
     pipeline = with_checkpoints(num_stages)
     shared = tokens(1, 300)
@@ -65,7 +65,7 @@ def test_schedule_begins_at_the_boundary_of_the_last_prompt(num_stages: int) -> 
     check_checkpoints(pipeline)
 
 
-def test_schedule_computes_little_twice_in_a_loop_of_twenty_turns() -> None:
+def test_hardly_any_token_is_computed_twice_in_twenty_turns_with_tools() -> None:
     """Each turn adds a call without the reasoning before it, and the result of the tool."""
     pipeline = with_checkpoints()
     history = tokens(1, 5000)
@@ -83,7 +83,7 @@ def test_schedule_computes_little_twice_in_a_loop_of_twenty_turns() -> None:
     check_checkpoints(pipeline)
 
 
-def test_schedule_makes_checkpoints_at_fixed_distances_too() -> None:
+def test_checkpoints_are_also_made_at_fixed_distances() -> None:
     """For prompts that share what no boundary says."""
     pipeline = with_checkpoints()
     shared = tokens(1, 5000)
@@ -98,7 +98,7 @@ def test_schedule_makes_checkpoints_at_fixed_distances_too() -> None:
     check_checkpoints(pipeline)
 
 
-def test_schedule_uses_a_checkpoint_of_a_decoding_sequence() -> None:
+def test_a_checkpoint_of_a_decoding_sequence_can_be_used() -> None:
     pipeline = with_checkpoints()
     shared = tokens(1, 300)
     add_chat(pipeline, 0, [*shared, 7, 8], 300, max_tokens=400)
@@ -113,7 +113,7 @@ def test_schedule_uses_a_checkpoint_of_a_decoding_sequence() -> None:
     check_checkpoints(pipeline)
 
 
-def test_schedule_makes_a_checkpoint_once_for_the_same_tokens() -> None:
+def test_only_one_checkpoint_is_made_for_the_same_tokens() -> None:
     pipeline = with_checkpoints(max_num_sequences=8)
     shared = tokens(1, 300)
     for id in range(5):
@@ -124,7 +124,7 @@ def test_schedule_makes_a_checkpoint_once_for_the_same_tokens() -> None:
     check_checkpoints(pipeline)
 
 
-def test_schedule_drops_the_least_recently_used_checkpoint() -> None:
+def test_the_least_recently_used_checkpoint_is_dropped() -> None:
     """A checkpoint costs as much as 100 tokens here, and there is room for about 1,300."""
     pipeline = with_checkpoints(num_stages=1)
     pipeline.scheduler.settle(1, 1300, state_tokens=100)
@@ -148,7 +148,7 @@ def check_room(pipeline: Pipeline) -> None:
     assert scheduler.num_held_tokens == held
 
 
-def test_schedule_makes_no_checkpoint_that_would_evict_all_kept_sequences() -> None:
+def test_no_checkpoint_is_made_that_would_evict_all_kept_sequences() -> None:
     pipeline = with_checkpoints(num_stages=1)
     pipeline.scheduler.settle(1, 1000, state_tokens=400)
     add_chat(pipeline, 0, tokens(0, 300), 200)
@@ -156,7 +156,7 @@ def test_schedule_makes_no_checkpoint_that_would_evict_all_kept_sequences() -> N
     assert not any(step.ops(Save) for step in pipeline.steps)
 
 
-def test_schedule_saves_no_checkpoint_that_another_one_of_its_step_evicts() -> None:
+def test_no_checkpoint_is_made_that_another_one_in_the_same_step_evicts() -> None:
     """Two short prompts share a step, and there is room for one checkpoint."""
     pipeline = with_checkpoints(num_stages=1)
     pipeline.scheduler.settle(1, 480, state_tokens=120)
@@ -176,7 +176,7 @@ def test_schedule_saves_no_checkpoint_that_another_one_of_its_step_evicts() -> N
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_a_drop_and_a_kill_at_every_tick_leave_no_checkpoint_behind(num_stages: int) -> None:
+def test_a_drop_and_a_kill_at_any_tick_leave_no_checkpoint_behind(num_stages: int) -> None:
     for num_ticks in range(0, 45, 2):
         pipeline = with_checkpoints(num_stages, max_num_sequences=3, prefill_chunk=100)
         shared = tokens(1, 150)
@@ -270,14 +270,14 @@ def check_random_lives(
 
 
 @pytest.mark.parametrize("num_examples", [40, pytest.param(200, marks=pytest.mark.slow)])
-def test_random_lives_with_checkpoints_give_every_sequence_its_tokens(num_examples: int) -> None:
+def test_random_requests_with_checkpoints_get_the_right_tokens(num_examples: int) -> None:
     check_examples(check_random_lives, LIVES, num_examples)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(20))
-def test_ten_thousand_random_lives_with_checkpoints_give_every_sequence_its_tokens(
+def test_ten_thousand_random_requests_with_checkpoints_get_the_right_tokens(
     part: int,
 ) -> None:
     check_examples(check_random_lives, LIVES, 500, seed=part)

@@ -33,7 +33,7 @@ def check_whole(pipeline: Pipeline) -> None:
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 @pytest.mark.parametrize("reuse", ["any", "checkpoints", "none"])
-def test_a_kill_at_every_tick_loses_and_repeats_nothing(num_stages: int, reuse: Any) -> None:
+def test_a_kill_at_any_tick_loses_and_repeats_no_token(num_stages: int, reuse: Any) -> None:
     for num_ticks in range(45):
         pipeline = Pipeline(num_stages, max_num_sequences=4)
         pipeline.scheduler.reuse = reuse
@@ -46,7 +46,7 @@ def test_a_kill_at_every_tick_loses_and_repeats_nothing(num_stages: int, reuse: 
         check_whole(pipeline)
 
 
-def test_a_kill_at_every_tick_loses_and_repeats_nothing_of_copies() -> None:
+def test_a_kill_at_any_tick_loses_and_repeats_no_token_of_copies() -> None:
     for num_ticks in range(40):
         pipeline = Pipeline(2)
         copies(pipeline, 0, 40, 4)
@@ -57,7 +57,7 @@ def test_a_kill_at_every_tick_loses_and_repeats_nothing_of_copies() -> None:
         check_whole(pipeline)
 
 
-def test_earlier_answer_tokens_are_prefilled_and_not_sampled_again() -> None:
+def test_tokens_answered_before_a_kill_are_prefilled_and_not_sampled_again() -> None:
     pipeline = Pipeline(2)
     pipeline.add(make_sequence(0, 9, 10))
     while len(pipeline.output(0)) < 4:
@@ -73,7 +73,7 @@ def test_earlier_answer_tokens_are_prefilled_and_not_sampled_again() -> None:
     assert LAST_TOKEN not in fed
 
 
-def test_after_a_kill_running_sequences_queue_before_waiting_ones_in_their_order() -> None:
+def test_running_sequences_are_queued_before_waiting_ones_after_a_kill() -> None:
     pipeline = Pipeline(2, max_num_sequences=2)
     for id in range(5):
         pipeline.add(make_sequence(id, 10, 3))
@@ -85,7 +85,7 @@ def test_after_a_kill_running_sequences_queue_before_waiting_ones_in_their_order
     check_whole(pipeline)
 
 
-def test_a_sequence_dropped_without_engines_does_not_run() -> None:
+def test_a_sequence_dropped_while_engines_restart_does_not_run_again() -> None:
     pipeline = Pipeline(2)
     for id in range(3):
         pipeline.add(make_sequence(id, 10, 5))
@@ -142,7 +142,7 @@ def check_random_kills(
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_examples", [60, pytest.param(200, marks=pytest.mark.slow)])
-def test_random_kills_lose_and_repeat_nothing(num_examples: int) -> None:
+def test_random_kills_lose_and_repeat_no_token(num_examples: int) -> None:
     check_examples(check_random_kills, LIVES, num_examples)
 
 
@@ -153,7 +153,7 @@ def with_copy() -> tuple[Sequence, Sequence]:
     return first, second
 
 
-def test_waiting_frees_a_copy_after_the_prompt_of_its_original() -> None:
+def test_a_copy_can_run_once_the_prompt_of_its_original_is_computed() -> None:
     waiting = Waiting(PrefillOrder())
     first, second = with_copy()
     waiting.add(first)
@@ -165,7 +165,7 @@ def test_waiting_frees_a_copy_after_the_prompt_of_its_original() -> None:
     assert waiting.next([]) is second
 
 
-def test_waiting_frees_blocked_sequences_when_the_engines_restart() -> None:
+def test_blocked_sequences_can_run_again_after_a_restart_of_the_engines() -> None:
     waiting = Waiting(PrefillOrder())
     first, second = with_copy()
     for sequence in (first, second):

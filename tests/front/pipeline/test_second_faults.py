@@ -89,7 +89,9 @@ def check_second_faults(
 @pytest.mark.slow
 @pytest.mark.parametrize("second", FAULTS)
 @pytest.mark.parametrize("first", FAULTS)
-def test_lifecycle_recovers_from_a_second_fault_at_every_tick(first: str, second: str) -> None:
+def test_a_second_fault_at_any_tick_of_a_recovery_is_recovered_from(
+    first: str, second: str
+) -> None:
     """Without --replan, and with it; then layers change owner when a rank is lost and when it is
     back. Each request gets its whole answer, each token once."""
     for seed, replan in enumerate((False, True)):
@@ -99,7 +101,7 @@ def test_lifecycle_recovers_from_a_second_fault_at_every_tick(first: str, second
         assert states[State.JOINING] or states[State.LOADING]
 
 
-def test_lifecycle_recovers_from_a_second_fault_while_layers_change_owner() -> None:
+def test_a_second_fault_while_layers_change_owner_is_recovered_from() -> None:
     states = check_second_faults(0, "rank", "engine", replan=True, stride=5)
     redistributing = {State.REPLANNING, State.STARTING, State.JOINING, State.LOADING}
     assert redistributing & states.keys()

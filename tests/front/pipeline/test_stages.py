@@ -45,14 +45,14 @@ def make_stage(
     return stage
 
 
-def test_a_chunk_takes_a_few_decode_steps_of_the_slowest_stage() -> None:
+def test_a_chunk_takes_as_long_as_a_few_decode_steps_of_the_slowest_stage() -> None:
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.08)]
     assert chunk_beside_decoding(stages, 2, 512) == 96
     assert chunk_beside_decoding(stages[1:], 1, 512) == 48  # One stage has one for each step.
     assert chunk_beside_decoding(stages, 2, 40) == 40
 
 
-def test_chunks_without_decoding_let_a_new_prompt_in_soon() -> None:
+def test_chunks_without_decoding_are_small_enough_to_let_a_new_prompt_in_soon() -> None:
     """It waits for 2P - 1 of them, at most a second in all unless reading the weights takes a tenth
     of that."""
     stage = StageStatus(0, "h")
@@ -68,7 +68,7 @@ def test_chunks_without_decoding_let_a_new_prompt_in_soon() -> None:
     assert chunk_without_decoding([stage, StageStatus(1, "h")], 32) == 32
 
 
-def test_chunk_beside_decoding_keeps_to_a_time_between_tokens() -> None:
+def test_chunks_beside_decoding_keep_the_limit_of_time_between_tokens() -> None:
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.08)]
     # A chunk takes 0.1 s, as a decode step does, and 1 ms more for each token.
     assert chunk_beside_decoding(stages[:1], 1, 512, 0.5005) == 300  # 0.1 s and the chunk
@@ -79,7 +79,7 @@ def test_chunk_beside_decoding_keeps_to_a_time_between_tokens() -> None:
     assert chunk_beside_decoding([StageStatus(0, "h")], 1, 512, 0.25) == 32
 
 
-def test_stage_status_logs_bytes_only_of_an_engine_that_is_ready() -> None:
+def test_bytes_are_logged_only_for_an_engine_that_is_ready() -> None:
     stage = make_stage(0, (4, 8), 0.1)
     loaded = Loaded(100, 120, 0, 1000, "any")
     stage.update(Status(StageState.READY, loaded=loaded), (0,), 1.0)
@@ -89,7 +89,7 @@ def test_stage_status_logs_bytes_only_of_an_engine_that_is_ready() -> None:
     assert stage.line() == "event=stage_loading rank=0 layers=4-7"
 
 
-def test_before_anything_is_known_chunks_are_small() -> None:
+def test_chunks_are_small_while_speeds_are_unknown() -> None:
     assert chunk_beside_decoding([StageStatus(0, "h")], 1, 512) == 32
     assert chunk_beside_decoding([StageStatus(0, "h")], 1, 8) == 8
 
@@ -99,14 +99,14 @@ def room(stages: list[StageStatus], **flags: Any) -> int:
     return room_under_limits(stages, config, config.constants.prefill_chunk).num_tokens
 
 
-def test_room_is_that_of_the_rank_with_the_least_room() -> None:
+def test_room_for_tokens_is_that_of_the_rank_with_the_least() -> None:
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
     # 300,000 bytes less half as much again, less 8 sequences of 1,000 bytes, by 10 a token.
     assert room(stages) == 19_200
     assert room(stages, adapter_memory="75KB") == 14_200
 
 
-def test_room_is_the_memory_minus_the_weights() -> None:
+def test_room_for_tokens_is_what_the_weights_leave_of_the_memory() -> None:
     """Each stage has 100 bytes of weights."""
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
     assert room(stages, memory="45.1KB") == 2_200
@@ -114,12 +114,12 @@ def test_room_is_the_memory_minus_the_weights() -> None:
     assert room(stages, memory="600KB,45.1KB") == 2_200
 
 
-def test_too_little_room_is_refused_by_the_name_of_the_flag() -> None:
+def test_too_little_room_for_tokens_is_refused_with_the_name_of_the_flag() -> None:
     with fails(PlanError, "no_memory"):
         room([make_stage(0, (0, 8), 0.1)], memory="2.1KB")
 
 
-def test_fewer_sequences_run_where_each_holds_much_whatever_its_length() -> None:
+def test_fewer_sequences_run_if_each_needs_memory_whatever_its_length() -> None:
     """1,000 bytes, besides 10 for each token."""
     stages = [make_stage(0, (0, 8), 0.1)]
     config = ServeConfig(model=Path("."), max_num_seqs=8, memory="20.1KB")
@@ -128,7 +128,7 @@ def test_fewer_sequences_run_where_each_holds_much_whatever_its_length() -> None
     assert room == KvRoom(1033, 3, state_tokens=100)
 
 
-def test_room_leaves_space_for_scoring_a_prompt() -> None:
+def test_memory_is_reserved_for_scoring_a_prompt() -> None:
     """On the rank with the head, for a chunk and the rest of a prompt that goes along."""
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
     flags: dict[str, Any] = {"prefill_chunk": 64}
@@ -148,7 +148,7 @@ def test_room_leaves_space_for_scoring_a_prompt() -> None:
         (((8, 12), (4, 8), (0, 4)), (0.04, 0.04, 0.12), [6, 5, 1]),  # one slow machine
     ],
 )
-def test_better_split_balances_the_measured_times_if_that_gains_enough(
+def test_a_better_split_is_suggested_if_balancing_times_gains_enough(
     layers: tuple[tuple[int, int], ...], seconds: tuple[float, ...], expected: list[int] | None
 ) -> None:
     stages = [
@@ -157,7 +157,7 @@ def test_better_split_balances_the_measured_times_if_that_gains_enough(
     assert better_split(stages) == expected
 
 
-def test_no_split_is_suggested_before_there_are_enough_steps() -> None:
+def test_no_better_split_is_suggested_before_there_are_enough_steps() -> None:
     stages = [make_stage(0, (8, 16), 0.16, steps=50), make_stage(1, (0, 8), 0.08, steps=50)]
     assert better_split(stages) is None
 
@@ -199,7 +199,7 @@ def stalled(**changes: dict[int, object]) -> tuple[str, set[int]]:
         ({"num_steps": {1: 9}}, "rank 1 on h1 is behind", set()),
     ],
 )
-def test_a_stall_has_a_cause_and_names_the_stuck_ranks(
+def test_a_stall_is_reported_with_its_cause_and_the_stuck_ranks(
     changes: dict[str, dict[int, object]], said: str, stuck: set[int]
 ) -> None:
     assert stalled(**changes) == (said, stuck)
@@ -210,7 +210,7 @@ def ready(**changes: Any) -> Status:
     return Status(StageState.READY, activity=msgspec.structs.replace(idle, **changes))
 
 
-def test_a_new_engine_resets_the_activity_and_keeps_the_learned_pace() -> None:
+def test_a_new_engine_resets_activity_but_keeps_measured_speeds() -> None:
     stage = make_stage(0, (4, 8), 0.1)
     stage.update(ready(kv_bytes=5, waits_on=(1, 0), step=4), [0, 2], 1.0)
     activity = stage.activity
@@ -224,7 +224,7 @@ def test_a_new_engine_resets_the_activity_and_keeps_the_learned_pace() -> None:
     assert stage.plan is not None
 
 
-def test_a_trace_has_a_bar_for_each_step_of_its_period() -> None:
+def test_a_trace_contains_each_step_of_its_period() -> None:
     spans = [(7, 0, 4, 4, 9.0, 9.5), (8, 0, 4, 4, 10.0, 10.5), (9, 5, 1, 99, 10.25, 10.75)]
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1), StageStatus(2, "h")]
     stages[0].update(ready(spans=[Span(*span) for span in spans[:2]]), [0, 1], 1.0)
@@ -244,7 +244,7 @@ def test_a_trace_has_a_bar_for_each_step_of_its_period() -> None:
     )
 
 
-def test_steps_with_drafts_are_decode_steps() -> None:
+def test_steps_with_drafts_count_as_decode_steps() -> None:
     drafted = Span(9, 0, 2, 7, 0.0, 0.3, num_drafts=5)
     assert drafted.name == "decode group 0"
     stage = make_stage(0, (0, 4), 0.2)
@@ -256,7 +256,7 @@ def test_steps_with_drafts_are_decode_steps() -> None:
     assert cost.seconds(1) == pytest.approx(0.22, rel=0.2)
 
 
-def test_the_draft_models_memory_is_not_room_for_keys_and_values() -> None:
+def test_memory_of_the_draft_model_is_not_used_for_keys_and_values() -> None:
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
     assert stages[0].plan
     stages[0].plan = replace(stages[0].plan, draft_bytes=15_000)
@@ -264,7 +264,7 @@ def test_the_draft_models_memory_is_not_room_for_keys_and_values() -> None:
     assert stages[0].memory_bytes == 300_000 + 15_000
 
 
-def test_spans_after_gives_each_span_once_with_its_sequences() -> None:
+def test_each_span_is_returned_once_with_its_sequences() -> None:
     log = StepLog()
     log.note(Step(7, 0, (Row(1, 0, 1), Row(2, 0, 1)), (5, 5), True))
     stage = make_stage(0, (0, 4), 0.1)
@@ -281,7 +281,7 @@ def test_spans_after_gives_each_span_once_with_its_sequences() -> None:
     assert [each.number for each in spans_after([stage], {0: 2}, 0.0, log)] == [3]
 
 
-def test_spans_after_counts_those_that_are_no_longer_kept() -> None:
+def test_spans_that_are_no_longer_kept_are_still_counted() -> None:
     stage = make_stage(0, (0, 4), 0.1)
     max_spans = stage.timeline.spans.maxlen
     assert max_spans
@@ -290,7 +290,7 @@ def test_spans_after_counts_those_that_are_no_longer_kept() -> None:
     assert (found[0].number, found[-1].number) == (max_spans + 9, 10)
 
 
-def test_times_of_other_hosts_are_converted_to_those_of_rank_0() -> None:
+def test_times_of_other_hosts_are_converted_to_the_clock_of_rank_0() -> None:
     """The other host's clock is 500 s ahead. The second report was the fastest: 0.25 s."""
     stage = make_stage(0, (0, 4), 0.1)
 
@@ -311,7 +311,7 @@ def test_times_of_other_hosts_are_converted_to_those_of_rank_0() -> None:
     assert stage.timeline.spans[-1].end == 25.0
 
 
-def test_step_log_forgets_old_steps() -> None:
+def test_old_steps_are_forgotten() -> None:
     log = StepLog()
     for number in range(5000):
         log.note(Step(number, 0, (Row(number, 0, 1),), (5,), True))

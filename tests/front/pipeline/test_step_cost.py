@@ -7,7 +7,7 @@ import pytest
 from serve.front.pipeline.step_cost import StepCost
 
 
-def test_step_cost_finds_the_cost_of_a_token() -> None:
+def test_the_cost_of_one_more_token_is_found_from_past_steps() -> None:
     cost, chance = StepCost(), random.Random(0)
     assert not cost.is_known
     for _ in range(200):
@@ -20,7 +20,7 @@ def test_step_cost_finds_the_cost_of_a_token() -> None:
     assert cost.seconds(1) == pytest.approx(0.2, rel=0.1)
 
 
-def test_step_cost_of_steps_of_one_size_is_a_guess() -> None:
+def test_the_cost_of_one_more_token_is_guessed_if_all_steps_had_one_size() -> None:
     cost = StepCost()
     for _ in range(20):
         cost.add_step(1, 0.1)

@@ -98,7 +98,7 @@ async def test_warm_up_runs_a_chunk_and_rows_alone_and_together(num_stages: int)
     assert min(step.number for step in stages.steps) > FIRST_WARM_UP_STEP
 
 
-async def test_a_warm_up_is_short() -> None:
+async def test_warm_up_takes_few_steps_and_tokens() -> None:
     """There were 60 steps, many of which repeated the sizes of others."""
     stages = Stages(num_stages=2)
     await stages.run()
@@ -107,14 +107,16 @@ async def test_a_warm_up_is_short() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-async def test_a_whole_chunk_is_left_out_where_it_would_take_seconds(num_stages: int) -> None:
+async def test_a_whole_chunk_is_left_out_of_a_warm_up_if_it_would_take_seconds(
+    num_stages: int,
+) -> None:
     stages = Stages(num_stages, step_seconds=0.2)
     await stages.run()
     assert max(num_tokens for _, num_tokens in stages.shapes) == 64
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 32])
-async def test_warm_up_samples_greedily_randomly_and_under_a_grammar(max_num_seqs: int) -> None:
+async def test_warm_up_samples_greedily_and_randomly_and_under_a_grammar(max_num_seqs: int) -> None:
     stages = Stages(max_num_seqs=max_num_seqs, max_queue=0)
     await stages.run()
     samplings = [sequence.sampling for sequence in stages.begun]
@@ -123,7 +125,7 @@ async def test_warm_up_samples_greedily_randomly_and_under_a_grammar(max_num_seq
     assert any(not sampling.temperature and not sampling.grammar for sampling in samplings)
 
 
-async def test_warm_up_reports_how_far_it_is_up_to_its_line_of_the_log(
+async def test_warm_up_reports_its_progress_until_its_line_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The line was written into the bar."""
@@ -152,7 +154,7 @@ async def test_warm_up_reports_how_far_it_is_up_to_its_line_of_the_log(
         {"lora_modules": ("a=x", "b=y")},
     ],
 )
-async def test_warm_up_leaves_nothing_on_the_stages(flags: dict[str, Any]) -> None:
+async def test_warm_up_leaves_no_sequence_on_the_stages(flags: dict[str, Any]) -> None:
     stages = Stages(**flags)
     await stages.run()
     assert stages.admitted
@@ -161,7 +163,7 @@ async def test_warm_up_leaves_nothing_on_the_stages(flags: dict[str, Any]) -> No
     assert all(row.position + row.num_tokens <= max_tokens for s in stages.steps for row in s.rows)
 
 
-async def test_warm_up_with_adapters_mixes_them_in_a_step() -> None:
+async def test_warm_up_also_runs_steps_that_mix_adapters() -> None:
     stages = Stages(lora_modules=("a=x", "b=y"))
     await stages.run()
     mixes = [{row.adapter_version for row in step.rows} for step in stages.steps if step.sample]
@@ -170,20 +172,20 @@ async def test_warm_up_with_adapters_mixes_them_in_a_step() -> None:
 
 
 @pytest.mark.parametrize("stop_after", range(0, 30, 3))
-async def test_a_warm_up_that_is_stopped_leaves_nothing_either(stop_after: int) -> None:
+async def test_a_warm_up_that_is_stopped_leaves_no_sequence_on_the_stages(stop_after: int) -> None:
     stages = Stages()
     await stages.run(stop_after)
     assert stages.model.held == {}
     assert len(stages.steps) <= stop_after + 12  # those under way, and what is dropped
 
 
-async def test_a_warm_up_whose_steps_do_not_come_back_is_a_fault() -> None:
+async def test_a_warm_up_whose_steps_get_no_result_is_a_fault() -> None:
     stages = Stages(load_timeout=1.0)
     with fails(ClusterError, "cluster"):
         await stages.warm_up.run()
 
 
-def test_step_numbers_begin_again_before_reaching_those_of_a_warm_up() -> None:
+def test_step_numbers_start_again_before_they_reach_those_of_a_warm_up() -> None:
     scheduler = Scheduler(1, max_num_sequences=8, max_queue=8, prefill_chunk=8)
     scheduler.num_steps = FIRST_WARM_UP_STEP - 2
     scheduler.add(make_sequence(1, 9, 3))

@@ -77,7 +77,7 @@ def called(number: int, thought: str | None = None) -> list[dict[str, Any]]:
     return [call, {"role": "tool", "tool_call_id": f"c{number:08}", "content": lines}]
 
 
-def test_boundaries_are_where_later_prompts_differ(tokenizer: Tokenizer) -> None:
+def test_boundaries_of_a_prompt_are_where_later_prompts_differ(tokenizer: Tokenizer) -> None:
     """After system prompt and tools, and before the mark that opens a thought."""
     messages = [SYSTEM, asked(1)]
     prompt = prepared(tokenizer, messages)
@@ -90,7 +90,7 @@ def test_boundaries_are_where_later_prompts_differ(tokenizer: Tokenizer) -> None
     assert tokenizer.decode(prompt.ids[in_common[1] :], False) == "<think>\n"
 
 
-def test_a_tool_result_has_boundaries_for_another_call_and_for_a_question(
+def test_a_prompt_that_ends_with_a_tool_result_has_two_boundaries(
     tokenizer: Tokenizer,
 ) -> None:
     """A question removes the reasoning before it; another call leaves it."""
@@ -104,12 +104,12 @@ def test_a_tool_result_has_boundaries_for_another_call_and_for_a_question(
     assert expected < set(prompt.boundaries)
 
 
-def test_a_chat_without_messages_can_only_continue_with_a_question() -> None:
+def test_a_chat_without_messages_can_only_be_continued_by_a_question() -> None:
     later = [prompt.messages[-1]["role"] for prompt in ChatPrompt([]).later()]
     assert later == ["user"]
 
 
-def test_boundaries_are_not_looked_for_without_need(tokenizer: Tokenizer) -> None:
+def test_boundaries_are_not_computed_if_they_are_not_needed(tokenizer: Tokenizer) -> None:
     """In short prompts, and where the prompt is cut or stays open."""
     messages = [SYSTEM, asked(1)]
     assert not prepared(tokenizer, [{"role": "user", "content": "Hi"}], tools=None).boundaries
@@ -120,7 +120,7 @@ def test_boundaries_are_not_looked_for_without_need(tokenizer: Tokenizer) -> Non
     assert not prompt.boundaries
 
 
-def test_boundaries_are_not_looked_for_in_a_refused_prompt(
+def test_boundaries_are_not_computed_for_a_prompt_that_is_refused(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would cost as much as the prompt itself."""
@@ -142,7 +142,9 @@ def test_boundaries_are_not_looked_for_in_a_refused_prompt(
 
 
 @pytest.mark.parametrize("sends_thoughts", [False, True])
-def test_a_tool_loop_computes_little_twice(tokenizer: Tokenizer, sends_thoughts: bool) -> None:
+def test_hardly_any_token_is_computed_twice_in_twenty_turns_with_tools(
+    tokenizer: Tokenizer, sends_thoughts: bool
+) -> None:
     """Twenty turns. Questions come in between where they do not take away thoughts that the client
     has sent: the calls behind these have to be computed again."""
     pipeline = Pipeline(2, prefill_chunk=512)
@@ -164,7 +166,9 @@ def test_a_tool_loop_computes_little_twice(tokenizer: Tokenizer, sends_thoughts:
 
 
 @pytest.mark.parametrize("name", sorted(models.MODELS))
-def test_every_family_has_a_boundary_where_the_next_turn_differs(name: str, tmp_path: Path) -> None:
+def test_every_family_of_models_has_a_boundary_where_the_next_turn_differs(
+    name: str, tmp_path: Path
+) -> None:
     """Each template shares a long prefix with the next turn, and a boundary is at its end."""
     tokenizer = Tokenizer(models.save(name, tmp_path))
     messages = [asked(1, 60)]

@@ -18,7 +18,7 @@ def stops_of(sequence: Sequence, *boundaries: int) -> list[int]:
     return found
 
 
-def test_stops_are_at_boundaries_at_fixed_distances_and_at_the_end() -> None:
+def test_checkpoints_are_planned_at_boundaries_and_at_fixed_distances_and_at_the_end() -> None:
     assert stops_of(sequence(1, 6000), 300, 5000) == [
         300,
         EVERY_TOKENS,
@@ -31,19 +31,19 @@ def test_stops_are_at_boundaries_at_fixed_distances_and_at_the_end() -> None:
     assert stops_of(begun, 300, 5000)[0] == EVERY_TOKENS
 
 
-def test_stops_are_not_close_to_boundaries_or_to_the_start() -> None:
+def test_checkpoints_are_not_planned_close_to_boundaries_or_to_the_start() -> None:
     near = EVERY_TOKENS + MIN_TOKENS - 1
     assert stops_of(sequence(1, near + 20), 5, near) == [near]
     assert stops_of(sequence(1, MIN_TOKENS), 20) == []
 
 
-def test_an_embedded_prompt_has_no_stops() -> None:
+def test_no_checkpoint_is_planned_for_a_prompt_to_embed() -> None:
     embedded = sequence(1, 6000)
     embedded.max_tokens = 0
     assert stops_of(embedded, 300) == []
 
 
-def test_a_checkpoint_is_dropped_with_its_last_sequence() -> None:
+def test_a_checkpoint_is_dropped_with_the_last_sequence_that_has_it() -> None:
     index = PrefixIndex(state_tokens=10)
     first = index.save(sequence(1, 200), 100)
     assert first is not None
@@ -58,7 +58,7 @@ def test_a_checkpoint_is_dropped_with_its_last_sequence() -> None:
     assert index.num_tokens == 0
 
 
-def test_a_checkpoint_behind_the_copied_part_is_not_shared() -> None:
+def test_checkpoints_after_the_copied_part_of_a_sequence_are_not_shared() -> None:
     index = PrefixIndex()
     index.save(sequence(1, 200), 100)
     later = index.save(sequence(1, 200), 180)
@@ -75,7 +75,7 @@ def test_a_longer_sequence_takes_over_the_checkpoints_of_its_prefix() -> None:
     assert index.forget(2) == [saved]
 
 
-def test_checkpoints_of_the_same_tokens_are_one_within_a_scope() -> None:
+def test_the_same_tokens_have_only_one_checkpoint_within_a_scope() -> None:
     index = PrefixIndex()
     saved = index.save(sequence(1, 200), 100)
     assert index.save(sequence(2, 250), 100) is None
@@ -83,7 +83,7 @@ def test_checkpoints_of_the_same_tokens_are_one_within_a_scope() -> None:
     assert index.latest([5] * 150, PrefixKey(scope="b")) is None
 
 
-def test_evict_takes_the_least_recently_used_first() -> None:
+def test_the_least_recently_used_sequence_or_checkpoint_is_evicted_first() -> None:
     index = PrefixIndex()
     first = index.save(sequence(1, 200), 100)
     second = index.save(sequence(1, 200), 150)

@@ -14,7 +14,9 @@ TOKENS = st.lists(st.integers(0, 2), max_size=60)
 
 
 @given(TOKENS, TOKENS, TOKENS)
-def test_common_length_equals_a_slow_count(start: list[int], a: list[int], b: list[int]) -> None:
+def test_common_length_equals_that_of_a_slow_count(
+    start: list[int], a: list[int], b: list[int]
+) -> None:
     one, other = start + a, start + b
     expected = 0
     while expected < min(len(one), len(other)) and one[expected] == other[expected]:
@@ -22,7 +24,7 @@ def test_common_length_equals_a_slow_count(start: list[int], a: list[int], b: li
     assert common_length(one, other) == expected
 
 
-def test_the_longest_common_prefix_wins() -> None:
+def test_the_longest_common_prefix_is_chosen() -> None:
     index = PrefixIndex()
     index.keep(1, [*range(20), 77, 77])
     index.keep(2, [*range(30), 88])
@@ -53,7 +55,7 @@ def test_a_longer_sequence_replaces_its_prefixes() -> None:
     assert sorted(index) == [2, 3]
 
 
-def test_no_more_than_max_kept_sequences_are_kept() -> None:
+def test_no_more_than_the_maximum_number_of_sequences_is_kept() -> None:
     index = PrefixIndex()
     for id in range(MAX_KEPT):
         assert index.keep(id, [id] * 20) == Gone([], [])
@@ -107,7 +109,7 @@ ACTIONS = st.lists(
 
 @settings(max_examples=300)
 @given(ACTIONS)
-def test_prefix_index_equals_a_comparison_with_every_sequence(
+def test_prefix_index_gives_the_same_as_comparing_every_sequence(
     actions: list[tuple[str, list[int], str]],
 ) -> None:
     fast, slow = PrefixIndex(), SlowIndex()
@@ -133,7 +135,7 @@ def test_prefix_index_equals_a_comparison_with_every_sequence(
 
 @settings(max_examples=300)
 @given(st.lists(SIMILAR, min_size=1, max_size=12), SIMILAR, st.data())
-def test_prefix_tree_equals_a_comparison_with_every_list(
+def test_prefix_tree_gives_the_same_as_comparing_every_list(
     lists: list[list[int]], tokens: list[int], data: st.DataObject
 ) -> None:
     """Also with equal lists, after some were removed, and if some are not allowed."""
@@ -157,7 +159,7 @@ def decoded(id: int, prompt: list[int]) -> Sequence:
     return sequence
 
 
-def test_a_prompt_may_begin_like_a_sequence_that_is_still_decoding() -> None:
+def test_a_prompt_can_begin_like_a_sequence_that_is_still_decoding() -> None:
     index = PrefixIndex()
     index.keep(1, [1] * 20)
     running = decoded(2, [1] * 30)
@@ -171,7 +173,7 @@ def test_a_prompt_may_begin_like_a_sequence_that_is_still_decoding() -> None:
     assert index.longest([1] * 40) == PrefixMatch(1, 20)
 
 
-def test_scopes_share_nothing_kept_or_decoded() -> None:
+def test_different_scopes_share_no_prefix() -> None:
     index = PrefixIndex()
     index.keep(1, [1] * 20, PrefixKey(scope="a"))
     index.add_decoding(decoded(2, [1] * 30), PrefixKey(scope="a"))
@@ -193,7 +195,7 @@ class Compared(int):
         return int(self) == int(other)  # type: ignore[call-overload,no-any-return]
 
 
-def test_prefix_index_compares_a_prompt_once_however_many_are_kept() -> None:
+def test_a_prompt_is_compared_only_once_however_many_sequences_are_kept() -> None:
     index = PrefixIndex()
     start = [Compared(token % 7) for token in range(3000)]
     for id in range(MAX_KEPT):

@@ -29,7 +29,7 @@ def client(server: Running, **options: Any) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=server.url, **options)
 
 
-def test_the_official_client_gets_reply_and_stream(server: Running, engine: FakeEngine) -> None:
+def test_the_official_client_gets_a_reply_and_a_stream(server: Running, engine: FakeEngine) -> None:
     with client(server) as ai:
         reply = ai.messages.create(**HELLO)
         with ai.messages.stream(**HELLO) as stream:
@@ -48,7 +48,7 @@ def test_the_official_client_gets_reply_and_stream(server: Running, engine: Fake
 @pytest.mark.parametrize(
     "named", [{}, {"model": None}, {"model": "default"}, {"model": "openai/tiny"}]
 )
-def test_missing_default_and_prefixed_names_mean_the_served_model(
+def test_a_request_without_a_model_name_goes_to_the_served_model(
     shared: Running, named: Any
 ) -> None:
     plain = {name: value for name, value in HELLO.items() if name != "model"}
@@ -59,7 +59,7 @@ def test_missing_default_and_prefixed_names_mean_the_served_model(
     assert reply.status_code == 200
 
 
-def test_a_stop_sequence_is_reported(server: Running) -> None:
+def test_the_stop_sequence_that_ended_a_message_is_reported(server: Running) -> None:
     with client(server) as ai:
         reply = ai.messages.create(**HELLO, stop_sequences=["how", "zz"])
     assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "how")
@@ -67,7 +67,7 @@ def test_a_stop_sequence_is_reported(server: Running) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_rows(
+def test_a_client_that_disconnects_frees_its_rows(
     server: Running, engine: FakeEngine, stream: bool
 ) -> None:
     engine.delay = 1.0
@@ -76,7 +76,7 @@ def test_a_client_that_leaves_frees_its_rows(
     wait_until(lambda: bool(engine.generations) and engine.generations[0].closed.is_set())
 
 
-def test_a_long_prefill_gets_anthropics_pings(
+def test_pings_are_sent_during_a_long_prefill(
     monkeypatch: pytest.MonkeyPatch, server: Running, engine: FakeEngine
 ) -> None:
     monkeypatch.setattr(streaming, "KEEP_ALIVE_SECONDS", 0.05)
@@ -98,7 +98,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "kind", "type"), ERRORS)
-def test_errors_have_anthropics_form_and_types(
+def test_errors_have_the_form_and_types_of_anthropic(
     server: Running, engine: FakeEngine, error: Any, kind: Any, type: str
 ) -> None:
     engine.refuses_with = error
@@ -113,7 +113,7 @@ def test_errors_have_anthropics_form_and_types(
 
 
 @pytest.mark.parametrize(("error", "kind", "type"), ERRORS)
-def test_errors_in_a_stream_have_anthropics_types(
+def test_errors_in_a_stream_have_the_types_of_anthropic(
     server: Running, engine: FakeEngine, error: Any, kind: Any, type: str
 ) -> None:
     engine.breaks_with = error
@@ -151,7 +151,7 @@ def test_bad_requests_are_refused(
         assert ai.messages.create(**HELLO).content
 
 
-def test_a_key_is_accepted_in_either_header(engine: FakeEngine) -> None:
+def test_a_key_is_accepted_in_either_of_two_headers(engine: FakeEngine) -> None:
     with Running(engine, api_key=("sk-a",)) as server:
         for key in ({"api_key": "sk-a"}, {"api_key": None, "auth_token": "sk-a"}):
             with client(server, **key) as ai:
@@ -162,7 +162,9 @@ def test_a_key_is_accepted_in_either_header(engine: FakeEngine) -> None:
     assert caught.value.type == "authentication_error"
 
 
-def test_a_server_that_drains_says_so(server: Running, engine: FakeEngine) -> None:
+def test_a_server_that_drains_refuses_messages_with_the_reason(
+    server: Running, engine: FakeEngine
+) -> None:
     engine.delay = 0.2  # The server ends as soon as nothing runs any more.
     body = {**HELLO, "max_tokens": 5, "stream": True}
     with httpx2.stream("POST", server.url + MESSAGES, json=body) as running:
@@ -203,7 +205,7 @@ def prompt_of(engine: PlayedEngine) -> str:
 
 
 @pytest.mark.parametrize("display", [None, "summarized", "updates"])
-def test_thoughts_are_shown(played: Running, display: Any) -> None:
+def test_thinking_is_returned_in_blocks_of_its_own(played: Running, display: Any) -> None:
     thinking: Any = {"type": "adaptive", "display": display}
     with client(played) as ai, ai.beta.messages.stream(**HELLO, thinking=thinking) as stream:
         thought, said = stream.get_final_message().content
@@ -213,7 +215,7 @@ def test_thoughts_are_shown(played: Running, display: Any) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_omitted_thoughts_come_back_in_the_next_request(
+def test_omitted_thinking_reaches_the_model_again_in_the_next_request(
     played: Running, played_engine: PlayedEngine, is_streamed: bool
 ) -> None:
     thinking: Any = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
@@ -235,13 +237,13 @@ def test_omitted_thoughts_come_back_in_the_next_request(
     assert "Think hard." in prompt_of(played_engine)
 
 
-def test_thinking_that_is_disabled_shows_no_thoughts(played: Running) -> None:
+def test_no_thinking_is_returned_if_it_is_disabled(played: Running) -> None:
     with client(played) as ai:
         reply = ai.messages.create(**HELLO, thinking={"type": "disabled"})
     assert [block.type for block in reply.content] == ["text"]
 
 
-def test_hosted_tools_are_left_out_and_reported(
+def test_tools_that_anthropic_hosts_are_left_out_and_reported(
     played: Running, played_engine: PlayedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     body = {**HELLO, "tools": [TOOL, SEARCH, {"type": "mcp_toolset", "mcp_server_name": "a b"}]}
@@ -257,7 +259,7 @@ def test_hosted_tools_are_left_out_and_reported(
     assert "x-tools-not-offered" not in plain.headers
 
 
-def test_hosted_tools_cannot_be_demanded(played: Running) -> None:
+def test_tools_that_anthropic_hosts_cannot_be_demanded(played: Running) -> None:
     choice: Any = {"type": "tool", "name": "web_search"}
     with client(played) as ai, pytest.raises(anthropic.BadRequestError) as caught:
         ai.messages.create(**HELLO, tools=[SEARCH], tool_choice=choice)  # type: ignore[list-item]
@@ -266,7 +268,7 @@ def test_hosted_tools_cannot_be_demanded(played: Running) -> None:
     assert "web_search" in str(caught.value)
 
 
-def test_anthropics_shell_tool_is_offered_to_the_model(
+def test_the_shell_tool_that_anthropic_defines_is_offered_to_the_model(
     played: Running, played_engine: PlayedEngine
 ) -> None:
     """Anthropic defines its schema, and the client runs it."""
@@ -275,7 +277,7 @@ def test_anthropics_shell_tool_is_offered_to_the_model(
     assert '"restart"' in prompt_of(played_engine)
 
 
-def test_a_tool_is_called_in_a_stream(played: Running) -> None:
+def test_a_tool_can_be_called_in_a_stream(played: Running) -> None:
     """The blocks and deltas come in the order that the official helper wants."""
     asked: Any = {**HELLO, "messages": [{"role": "user", "content": "Call it."}], "tools": [TOOL]}
     with client(played) as ai, ai.messages.stream(**{**asked, "max_tokens": 200}) as stream:
@@ -294,7 +296,7 @@ FORMAT: Any = {
 }
 
 
-def test_a_format_leaves_room_for_calls(
+def test_a_format_beside_tools_still_allows_calls(
     played: Running, played_engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any text that is neither a call nor of the format is ruled out."""
@@ -320,7 +322,9 @@ def test_a_format_leaves_room_for_calls(
     assert [block.input for block in called.content] == [{"x": 3}]  # type: ignore[union-attr]
 
 
-def test_a_forced_tool_replaces_a_format(played: Running, played_engine: PlayedEngine) -> None:
+def test_the_format_is_ignored_if_a_tool_is_forced(
+    played: Running, played_engine: PlayedEngine
+) -> None:
     body = {**HELLO, "max_tokens": 200, "tools": [TOOL], "output_config": FORMAT}
     asked = [{"role": "user", "content": "Call it."}]
     for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
@@ -332,7 +336,7 @@ def test_a_forced_tool_replaces_a_format(played: Running, played_engine: PlayedE
         assert reply.headers["x-ignored-fields"] == "output_config.format"
 
 
-def test_fields_of_betas_are_accepted(played: Running) -> None:
+def test_fields_of_beta_features_are_accepted(played: Running) -> None:
     """As the beta namespace sends them: names in a header, and fields in the body."""
     with client(played) as ai:
         reply = ai.beta.messages.create(
@@ -362,7 +366,7 @@ def test_fields_of_betas_are_accepted(played: Running) -> None:
         ),
     ],
 )
-def test_a_wrong_field_is_named_in_anthropics_form(
+def test_the_error_about_a_wrong_field_names_it_in_the_form_of_anthropic(
     played: Running, fields: Any, field: str
 ) -> None:
     for path in (MESSAGES, f"{MESSAGES}/count_tokens"):

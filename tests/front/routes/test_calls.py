@@ -101,7 +101,9 @@ def chat_tool(schema: Any, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", "named"])
-def test_chat_streams_the_name_first(engine: Playing, ai: openai.OpenAI, choice: str) -> None:
+def test_streams_of_chats_send_the_name_of_a_call_first(
+    engine: Playing, ai: openai.OpenAI, choice: str
+) -> None:
     play(engine, "use", {"path": PATH, "text": TEXT})
     named = {"type": "function", "function": {"name": "use"}}
     asked: Any = {"model": "tiny", "messages": ASKED, "tools": [chat_tool(WRITE, strict=True)]}
@@ -122,7 +124,9 @@ def test_chat_streams_the_name_first(engine: Playing, ai: openai.OpenAI, choice:
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", "named"])
-def test_responses_stream_the_name_first(engine: Playing, ai: openai.OpenAI, choice: str) -> None:
+def test_streams_of_responses_send_the_name_of_a_call_first(
+    engine: Playing, ai: openai.OpenAI, choice: str
+) -> None:
     play(engine, "use", {"path": PATH, "text": TEXT})
     tool = {"type": "function", "name": "use", "parameters": WRITE, "strict": True}
     asked: Any = {"model": "tiny", "input": "hi", "tools": [tool]}
@@ -144,7 +148,7 @@ def test_responses_stream_the_name_first(engine: Playing, ai: openai.OpenAI, cho
 
 
 @pytest.mark.parametrize("choice", ["auto", "any", "tool"])
-def test_messages_stream_the_name_first(
+def test_streams_of_messages_send_the_name_of_a_call_first(
     engine: Playing, claude: anthropic.Anthropic, choice: str
 ) -> None:
     play(engine, "use", {"path": PATH, "text": TEXT})
@@ -252,7 +256,7 @@ def test_a_text_that_breaks_its_format_is_reported(engine: Playing, url: str, ap
     assert "warnings" not in api.ask(url, **api.formats).json()
 
 
-def test_each_answer_of_a_request_is_checked(engine: Playing, url: str) -> None:
+def test_each_answer_of_a_request_is_checked_against_its_schema(engine: Playing, url: str) -> None:
     engine.answers = [json.dumps(WRONG)]
     chat = APIS["chat"]
     assert len(chat.ask(url, **chat.formats, n=3).json()["warnings"]) == 3
@@ -264,7 +268,9 @@ def test_each_answer_of_a_request_is_checked(engine: Playing, url: str) -> None:
     assert [event.get("warnings") for event in streamed if event.get("warnings")] == [[warning]]
 
 
-def test_an_answer_that_was_cut_off_is_not_checked(engine: Playing, url: str) -> None:
+def test_an_answer_that_was_cut_off_is_not_checked_against_its_schema(
+    engine: Playing, url: str
+) -> None:
     chat = APIS["chat"]
     play(engine, "use", {"days": list(range(99))})
     reply = chat.ask(url, **chat.tools, max_tokens=40)
@@ -272,7 +278,7 @@ def test_an_answer_that_was_cut_off_is_not_checked(engine: Playing, url: str) ->
     assert "warnings" not in reply.json()
 
 
-def test_a_pattern_that_is_slow_to_check_costs_its_own_client_alone(
+def test_a_pattern_that_is_slow_to_check_delays_only_its_own_client(
     engine: Playing, url: str
 ) -> None:
     """Python's regular expressions can take years, and no grammar holds a look-ahead."""
@@ -300,7 +306,7 @@ def written_input(text: str) -> str:
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_an_input_follows_its_grammar_where_it_is_written_as_text(
+def test_the_input_of_a_custom_tool_follows_its_grammar_if_written_as_plain_text(
     coder: Playing, coder_url: str, choice: str
 ) -> None:
     lark = 'start: "put " /[a-z]+/ NL "done"\nNL: "\\n"'
@@ -359,7 +365,7 @@ def chats(url: str, **fields: Any) -> list[Any]:
     return [whole.choices[0], chunks]
 
 
-def test_a_custom_tool_of_a_chat_is_called_with_text(engine: Playing, url: str) -> None:
+def test_a_custom_tool_in_a_chat_is_called_with_text(engine: Playing, url: str) -> None:
     text = 'say "hi"\n\tünd 😀 \\ done'
     engine.answers = [play_text("sh", {"input": text})]
     choice, chunks = chats(url, tools=[SH])
@@ -381,7 +387,7 @@ def test_a_custom_tool_of_a_chat_is_called_with_text(engine: Playing, url: str) 
     )
 
 
-def test_the_arguments_of_a_custom_tool_that_is_cut_off_are_not_its_input(
+def test_no_json_around_the_input_of_a_custom_tool_is_returned_if_the_call_is_cut_off(
     engine: Playing, url: str
 ) -> None:
     """Only the text after `{"input": "` is input, however early the call is cut off."""
@@ -400,7 +406,7 @@ def test_the_arguments_of_a_custom_tool_that_is_cut_off_are_not_its_input(
 
 @pytest.mark.parametrize("tool", [SH, with_grammar("lark", 'start: "put " /[a-z"]+/ "\\n"')])
 @pytest.mark.parametrize("is_allowed_too", [False, True])
-def test_a_custom_tool_that_a_chat_demands_gets_the_whole_answer(
+def test_the_whole_answer_is_the_input_if_a_chat_demands_a_custom_tool(
     engine: Playing, url: str, tool: Any, is_allowed_too: bool
 ) -> None:
     named = {"type": "custom", "custom": {"name": "sh"}}
@@ -422,7 +428,9 @@ def test_the_regex_of_a_custom_tool_is_enforced(engine: Playing, url: str) -> No
     assert choice.message.tool_calls[0].custom.input == "11"
 
 
-def test_a_custom_tool_whose_grammar_is_not_enforced_is_reported(engine: Playing, url: str) -> None:
+def test_a_grammar_of_a_custom_tool_that_is_not_enforced_is_reported(
+    engine: Playing, url: str
+) -> None:
     play(engine, "sh", {"input": "put 5"})
     body = {"messages": ASKED, "tools": [with_grammar("lark", 'start: "get"')]}
     reply = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=20)
@@ -433,7 +441,9 @@ def test_a_custom_tool_whose_grammar_is_not_enforced_is_reported(engine: Playing
     assert "x-not-enforced" not in reply.headers
 
 
-def test_an_input_that_is_cut_off_is_returned_in_part(engine: Playing, url: str) -> None:
+def test_the_input_of_a_custom_tool_that_is_cut_off_is_returned_in_part(
+    engine: Playing, url: str
+) -> None:
     play(engine, "sh", {"input": "a" * 200})
     choice, _ = chats(url, tools=[SH], max_tokens=120)
     assert choice.finish_reason == "length"
@@ -456,7 +466,9 @@ def test_an_input_that_is_cut_off_is_returned_in_part(engine: Playing, url: str)
         ),
     ],
 )
-def test_wrong_custom_tools_of_chats_are_named(url: str, fields: Any, param: str) -> None:
+def test_errors_about_custom_tools_in_chats_name_the_field(
+    url: str, fields: Any, param: str
+) -> None:
     body = {"messages": ASKED, **fields}
     reply = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=20)
     assert reply.status_code == 400

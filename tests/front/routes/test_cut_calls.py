@@ -154,7 +154,7 @@ ways = pytest.mark.parametrize(
 
 @ways
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-def test_a_call_that_the_limit_cuts_off_is_incomplete(
+def test_a_call_that_the_token_limit_cuts_off_is_reported_as_incomplete(
     url: str, tokenizer: Tokenizer, api: str, is_forced: bool, is_stream: bool
 ) -> None:
     tokens = tokenizer.encode(CALL)
@@ -174,7 +174,7 @@ def test_a_call_that_the_limit_cuts_off_is_incomplete(
 @ways
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(("stop", "begun"), [("xxx", '{"t": "'), ("arg", "")])
-def test_a_call_that_a_stop_string_cuts_off_is_incomplete(
+def test_a_call_that_a_stop_string_cuts_off_is_reported_as_incomplete(
     url: str, api: str, is_forced: bool, is_stream: bool, stop: str, begun: str
 ) -> None:
     seen = ASK[api](url, is_stream=is_stream, is_forced=is_forced, stop=[stop])
@@ -183,7 +183,7 @@ def test_a_call_that_a_stop_string_cuts_off_is_incomplete(
 
 @ways
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
-def test_a_call_that_is_not_cut_off_is_complete(
+def test_a_call_that_is_not_cut_off_is_reported_as_complete(
     url: str, api: str, is_forced: bool, is_stream: bool
 ) -> None:
     seen = ASK[api](url, is_stream=is_stream, is_forced=is_forced, max_tokens=900)

@@ -43,7 +43,7 @@ def counted() -> Counted:
     return Counted()
 
 
-def test_sample_shows_the_activity_of_its_step(counted: Counted) -> None:
+def test_a_sample_contains_the_activity_since_the_one_before(counted: Counted) -> None:
     counted.add(generation_tokens_total=30, prefix_cache_queries_total=8)
     counted.add(prefix_cache_hits_total=2)
     counted.add(time_to_first_token_seconds_sum=3, time_to_first_token_seconds_count=2)
@@ -52,26 +52,26 @@ def test_sample_shows_the_activity_of_its_step(counted: Counted) -> None:
     assert counted.history.latest() == Sample(100.0, 15.0, 1.5, 0.03571, 2, 1, 0.75, 0.25)
 
 
-def test_sample_of_a_step_without_work_has_no_means(counted: Counted) -> None:
+def test_a_sample_without_activity_contains_no_means(counted: Counted) -> None:
     counted.state["max_kv_tokens"] = None
     counted.history.add_sample(100.0, 1.0)
     assert counted.history.latest() == Sample(100.0, 0.0, None, None, 2, 1, None, None)
 
 
-def test_history_keeps_ten_minutes(counted: Counted) -> None:
+def test_samples_of_ten_minutes_are_kept(counted: Counted) -> None:
     for second in range(MAX_SAMPLES + 5):
         counted.history.add_sample(float(second), 1.0)
     kept = counted.history.samples()
     assert (len(kept), kept[0].time) == (MAX_SAMPLES, 5.0)
 
 
-def test_history_begins_again_when_the_clock_is_set_back(counted: Counted) -> None:
+def test_samples_are_deleted_when_the_clock_is_set_back(counted: Counted) -> None:
     for time in (100.0, 101.0, 50.0, 51.0):
         counted.history.add_sample(time, 1.0)
     assert [sample.time for sample in counted.history.samples()] == [50.0, 51.0]
 
 
-def test_history_takes_samples_until_it_is_cancelled(
+def test_samples_are_taken_until_the_task_is_cancelled(
     counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "STEP_SECONDS", 0.001)
@@ -86,7 +86,7 @@ def test_history_takes_samples_until_it_is_cancelled(
     asyncio.run(run())
 
 
-def test_history_logs_a_bug(
+def test_an_error_while_a_sample_is_taken_is_logged(
     counted: Counted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(history, "STEP_SECONDS", 0.001)

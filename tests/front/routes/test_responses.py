@@ -103,7 +103,7 @@ CLOSE = {"type": "function", "name": "close", "parameters": {"type": "object", "
 SEARCH = {"type": "tool_search", "execution": "client"}
 
 
-def test_a_custom_tool_is_called_with_text_that_streams(client: OpenAI, played: Played) -> None:
+def test_a_custom_tool_is_called_with_text_that_is_streamed(client: OpenAI, played: Played) -> None:
     text = 'say "hi"\n\tünd 😀 \\ done'
     played.text = written("apply", {"input": text})
     found = events(client, tools=[CUSTOM])
@@ -117,7 +117,7 @@ def test_a_custom_tool_is_called_with_text_that_streams(client: OpenAI, played: 
     assert "Edits files." in played.prompts[0]
 
 
-def test_a_custom_tool_that_is_demanded_gets_the_whole_answer(
+def test_the_whole_answer_is_the_input_of_a_custom_tool_that_is_demanded(
     client: OpenAI, played: Played
 ) -> None:
     played.text = 'put a"b\n'
@@ -133,7 +133,7 @@ def test_a_custom_tool_that_is_demanded_gets_the_whole_answer(
 @pytest.mark.parametrize(
     ("definition", "syntax"), [("start: (", "lark"), ("a(", "regex"), ("start: missing", "lark")]
 )
-def test_a_grammar_that_cannot_be_read_is_refused(
+def test_a_custom_tool_with_an_unreadable_grammar_is_refused(
     client: OpenAI, definition: str, syntax: str, choice: Any
 ) -> None:
     format = {"type": "grammar", "syntax": syntax, "definition": definition}
@@ -142,7 +142,9 @@ def test_a_grammar_that_cannot_be_read_is_refused(
     assert caught.value.param in ("tool_choice", "tools")
 
 
-def test_a_grammar_that_is_not_enforced_is_named(client: OpenAI, played: Played) -> None:
+def test_a_custom_tool_whose_grammar_is_not_enforced_is_named_in_a_warning(
+    client: OpenAI, played: Played
+) -> None:
     tool = {**CUSTOM, "format": GRAMMAR}
     (warning,) = ask(client, tools=[tool]).warnings
     assert "'apply'" in warning
@@ -155,7 +157,7 @@ def test_a_grammar_that_is_not_enforced_is_named(client: OpenAI, played: Played)
         assert not hasattr(reply, "warnings")
 
 
-def test_tools_of_a_namespace_are_called_by_name_and_namespace(
+def test_tools_in_a_namespace_are_called_by_namespace_and_name(
     client: OpenAI, played: Played
 ) -> None:
     played.text = written("close", {})
@@ -167,7 +169,9 @@ def test_tools_of_a_namespace_are_called_by_name_and_namespace(
     assert played.prompts[0].count("Other agents.") == 1
 
 
-def test_two_tools_of_one_name_are_told_apart(client: OpenAI, played: Played) -> None:
+def test_two_tools_with_the_same_name_are_told_apart_by_their_namespaces(
+    client: OpenAI, played: Played
+) -> None:
     played.text = written("agents.close", {})
     history = [
         {"role": "user", "content": "hi"},
@@ -214,7 +218,7 @@ def test_two_tools_of_one_name_are_told_apart(client: OpenAI, played: Played) ->
         ),
     ],
 )
-def test_a_tool_that_openai_defines_has_an_item_of_its_own(
+def test_each_tool_that_openai_defines_has_its_own_type_of_item(
     client: OpenAI, played: Played, tool: Any, call: Any, kind: str, fields: Any
 ) -> None:
     played.text = written(*call)
@@ -226,7 +230,7 @@ def test_a_tool_that_openai_defines_has_an_item_of_its_own(
     assert len(found[-1].response.output) == 1
 
 
-def test_arguments_that_do_not_fit_the_tool_are_a_call_of_a_function(
+def test_a_call_whose_arguments_do_not_fit_its_tool_becomes_a_function_call(
     client: OpenAI, played: Played
 ) -> None:
     played.breaks_grammars = True
@@ -238,7 +242,7 @@ def test_arguments_that_do_not_fit_the_tool_are_a_call_of_a_function(
 @pytest.mark.parametrize(
     "type", ["web_search", "web_search_preview_2025_03_11", "file_search", "mcp", "tool_search"]
 )
-def test_a_tool_that_the_server_would_run_is_not_offered(
+def test_a_tool_that_the_server_would_have_to_run_is_not_offered(
     client: OpenAI, played: Played, type: str
 ) -> None:
     reply = ask(client, tools=[{"type": type, "vector_store_ids": ["v"], "server_label": "s"}])
@@ -261,13 +265,13 @@ def test_a_tool_that_the_server_would_run_is_not_offered(
         {"type": "allowed_tools", "mode": "required", "tools": [{"type": "web_search"}]},
     ],
 )
-def test_a_choice_of_a_tool_that_is_not_offered_is_refused(client: OpenAI, choice: Any) -> None:
+def test_choosing_a_tool_that_is_not_offered_is_refused(client: OpenAI, choice: Any) -> None:
     with pytest.raises(BadRequestError) as caught:
         ask(client, tools=[CLOSE, {"type": "web_search"}], tool_choice=choice)
     assert caught.value.param == "tool_choice"
 
 
-def test_allowed_tools_are_the_only_ones_that_are_offered(client: OpenAI, played: Played) -> None:
+def test_only_allowed_tools_are_offered_to_the_model(client: OpenAI, played: Played) -> None:
     allowed = [{"type": "custom", "name": "apply"}]
     choice = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
     ask(client, tools=[CLOSE, CUSTOM], tool_choice=choice)
@@ -323,7 +327,9 @@ def test_every_item_of_a_history_reaches_the_model(client: OpenAI, played: Playe
     assert "hidden" not in prompt
 
 
-def test_an_item_of_a_stored_response_can_be_referred_to(client: OpenAI, played: Played) -> None:
+def test_items_of_a_stored_response_can_be_sent_as_references(
+    client: OpenAI, played: Played
+) -> None:
     """Vercel's AI SDK sends the ids of earlier answers in place of their texts."""
     played.text = "The capital."
     first = ask(client)
@@ -351,7 +357,7 @@ def test_an_item_of_a_stored_response_can_be_referred_to(client: OpenAI, played:
     ],
     ids=["plain", "tools", "continued", "cut"],
 )
-def test_input_tokens_are_those_that_the_response_counts(
+def test_counted_input_tokens_equal_those_that_the_response_reports(
     client: OpenAI, played: Played, fields: dict[str, Any]
 ) -> None:
     if "previous_response_id" in fields:
@@ -363,7 +369,9 @@ def test_input_tokens_are_those_that_the_response_counts(
     assert len(played.prompts) == num_played + 1, "counting asks no model"
 
 
-def test_input_tokens_are_refused_as_the_response(client: OpenAI) -> None:
+def test_counting_input_tokens_refuses_the_same_requests_as_creating_a_response(
+    client: OpenAI,
+) -> None:
     with pytest.raises(BadRequestError) as caught:
         client.responses.input_tokens.count(model="tiny", input="hi", previous_response_id="resp_x")
     assert caught.value.code == "previous_response_not_found"
@@ -373,7 +381,9 @@ def test_input_tokens_are_refused_as_the_response(client: OpenAI) -> None:
         client.responses.input_tokens.count(model="tiny", input="hi", personality="friendly")
 
 
-def test_calls_can_be_continued_by_the_id_of_the_response(client: OpenAI, played: Played) -> None:
+def test_the_result_of_a_call_can_be_sent_with_the_id_of_its_response(
+    client: OpenAI, played: Played
+) -> None:
     played.text = written("apply", {"input": "patch"})
     first = ask(client, tools=[CUSTOM])
     played.text = "Done."
@@ -386,13 +396,13 @@ def test_calls_can_be_continued_by_the_id_of_the_response(client: OpenAI, played
 # --- fields
 
 
-def test_the_model_may_be_left_out(server_url: str) -> None:
+def test_the_name_of_the_model_may_be_left_out(server_url: str) -> None:
     for fields in ({}, {"model": None}, {"model": "default"}):
         reply = httpx2.post(f"{server_url}/v1/responses", json={"input": "hi", **fields})
         assert (reply.status_code, reply.json()["model"]) == (200, "tiny")
 
 
-def test_a_format_leaves_room_for_calls(client: OpenAI, played: Played) -> None:
+def test_a_format_beside_tools_still_allows_calls(client: OpenAI, played: Played) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     text = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
     for answer, kind in (
@@ -407,7 +417,9 @@ def test_a_format_leaves_room_for_calls(client: OpenAI, played: Played) -> None:
     assert item.type == "function_call"
 
 
-def test_a_forced_call_that_is_cut_is_an_incomplete_item(client: OpenAI, played: Played) -> None:
+def test_a_forced_call_cut_off_by_the_limit_is_an_incomplete_item(
+    client: OpenAI, played: Played
+) -> None:
     tool = {**CLOSE, "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
     played.text = written("close", {"a": "long long long"})
     reply = ask(client, tools=[tool], tool_choice="required", max_output_tokens=52)
@@ -416,7 +428,7 @@ def test_a_forced_call_that_is_cut_is_an_incomplete_item(client: OpenAI, played:
     assert item.arguments.startswith('{"a"')
 
 
-def test_parameters_of_sampling_are_as_in_chat(client: OpenAI, played: Played) -> None:
+def test_sampling_parameters_work_as_in_chats(client: OpenAI, played: Played) -> None:
     extra = {
         "seed": 7,
         "top_k": 3,
@@ -434,7 +446,7 @@ def test_parameters_of_sampling_are_as_in_chat(client: OpenAI, played: Played) -
     assert (sampling.presence_penalty, sampling.repetition_penalty) == (0.5, 1.5)
 
 
-def test_harmless_fields_change_nothing(client: OpenAI, played: Played) -> None:
+def test_harmless_fields_do_not_change_the_prompt(client: OpenAI, played: Played) -> None:
     ask(client)
     ask(
         client,
@@ -455,7 +467,7 @@ def test_harmless_fields_change_nothing(client: OpenAI, played: Played) -> None:
     assert played.prompts[0] == played.prompts[1]
 
 
-def test_texts_have_logprobs_if_they_are_asked_for(client: OpenAI, played: Played) -> None:
+def test_texts_have_logprobs_only_if_they_are_asked_for(client: OpenAI, played: Played) -> None:
     played.text = "ab"
     include = ["message.output_text.logprobs"]
     found = events(client, include=include, top_logprobs=2)
@@ -496,14 +508,14 @@ def test_truncation_leaves_out_the_oldest_items(client: OpenAI, played: Played) 
 # --- stored responses
 
 
-def test_a_response_in_the_background_is_refused(client: OpenAI) -> None:
+def test_a_response_in_background_mode_is_refused(client: OpenAI) -> None:
     with fails(BadRequestError, "invalid_value", match="background") as caught:
         ask(client, background=True)
     assert caught.value.param == "background"
     assert ask(client, background=False).background is False
 
 
-def test_many_tools_make_few_warnings_and_lines(
+def test_many_tools_that_are_left_out_give_few_warnings_and_log_lines(
     client: OpenAI, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A client could otherwise fill the log, whose reader is slower than the server."""
@@ -541,7 +553,7 @@ def test_tools_in_namespaces_count_towards_the_limit(client: OpenAI, place: str)
         ("include=a&include=b&include[]=c", None),
     ],
 )
-def test_the_query_of_a_stored_response_is_checked(
+def test_query_parameters_for_a_stored_response_are_checked(
     client: OpenAI, query: str, param: str | None
 ) -> None:
     path = f"/responses/{ask(client).id}?{query}"
@@ -554,7 +566,9 @@ def test_the_query_of_a_stored_response_is_checked(
 
 
 @pytest.mark.parametrize("type", [None, {}, "", "message"])
-def test_the_type_of_an_item_is_a_text_or_left_out(client: OpenAI, type: Any) -> None:
+def test_the_type_of_an_item_must_be_a_string_but_may_be_left_out(
+    client: OpenAI, type: Any
+) -> None:
     item = {"type": type, "role": "user", "content": "hi"}
     if type in (None, "message"):
         ask(client, [item])
@@ -564,7 +578,7 @@ def test_the_type_of_an_item_is_a_text_or_left_out(client: OpenAI, type: Any) ->
     assert caught.value.param == "input[0]"
 
 
-def test_unknown_parameters_in_the_address_are_refused(client: OpenAI) -> None:
+def test_unknown_query_parameters_are_refused(client: OpenAI) -> None:
     reply = ask(client)
     url = f"{client.base_url}responses/{reply.id}?invented=1"
     assert httpx2.get(url).json()["error"]["param"] == "query"

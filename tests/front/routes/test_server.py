@@ -31,7 +31,9 @@ def claude(adapted: Running) -> Iterator[anthropic.Anthropic]:
 
 
 @pytest.mark.parametrize("headers", [{}, VERSION])
-def test_models_with_a_slash_returns_the_list(adapted: Running, headers: dict[str, str]) -> None:
+def test_the_list_of_models_is_also_found_with_a_slash_at_its_end(
+    adapted: Running, headers: dict[str, str]
+) -> None:
     with_slash = httpx2.get(adapted.url + "/v1/models/", headers=headers).json()
     assert with_slash == httpx2.get(adapted.url + "/v1/models", headers=headers).json()
     assert [model["id"] for model in with_slash["data"]] == NAMES
@@ -48,7 +50,7 @@ def test_the_official_client_of_anthropic_lists_models(claude: anthropic.Anthrop
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 1000])
-def test_the_official_client_of_anthropic_turns_pages(
+def test_the_official_client_of_anthropic_reads_all_pages_of_models(
     claude: anthropic.Anthropic, limit: int
 ) -> None:
     assert [model.id for model in claude.models.list(limit=limit)] == NAMES
@@ -56,7 +58,9 @@ def test_the_official_client_of_anthropic_turns_pages(
     assert sorted(before) == ["a", "b", "tiny"]
 
 
-def test_a_page_before_a_model_ends_next_to_it(claude: anthropic.Anthropic) -> None:
+def test_pages_of_models_end_before_before_id_and_begin_after_after_id(
+    claude: anthropic.Anthropic,
+) -> None:
     page = claude.models.list(limit=2, before_id="c")
     assert ([model.id for model in page.data], page.has_more) == (["a", "b"], True)
     page = claude.models.list(after_id="tiny", before_id="b")
@@ -65,7 +69,7 @@ def test_a_page_before_a_model_ends_next_to_it(claude: anthropic.Anthropic) -> N
     assert (page.data, page.has_more, page.first_id, page.last_id) == ([], False, None, None)
 
 
-def test_the_official_client_of_anthropic_gets_a_model(claude: anthropic.Anthropic) -> None:
+def test_the_official_client_of_anthropic_reads_one_model(claude: anthropic.Anthropic) -> None:
     assert claude.models.retrieve("b").id == "b"
     with pytest.raises(anthropic.NotFoundError) as raised:
         claude.models.retrieve("other")
@@ -73,7 +77,9 @@ def test_the_official_client_of_anthropic_gets_a_model(claude: anthropic.Anthrop
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=x", "limit=1001", "after_id=other"])
-def test_a_wrong_page_is_refused_in_the_form_of_the_api(adapted: Running, query: str) -> None:
+def test_wrong_parameters_of_a_page_are_refused_in_the_form_of_the_api(
+    adapted: Running, query: str
+) -> None:
     reply = httpx2.get(f"{adapted.url}/v1/models?{query}", headers=VERSION)
     assert reply.status_code == 400
     assert reply.json()["type"] == "error"
@@ -82,7 +88,7 @@ def test_a_wrong_page_is_refused_in_the_form_of_the_api(adapted: Running, query:
     assert reply.json()["error"]["param"] == query.partition("=")[0]
 
 
-def test_other_clients_get_the_form_of_openai(adapted: Running) -> None:
+def test_without_the_header_of_anthropic_the_list_has_the_form_of_openai(adapted: Running) -> None:
     page = httpx2.get(adapted.url + "/v1/models?after_id=tiny&limit=2").json()
     assert [model["id"] for model in page["data"]] == ["a", "b"]
     listed = httpx2.get(adapted.url + "/v1/models").json()

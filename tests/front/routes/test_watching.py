@@ -64,7 +64,7 @@ async def next_change(frames: Any, name: str) -> dict[str, Any]:
     return frame
 
 
-def test_watchers_send_the_whole_state_and_then_changes(observed: Observed) -> None:
+def test_a_watcher_gets_the_whole_state_and_then_only_changes(observed: Observed) -> None:
     async def test(watchers: Watchers) -> None:
         frames = watchers.frames(watchers.add())
         first = parsed(await anext(frames))
@@ -79,7 +79,7 @@ def test_watchers_send_the_whole_state_and_then_changes(observed: Observed) -> N
     run(observed, test)
 
 
-def test_watchers_send_each_span_once_and_no_spans_of_drops(observed: Observed) -> None:
+def test_a_watcher_gets_each_span_once_but_none_of_steps_without_rows(observed: Observed) -> None:
     async def test(watchers: Watchers) -> None:
         observed.add_span(0)
         frames = watchers.frames(watchers.add())
@@ -96,7 +96,7 @@ def test_watchers_send_each_span_once_and_no_spans_of_drops(observed: Observed) 
     run(observed, test)
 
 
-def test_watchers_that_come_later_get_the_whole_state(observed: Observed) -> None:
+def test_a_watcher_that_comes_later_gets_the_whole_state_first(observed: Observed) -> None:
     async def test(watchers: Watchers) -> None:
         observed.add_span(0)
         frames = watchers.frames(watchers.add())
@@ -111,7 +111,7 @@ def test_watchers_that_come_later_get_the_whole_state(observed: Observed) -> Non
     run(observed, test)
 
 
-def test_watchers_send_the_history_with_the_whole_state_only(observed: Observed) -> None:
+def test_a_watcher_gets_the_history_only_with_the_whole_state(observed: Observed) -> None:
     async def test(watchers: Watchers) -> None:
         observed.samples = [[1.0, 5.0]]
         frames = watchers.frames(watchers.add())
@@ -124,7 +124,7 @@ def test_watchers_send_the_history_with_the_whole_state_only(observed: Observed)
     run(observed, test)
 
 
-def test_watchers_cost_nothing_while_nobody_watches(observed: Observed) -> None:
+def test_the_state_is_observed_only_while_somebody_watches(observed: Observed) -> None:
     async def test(watchers: Watchers) -> None:
         await asyncio.sleep(0.02)
         assert not observed.num_looks
@@ -141,7 +141,7 @@ def test_watchers_cost_nothing_while_nobody_watches(observed: Observed) -> None:
     run(observed, test)
 
 
-def test_watchers_share_one_observation(observed: Observed) -> None:
+def test_all_watchers_share_one_observation_of_the_state(observed: Observed) -> None:
     async def test(watchers: Watchers) -> None:
         readers = [watchers.frames(watchers.add()) for _ in range(8)]
         for frames in readers:
@@ -152,7 +152,7 @@ def test_watchers_share_one_observation(observed: Observed) -> None:
     run(observed, test)
 
 
-def test_watcher_that_is_slow_loses_frames_and_then_gets_the_whole_state(
+def test_a_slow_watcher_loses_frames_and_then_gets_the_whole_state(
     observed: Observed,
 ) -> None:
     async def test(watchers: Watchers) -> None:
@@ -187,7 +187,7 @@ def test_the_number_of_watchers_is_limited(observed: Observed) -> None:
     run(observed, test)
 
 
-def test_watchers_end_with_the_server(observed: Observed) -> None:
+def test_streams_of_watchers_end_with_the_server(observed: Observed) -> None:
     async def test(watchers: Watchers) -> None:
         frames = watchers.frames(watchers.add())
         await anext(frames)
@@ -199,7 +199,7 @@ def test_watchers_end_with_the_server(observed: Observed) -> None:
     run(observed, test)
 
 
-def test_watchers_whose_observation_fails_end(observed: Observed) -> None:
+def test_streams_of_watchers_end_if_observing_the_state_fails(observed: Observed) -> None:
     async def test(watchers: Watchers) -> None:
         frames = watchers.frames(watchers.add())
         await anext(frames)
@@ -215,7 +215,7 @@ def test_watchers_whose_observation_fails_end(observed: Observed) -> None:
     run(observed, test)
 
 
-def test_watcher_whose_first_observation_fails_does_not_count(observed: Observed) -> None:
+def test_a_watcher_whose_first_observation_fails_is_not_counted(observed: Observed) -> None:
     def fail() -> dict[str, Any]:
         raise ZeroDivisionError
 

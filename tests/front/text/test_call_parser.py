@@ -19,30 +19,30 @@ def parser() -> CallParser:
     return CallParser("json_tools")
 
 
-def test_call_parser_equals_the_parser(parser: CallParser) -> None:
+def test_parsing_in_a_process_gives_the_same_calls_as_the_parser_itself(parser: CallParser) -> None:
     assert parser(CALL) == parsed_calls(tool_format("json_tools").parse(CALL, None))
     assert parser(CALL) == (ParsedCall("weather", '{"city": "Köln"}'),)
 
 
-def test_call_parser_raises_for_text_that_is_not_a_call(parser: CallParser) -> None:
+def test_parsing_text_that_is_not_a_call_raises_value_error(parser: CallParser) -> None:
     with pytest.raises(ValueError, match="JSONDecodeError"):
         parser("no call")
     assert parser(CALL), "the process goes on"
 
 
-def test_a_call_that_is_too_long_is_refused_before_its_end() -> None:
+def test_a_call_that_is_too_long_is_refused_while_it_is_written() -> None:
     calls = mlx_lm_dialect("json_tools", None).calls
     assert calls is not None
     with pytest.raises(ValueError, match="characters"):
         calls.reader([]).feed("[" * (MAX_CHARACTERS + 1))
 
 
-def test_call_parser_refuses_deep_json(parser: CallParser) -> None:
+def test_deeply_nested_json_in_a_call_is_refused(parser: CallParser) -> None:
     with pytest.raises(ValueError, match="RecursionError"):
         parser('{"name": "f", "arguments": ' + "[" * 100_000)
 
 
-def test_call_parser_is_stopped_and_others_go_on() -> None:
+def test_a_parser_that_takes_too_long_is_stopped_and_others_continue() -> None:
     """This one took minutes, on a thread that everybody shares."""
     slow = CallParser("gemma4")
     with ThreadPoolExecutor(1) as threads:

@@ -26,11 +26,11 @@ LONG = 8_000  # characters
         ("![a](https://b.example)", '<p>!<a href="https://b.example">a</a></p>\n'),
     ],
 )
-def test_markdown_becomes_harmless_html(text: str, html: str) -> None:
+def test_markdown_is_rendered_as_harmless_html(text: str, html: str) -> None:
     assert rendered(text) == html
 
 
-def test_cells_are_aligned_without_styles() -> None:
+def test_table_cells_are_aligned_without_inline_styles() -> None:
     html = rendered("| a | b |\n|:-:|---|\n| 1 | 2 |")
     assert '<th align="center">a</th>\n<th>b</th>' in html
     assert '<td align="center">1</td>\n<td>2</td>' in html
@@ -38,7 +38,7 @@ def test_cells_are_aligned_without_styles() -> None:
 
 
 @pytest.mark.parametrize("piece", ["[", "*a ", "![", "a**b", "_*", "[a](", "> ", "- ", "|a", "<"])
-def test_no_text_takes_much_longer_than_its_length(piece: str) -> None:
+def test_rendering_takes_time_in_proportion_to_the_length_of_the_text(piece: str) -> None:
     """Four times the text takes about four times the work, and not sixteen times."""
     short, long = (_num_lines(piece * (length // len(piece))) for length in (LONG // 4, LONG))
     assert long < 8 * short

@@ -137,7 +137,7 @@ CALLED = ("call", "weather", '{"city": "Rome"}')
         ("half a mark <tool_c", [("content", None, "half a mark <tool_c")]),
     ],
 )
-def test_marks_are_found_however_the_text_is_cut(
+def test_marks_are_found_however_the_text_is_cut_into_pieces(
     text: str, expected: list[tuple[str, str | None, str]]
 ) -> None:
     chance = random.Random(5)
@@ -145,41 +145,41 @@ def test_marks_are_found_however_the_text_is_cut(
         assert taken_apart(marked(), pieces) == expected
 
 
-def test_thoughts_may_have_begun_in_the_prompt() -> None:
+def test_reasoning_can_begin_in_the_prompt() -> None:
     deltas = ["I think", "</thi", "nk>so"]
     expected = [("reasoning", None, "I think"), ("content", None, "so")]
     assert taken_apart(marked(is_thinking=True), deltas) == expected
 
 
-def test_without_tools_a_call_is_text() -> None:
+def test_a_call_is_kept_as_text_if_no_tools_were_given() -> None:
     assert taken_apart(marked(finds_calls=False), [CALL]) == [("content", None, CALL)]
 
 
-def test_text_is_passed_on_as_soon_as_it_cannot_be_a_mark() -> None:
+def test_text_is_passed_on_as_soon_as_it_cannot_begin_a_mark() -> None:
     parser = marked()
     assert list(parser.feed("a <tool")) == [Text("a")]
     assert list(parser.feed("box")) == [Text(" <toolbox")]
 
 
-def test_a_format_without_an_end_ends_with_the_answer() -> None:
+def test_a_call_without_an_end_mark_ends_with_the_answer() -> None:
     text = '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}'
     assert taken_apart(marked(NAMED["mistral"]), list(text)) == [CALLED]
 
 
-def test_the_whole_text_of_a_named_call_is_its_arguments() -> None:
+def test_the_whole_text_of_a_forced_call_is_its_arguments() -> None:
     deltas = ['{"city"', "", ': "Rome"}']
     assert list(NamedCallReader("weather").feed("")) == []
     assert taken_apart(NamedCallReader("weather"), deltas) == [CALLED]
 
 
-def test_a_demanded_call_may_come_after_thoughts() -> None:
+def test_a_forced_call_can_come_after_reasoning() -> None:
     text = 'Hm.</think>\n{"city": "Rome"}'
     expected = [("reasoning", None, "Hm."), ("call", "weather", '\n{"city": "Rome"}')]
     parser = marked(QWEN, True, NamedCallReader("weather"), finds_calls=False)
     assert taken_apart(parser, list(text)) == expected
 
 
-def test_listed_calls_come_one_by_one() -> None:
+def test_calls_in_a_list_are_returned_one_by_one() -> None:
     text = (
         '[{"name": "weather", "parameters": {"city": "Rome"}}, {"name": "time", "parameters": {}}]'
     )
@@ -190,7 +190,7 @@ def test_listed_calls_come_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("arguments", UNTOLD)
-def test_a_listed_call_keeps_text_that_python_values_cannot_represent(arguments: str) -> None:
+def test_a_call_in_a_list_keeps_numbers_that_python_cannot_represent(arguments: str) -> None:
     """A grammar lets \\ud800 and 1e999 through: both are JSON."""
     call = f'{{"name": "weather", "parameters": {arguments}}}'
     time_ = '{"name": "time", "parameters": {}}'
@@ -201,7 +201,7 @@ def test_a_listed_call_keeps_text_that_python_values_cannot_represent(arguments:
 # --- what mlx-lm knows
 
 
-def test_every_parser_of_mlx_lm_has_a_format() -> None:
+def test_every_parser_of_mlx_lm_has_a_tool_format() -> None:
     names = tool_parsers()
     assert {"json_tools", "mistral", "qwen3_coder", "laguna"} <= set(names)
     for name in names:
@@ -209,12 +209,12 @@ def test_every_parser_of_mlx_lm_has_a_format() -> None:
         assert tool_format(name).start
 
 
-def test_the_format_is_found_by_the_model() -> None:
+def test_the_tool_format_of_a_model_is_found() -> None:
     assert READER.dialect.calls == QWEN.calls
     assert READER.dialect.reasoning is None
 
 
-def test_mlx_stays_out_of_this_process() -> None:
+def test_reading_tool_formats_does_not_import_mlx() -> None:
     """mlx_lm's package would bring it."""
     code = (
         "import sys; from serve.front.text.tool_formats import tool_format, mlx_lm_module; "
@@ -227,7 +227,7 @@ def test_mlx_stays_out_of_this_process() -> None:
 # --- calls that must come
 
 
-def test_demanded_calls_have_a_grammar(tokenizer) -> None:  # noqa: ANN001, F811
+def test_forced_calls_have_a_grammar(tokenizer) -> None:  # noqa: ANN001, F811
     any_call = grammar_of_call(TOOLS, "required", is_parallel=True)
     one_call = grammar_of_call(TOOLS, "required", is_parallel=False)
     rome = {"name": "weather", "parameters": {"city": "Rome"}}
@@ -296,7 +296,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("api", ["chat", "responses", "anthropic"])
-def test_demanded_calls_follow_schemas_that_refer_to_themselves(
+def test_forced_calls_follow_schemas_that_refer_to_themselves(
     tokenizer: LLTokenizer,  # noqa: F811
     api: str,
 ) -> None:
@@ -325,7 +325,7 @@ def test_demanded_calls_follow_schemas_that_refer_to_themselves(
         assert accepts(tokenizer, grammar, text) == is_right, text
 
 
-def test_without_a_demanded_call_there_is_no_grammar() -> None:
+def test_calls_that_are_not_forced_have_no_grammar() -> None:
     assert grammar_of_call(TOOLS, "auto", True) is None
     assert grammar_of_call([], "none", True) is None
     for tools, choice in (
@@ -339,7 +339,7 @@ def test_without_a_demanded_call_there_is_no_grammar() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a" * 129, "ü", "a\n"])
-def test_tool_names_with_odd_characters_are_refused(name: str) -> None:
+def test_tool_names_with_invalid_characters_are_refused(name: str) -> None:
     with pytest.raises(ValidationError):
         Tool.model_validate({"type": "function", "function": {"name": name}})
 
@@ -391,18 +391,18 @@ def test_arguments_have_the_types_of_their_schema(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", tool_parsers())
-def test_every_parser_of_mlx_lm_takes_the_tools(name: str) -> None:
+def test_every_parser_of_mlx_lm_accepts_the_list_of_tools(name: str) -> None:
     inspect.signature(tool_format(name).parse).bind("text", [])
 
 
-def test_tools_whose_schemas_are_odd_do_no_harm() -> None:
+def test_tools_with_invalid_schemas_do_not_prevent_parsing() -> None:
     odd = [{"type": "function", "function": {"name": "forecast", "parameters": {"properties": 5}}}]
     parser = parser_of(NAMED["qwen3_coder"], odd)
     (piece,) = taken_apart(parser, [WRITTEN["qwen3_coder"]])
     assert piece == ("call", "forecast", '{"days": "3", "warm": "true", "code": "12"}')
 
 
-def test_the_id_that_a_model_wrote_is_kept() -> None:
+def test_the_id_that_the_model_wrote_for_a_call_is_kept() -> None:
     """Kimi K2 finds its own calls by it in what comes back."""
     text = (
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.bare:0"
@@ -419,26 +419,26 @@ def test_the_id_that_a_model_wrote_is_kept() -> None:
     assert re.fullmatch("[a-zA-Z0-9]{9}", first.id), "it is no text, so there is a new one"
 
 
-def test_new_call_id_suits_the_strictest_template() -> None:
+def test_new_call_ids_have_nine_letters_and_digits_as_mistral_requires() -> None:
     """Mistral's want nine letters and digits."""
     ids = {new_call_id() for _ in range(50)}
     assert len(ids) == 50
     assert all(re.fullmatch("[a-zA-Z0-9]{9}", id) for id in ids)
 
 
-def test_a_named_call_that_was_cut_is_not_whole() -> None:
+def test_a_forced_call_that_was_cut_off_is_incomplete() -> None:
     parser = NamedCallReader("weather")
     assert [type(part) for part in parser.feed('{"city"')] == [CallHeader, CallText]
     assert list(parser.finish(is_whole=False)) == []
 
 
-def test_a_parser_that_finds_nothing_leaves_the_text() -> None:
+def test_text_in_which_a_parser_finds_no_call_is_kept_as_text() -> None:
     dialect = Dialect("c", ParsedCalls("<c>", "</c>", lambda text, tools: parsed_calls([])))
     assert taken_apart(marked(dialect), ["a <c>b</c>"]) == [("content", None, "a <c>b</c>")]
 
 
 @pytest.mark.parametrize("opening", ['{"a":', "["])
-def test_a_listed_call_that_is_nested_too_deeply_has_no_end(opening: str) -> None:
+def test_a_call_in_a_list_that_is_nested_too_deeply_is_incomplete(opening: str) -> None:
     """JSON's readers recurse: this was a RecursionError, and HTTP 500."""
     text = '[{"name": "weather", "parameters": {"x": ' + opening * 1500
     for pieces in ([text], list(text)):
@@ -447,7 +447,7 @@ def test_a_listed_call_that_is_nested_too_deeply_has_no_end(opening: str) -> Non
         assert found[0][2].count(opening) <= 200
 
 
-def test_a_listed_call_may_have_brackets_and_quotes_in_its_strings() -> None:
+def test_strings_of_a_call_in_a_list_can_contain_brackets_and_quotes() -> None:
     arguments = {"city": 'a "quoted" } ] \\" { [ \\', "list": [[1, {"b": "}"}]]}
     text = json.dumps([{"name": "weather", "parameters": arguments}] * 3)
     expected = [("call", "weather", json.dumps(arguments))] * 3

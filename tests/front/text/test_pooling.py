@@ -37,7 +37,7 @@ def save(folder: Path, modules: list[str] | None, module: Any = None, **config: 
         ({"pooling_mode": "mean"}, "mean"),
     ],
 )
-def test_pooling_of_reads_files_of_sentence_transformers(
+def test_pooling_is_read_from_files_of_sentence_transformers(
     tmp_path: Path, pooling: Any, kind: str
 ) -> None:
     assert pooling_of(save(tmp_path, ["Transformer", "Pooling", "Normalize"], pooling)) == kind
@@ -53,7 +53,7 @@ def test_pooling_of_reads_files_of_sentence_transformers(
         ({"pooling": "first_last_avg"}, "last"),
     ],
 )
-def test_pooling_of_reads_config_json(tmp_path: Path, config: Any, kind: str) -> None:
+def test_pooling_is_read_from_config_json(tmp_path: Path, config: Any, kind: str) -> None:
     assert pooling_of(save(tmp_path, None, **config)) == kind
 
 
@@ -71,14 +71,12 @@ def test_pooling_of_reads_config_json(tmp_path: Path, config: Any, kind: str) ->
         (["Transformer", "Pooling"], {}),
     ],
 )
-def test_pooling_of_refuses_unsupported_poolings(
-    tmp_path: Path, modules: list[str], pooling: Any
-) -> None:
+def test_unsupported_poolings_are_refused(tmp_path: Path, modules: list[str], pooling: Any) -> None:
     with fails(ModelError, "model", match="--pooling"):
         pooling_of(save(tmp_path, modules, pooling))
 
 
-def test_pooling_of_names_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_the_error_for_an_unreadable_pooling_file_names_it(tmp_path: Path) -> None:
     save(tmp_path, [])
     (tmp_path / "modules.json").write_text("{")
     with fails(ModelError, "model", match=r"modules\.json"):

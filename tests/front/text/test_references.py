@@ -30,11 +30,11 @@ DOCUMENT: dict[str, Any] = {
         ("https://example.org/#/allOf/1", None),
     ],
 )
-def test_target_resolves_json_pointers(reference: str, expected: Any) -> None:
+def test_references_are_resolved_as_json_pointers(reference: str, expected: Any) -> None:
     assert target(reference, DOCUMENT) == expected
 
 
-def test_moved_references_point_to_the_same_parts() -> None:
+def test_references_in_a_moved_document_point_to_the_same_parts() -> None:
     outer = {"$defs": {"inner": moved(DOCUMENT, "#/$defs/inner")}}
     assert [*references(outer)] == ["#/$defs/inner/allOf/1", "#/$defs/inner"]
     for before, after in zip(references(DOCUMENT), references(outer), strict=True):
@@ -63,7 +63,7 @@ NODE = {"type": "string"}
         ("http://[", "http://["),
     ],
 )
-def test_bundled_references_are_relative_to_the_document(reference: str, path: str) -> None:
+def test_bundled_references_are_relative_to_the_whole_document(reference: str, path: str) -> None:
     inner = {
         "$id": "x",
         "$ref": reference,
@@ -101,7 +101,7 @@ LONG = "x" * 300_000
     ],
     ids=["long id", "long name", "long anchors", "many ids"],
 )
-def test_bundled_schemas_have_about_the_same_length(part: Any) -> None:
+def test_bundling_a_schema_hardly_changes_its_length(part: Any) -> None:
     """Otherwise, a small body could take gigabytes of memory."""
     document = {"$id": "https://example.org/", "allOf": [part]}
     before = len(json.dumps(document))

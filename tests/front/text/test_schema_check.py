@@ -57,7 +57,7 @@ def broken(checker: SchemaChecker, schema: Any, value: Any) -> list[str]:
         ),
     ],
 )
-def test_schema_checker_names_the_keyword(
+def test_a_violation_names_the_keyword_that_is_broken(
     checker: SchemaChecker, schema: Any, right: Any, wrong: Any
 ) -> None:
     assert broken(checker, schema, right) == []
@@ -65,7 +65,7 @@ def test_schema_checker_names_the_keyword(
     assert keyword in json.dumps(schema)
 
 
-def test_schema_checker_says_where(checker: SchemaChecker) -> None:
+def test_a_violation_says_where_it_is(checker: SchemaChecker) -> None:
     schema = {"properties": {"days": {"uniqueItems": True}}}
     claims = [
         claim("first", schema, '{"days": [1, 2]}'),
@@ -75,7 +75,7 @@ def test_schema_checker_says_where(checker: SchemaChecker) -> None:
     assert violation.message.startswith("second $.days: ")
 
 
-def test_schema_checker_keeps_its_answer_short(checker: SchemaChecker) -> None:
+def test_violations_are_few_and_short(checker: SchemaChecker) -> None:
     schema = {"items": {"const": 1}}
     found = checker.violations([claim("text", schema, json.dumps(["x" * 999] * 50))])
     assert len(found) == MAX_VIOLATIONS
@@ -95,7 +95,7 @@ def test_schema_checker_keeps_its_answer_short(checker: SchemaChecker) -> None:
         (5, "1"),
     ],
 )
-def test_schema_checker_says_that_it_could_not_check(
+def test_a_schema_that_cannot_be_checked_is_reported_as_unchecked(
     checker: SchemaChecker, schema: Any, text: str
 ) -> None:
     (violation,) = checker.violations([claim("text", schema, text)])
@@ -103,7 +103,7 @@ def test_schema_checker_says_that_it_could_not_check(
     assert broken(checker, {"const": 1}, 2) == ["const"], "the process goes on"
 
 
-def test_schema_checker_is_stopped_and_others_go_on(checker: SchemaChecker) -> None:
+def test_a_check_that_takes_too_long_is_stopped_and_others_continue(checker: SchemaChecker) -> None:
     with ThreadPoolExecutor(1) as threads:
         slow = threads.submit(checker.violations, [claim("text", SLOW, MANY_LETTERS)])
         assert broken(checker, {"const": 1}, 2) == ["const"]
@@ -113,7 +113,7 @@ def test_schema_checker_is_stopped_and_others_go_on(checker: SchemaChecker) -> N
     assert broken(checker, {"const": 1}, 2) == ["const"]
 
 
-def test_schema_checker_fetches_no_other_document(checker: SchemaChecker) -> None:
+def test_checking_a_schema_fetches_no_other_document(checker: SchemaChecker) -> None:
     """A client's schema must not make the server send requests."""
     asked = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -43,7 +43,7 @@ def tokenizer() -> LLTokenizer:
         {**OBJECT, "properties": {"allOf": {"type": "integer"}, "$ref": {"type": "string"}}},
     ],
 )
-def test_closed_forbids_other_keys(schema: dict[str, Any]) -> None:
+def test_closed_schemas_forbid_unknown_keys(schema: dict[str, Any]) -> None:
     before = json.dumps(schema)
     assert closed(schema) == {**schema, **CLOSED}
     assert json.dumps(schema) == before
@@ -73,7 +73,7 @@ def test_closed_forbids_other_keys(schema: dict[str, Any]) -> None:
         {"allOf": [{"$ref": "urn:x"}, {"properties": B}], "properties": A},
     ],
 )
-def test_closed_keeps_schemas_that_say_otherwise(schema: dict[str, Any]) -> None:
+def test_schemas_that_allow_unknown_keys_are_not_closed(schema: dict[str, Any]) -> None:
     assert closed(schema) == schema
 
 
@@ -92,13 +92,13 @@ def test_closed_keeps_schemas_that_say_otherwise(schema: dict[str, Any]) -> None
         lambda inner: {"items": {"$id": "urn:tool:1", **inner}},
     ],
 )
-def test_closed_reaches_every_schema_inside(around: Any) -> None:
+def test_schemas_inside_of_others_are_closed_too(around: Any) -> None:
     assert closed(around({"properties": A})) == around({"properties": A, **CLOSED})
     nested = around({"properties": {"x": {"properties": A}}, **CLOSED})
     assert closed(nested) == around({"properties": {"x": {"properties": A, **CLOSED}}, **CLOSED})
 
 
-def test_closed_takes_references_of_an_identified_part_from_that_part() -> None:
+def test_references_in_a_part_with_an_id_are_resolved_within_that_part() -> None:
     """The schemas of tools are put into one; `#/$defs/...` refers to that of the tool."""
     tool = {"$id": "urn:tool:0", "$defs": {"x": {"properties": A}}, "properties": B}
     tool |= {"allOf": [{"$ref": "#/$defs/x"}]}
@@ -108,7 +108,7 @@ def test_closed_takes_references_of_an_identified_part_from_that_part() -> None:
     assert result[1] == {**other, **CLOSED, "$defs": {"x": {"properties": A, **CLOSED}}}
 
 
-def test_closed_ends_with_schemas_that_refer_to_themselves() -> None:
+def test_schemas_that_refer_to_themselves_can_be_closed() -> None:
     tree = {"properties": {"left": {"$ref": "#"}, "right": {"$ref": "#/properties/left"}}}
     assert closed(tree) == {**tree, **CLOSED}
     looped = {"properties": A, "allOf": [{"$ref": "#/$defs/a"}]}
@@ -117,11 +117,11 @@ def test_closed_ends_with_schemas_that_refer_to_themselves() -> None:
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "true", '{"items":' * 5000 + "{}" + "}" * 5000])
-def test_closed_text_keeps_text_that_is_not_a_schema(text: str) -> None:
+def test_text_that_is_not_a_schema_is_not_changed(text: str) -> None:
     assert closed_text(text) == text
 
 
-def test_of_schema_allows_no_invented_keys(tokenizer: LLTokenizer) -> None:
+def test_a_grammar_of_a_schema_allows_no_unknown_keys(tokenizer: LLTokenizer) -> None:
     weather = {"properties": {"city": {"type": "string"}, "unit": {"enum": ["c", "f"]}}}
     grammar = of_schema({**OBJECT, **weather, "required": ["city"]})
     assert accepts(tokenizer, grammar, '{"city": "Paris"}')
@@ -150,7 +150,7 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     return {**schema, "required": rng.sample(names, rng.randint(0, len(names)))}
 
 
-def test_closed_leaves_every_schema_satisfiable(tokenizer: LLTokenizer) -> None:
+def test_closed_schemas_can_still_be_satisfied(tokenizer: LLTokenizer) -> None:
     rng = random.Random(3)
     for _ in range(200):
         matcher = LLMatcher(tokenizer, of_schema(random_schema(rng)))
@@ -162,7 +162,7 @@ PRINTED = {"a": "x  y", "b": [1, {}], "c": {"d": [[], {"e": None}]}}
 
 
 @pytest.mark.parametrize("grammar_of", [of_schema, of_tool_schema])
-def test_grammars_allow_the_white_space_of_json_printers(
+def test_a_grammar_of_a_schema_allows_the_white_space_of_json_printers(
     grammar_of: Callable[[dict[str, Any]], str], tokenizer: LLTokenizer
 ) -> None:
     schema = {**OBJECT, "properties": {"a": {"type": "string"}, "b": {}, "c": OBJECT}}
@@ -174,7 +174,7 @@ def test_grammars_allow_the_white_space_of_json_printers(
             assert not accepts(tokenizer, grammar, f'{{{more}"a": "x"}}'), more
 
 
-def test_random_objects_have_little_white_space(tokenizer: LLTokenizer) -> None:
+def test_random_objects_under_a_grammar_have_little_white_space(tokenizer: LLTokenizer) -> None:
     """A model that is not sure writes blanks as long as it may."""
     rng = random.Random(5)
     texts = [drawn(tokenizer, of_schema({**random_schema(rng), **OBJECT}), rng) for _ in range(200)]
@@ -182,7 +182,7 @@ def test_random_objects_have_little_white_space(tokenizer: LLTokenizer) -> None:
 
 
 @pytest.mark.parametrize("param", ["tools", "response_format"])
-def test_of_schema_names_the_field_of_a_schema_that_is_nested_too_deeply(param: str) -> None:
+def test_the_error_for_a_schema_nested_too_deeply_names_its_field(param: str) -> None:
     schema: dict[str, Any] = {}
     for _ in range(180):
         schema = {"items": schema}
@@ -205,7 +205,7 @@ INEXPRESSIBLE = [
 
 
 @pytest.mark.parametrize("part", INEXPRESSIBLE)
-def test_tool_grammar_leaves_out_what_it_cannot_express(part: dict[str, Any]) -> None:
+def test_a_tool_grammar_leaves_out_keywords_that_it_cannot_express(part: dict[str, Any]) -> None:
     schema = {"type": "object", "properties": {"a": {}, "b": {"type": "integer"}}, **part}
     has_pattern = '"pattern": "^(' in json.dumps(schema) or "bx" in json.dumps(schema)
     assert bool(LLMatcher.validate_grammar(of_schema(schema))) == has_pattern
@@ -215,7 +215,7 @@ def test_tool_grammar_leaves_out_what_it_cannot_express(part: dict[str, Any]) ->
         assert not LLMatcher.validate_grammar(grammar)
 
 
-def test_without_inexpressible_patterns_keeps_everything_else() -> None:
+def test_only_patterns_that_cannot_be_expressed_are_removed_from_a_schema() -> None:
     schema = {
         "properties": {"pattern": {"type": "string", "pattern": r"^\d+$"}},
         "const": {"pattern": "(?!x)"},
@@ -224,14 +224,14 @@ def test_without_inexpressible_patterns_keeps_everything_else() -> None:
 
 
 @pytest.mark.parametrize("part", INEXPRESSIBLE)
-def test_inexpressible_keyword_finds_keywords_that_only_lenient_mode_accepts(
+def test_keywords_accepted_only_in_lenient_mode_are_found(
     part: dict[str, Any],
 ) -> None:
     is_option = "oneOf" in str(part) or "format" in str(part)
     assert (inexpressible_keyword({"type": "object", **part}) is None) == is_option
 
 
-def test_inexpressible_keyword_ignores_names() -> None:
+def test_names_of_properties_are_not_taken_for_keywords() -> None:
     assert inexpressible_keyword({"properties": {"not": {"type": "string"}}}) is None
 
 
@@ -247,5 +247,5 @@ def test_inexpressible_keyword_ignores_names() -> None:
         "[]",
     ],
 )
-def test_schema_of_ignores_other_grammars_that_begin_like_json(grammar: str) -> None:
+def test_other_grammars_that_begin_like_json_are_not_taken_for_schemas(grammar: str) -> None:
     assert schema_of(grammar) is None

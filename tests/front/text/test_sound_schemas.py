@@ -81,7 +81,7 @@ MALFORMED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("name", "value", "expected"), CHANGED)
-def test_sound_leaves_out_what_is_not_valid(name: str, value: Any, expected: Any) -> None:
+def test_invalid_keywords_of_a_schema_are_left_out(name: str, value: Any, expected: Any) -> None:
     definitions = {"List<A>": {"type": "string"}, "a/b": {}}
     schema = {"properties": {"x": {"title": "X", name: value}}, "allOf": [{}], "$defs": definitions}
     found = sound(schema)["properties"]["x"]
@@ -91,7 +91,7 @@ def test_sound_leaves_out_what_is_not_valid(name: str, value: Any, expected: Any
     assert sound_tools(tools)[1] == (set() if is_same else {name})
 
 
-def test_sound_keeps_valid_schemas_as_they_are() -> None:
+def test_valid_schemas_are_not_changed() -> None:
     assert sound(KEPT) == KEPT
     assert sound_tools([{"name": "f", "parameters": KEPT}])[1] == set()
 
@@ -107,7 +107,7 @@ def chat(*parameters: Any, **fields: Any) -> ChatBody:
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_tool_grammar_of_a_malformed_schema_can_be_followed(name: str) -> None:
+def test_a_tool_grammar_can_be_made_of_a_malformed_schema(name: str) -> None:
     tokenizer = LLTokenizer(str(MODEL / "tokenizer.json"))
     tools = chat(MALFORMED, KEPT).tool_use.declared
     for is_forced in (False, True):
@@ -118,7 +118,7 @@ def test_tool_grammar_of_a_malformed_schema_can_be_followed(name: str) -> None:
         assert not matcher.is_error(), matcher.get_error()
 
 
-def test_grammar_of_forced_calls_follows_a_malformed_schema() -> None:
+def test_a_grammar_of_forced_calls_can_be_made_of_a_malformed_schema() -> None:
     grammar = chat(MALFORMED, tool_choice="required").tool_use.grammar()
     assert grammar is not None
     tokenizer = LLTokenizer(str(MODEL / "tokenizer.json"))
@@ -126,7 +126,7 @@ def test_grammar_of_forced_calls_follows_a_malformed_schema() -> None:
     assert not matcher.is_error(), matcher.get_error()
 
 
-def test_grammar_refuses_a_strict_tool_with_an_invalid_schema() -> None:
+def test_a_strict_tool_with_an_invalid_schema_is_refused() -> None:
     function = {"name": "f", "strict": True, "parameters": MALFORMED}
     body = chat(tools=[{"type": "function", "function": function}])
     with fails(RequestError, "unsupported_schema", match=r"tools\[0\]") as caught:
@@ -147,7 +147,7 @@ def anything(rng: random.Random, depth: int = 2) -> Any:
     return rng.choice(VALUES)
 
 
-def test_tool_grammar_and_readers_take_any_schema() -> None:
+def test_grammars_and_readers_accept_tools_with_any_schema() -> None:
     rng = random.Random(1)
     written = "<function=f0><parameter=a>1</parameter></function>"
     for _ in range(300):
@@ -164,7 +164,7 @@ def test_tool_grammar_and_readers_take_any_schema() -> None:
         assert json.loads("".join(getattr(part, "text", "") for part in parts)).keys() == {"a"}
 
 
-def test_sound_tools_keep_references_below_an_id() -> None:
+def test_references_below_an_id_still_work_in_corrected_schemas() -> None:
     parameters = {"type": "object", "properties": {"home": WITH_ID}}
     (tool,), changed = sound_tools([{"name": "f", "parameters": parameters}])
     assert not changed

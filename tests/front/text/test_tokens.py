@@ -47,7 +47,9 @@ def streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_deltas_add_up_to_the_whole(kind: Callable[[], Backend], tmp_path: Path) -> None:
+def test_pieces_of_streamed_text_add_up_to_the_whole(
+    kind: Callable[[], Backend], tmp_path: Path
+) -> None:
     tokenizer = load(kind(), tmp_path)
     reference = AutoTokenizer.from_pretrained(tmp_path)
     for text in TEXTS:
@@ -57,7 +59,9 @@ def test_deltas_add_up_to_the_whole(kind: Callable[[], Backend], tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", [byte_level, metaspace])
-def test_any_ids_add_up_to_the_whole(kind: Callable[[], Backend], tmp_path: Path) -> None:
+def test_pieces_of_text_from_random_ids_add_up_to_the_whole(
+    kind: Callable[[], Backend], tmp_path: Path
+) -> None:
     """Random bytes are mostly not UTF-8; special and unknown ids come in between."""
     tokenizer = load(kind(), tmp_path)
     rng = random.Random(2)
@@ -75,7 +79,7 @@ def test_bytes_that_are_not_utf8_do_not_break_a_stream(tmp_path: Path) -> None:
         streamed(tokenizer, ids)
 
 
-def test_text_comes_as_soon_as_it_is_certain(tokenizer: Tokenizer) -> None:
+def test_text_is_returned_as_soon_as_it_is_certain(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("hello 👍 you")
     deltas = streamed(tokenizer, ids)
     assert len(tokenizer.encode("👍")) > 1, (
@@ -86,14 +90,14 @@ def test_text_comes_as_soon_as_it_is_certain(tokenizer: Tokenizer) -> None:
     assert deltas[-1] == ""
 
 
-def test_half_a_character_is_returned_only_at_the_end(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_is_returned_only_at_the_end(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("ok👍")[:-1]
     deltas = streamed(tokenizer, ids)
     assert "".join(deltas[:-1]) == "ok"
     assert deltas[-1] == "\ufffd"
 
 
-def test_a_long_run_of_replacement_characters_is_not_held(tokenizer: Tokenizer) -> None:
+def test_many_replacement_characters_are_not_held_back(tokenizer: Tokenizer) -> None:
     """Otherwise a model that repeats U+FFFD would stream nothing, in quadratic time."""
     stream = tokenizer.stream()
     ids = tokenizer.encode("\ufffd" * 4000)
@@ -103,13 +107,13 @@ def test_a_long_run_of_replacement_characters_is_not_held(tokenizer: Tokenizer) 
     assert time.process_time() - started < 2
 
 
-def test_skipped_special_tokens_are_never_decoded() -> None:
+def test_special_tokens_that_are_skipped_are_never_decoded() -> None:
     """Otherwise a model that repeats one would have more and more to decode."""
     stream = TextStream(lambda ids: pytest.fail("decoded"), frozenset({1}))
     assert [stream.push(1) for _ in range(100)] == [""] * 100
 
 
-def test_end_ids_are_read_from_all_files(tmp_path: Path) -> None:
+def test_end_tokens_are_read_from_all_files(tmp_path: Path) -> None:
     tokenizer = load(
         byte_level(),
         tmp_path,
@@ -119,7 +123,7 @@ def test_end_ids_are_read_from_all_files(tmp_path: Path) -> None:
     assert tokenizer.eos_ids == {1, 7, 8, 9, 10}
 
 
-def test_truncation_in_the_file_is_ignored(tmp_path: Path) -> None:
+def test_truncation_set_in_the_tokenizer_file_is_ignored(tmp_path: Path) -> None:
     """tokenizer.json may hold a truncation: prompts would be cut without a word."""
     backend = byte_level()
     backend.enable_truncation(4)
@@ -134,7 +138,9 @@ def test_truncation_in_the_file_is_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [2, 5, 99])
-def test_a_beginning_keeps_the_special_tokens_around_it(tmp_path: Path, max_tokens: int) -> None:
+def test_cutting_off_the_end_of_a_text_keeps_the_special_tokens_around_it(
+    tmp_path: Path, max_tokens: int
+) -> None:
     """The last token may be the one that is pooled."""
     backend = byte_level()
     around = [("<s>", 0), ("</s>", 1)]
@@ -148,7 +154,7 @@ def test_a_beginning_keeps_the_special_tokens_around_it(tmp_path: Path, max_toke
     assert tokenizer.encode_beginning("hello world how are you STOP", max_tokens) == expected
 
 
-def test_a_template_gets_messages_and_options(tokenizer: Tokenizer) -> None:
+def test_a_template_gets_the_messages_and_options(tokenizer: Tokenizer) -> None:
     text = tokenizer.render([{"role": "user", "content": "hi"}], {"extra": "!"})
     assert text == "<|user|>hi!<|assistant|>"
 
@@ -156,24 +162,26 @@ def test_a_template_gets_messages_and_options(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     "name", ["chat_template", "tokenize", "add_generation_prompt", "conversation", "self", "tools"]
 )
-def test_options_cannot_replace_arguments(tokenizer: Tokenizer, name: str) -> None:
+def test_options_of_a_request_cannot_replace_arguments_of_the_template(
+    tokenizer: Tokenizer, name: str
+) -> None:
     """A client that may set chat_template runs its own program here."""
     with fails(RequestError, "invalid_value", match=name):
         tokenizer.render([{"role": "user", "content": "hi"}], {name: "x"})
 
 
-def test_the_templates_own_refusal_reaches_the_client(tokenizer: Tokenizer) -> None:
+def test_a_refusal_written_in_the_template_reaches_the_client(tokenizer: Tokenizer) -> None:
     with fails(RequestError, "template_refusal", match="empty tool"):
         tokenizer.render([{"role": "tool", "content": ""}], {})
 
 
-def test_whatever_a_template_raises_is_a_request_error(tmp_path: Path) -> None:
+def test_any_exception_in_a_template_becomes_a_request_error(tmp_path: Path) -> None:
     save(byte_level(), tmp_path, "{{ messages[0].content + 1 }}")
     with fails(RequestError, "template_refusal"):
         Tokenizer(tmp_path).render([{"role": "user", "content": "hi"}], {})
 
 
-def test_a_model_without_template_cannot_chat(tmp_path: Path) -> None:
+def test_a_model_without_a_template_cannot_chat(tmp_path: Path) -> None:
     save(byte_level(), tmp_path, None)
     with fails(RequestError, "unsupported_by_model"):
         Tokenizer(tmp_path).render([{"role": "user", "content": "hi"}], {})
@@ -200,7 +208,7 @@ def break_generation_config(folder: Path) -> None:
 @pytest.mark.parametrize(
     "spoil", [break_json, break_model, break_generation_config, Path.rmdir, lambda folder: None]
 )
-def test_a_broken_folder_gives_a_one_line_error(
+def test_a_broken_tokenizer_folder_gives_an_error_of_one_line(
     spoil: Callable[[Path], None], tmp_path: Path
 ) -> None:
     spoil(tmp_path)
@@ -214,7 +222,9 @@ def test_a_broken_folder_gives_a_one_line_error(
 
 
 @pytest.mark.parametrize("normalizer", [None, normalizers.NFC()])
-def test_min_tokens_is_a_lower_bound(normalizer: object, tmp_path: Path) -> None:
+def test_min_tokens_is_never_more_than_the_number_of_tokens(
+    normalizer: object, tmp_path: Path
+) -> None:
     backend = byte_level()
     if normalizer is not None:
         backend.normalizer = normalizer
@@ -239,7 +249,7 @@ def swallow_spaces(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("change", [drop_spaces, drop_letters, swallow_spaces])
-def test_min_tokens_is_0_where_text_may_vanish(
+def test_min_tokens_is_0_if_a_text_may_have_no_tokens(
     change: Callable[[Backend], None], tmp_path: Path
 ) -> None:
     """With each of these, a long text may have no tokens at all."""
@@ -248,12 +258,12 @@ def test_min_tokens_is_0_where_text_may_vanish(
     assert load(backend, tmp_path).min_tokens("x " * 100_000) == 0
 
 
-def test_min_tokens_is_0_for_unknown_components(tmp_path: Path) -> None:
+def test_min_tokens_is_0_for_unknown_kinds_of_tokenizers(tmp_path: Path) -> None:
     assert load(metaspace(), tmp_path).min_tokens("x" * 100_000) == 0
 
 
 @pytest.mark.anyio
-async def test_encoding_in_a_thread_leaves_the_loop_running(tokenizer: Tokenizer) -> None:
+async def test_encoding_in_a_thread_does_not_block_the_event_loop(tokenizer: Tokenizer) -> None:
     """Encoding one text by itself keeps Python's lock: every stream would stop."""
     text = "hello world the quick brown fox " * 30_000
     encoding = asyncio.get_running_loop().run_in_executor(None, tokenizer.encode, text)
@@ -270,7 +280,7 @@ async def test_encoding_in_a_thread_leaves_the_loop_running(tokenizer: Tokenizer
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_that_goes_on_keeps_its_first_space(
+def test_text_that_continues_another_keeps_its_first_space(
     kind: Callable[[], Backend], tmp_path: Path
 ) -> None:
     """Decoders that take the space of a first token away would join two words."""
@@ -284,7 +294,9 @@ def test_text_that_goes_on_keeps_its_first_space(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_of_tokens_add_up_to_the_whole(kind: Callable[[], Backend], tmp_path: Path) -> None:
+def test_texts_of_single_tokens_add_up_to_the_whole(
+    kind: Callable[[], Backend], tmp_path: Path
+) -> None:
     tokenizer = load(kind(), tmp_path)
     ids = tokenizer.encode("hello world how are you")
     assert "".join(map(tokenizer.token_text, ids)).strip() == "hello world how are you"
@@ -292,7 +304,7 @@ def test_texts_of_tokens_add_up_to_the_whole(kind: Callable[[], Backend], tmp_pa
 
 
 @pytest.mark.parametrize("kind", [byte_level, byte_fallback])
-def test_bytes_of_tokens_add_up_where_texts_cannot(
+def test_bytes_of_single_tokens_add_up_even_if_texts_do_not(
     kind: Callable[[], Backend], tmp_path: Path
 ) -> None:
     tokenizer = load(kind(), tmp_path)
@@ -303,7 +315,7 @@ def test_bytes_of_tokens_add_up_where_texts_cannot(
     assert spelled.decode().strip() == text
 
 
-def test_the_vocabulary_is_no_larger_than_the_models(tmp_path: Path) -> None:
+def test_the_vocabulary_is_not_larger_than_that_of_the_model(tmp_path: Path) -> None:
     """A model has no row for an id that only its tokenizer knows."""
     assert load(byte_level(), tmp_path, config={"vocab_size": 100}).vocab_size == 100
     nested = {"text_config": {"vocab_size": 120}}
@@ -329,7 +341,7 @@ def model_types() -> list[str]:
 
 
 @pytest.mark.parametrize("model_type", model_types())
-def test_the_tokenizer_loads_whatever_else_the_config_of_its_model_says(
+def test_the_tokenizer_loads_even_if_the_rest_of_the_config_is_invalid(
     tmp_path: Path, model_type: str
 ) -> None:
     wrong: dict[str, object] = {"hidden_size": {"not": "a size"}, "num_hidden_layers": "many"}
@@ -339,7 +351,9 @@ def test_the_tokenizer_loads_whatever_else_the_config_of_its_model_says(
 
 
 @pytest.mark.parametrize("model_type", REFUSED_BY_TRANSFORMERS)
-def test_transformers_refuses_these_configs(tmp_path: Path, model_type: str) -> None:
+def test_transformers_refuses_the_configs_that_another_test_calls_refused(
+    tmp_path: Path, model_type: str
+) -> None:
     """Else the test above shows nothing."""
     config = {"model_type": model_type, **REFUSED_BY_TRANSFORMERS[model_type]}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -350,7 +364,7 @@ def test_transformers_refuses_these_configs(tmp_path: Path, model_type: str) -> 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2", "gemma3_text", "phi3", "jamba"])
 @pytest.mark.parametrize("named", [None, "PreTrainedTokenizerFast", "TokenizersBackend"])
-def test_the_tokenizer_is_the_one_that_transformers_takes(
+def test_the_tokenizer_has_the_class_that_transformers_chooses(
     tmp_path: Path, kind: Callable[[], Backend], model_type: str, named: str | None
 ) -> None:
     """Of a config that it accepts."""
@@ -369,13 +383,15 @@ def test_the_tokenizer_is_the_one_that_transformers_takes(
         assert tokenizer.encode(text) == reference.encode(text, add_special_tokens=False)
 
 
-def test_a_chat_beyond_the_vocabulary_of_the_model_is_refused(tmp_path: Path) -> None:
+def test_a_model_whose_chats_exceed_its_vocabulary_is_refused(tmp_path: Path) -> None:
     tokenizer = load(byte_level(), tmp_path, config={"vocab_size": 60})
     with fails(ModelError, "other_tokenizer", match="vocab_size 60"):
         tokenizer.check_chat()
 
 
-def test_a_token_beyond_the_vocabulary_ends_a_request_and_not_the_start(tmp_path: Path) -> None:
+def test_a_token_beyond_the_vocabulary_ends_only_the_request_that_contains_it(
+    tmp_path: Path,
+) -> None:
     """Some tokenizers have more added tokens than their model has rows."""
     backend = byte_level()
     own = backend.get_vocab_size()
@@ -387,6 +403,6 @@ def test_a_token_beyond_the_vocabulary_ends_a_request_and_not_the_start(tmp_path
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
 
 
-def test_a_template_that_refuses_a_plain_chat_does_not_end_the_start(tmp_path: Path) -> None:
+def test_a_template_that_refuses_a_plain_chat_does_not_prevent_the_start(tmp_path: Path) -> None:
     save(byte_level(), tmp_path, "{{ raise_exception('tools only') }}")
     Tokenizer(tmp_path).check_chat()

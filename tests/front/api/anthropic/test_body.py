@@ -66,7 +66,7 @@ def chat_messages(*messages: Any, **fields: Any) -> list[Any]:
     return as_chat(messages=list(messages), **fields).prompt.messages
 
 
-def test_blocks_become_the_messages_of_a_chat() -> None:
+def test_content_blocks_become_the_messages_of_a_chat() -> None:
     """An assistant's thoughts, texts and calls become one message, as templates expect."""
     thought = {"type": "thinking", "thinking": "Add.", "signature": "any"}
     cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
@@ -86,7 +86,7 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
     assert more == {"role": "user", "content": "Go"}
 
 
-def test_turns_of_one_role_become_one() -> None:
+def test_consecutive_turns_of_one_role_are_joined() -> None:
     turns = [
         {"role": "system", "content": "Late."},
         user(text("a")),
@@ -98,7 +98,7 @@ def test_turns_of_one_role_become_one() -> None:
     ]
 
 
-def test_text_of_the_assistant_at_the_end_is_continued() -> None:
+def test_a_final_text_of_the_assistant_is_continued() -> None:
     chat = as_chat(messages=[user(text("Name?")), {"role": "assistant", "content": "I am"}])
     assert chat.prompt.continues
     assert not chat.prompt.adds_generation_prompt
@@ -113,7 +113,7 @@ def test_many_blocks_are_read_in_linear_time() -> None:
     assert len(asked["content"]) == 1_100_000 - 1
 
 
-def test_parameters_reach_the_chat() -> None:
+def test_parameters_of_the_body_reach_the_chat() -> None:
     chat = as_chat(
         tools=[{**TOOL, "description": "Adds.", "type": "custom"}],
         tool_choice={"type": "tool", "name": "add"},
@@ -133,7 +133,7 @@ def test_parameters_reach_the_chat() -> None:
     assert (chat.is_stream, chat.prompt.options) == (True, {"extra": "x"})
 
 
-def test_a_format_is_a_grammar() -> None:
+def test_a_json_schema_format_becomes_a_grammar() -> None:
     schema = {"type": "object", "properties": {"x": {"type": "integer", "default": None}}}
     chat = as_chat(output_config={"format": {"type": "json_schema", "schema": schema}})
     assert chat.samplings[0].grammar == grammars.of_schema(schema)
@@ -148,7 +148,7 @@ def test_a_format_is_a_grammar() -> None:
         ({"type": "none"}, "none", True),
     ],
 )
-def test_each_tool_choice_has_its_equivalent_in_chats(
+def test_each_tool_choice_is_translated_to_that_of_chats(
     choice: Any, wanted: str, parallel: bool
 ) -> None:
     chat = as_chat(tools=[{"name": "add", "input_schema": {}}], tool_choice=choice)
@@ -175,7 +175,7 @@ NOTHING: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", NOTHING)
-def test_body_accepts_harmless_fields(name: str) -> None:
+def test_harmless_fields_do_not_change_the_chat(name: str) -> None:
     changed, plain = as_chat(**{name: NOTHING[name]}), as_chat()
     same = tuple(replace(each, seed=0) for each in plain.samplings)
     assert replace(changed, samplings=same) == replace(plain, samplings=same)
@@ -199,7 +199,7 @@ def test_body_accepts_harmless_fields(name: str) -> None:
         ),
     ],
 )
-def test_body_says_how_much_the_model_thinks(fields: Any, wanted: Thinking) -> None:
+def test_thinking_is_set_by_the_fields_thinking_and_effort(fields: Any, wanted: Thinking) -> None:
     found = as_chat(**fields)
     assert replace(found.thinking, budget_param=wanted.budget_param) == wanted
     is_disabled = fields.get("thinking") == {"type": "disabled"}
@@ -208,11 +208,11 @@ def test_body_says_how_much_the_model_thinks(fields: Any, wanted: Thinking) -> N
         assert found.thinking.budget_param == "thinking.budget_tokens"
 
 
-def test_body_keeps_prefixes_apart_by_salt() -> None:
+def test_the_cache_salt_of_the_body_reaches_the_chat() -> None:
     assert as_chat(cache_salt="s").cache_salt == "s"
 
 
-def test_body_forces_a_tool_rather_than_a_format() -> None:
+def test_a_demanded_tool_is_forced_even_if_a_format_is_given() -> None:
     """A format alone is a grammar; with a tool that is demanded, the call wins."""
     format = {"type": "json_schema", "schema": {"type": "object"}, "name": "extra"}
     for field in ({"output_config": {"format": format}}, {"output_format": format}):
@@ -227,7 +227,7 @@ def test_body_forces_a_tool_rather_than_a_format() -> None:
 # --- histories
 
 
-def test_body_ignores_unknown_fields_of_the_history() -> None:
+def test_unknown_fields_in_the_history_are_ignored() -> None:
     """Clients send back what servers and libraries gave them."""
     noise = {"provider_specific_fields": {"a": 1}, "caller": {"type": "direct"}, "phase": "x"}
     turns = [
@@ -250,7 +250,7 @@ def test_body_ignores_unknown_fields_of_the_history() -> None:
     assert chat_messages(*turns) == chat_messages(*plain)
 
 
-def test_body_leaves_out_thoughts_that_it_cannot_read() -> None:
+def test_thinking_that_cannot_be_read_is_left_out() -> None:
     asked, answered, _ = chat_messages(
         user(text("Name?")),
         assistant(
@@ -264,7 +264,7 @@ def test_body_leaves_out_thoughts_that_it_cannot_read() -> None:
     assert answered == {"role": "assistant", "content": "Ada."}
 
 
-def test_body_reads_an_omitted_thought_from_its_signature() -> None:
+def test_omitted_thinking_is_read_from_its_signature() -> None:
     signature = opaque("Add: 日本")
     thought = {"type": "thinking", "thinking": "", "signature": signature}
     _, answered, _ = chat_messages(
@@ -273,7 +273,7 @@ def test_body_reads_an_omitted_thought_from_its_signature() -> None:
     assert answered["reasoning_content"] == "Add: 日本"
 
 
-def test_body_reads_mixed_results() -> None:
+def test_texts_of_mixed_tool_results_are_read_in_order() -> None:
     """The text in a result becomes text, in its order."""
     source = {"type": "text", "data": "Line one.", "media_type": "text/plain"}
     listed = {"type": "content", "content": [text("Part."), text("Other.")]}
@@ -294,7 +294,7 @@ def test_body_reads_mixed_results() -> None:
     ]
 
 
-def test_body_reads_results_of_hosted_tools() -> None:
+def test_results_of_tools_that_anthropic_hosts_are_read() -> None:
     """Of a conversation that began at Anthropic."""
     found = {"type": "web_search_result", "url": "u", "encrypted_content": "secret"}
     _, call, answer, said, _ = chat_messages(
@@ -313,7 +313,7 @@ def test_body_reads_results_of_hosted_tools() -> None:
 
 
 @pytest.mark.parametrize("nothing", [None, []])
-def test_body_accepts_empty_content(nothing: Any) -> None:
+def test_empty_content_is_accepted(nothing: Any) -> None:
     """An answer may be empty, and so may a tool's result."""
     turns = [
         user("a", text("b")),
@@ -328,7 +328,7 @@ def test_body_accepts_empty_content(nothing: Any) -> None:
     assert answered["content"] == ""
 
 
-def test_body_drops_system_messages_for_one_turn() -> None:
+def test_system_messages_meant_for_one_turn_are_left_out_later() -> None:
     hint = {"role": "system", "content": "Be quick.", "clear_at": "next_user_message"}
     now = chat_messages(user(text("a")), hint)
     later = chat_messages(user(text("a")), hint, assistant(text("b")), user(text("c")))
@@ -393,7 +393,9 @@ def test_body_drops_system_messages_for_one_turn() -> None:
         ({"n": 2}, "n"),
     ],
 )
-def test_unsupported_fields_are_refused_by_name(fields: dict[str, Any], named: str) -> None:
+def test_unsupported_fields_are_refused_with_their_names(
+    fields: dict[str, Any], named: str
+) -> None:
     with pytest.raises(RequestError) as caught:
         as_chat(**fields)
     assert named in str(caught.value)
@@ -429,7 +431,9 @@ turns = st.fixed_dictionaries(
     st.lists(turns, max_size=4),
     st.dictionaries(st.sampled_from(sorted(MessagesBody.model_fields)), anything, max_size=2),
 )
-def test_any_body_is_read_or_refused_with_a_request_error(messages: Any, fields: Any) -> None:
+def test_every_random_body_is_either_read_or_refused_with_a_request_error(
+    messages: Any, fields: Any
+) -> None:
     try:
         chat = as_chat(**{"messages": messages, **fields})
     except RequestError:
@@ -437,6 +441,6 @@ def test_any_body_is_read_or_refused_with_a_request_error(messages: Any, fields:
     assert chat.prompt.continues is (chat.prompt.messages[-1]["role"] == "assistant")
 
 
-def test_count_refuses_fields_that_do_not_concern_the_prompt() -> None:
+def test_counting_tokens_refuses_fields_that_do_not_concern_the_prompt() -> None:
     with fails(RequestError, "unknown_parameter", match="max_tokens"):
         parse(CountBody, HELLO)

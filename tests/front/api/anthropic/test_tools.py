@@ -49,7 +49,7 @@ def result(*parts: Any) -> list[Any]:
     ]
 
 
-def test_select_tools_leaves_out_hosted_tools() -> None:
+def test_tools_that_anthropic_hosts_are_left_out() -> None:
     names = ("web_search", "web_fetch", "code_execution", "files", "computer_toolset_20260801")
     assert offered(ADD, *HOSTED) == (["add"], names)
     servers = [{"type": "url", "name": "files", "url": "https://x"}]
@@ -60,7 +60,7 @@ def test_select_tools_leaves_out_hosted_tools() -> None:
 @pytest.mark.parametrize(
     "choice", [{"type": "tool", "name": "web_search"}, {"type": "any"}], ids=["tool", "any"]
 )
-def test_select_tools_refuses_to_force_a_hosted_tool(choice: Any) -> None:
+def test_forcing_a_tool_that_anthropic_hosts_is_refused(choice: Any) -> None:
     with fails(RequestError, "invalid_value", match="web_search") as caught:
         offered(SEARCH, tool_choice=choice)
     assert caught.value.param == "tool_choice"
@@ -68,7 +68,7 @@ def test_select_tools_refuses_to_force_a_hosted_tool(choice: Any) -> None:
 
 
 @pytest.mark.parametrize("type", KNOWN_TOOLS)
-def test_select_tools_offers_the_tools_that_clients_run(type: str) -> None:
+def test_tools_that_anthropic_defines_and_clients_run_are_offered(type: str) -> None:
     declared = {"type": type, "name": "own", "max_characters": 800}
     body = parse(MessagesBody, {**HELLO, "tools": [declared]})
     (tool,) = body.offer.tools
@@ -81,12 +81,12 @@ def test_select_tools_offers_the_tools_that_clients_run(type: str) -> None:
 
 
 @pytest.mark.parametrize("type", ["memory_20250818", "computer_20251124"])
-def test_other_tools_of_clients_are_refused(type: str) -> None:
+def test_unknown_tools_that_clients_run_are_refused(type: str) -> None:
     with fails(RequestError, "invalid_value", match="custom"):
         offered({"type": type, "name": "own"})
 
 
-def test_select_tools_keeps_the_fields_of_a_tool() -> None:
+def test_fields_of_a_tool_are_kept() -> None:
     more = {"eager_input_streaming": True, "allowed_callers": ["direct"], "input_examples": [{}]}
     body = parse(MessagesBody, {**HELLO, "tools": [{**ADD, "strict": True, **more}]})
     (tool,) = body.offer.tools
@@ -94,7 +94,7 @@ def test_select_tools_keeps_the_fields_of_a_tool() -> None:
     assert tool.function.parameters == {"type": "object"}
 
 
-def test_select_tools_waits_for_a_deferred_tool() -> None:
+def test_a_deferred_tool_is_offered_once_a_message_refers_to_it() -> None:
     """Until a search of the client, or the system, refers to it."""
     assert offered(ADD, LATER)[0] == ["add"]
     reference = {"type": "tool_reference", "tool_name": "later"}
@@ -108,6 +108,6 @@ def test_select_tools_waits_for_a_deferred_tool() -> None:
     assert offered(ADD, LATER, tool_choice=forced)[0] == ["add", "later"]
 
 
-def test_select_tools_does_not_wait_for_a_hosted_search() -> None:
+def test_deferred_tools_are_offered_at_once_if_their_search_is_hosted() -> None:
     search = {"type": "tool_search_tool_bm25_20251119", "name": "search"}
     assert offered(ADD, LATER, search) == (["add", "later"], ("search",))

@@ -109,7 +109,7 @@ def ask(reader: Reader, kind: kinds.BodyKind[Any], data: bytes) -> Answer:
 
 
 @pytest.mark.parametrize(("kind", "body"), BODIES)
-def test_answered_gives_an_answer_that_survives_json(
+def test_the_answer_of_a_reading_process_survives_json(
     reader: Reader, kind: kinds.BodyKind[Any], body: dict[str, Any]
 ) -> None:
     answer = ask(reader, kind, json.dumps(body).encode())
@@ -119,7 +119,7 @@ def test_answered_gives_an_answer_that_survives_json(
     assert again == answer
 
 
-def test_answered_refuses_a_body_as_its_reader_does(reader: Reader) -> None:
+def test_a_reading_process_refuses_a_body_as_its_reader_does(reader: Reader) -> None:
     data = json.dumps({"model": "m", "messages": MESSAGES, "temperature": "hot"}).encode()
     with pytest.raises(RequestError) as raised:
         reader.chat(data)
@@ -130,7 +130,7 @@ def test_answered_refuses_a_body_as_its_reader_does(reader: Reader) -> None:
     assert str(again) == str(raised.value)
 
 
-def test_answered_reports_an_internal_error_without_its_message(
+def test_a_reading_process_reports_an_internal_error_without_its_message(
     reader: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A message may quote the body, and the log must not."""
@@ -170,7 +170,7 @@ def padded(num_bytes: int) -> list[Parts]:
     return [(data[:100], data[100:])]
 
 
-async def test_large_bodies_are_read_in_a_process_of_their_own(
+async def test_large_bodies_are_read_in_a_separate_process(
     body_readers: BodyReaders, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     padding = {"metadata": {"x": "y" * MAX_SMALL_BYTES}}
@@ -185,7 +185,7 @@ async def test_large_bodies_are_read_in_a_process_of_their_own(
     assert caught.value.code == "context_length_exceeded"
 
 
-async def test_a_large_body_may_name_a_new_adapter(
+async def test_a_large_body_can_name_an_adapter_loaded_after_the_process_started(
     body_readers: BodyReaders, reader: Reader
 ) -> None:
     """Adapters come and go while the process runs."""
@@ -207,7 +207,7 @@ async def test_a_large_body_may_name_a_new_adapter(
         (kinds.COMPLETION, MAX_SMALL_BYTES, False),
     ],
 )
-async def test_texts_of_a_few_kilobytes_go_to_the_helper_unless_they_are_answered(
+async def test_texts_of_a_few_kilobytes_are_read_in_the_process_unless_they_get_an_answer(
     body_readers: BodyReaders,
     reader: Reader,
     slow: Slow,
@@ -221,7 +221,7 @@ async def test_texts_of_a_few_kilobytes_go_to_the_helper_unless_they_are_answere
     assert slow.sizes == ([] if is_read_here else [sum(map(len, padded(num_bytes)[0]))])
 
 
-async def test_a_large_body_delays_no_medium_or_small_one(
+async def test_a_large_body_does_not_delay_medium_and_small_ones(
     body_readers: BodyReaders, reader: Reader, slow: Slow
 ) -> None:
     """Encoding megabytes takes seconds, and cannot be interrupted to give others a turn."""
@@ -238,7 +238,9 @@ async def test_a_large_body_delays_no_medium_or_small_one(
     await asyncio.gather(*tasks)
 
 
-async def test_warm_up_starts_a_process(body_readers: BodyReaders, reader: Reader) -> None:
+async def test_warming_up_starts_a_reading_process(
+    body_readers: BodyReaders, reader: Reader
+) -> None:
     """Otherwise the first large body would wait until the tokenizer is loaded."""
     body_readers.warm_up()
     (process,) = body_readers._helpers._all
@@ -248,7 +250,7 @@ async def test_warm_up_starts_a_process(body_readers: BodyReaders, reader: Reade
     assert body_readers._helpers._all == [process]
 
 
-async def test_text_too_long_for_a_prompt_is_not_encoded(
+async def test_a_text_too_long_for_a_prompt_is_not_encoded(
     reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object) -> None:
@@ -268,7 +270,7 @@ async def test_text_too_long_for_a_prompt_is_not_encoded(
         assert caught.value.code == "context_length_exceeded"
 
 
-async def test_large_bodies_take_turns_and_those_to_be_answered_go_first(
+async def test_large_bodies_that_get_an_answer_are_read_first_and_clients_take_turns(
     body_readers: BodyReaders, reader: Reader, slow: Slow
 ) -> None:
     def read(kind: kinds.BodyKind[Any], num_bytes: int, client: str) -> "asyncio.Task[Any]":
@@ -288,7 +290,7 @@ async def test_large_bodies_take_turns_and_those_to_be_answered_go_first(
     assert tasks[3].cancelled()
 
 
-async def test_a_process_that_ended_is_the_fault_of_one_request(
+async def test_a_reading_process_that_ended_fails_only_one_request(
     body_readers: BodyReaders, reader: Reader
 ) -> None:
     body_readers.warm_up()
@@ -310,7 +312,7 @@ async def test_a_body_that_takes_too_long_to_read_is_refused(
         await body_readers.read(reader, kinds.TOKENIZE, padded(MAX_SMALL_BYTES), "client")
 
 
-def test_a_large_response_can_be_continued(tokenizer: Tokenizer) -> None:
+def test_a_response_with_a_large_body_can_be_continued(tokenizer: Tokenizer) -> None:
     """Its messages are stored as JSON, and read in the process that reads the body."""
     engine = FakeEngine(tokenizer)
     with Running(engine) as server, ThreadPoolExecutor(1):

@@ -35,7 +35,7 @@ def test_instructions_become_a_system_message(tokenizer: Tokenizer) -> None:
     ]
 
 
-def test_items_become_the_messages_of_a_chat(tokenizer: Tokenizer) -> None:
+def test_input_items_become_the_messages_of_a_chat(tokenizer: Tokenizer) -> None:
     """An assistant's thoughts, texts and calls become one message, as templates expect."""
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "1 + 2?"}]},
@@ -62,7 +62,7 @@ def think(text: str) -> dict[str, str]:
     return {"type": "reasoning_text", "text": text}
 
 
-def test_parameters_reach_the_chat(tokenizer: Tokenizer) -> None:
+def test_parameters_of_the_body_reach_the_chat(tokenizer: Tokenizer) -> None:
     chat = request(
         tokenizer,
         tools=[TOOL],
@@ -86,7 +86,7 @@ def test_parameters_reach_the_chat(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("schema", [{"type": "object", "default": None}, None])
-def test_a_format_is_a_grammar(tokenizer: Tokenizer, schema: Any) -> None:
+def test_a_text_format_becomes_a_grammar(tokenizer: Tokenizer, schema: Any) -> None:
     """null in a schema is a value, not an absent field."""
     format = {"type": "json_schema", "name": "thing", "schema": schema, "strict": True}
     chat = request(tokenizer, text={"format": format})
@@ -130,19 +130,21 @@ def test_a_format_is_a_grammar(tokenizer: Tokenizer, schema: Any) -> None:
         ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format"),
     ],
 )
-def test_unsupported_fields_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_unsupported_fields_are_refused_with_their_names(
+    fields: dict[str, Any], param: str
+) -> None:
     with pytest.raises(RequestError) as caught:
         body(**fields)
     assert (caught.value.param or "").startswith(param)
 
 
-def test_effort_and_budget_reach_the_chat(tokenizer: Tokenizer) -> None:
+def test_reasoning_effort_and_budget_reach_the_chat(tokenizer: Tokenizer) -> None:
     chat = request(tokenizer, reasoning={"effort": "low"}, thinking_token_budget=9)
     assert (chat.thinking.effort, chat.thinking.budget) == ("low", 9)
     assert request(tokenizer, reasoning={"summary": "auto"}).thinking.effort is None
 
 
-def test_body_describes_its_parts_as_open() -> None:
+def test_the_schema_of_the_body_allows_unknown_fields_in_its_parts() -> None:
     """Unknown fields of these parts are ignored, so the description must allow them."""
     schemas = ResponsesBody.model_json_schema()["$defs"]
     for name in ("ReasoningOptions", "TextOptions", "FunctionTool", "MessageItem"):

@@ -27,7 +27,7 @@ def test_the_least_recently_used_response_is_dropped_first() -> None:
     assert (caught.value.http_status, caught.value.param) == (400, "previous_response_id")
 
 
-def test_the_store_holds_no_more_than_max_bytes() -> None:
+def test_the_store_holds_no_more_bytes_than_allowed() -> None:
     store = Store(max_bytes=1000)
     for number in range(9):
         put(store, str(number), 300)
@@ -41,7 +41,7 @@ def test_the_store_holds_no_more_than_max_bytes() -> None:
     assert store.earlier("small", ())
 
 
-def test_earlier_does_not_parse_the_items_that_it_returns() -> None:
+def test_items_are_found_in_the_store_without_parsing_them() -> None:
     """The store is read in the event loop, for each reference that a client writes."""
     store = Store()
     item = {"id": "msg_1", "type": "message"}
@@ -54,7 +54,7 @@ def test_earlier_does_not_parse_the_items_that_it_returns() -> None:
     assert peak < 1 << 20
 
 
-def test_a_deleted_response_is_gone_and_frees_its_bytes() -> None:
+def test_deleting_a_response_frees_its_bytes() -> None:
     store = Store(max_bytes=1000)
     for number in range(20):
         put(store, str(number), 300)

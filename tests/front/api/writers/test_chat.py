@@ -51,7 +51,7 @@ def asked(tokenizer: Tokenizer) -> Job:
     return job(tokenizer, 200)
 
 
-def test_writer_keeps_the_order_of_deltas(asked: Job, tokenizer: Tokenizer) -> None:
+def test_the_chat_writer_keeps_the_order_of_deltas(asked: Job, tokenizer: Tokenizer) -> None:
     made = chunks(asked, tokenizer, *ORDER)
     named = {"name": "add", "arguments": '{"x"'}
     other = {"name": "sub", "arguments": "{}"}
@@ -71,14 +71,16 @@ def test_writer_keeps_the_order_of_deltas(asked: Job, tokenizer: Tokenizer) -> N
     assert all("usage" not in chunk for chunk in made)
 
 
-def test_writer_sends_a_name_before_its_arguments(asked: Job, tokenizer: Tokenizer) -> None:
+def test_the_chat_writer_sends_the_name_of_a_call_before_its_arguments(
+    asked: Job, tokenizer: Tokenizer
+) -> None:
     parts = [update(CallBegin("a", "f")), update(CallText("{}")), update(CallEnd())]
     made = deltas(chunks(asked, tokenizer, begin(), *parts, end("tool_calls")))
     functions = [each["tool_calls"][0]["function"] for each in made if "tool_calls" in each]
     assert functions == [{"name": "f", "arguments": ""}, {"arguments": "{}"}]
 
 
-def test_writer_gives_the_reason_stop_for_a_named_tool(tokenizer: Tokenizer) -> None:
+def test_the_chat_writer_ends_with_the_reason_stop_after_a_named_tool(tokenizer: Tokenizer) -> None:
     choice = {"type": "function", "function": {"name": "add"}}
     named = job(tokenizer, 2000, tools=TOOLS, tool_choice=choice)
     updates = [begin(), update(*call("add", "{}")), end("tool_calls")]
@@ -86,7 +88,7 @@ def test_writer_gives_the_reason_stop_for_a_named_tool(tokenizer: Tokenizer) -> 
     assert whole(named, tokenizer, *updates)["choices"][0]["finish_reason"] == "stop"
 
 
-def test_writer_sends_usage_if_it_is_wanted(tokenizer: Tokenizer) -> None:
+def test_the_chat_writer_sends_usage_only_if_it_is_wanted(tokenizer: Tokenizer) -> None:
     fields = {"stream": True, "stream_options": {"include_usage": True}}
     *others, last = chunks(job(tokenizer, 200, **fields), tokenizer, begin(Text("a")), end())
     assert [chunk["usage"] for chunk in others] == [None] * 3
@@ -103,7 +105,9 @@ def test_writer_sends_usage_if_it_is_wanted(tokenizer: Tokenizer) -> None:
     }
 
 
-def test_writer_lists_tokens_with_the_first_delta_of_an_update(tokenizer: Tokenizer) -> None:
+def test_the_chat_writer_sends_tokens_with_the_first_delta_of_an_update(
+    tokenizer: Tokenizer,
+) -> None:
     asked = job(tokenizer, 200, logprobs=True, return_token_ids=True)
     updates = [begin(), update(), update(Thought("a"), Text("b")), end()]
     made = chunks(asked, tokenizer, *scored(updates))
@@ -119,7 +123,7 @@ def test_writer_lists_tokens_with_the_first_delta_of_an_update(tokenizer: Tokeni
     assert [each["logprob"] for each in choice["logprobs"]["content"]] == [-1.5] * 4
 
 
-def test_whole_chat_is_the_sum_of_all_choices(tokenizer: Tokenizer) -> None:
+def test_a_whole_chat_contains_all_choices(tokenizer: Tokenizer) -> None:
     asked = job(tokenizer, 200, n=2)
     other = [begin(Text("x"), number=1), end("length", number=1)]
     reply = whole(asked, tokenizer, *other, *ORDER)
@@ -150,19 +154,23 @@ def test_whole_chat_is_the_sum_of_all_choices(tokenizer: Tokenizer) -> None:
     assert reply["usage"]["completion_tokens"] == 5
 
 
-def test_whole_chat_has_null_beside_calls_without_text(asked: Job, tokenizer: Tokenizer) -> None:
+def test_the_content_of_a_whole_chat_is_null_if_there_are_only_calls(
+    asked: Job, tokenizer: Tokenizer
+) -> None:
     reply = whole(asked, tokenizer, begin(*call("add", "{}")), end("tool_calls", "END"))
     (choice,) = reply["choices"]
     assert choice["message"]["content"] is None
     assert choice["stop_reason"] == "END"
 
 
-def test_writer_fails_with_an_error_object(asked: Job, tokenizer: Tokenizer) -> None:
+def test_the_chat_writer_reports_a_failure_without_internal_details(
+    asked: Job, tokenizer: Tokenizer
+) -> None:
     error = ChatWriter(asked, tokenizer).failed(EngineError("/a/path"))["error"]
     assert "/a/path" not in error["message"]
 
 
-def test_writer_lists_the_prompt_once(tokenizer: Tokenizer) -> None:
+def test_the_chat_writer_sends_the_prompts_token_ids_once(tokenizer: Tokenizer) -> None:
     asked = job(tokenizer, 200, n=2, return_token_ids=True)
     made = chunks(asked, tokenizer, begin(), begin(number=1), end(), end(number=1))
     assert ["prompt_token_ids" in chunk for chunk in made] == [True, False, False, False]

@@ -39,7 +39,7 @@ def whole(asked: Job, tokenizer: Tokenizer, *updates: Update) -> dict[str, Any]:
     return reply
 
 
-def test_writer_writes_text_and_then_the_reason(tokenizer: Tokenizer) -> None:
+def test_the_completion_writer_sends_text_and_then_the_finish_reason(tokenizer: Tokenizer) -> None:
     made = choices(job(tokenizer), tokenizer, begin(), update(Text("a")), end("stop", "END"))
     assert made == [
         {"index": 0, "text": "a", "logprobs": None, "finish_reason": None},
@@ -53,7 +53,7 @@ def test_writer_writes_text_and_then_the_reason(tokenizer: Tokenizer) -> None:
     ]
 
 
-def test_writer_begins_with_an_echo_and_its_scores(tokenizer: Tokenizer) -> None:
+def test_the_completion_writer_sends_an_echo_and_its_logprobs_first(tokenizer: Tokenizer) -> None:
     asked = job(tokenizer, echo=True, logprobs=1, prompt_logprobs=2, return_token_ids=True)
     scores = (Score(6, -2.0, ((3, -0.5), (4, -1.0))),)
     updates = [Update(0, (AnswerBegin(FIRST, scores),)), *scored([update(Text("a"))]), end()]
@@ -69,14 +69,16 @@ def test_writer_begins_with_an_echo_and_its_scores(tokenizer: Tokenizer) -> None
     assert begins == [0, lengths[0], sum(lengths)]
 
 
-def test_writer_lists_tokens_whose_text_is_held_back(tokenizer: Tokenizer) -> None:
+def test_the_completion_writer_sends_tokens_even_while_their_text_is_held_back(
+    tokenizer: Tokenizer,
+) -> None:
     asked = job(tokenizer, logprobs=0)
     made = choices(asked, tokenizer, *scored([begin(), update()]), end())
     assert [len(choice["logprobs"]["tokens"]) for choice in made[:2]] == [1, 1]
     assert not choices(job(tokenizer), tokenizer, *scored([begin(), update()]))
 
 
-def test_writer_sends_usage_if_it_is_wanted(tokenizer: Tokenizer) -> None:
+def test_the_completion_writer_sends_usage_only_if_it_is_wanted(tokenizer: Tokenizer) -> None:
     fields = {"stream": True, "stream_options": {"include_usage": True}}
     writer = CompletionWriter(job(tokenizer, **fields), tokenizer)
     chunks = [chunk for each in (begin(Text("a")), end()) for chunk in writer.feed(each)]
@@ -85,7 +87,7 @@ def test_writer_sends_usage_if_it_is_wanted(tokenizer: Tokenizer) -> None:
     assert (last["choices"], last["usage"]["total_tokens"]) == ([], 12)
 
 
-def test_whole_completion_is_the_sum_of_all_choices(tokenizer: Tokenizer) -> None:
+def test_a_whole_completion_contains_all_choices(tokenizer: Tokenizer) -> None:
     asked = job(tokenizer, n=2, logprobs=0, return_token_ids=True)
     ids = asked.prompts[0].ids
     updates = [
@@ -101,7 +103,7 @@ def test_whole_completion_is_the_sum_of_all_choices(tokenizer: Tokenizer) -> Non
     assert ids == [5, 6], "the prompt's own list stays as it is"
 
 
-def test_whole_completion_may_have_a_token_called_index(tokenizer: Tokenizer) -> None:
+def test_a_whole_completion_can_contain_a_token_with_the_text_index(tokenizer: Tokenizer) -> None:
     """The likeliest tokens are listed by their text, which may be anything."""
     asked = job(tokenizer, logprobs=2)
     update_ = Update(0, (AnswerBegin(FIRST), Text("t")), (1,), (Score(1, -0.1, ((7, -2.0),)),))
@@ -110,6 +112,8 @@ def test_whole_completion_may_have_a_token_called_index(tokenizer: Tokenizer) ->
     assert choice["logprobs"]["top_logprobs"] == [expected]
 
 
-def test_writer_fails_with_an_error_object(tokenizer: Tokenizer) -> None:
+def test_the_completion_writer_reports_a_failure_without_internal_details(
+    tokenizer: Tokenizer,
+) -> None:
     error = CompletionWriter(job(tokenizer), tokenizer).failed(EngineError("/a/path"))["error"]
     assert "/a/path" not in error["message"]

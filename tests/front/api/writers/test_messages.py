@@ -37,7 +37,7 @@ def events_of(writer: MessagesWriter, *updates: Update) -> Iterator[Any]:
         yield EVENT.validate_python(sent)
 
 
-def test_writer_keeps_the_order_of_events() -> None:
+def test_the_messages_writer_sends_events_in_order() -> None:
     whole = writer()
     events = list(events_of(whole, *ORDER))
     assert [event.type for event in events] == [
@@ -63,7 +63,7 @@ def test_writer_keeps_the_order_of_events() -> None:
     assert [block.id for block in calls] == ["call_add", "call_sub"]  # type: ignore[union-attr]
 
 
-def test_writer_counts_cached_and_reasoning_tokens_apart() -> None:
+def test_the_messages_writer_counts_cached_and_reasoning_tokens_separately() -> None:
     whole = writer()
     *_, delta, _ = events_of(whole, begin(Text("a")), end())
     for counted in (delta.usage, Message.model_validate(whole.whole()).usage):
@@ -84,7 +84,7 @@ def test_writer_counts_cached_and_reasoning_tokens_apart() -> None:
         ([update(CallBegin("a", "add"), CallText("{")), end("length")], ("max_tokens", None)),
     ],
 )
-def test_writer_says_why_a_message_ends(last: list[Update], reason: Any) -> None:
+def test_the_messages_writer_says_why_a_message_ends(last: list[Update], reason: Any) -> None:
     *_, delta, stop = events_of(writer(), begin(Text("a")), *last)
     assert (delta.delta.stop_reason, delta.delta.stop_sequence) == reason
     assert stop.type == "message_stop"
@@ -102,7 +102,9 @@ def test_writer_says_why_a_message_ends(last: list[Update], reason: Any) -> None
         ('"\\ud800"', {"INVALID_JSON": '"\\ud800"'}),
     ],
 )
-def test_writer_wraps_arguments_that_are_no_object(arguments: str, wanted: Any) -> None:
+def test_the_messages_writer_wraps_arguments_that_are_not_an_object(
+    arguments: str, wanted: Any
+) -> None:
     whole = writer()
     list(events_of(whole, begin(*call("add", arguments)), end("tool_calls")))
     assert whole.whole()["content"][0]["input"] == wanted
@@ -110,7 +112,9 @@ def test_writer_wraps_arguments_that_are_no_object(arguments: str, wanted: Any) 
 
 @pytest.mark.parametrize("arguments", ["", '{"x"', '{"x": 1', '{"x": 1}'])
 @pytest.mark.parametrize(("reason", "stop"), [("length", None), ("stop", "X")])
-def test_writer_shows_that_a_call_was_cut_off(arguments: str, reason: Any, stop: Any) -> None:
+def test_the_messages_writer_shows_that_a_call_was_cut_off(
+    arguments: str, reason: Any, stop: Any
+) -> None:
     """The part that could be read would look like all of the input."""
     whole = writer()
     cut = [CallBegin("a", "add"), *([CallText(arguments)] if arguments else [])]
@@ -121,7 +125,7 @@ def test_writer_shows_that_a_call_was_cut_off(arguments: str, reason: Any, stop:
     assert whole.whole()["stop_reason"] in ("max_tokens", "stop_sequence")
 
 
-def test_writer_fails_in_anthropics_form() -> None:
+def test_the_messages_writer_reports_a_failure_in_the_form_of_anthropic() -> None:
     error = writer().failed(EngineError("/a/path"))
     assert ErrorResponse.model_validate(error).error.type == "overloaded_error"
     assert error["request_id"] == "request-1"

@@ -40,7 +40,7 @@ def events_of(writer: ResponsesWriter, *updates: Update) -> Iterator[Any]:
         yield EVENT.validate_python(sent)
 
 
-def test_writer_keeps_the_order_of_events() -> None:
+def test_the_responses_writer_sends_events_in_order() -> None:
     whole = writer()
     events = list(events_of(whole, *ORDER))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -76,7 +76,7 @@ def test_writer_keeps_the_order_of_events() -> None:
     assert [each["id"] for each in message["tool_calls"]] == ["call_add", "call_sub"]
 
 
-def test_writer_repeats_the_request_and_its_defaults() -> None:
+def test_the_responses_writer_returns_the_request_with_its_defaults() -> None:
     whole = writer(metadata={"a": "b"}, temperature=0.5, user="u", cache_salt="s", stream=True)
     reply = whole.whole()
     assert (reply["metadata"], reply["temperature"], reply["user"]) == ({"a": "b"}, 0.5, "u")
@@ -85,7 +85,7 @@ def test_writer_repeats_the_request_and_its_defaults() -> None:
 
 
 @pytest.mark.parametrize("deltas", [(Text("a"),), (CallBegin("c", "f"), CallText('{"x'))])
-def test_writer_reports_an_answer_that_was_cut(deltas: Any) -> None:
+def test_the_responses_writer_reports_an_answer_that_was_cut_off(deltas: Any) -> None:
     *_, last = events_of(writer(), begin(*deltas), end("length"))
     assert last.type == "response.incomplete"
     assert last.response.incomplete_details.reason == "max_output_tokens"
@@ -93,7 +93,7 @@ def test_writer_reports_an_answer_that_was_cut(deltas: Any) -> None:
 
 
 @pytest.mark.parametrize(("reason", "status"), [("length", "incomplete"), ("stop", "completed")])
-def test_writer_gives_an_empty_answer_an_item(reason: Any, status: str) -> None:
+def test_the_responses_writer_gives_an_empty_answer_one_item(reason: Any, status: str) -> None:
     """Clients read the first item, also of an answer that was cut before its call had a name."""
     *_, last = events_of(writer(), begin(), end(reason))
     (item,) = last.response.output
@@ -101,14 +101,14 @@ def test_writer_gives_an_empty_answer_an_item(reason: Any, status: str) -> None:
     assert last.response.output_text == ""
 
 
-def test_writer_calls_a_whole_call_complete_in_an_answer_that_was_cut() -> None:
+def test_a_complete_call_stays_complete_in_an_answer_that_is_cut_off_later() -> None:
     *_, last = events_of(writer(), begin(*call("add", "{}")), end("length"))
     assert last.response.status == "incomplete"
     assert last.response.output[0].status == "completed"
 
 
 @pytest.mark.parametrize("name", ["add", "own"])
-def test_writer_shows_that_a_stop_string_cut_a_call_off(name: str) -> None:
+def test_a_call_that_a_stop_string_cuts_off_is_reported_as_incomplete(name: str) -> None:
     cut = begin(CallBegin("c", name), CallText('{"inp'))
     *_, last = events_of(writer(tools=[{"type": "custom", "name": "own"}]), cut, end("stop", "X"))
     (item,) = last.response.output
@@ -117,7 +117,7 @@ def test_writer_shows_that_a_stop_string_cut_a_call_off(name: str) -> None:
     assert getattr(item, "input", "") == ""
 
 
-def test_writer_ends_a_call_as_soon_as_it_is_whole() -> None:
+def test_the_responses_writer_ends_a_call_as_soon_as_it_is_complete() -> None:
     whole = writer()
     types = [event["type"] for event in whole.feed(begin(*call("add", "{}")))]
     assert types[-1] == "response.output_item.done"
@@ -128,14 +128,14 @@ def test_writer_ends_a_call_as_soon_as_it_is_whole() -> None:
     ("error", "code"),
     [(RequestError("Too complex."), "invalid_prompt"), (EngineError("/a/path"), "server_error")],
 )
-def test_writer_fails_as_a_failed_response(error: Any, code: str) -> None:
+def test_the_responses_writer_reports_a_failure_as_a_failed_response(error: Any, code: str) -> None:
     failed = EVENT.validate_python(writer().failed(error))
     assert failed.type == "response.failed"
     assert failed.response.error.code == code
     assert "/a/path" not in failed.response.error.message
 
 
-def test_writer_adds_reasoning_that_can_be_sent_back() -> None:
+def test_the_responses_writer_adds_reasoning_that_can_be_sent_back() -> None:
     whole = writer(include=["reasoning.encrypted_content"], store=False)
     list(events_of(whole, begin(Thought("Hm")), update(Thought("m")), update(Text("a")), end()))
     thought, _ = whole.response["output"]
@@ -148,7 +148,7 @@ def test_writer_adds_reasoning_that_can_be_sent_back() -> None:
     assert "encrypted_content" not in plain.response["output"][0]
 
 
-def test_writer_keeps_scores_of_texts_only(tokenizer: Tokenizer) -> None:
+def test_the_responses_writer_returns_logprobs_only_for_texts(tokenizer: Tokenizer) -> None:
     whole = writer(tokenizer, top_logprobs=1)
     list(events_of(whole, *scored([begin(Thought("Hm")), update(Text("a")), update(), end()])))
     scores = whole.response["output"][1]["content"][0]["logprobs"]

@@ -135,16 +135,16 @@ def check_random_life(
     check_all_ended(pipeline)
 
 
-def test_a_drop_that_waits_for_tokens_keeps_its_adapter() -> None:
+def test_an_adapter_stays_loaded_for_a_drop_that_waits_for_tokens() -> None:
     check_random_life(3, 4, None, "none", 2585)
 
 
 @pytest.mark.parametrize("num_examples", [50, pytest.param(200, marks=pytest.mark.slow)])
-def test_random_requests_compute_only_with_versions_that_every_stage_has(num_examples: int) -> None:
+def test_random_requests_use_only_versions_that_every_stage_has_loaded(num_examples: int) -> None:
     check_examples(check_random_life, LIVES, num_examples)
 
 
-def test_a_running_sequence_keeps_its_version_and_frees_it() -> None:
+def test_a_running_sequence_keeps_its_adapter_version_and_frees_it_at_its_end() -> None:
     pipeline = AdapterPipeline(2)
     pipeline.load("x")
     old = make_sequence(0, 20, 30)
@@ -169,7 +169,7 @@ def test_a_running_sequence_keeps_its_version_and_frees_it() -> None:
     assert versions == {old.adapter_version}
 
 
-def test_prefixes_of_a_retired_version_are_dropped_at_once() -> None:
+def test_prefixes_of_a_replaced_adapter_version_are_dropped_at_once() -> None:
     pipeline = AdapterPipeline(1)
     pipeline.scheduler.reuse = "any"
     pipeline.load("x")
@@ -186,7 +186,7 @@ def test_prefixes_of_a_retired_version_are_dropped_at_once() -> None:
     assert pipeline.stages[0].loaded == {0}
 
 
-def test_prefixes_are_shared_only_within_an_adapter_version() -> None:
+def test_prefixes_are_shared_only_under_the_same_adapter_version() -> None:
     index = PrefixIndex()
     index.keep(1, [5] * 30, PrefixKey(adapter_version=1))
     assert index.keep(2, [5] * 40, PrefixKey(adapter_version=2)) == Gone([], [])
@@ -197,7 +197,7 @@ def test_prefixes_are_shared_only_within_an_adapter_version() -> None:
     assert set(index.with_adapter(1)) == {3}
 
 
-def test_adapters_are_not_unloaded_from_new_engines_that_never_held_them() -> None:
+def test_adapters_that_new_engines_never_loaded_are_not_unloaded_there() -> None:
     pipeline = Pipeline(2, parts=(AdapterVersions(serve_config()),))
     sequence = make_sequence(0, 10, 5)
     sequence.adapter_version = 3

@@ -118,7 +118,7 @@ class Ranks:
         return sum(file.num_bytes for file in self.files[rank].values())
 
 
-def test_disk_prefixes_are_found_after_a_restart() -> None:
+def test_prefixes_on_disk_are_found_after_a_restart() -> None:
     ranks = Ranks()
     ranks.keep(tokens(1, 100))
     ranks.start()
@@ -128,7 +128,7 @@ def test_disk_prefixes_are_found_after_a_restart() -> None:
     assert ranks.counts.num_reads == 2
 
 
-def test_disk_prefixes_write_only_new_segments() -> None:
+def test_only_new_segments_of_a_prefix_are_written_to_disk() -> None:
     ranks = Ranks()
     ranks.keep(tokens(1, 64))
     ranks.keep([*tokens(1, 64), *tokens(2, 32)])
@@ -137,7 +137,7 @@ def test_disk_prefixes_write_only_new_segments() -> None:
     assert ranks.num_bytes(0) == BYTES_PER_TOKEN * (64 + 32 + 32)
 
 
-def test_disk_prefixes_end_at_the_end_of_a_prompt() -> None:
+def test_a_segment_on_disk_ends_where_the_prompt_does() -> None:
     ranks = Ranks()
     ranks.keep([*tokens(1, 56), *tokens(2, 20)], num_prompt=56)
     assert [file.end for file in ranks.files[0].values()] == [16, 32, 48, 55, 71, 76]
@@ -152,7 +152,7 @@ def test_disk_prefixes_end_at_the_end_of_a_prompt() -> None:
     [(0, 0, 0), (2047, 0, 0), (2100, 0, 2048), (4999, 0, 4999), (5100, 101, 4999),
      (7046, 2048, 4999), (7047, 2048, 7047), (7050, 2049, 7047)],
 )  # fmt: skip
-def test_disk_prefixes_of_a_running_sequence_have_its_prompt_and_whole_parts(
+def test_prompt_and_whole_segments_of_a_running_sequence_are_written_to_disk(
     num_computed: int, num_answered: int, expected: int
 ) -> None:
     """It has a prompt of 5,000 tokens, of which the last one is fed with the answer."""
@@ -163,26 +163,26 @@ def test_disk_prefixes_of_a_running_sequence_have_its_prompt_and_whole_parts(
     assert disk.num_to_write(running, {}) == expected
 
 
-def test_disk_prefixes_of_a_running_sequence_end_at_a_checkpoint_if_caches_cannot_be_cut() -> None:
+def test_a_running_sequence_is_written_up_to_a_checkpoint_if_caches_cannot_be_cut() -> None:
     running = Sequence(1, tokens(1, 5000), 9999, Sampling(), frozenset(), num_computed=3000)
     disk = DiskCache({0: PrefixFiles([], 100, "a")}, DiskCounts(), has_states=True)
     assert disk.num_to_write(running, {70: 1}) == 0, "too few to save anything"
     assert disk.num_to_write(running, {70: 1, 2048: 2, 3500: 3}) == 2048
 
 
-def test_disk_prefixes_do_not_write_a_short_rest() -> None:
+def test_a_short_rest_of_a_sequence_is_not_written_to_disk() -> None:
     ranks = Ranks()
     ranks.keep(tokens(1, 16 + 3))
     assert [file.end for file in ranks.files[0].values()] == [16]
 
 
-def test_disk_prefixes_are_kept_apart() -> None:
+def test_prefixes_on_disk_are_not_shared_between_scopes() -> None:
     ranks = Ranks()
     ranks.keep(tokens(1, 64), contents="another scope")
     assert ranks.read(tokens(1, 64)) is None
 
 
-def test_disk_prefixes_are_those_of_the_stages_of_all_ranks() -> None:
+def test_prefixes_on_disk_are_used_only_if_all_ranks_had_the_same_stages() -> None:
     """Two models may have the same last layers."""
     ranks = Ranks()
     ranks.keep(tokens(1, 64))
@@ -194,7 +194,7 @@ def test_disk_prefixes_are_those_of_the_stages_of_all_ranks() -> None:
     assert ranks.read(tokens(1, 64)) == 64
 
 
-def test_disk_prefixes_end_only_at_states_if_caches_cannot_be_cut() -> None:
+def test_prefixes_on_disk_end_only_at_stored_states_if_caches_cannot_be_cut() -> None:
     ranks = Ranks(has_states=True)
     ranks.keep(tokens(1, 100), {40: 7, 70: 8})
     ranks.start()
@@ -203,7 +203,7 @@ def test_disk_prefixes_end_only_at_states_if_caches_cannot_be_cut() -> None:
     assert ranks.read([*tokens(1, 39), 999]) is None
 
 
-def test_disk_prefixes_add_states_to_existing_segments() -> None:
+def test_states_can_be_added_to_segments_on_disk() -> None:
     ranks = Ranks(has_states=True)
     ranks.keep(tokens(1, 64), {32: 7})
     for own in ranks.files.values():
@@ -214,7 +214,7 @@ def test_disk_prefixes_add_states_to_existing_segments() -> None:
     assert ranks.read([*tokens(1, 40), 999]) == 32
 
 
-def test_disk_prefixes_that_only_one_rank_has_are_deleted() -> None:
+def test_prefixes_that_only_one_rank_has_on_disk_are_deleted() -> None:
     """A kill between the writes of two ranks leaves such files. Files that follow a missing one are
     useless, too."""
     ranks = Ranks()
@@ -226,7 +226,7 @@ def test_disk_prefixes_that_only_one_rank_has_are_deleted() -> None:
     assert ranks.files[0] == ranks.files[1]
 
 
-def test_disk_prefixes_behind_a_damaged_file_are_deleted() -> None:
+def test_segments_after_a_damaged_file_are_deleted() -> None:
     ranks = Ranks()
     ranks.keep(tokens(1, 64))
     damaged = [name for name, file in ranks.files[1].items() if file.end == 48]
@@ -238,7 +238,7 @@ def test_disk_prefixes_behind_a_damaged_file_are_deleted() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_disk_prefixes_stay_within_their_room(seed: int) -> None:
+def test_prefixes_on_disk_stay_within_their_limit(seed: int) -> None:
     """The least recently used file goes first, but none that another file continues."""
     chance = random.Random(seed)
     ranks = Ranks(max_bytes=100 * BYTES_PER_TOKEN)
@@ -258,7 +258,7 @@ def test_disk_prefixes_stay_within_their_room(seed: int) -> None:
     assert not ranks.counts.num_damaged_files
 
 
-def test_disk_prefixes_that_are_used_stay() -> None:
+def test_prefixes_on_disk_that_are_used_are_not_evicted() -> None:
     ranks = Ranks(max_bytes=120 * BYTES_PER_TOKEN)
     ranks.keep(tokens(1, 32))
     for start in range(2, 20):
@@ -266,7 +266,7 @@ def test_disk_prefixes_that_are_used_stay() -> None:
         assert ranks.read(tokens(1, 32)) == 32
 
 
-def test_disk_prefixes_are_not_written_to_a_full_disk_until_they_are_cleared() -> None:
+def test_nothing_is_written_to_a_full_disk_until_it_is_cleared() -> None:
     ranks = Ranks()
     ranks.keep(tokens(1, 32))
     ranks.broken = {1}
@@ -283,7 +283,7 @@ def test_disk_prefixes_are_not_written_to_a_full_disk_until_they_are_cleared() -
     assert ranks.counts.num_written_files == 4
 
 
-def test_disk_prefixes_that_were_cleared_during_a_write_are_deleted() -> None:
+def test_prefixes_that_are_cleared_while_they_are_written_are_deleted() -> None:
     ranks = Ranks()
     ranks.disk.write(1, tokens(1, 16), CONTENTS, {}, 16)
     write = ranks.next_write()
@@ -296,7 +296,7 @@ def test_disk_prefixes_that_were_cleared_during_a_write_are_deleted() -> None:
     assert not ranks.disk.num_files
 
 
-def test_disk_prefixes_are_not_evicted_for_a_file_that_cannot_fit() -> None:
+def test_no_prefix_is_evicted_for_a_file_that_cannot_fit() -> None:
     ranks = Ranks(max_bytes=40 * BYTES_PER_TOKEN)
     ranks.keep(tokens(2, 4))
     ranks.keep(tokens(1, 48))
@@ -305,7 +305,7 @@ def test_disk_prefixes_are_not_evicted_for_a_file_that_cannot_fit() -> None:
         assert len(own) == ranks.disk.num_files == 3
 
 
-def test_disk_prefixes_of_a_very_long_sequence_are_deleted_behind_a_damaged_file() -> None:
+def test_segments_of_a_very_long_sequence_are_deleted_after_a_damaged_file() -> None:
     ranks = Ranks()
     ranks.keep(tokens(1, 16 * 1200))
     first = next(name for name, file in ranks.files[1].items() if not file.start)
@@ -315,7 +315,7 @@ def test_disk_prefixes_of_a_very_long_sequence_are_deleted_behind_a_damaged_file
     assert not ranks.disk.num_files
 
 
-def test_disk_prefixes_are_read_only_if_that_saves_enough() -> None:
+def test_prefixes_are_read_from_disk_only_if_that_saves_enough() -> None:
     ranks = Ranks()
     ranks.keep(tokens(1, 64))
     prompt = tokens(1, 64)

@@ -20,7 +20,7 @@ def disk_state(requests: Requests) -> dict[str, Any]:
     return state(disk)
 
 
-def test_requests_use_prefixes_on_disk_only_if_all_shards_have_them() -> None:
+def test_prefixes_on_disk_are_used_only_if_all_shards_have_them() -> None:
     requests = two_shards([])
     report_files(requests, 0)
     requests.resume()
@@ -32,7 +32,7 @@ def test_requests_use_prefixes_on_disk_only_if_all_shards_have_them() -> None:
     assert disk_state(requests)["num_files"] == 1
 
 
-def test_requests_clear_the_disks_after_a_restart_that_was_under_way() -> None:
+def test_clearing_prefixes_during_a_restart_clears_the_disks_after_it() -> None:
     sent: list[ToPrefixCache] = []
     requests = two_shards(sent)
     requests.clear_prefixes()

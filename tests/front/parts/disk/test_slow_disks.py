@@ -74,7 +74,7 @@ def running(num_computed: int, output: list[int], max_tokens: int = 50) -> Seque
     )
 
 
-def test_disk_forgets_the_writes_of_a_sequence_that_begins_again() -> None:
+def test_writes_of_a_sequence_that_begins_again_are_forgotten() -> None:
     """While a slow disk writes a file, memory runs out, and the sequence returns to the queue."""
     disk = make_disk()
     sequence = running(8192, [1])
@@ -95,7 +95,7 @@ def test_disk_forgets_the_writes_of_a_sequence_that_begins_again() -> None:
     assert ends == list(range(256, 2049, 256))
 
 
-def test_stages_hold_only_unwritten_tokens_of_a_running_sequence() -> None:
+def test_stages_must_keep_only_tokens_that_are_not_yet_written() -> None:
     disk = make_disk()
     sequence = running(3000, [1])
     feed(disk, sequence)
@@ -109,7 +109,7 @@ def test_stages_hold_only_unwritten_tokens_of_a_running_sequence() -> None:
     assert is_busy(disk)
 
 
-def test_disk_writes_nothing_of_a_prompt_without_logits() -> None:
+def test_a_prompt_without_logits_is_not_written_to_disk() -> None:
     """Its numbers may have overflowed."""
     disk = make_disk()
     for unknown in (running(8999, []), running(9000, [], max_tokens=0)):
@@ -135,7 +135,7 @@ def is_read(disk: DiskPrefixes, sequence: Sequence) -> bool:
     return disk.blocks(admission, None) is not None
 
 
-def test_disk_reads_a_prefix_once_in_a_life() -> None:
+def test_a_prefix_is_read_from_disk_only_once_in_a_life() -> None:
     disk = make_disk()
     feed(disk, running(9000, [1]))
     written(disk)
@@ -148,7 +148,7 @@ def test_disk_reads_a_prefix_once_in_a_life() -> None:
     assert not is_read(disk, scored), "its prompt is computed whole"
 
 
-def test_disk_keeps_scopes_and_adapters_apart() -> None:
+def test_prefixes_on_disk_are_shared_only_within_a_scope_and_an_adapter() -> None:
     disk = make_disk()
     disk.budget.add(7, Sharing("a"))
     feed(disk, running(9000, [1]))
@@ -161,7 +161,7 @@ def test_disk_keeps_scopes_and_adapters_apart() -> None:
     assert is_read(disk, asking(5, [*range(900), 1]))
 
 
-def test_disk_finds_an_adapter_by_its_contents() -> None:
+def test_prefixes_of_an_adapter_are_found_on_disk_by_its_contents() -> None:
     disk = make_disk()
     disk.budget.identify_adapter(2, "contents")
     feed(disk, replace(running(9000, [1]), adapter_version=2))
@@ -271,7 +271,7 @@ LIVES = st.tuples(
 
 
 @pytest.mark.parametrize("num_examples", [20, pytest.param(60, marks=pytest.mark.slow)])
-def test_random_lives_with_slow_disks_write_the_right_tokens(num_examples: int) -> None:
+def test_random_requests_with_slow_disks_write_the_right_tokens(num_examples: int) -> None:
     """Stages hold all tokens of the files that they are to write, and these are the right ones."""
     num_reads = 0
 

@@ -9,14 +9,14 @@ from serve.front.pipeline.status import StageStatus
 from tests.front.pipeline.test_stages import load, make_stage
 
 
-def test_token_cost_is_a_share_of_a_step_and_unknown_without_steps_on_all_stages() -> None:
+def test_token_cost_is_a_share_of_a_step_and_unknown_until_all_stages_have_run_steps() -> None:
     stage = make_stage(0, (0, 4), 0.2)
     stage.pace.update([Span(10, 0, 1, n, 0.0, 0.2 + 0.02 * n, n - 1) for n in [1, 9] * 80])
     assert token_cost([stage]) == pytest.approx(0.02 / 0.22, rel=0.2)
     assert token_cost([stage, StageStatus(1, "h")]) is None
 
 
-def test_draft_model_costs_are_shares_of_a_step_of_all_stages() -> None:
+def test_costs_of_a_draft_model_are_shares_of_a_step_of_all_stages() -> None:
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
     assert draft_model_costs(stages) is None
     load(stages[0], bytes_owned=1000, sections=(DraftCosts(100, 0.0),))

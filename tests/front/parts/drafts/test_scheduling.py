@@ -123,7 +123,7 @@ def check_counts(pipeline: Pipeline) -> None:
     assert drafting.counts.accepted["suffixes"] == sum(accepted for accepted, _ in of_sequences)
 
 
-def test_schedule_takes_all_right_drafts_of_a_row() -> None:
+def test_all_right_drafts_of_a_row_are_accepted_in_one_step() -> None:
     pipeline = Pipeline(2, parts=(CertainDrafting(),))
     pipeline.add(make_sequence(0, 10, 21))
     pipeline.run()
@@ -134,7 +134,7 @@ def test_schedule_takes_all_right_drafts_of_a_row() -> None:
     check_all_ended(pipeline)
 
 
-def test_update_ends_an_answer_within_its_drafts() -> None:
+def test_an_answer_can_end_within_its_drafts() -> None:
     """What comes behind an end token is right as a draft, and is no part of the answer."""
     pipeline = Pipeline(2, parts=(CertainDrafting(),))
     pipeline.scheduler.reuse = "any"
@@ -180,7 +180,7 @@ class RoughPipeline(Pipeline):
         return with_guesses(step, result_of(step, draw), self.chance)
 
 
-def test_update_does_not_count_drafts_that_were_not_fed() -> None:
+def test_drafts_that_were_not_fed_are_not_counted() -> None:
     pipeline = RoughPipeline(2, parts=(CertainDrafting(),), cut_share=1.0)
     pipeline.add(make_sequence(0, 10, 100))
     pipeline.run()
@@ -190,7 +190,7 @@ def test_update_does_not_count_drafts_that_were_not_fed() -> None:
     check_counts(pipeline)
 
 
-def test_update_fails_a_row_within_its_drafts() -> None:
+def test_a_row_can_fail_within_its_drafts() -> None:
     pipeline = Pipeline(2, parts=(CertainDrafting(),))
     pipeline.failing = {(0, 13)}
     pipeline.add(make_sequence(0, 10, 100))
@@ -200,7 +200,7 @@ def test_update_fails_a_row_within_its_drafts() -> None:
     check_all_ended(pipeline)
 
 
-def test_schedule_sends_steps_ahead_while_waiting_is_not_worth_it() -> None:
+def test_steps_are_sent_ahead_if_waiting_for_drafts_is_not_worth_it() -> None:
     class Hopeless(RandomDrafting):
         def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
             return False
@@ -219,7 +219,7 @@ def test_schedule_sends_steps_ahead_while_waiting_is_not_worth_it() -> None:
     assert with_drafts.steps == without.steps
 
 
-def test_update_repeats_a_row_whose_drafts_overflow() -> None:
+def test_a_row_whose_drafts_overflow_is_repeated_without_them() -> None:
     pipeline = RoughPipeline(2, parts=(CertainDrafting(),), overflow_share=1.0)
     pipeline.add(make_sequence(0, 10, 5))
     pipeline.run()
@@ -229,7 +229,7 @@ def test_update_repeats_a_row_whose_drafts_overflow() -> None:
     check_all_ended(pipeline)
 
 
-def test_schedule_makes_no_room_for_drafts() -> None:
+def test_no_memory_is_reserved_for_drafts() -> None:
     pipeline = Pipeline(2, parts=(CertainDrafting(),))
     pipeline.scheduler.budget.max_tokens = 60
     for id in range(2):
@@ -292,13 +292,13 @@ LIVES = st.tuples(
 
 
 @pytest.mark.parametrize("num_examples", [15, pytest.param(40, marks=pytest.mark.slow)])
-def test_random_lives_with_drafts_change_no_answer(num_examples: int) -> None:
+def test_random_requests_with_drafts_get_the_right_answers(num_examples: int) -> None:
     check_examples(check_random_lives, LIVES, num_examples)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(10))
-def test_ten_thousand_random_lives_with_drafts_change_no_answer(part: int) -> None:
+def test_ten_thousand_random_requests_with_drafts_get_the_right_answers(part: int) -> None:
     """In parts with different random lives, because all of them together take many minutes."""
     check_examples(check_random_lives, LIVES, 1_000, seed=part)

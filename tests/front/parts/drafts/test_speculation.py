@@ -45,7 +45,7 @@ def generate(speculation: Speculation, sequence: Sequence, tokens: list[int]) ->
     return counts
 
 
-def test_propose_continues_a_text_as_at_its_earlier_occurrence() -> None:
+def test_drafts_continue_a_text_as_at_its_earlier_occurrence() -> None:
     speculation = make_speculation()
     ((drafts, drafter),) = speculation.propose([make_sequence()])
     assert drafter == "suffixes"
@@ -55,7 +55,7 @@ def test_propose_continues_a_text_as_at_its_earlier_occurrence() -> None:
     assert counts.drafted["suffixes"] >= counts.accepted["suffixes"] >= 68
 
 
-def test_propose_follows_the_prediction_from_its_start_and_after_a_detour() -> None:
+def test_drafts_follow_a_prediction_from_its_start_and_after_a_deviation() -> None:
     speculation = make_speculation()
     prediction = list(range(100, 160))
     sequence = make_sequence(prompt=[1, 2, 3])
@@ -66,7 +66,7 @@ def test_propose_follows_the_prediction_from_its_start_and_after_a_detour() -> N
     assert counts.drafted["suffixes"] == 0
 
 
-def test_propose_gives_nothing_to_rows_that_cannot_have_drafts() -> None:
+def test_rows_that_cannot_have_drafts_get_none() -> None:
     speculation = make_speculation()
     pending, new, ending = (make_sequence(id) for id in range(3))
     pending.num_pending = 1
@@ -78,7 +78,7 @@ def test_propose_gives_nothing_to_rows_that_cannot_have_drafts() -> None:
     assert speculation.propose([almost]) == [(LOOP[:2], "suffixes")]
 
 
-def test_propose_gives_up_on_random_text_but_still_counts_guesses() -> None:
+def test_random_text_gets_no_drafts_but_possible_ones_are_counted() -> None:
     speculation = make_speculation(token_cost=0.1)
     chance = random.Random(0)
     sequence = make_sequence(prompt=[chance.randrange(20) for _ in range(300)])
@@ -90,7 +90,7 @@ def test_propose_gives_up_on_random_text_but_still_counts_guesses() -> None:
     assert speculation.is_worth_waiting([sequence])
 
 
-def test_nothing_is_guessed_if_impossible_or_too_expensive() -> None:
+def test_no_draft_is_made_if_it_is_impossible_or_too_expensive() -> None:
     impossible = make_speculation()
     impossible.is_possible = False
     expensive = make_speculation(token_cost=0.9)
@@ -105,7 +105,7 @@ def test_nothing_is_guessed_if_impossible_or_too_expensive() -> None:
         assert not speculation.drafted
 
 
-def test_ended_forgets_the_sequence() -> None:
+def test_an_ended_sequence_is_forgotten() -> None:
     speculation = make_with_model()
     speculation.propose([make_sequence()])
     speculation.plan_guesses([make_sequence()], 1)
@@ -128,14 +128,14 @@ def test_ended_forgets_the_sequence() -> None:
         ([[0.9, 0.8], [], [], [], [], [], [], []], 0.3, 0),
     ],
 )
-def test_best_number_weighs_gains_against_costs(
+def test_the_best_number_of_drafts_weighs_gains_against_costs(
     gains: list[list[float]], token_cost: float, expected: int
 ) -> None:
     number, _ = best_number(gains, token_cost, min_gain=1.05)
     assert number == expected
 
 
-def test_a_long_prompt_is_learned_in_parts() -> None:
+def test_a_long_prompt_is_indexed_in_several_calls() -> None:
     speculation = make_speculation()
     sequence = make_sequence(prompt=list(range(1000, 40_000)) + LOOP * 2)
     num_calls = 0
@@ -145,7 +145,7 @@ def test_a_long_prompt_is_learned_in_parts() -> None:
     assert num_calls > 1
 
 
-def test_catch_up_learns_a_long_answer_in_parts() -> None:
+def test_a_long_answer_is_indexed_in_several_calls() -> None:
     """An answer is learned late if there were too many rows for drafts before."""
     sequence = make_sequence(prompt=[1, 2, 3])
     sequence.output = list(range(1000, 11_000)) + LOOP * 2
@@ -157,7 +157,7 @@ def test_catch_up_learns_a_long_answer_in_parts() -> None:
     assert guesses.draft(4).tokens == LOOP[:4]
 
 
-def test_acceptance_follows_the_share_of_right_drafts() -> None:
+def test_acceptance_follows_the_share_of_drafts_that_were_right() -> None:
     every = Acceptance()
     own = Acceptance(every)
     for _ in range(50):
@@ -168,7 +168,7 @@ def test_acceptance_follows_the_share_of_right_drafts() -> None:
     assert own.gains(40, 3) == sorted(own.gains(40, 3), reverse=True)
 
 
-def test_hit_shares_of_new_sequences_start_at_those_of_all() -> None:
+def test_hit_shares_of_a_new_sequence_start_at_those_of_all_sequences() -> None:
     every = HitShares()
     before = every.gain(False, 0.3)
     own = HitShares(every)
@@ -212,14 +212,14 @@ def generate_with_model(
     return num_asked
 
 
-def test_plan_guesses_returns_more_the_cheaper_they_are() -> None:
+def test_more_drafts_are_planned_if_they_are_cheaper() -> None:
     (cheap,), (dear,), (too_dear,) = (
         make_with_model(guess).plan_guesses([new_text()], 1) for guess in (0.01, 0.15, 0.9)
     )
     assert cheap > dear > too_dear == 0
 
 
-def test_plan_guesses_returns_0_without_a_draft_model_or_memory_or_for_the_last_token() -> None:
+def test_no_drafts_are_planned_without_a_draft_model_or_memory_or_for_the_last_token() -> None:
     assert make_speculation().plan_guesses([new_text()], 1) == [0]
     nine = [new_text(id) for id in range(9)]
     speculation = make_with_model(guess=0.001, reading=0.0)
@@ -235,13 +235,13 @@ def test_plan_guesses_returns_0_without_a_draft_model_or_memory_or_for_the_last_
     assert speculation.plan_guesses([cannot], 1) == [0]
 
 
-def test_plan_guesses_weighs_the_time_lost_by_other_groups() -> None:
+def test_planning_drafts_weighs_the_time_that_other_groups_lose() -> None:
     speculation = make_with_model(guess=0.15, reading=0.0)
     assert speculation.plan_guesses([new_text()], 1)[0] > 0
     assert speculation.plan_guesses([new_text()], 4) == [0]
 
 
-def test_plan_guesses_does_not_read_a_long_text_for_a_short_answer() -> None:
+def test_a_long_text_is_not_read_by_the_draft_model_for_a_short_answer() -> None:
     speculation = make_with_model(guess=0.1, reading=0.02)
     long, short = new_text(0, 400), new_text(1, 400)
     short.max_tokens = 8
@@ -249,14 +249,14 @@ def test_plan_guesses_does_not_read_a_long_text_for_a_short_answer() -> None:
     assert number_of_long > 0 == number_of_short
 
 
-def test_plan_guesses_leaves_repeating_text_to_the_suffixes() -> None:
+def test_the_draft_model_is_not_used_for_text_that_repeats_itself() -> None:
     speculation = make_with_model()
     sequence = make_sequence()
     generate(speculation, sequence, LOOP * 3)
     assert speculation.plan_guesses([sequence], 1) == [0]
 
 
-def test_plan_guesses_gives_up_a_bad_draft_model_and_tries_again_later() -> None:
+def test_a_draft_model_that_is_often_wrong_is_tried_again_only_later() -> None:
     speculation = make_with_model()
     assert generate_with_model(speculation, new_text(), 200, right=0.9) > 190
     wrong = make_with_model()
@@ -267,7 +267,7 @@ def test_plan_guesses_gives_up_a_bad_draft_model_and_tries_again_later() -> None
     assert first < later < 150
 
 
-def test_propose_takes_the_drafter_that_is_expected_to_gain_more() -> None:
+def test_the_drafter_that_is_expected_to_gain_more_is_used() -> None:
     speculation = make_with_model()
     sequence = new_text()
     speculation.state_of(sequence).guesses = (7, 8, 9)
@@ -280,7 +280,7 @@ def test_propose_takes_the_drafter_that_is_expected_to_gain_more() -> None:
     assert len(drafts) > 4
 
 
-def test_after_reset_the_draft_model_has_to_read_the_text_again() -> None:
+def test_the_draft_model_must_read_the_text_again_after_a_reset() -> None:
     speculation = make_with_model(guess=0.1, reading=0.02)
     sequence = new_text(0, 400)
     assert speculation.plan_guesses([sequence], 1)[0] > 0

@@ -26,17 +26,17 @@ def longest_match(tokens: list[int]) -> int:
 
 
 @pytest.mark.parametrize("text", [[], [1], [1, 2], [1, 2, 3, 4], [1, 1], [5, 6, 5]])
-def test_match_needs_two_tokens_that_came_before(text: list[int]) -> None:
+def test_a_match_has_at_least_two_earlier_tokens(text: list[int]) -> None:
     assert suffixes_of(text).match() is None
 
 
-def test_match_is_the_longest_and_of_several_the_latest() -> None:
+def test_the_longest_match_is_found_and_the_latest_of_equal_ones() -> None:
     assert suffixes_of([1, 2, 3, 9, 2, 3, 8, 1, 2, 3]).match() == Match(3, 3)
     assert suffixes_of([7, 2, 3, 9, 6, 2, 3, 8, 5, 2, 3]).match() == Match(2, 7)
 
 
 @pytest.mark.parametrize("num_kinds", [2, 3, 8])
-def test_match_of_random_texts_equals_a_slow_search(num_kinds: int) -> None:
+def test_matches_in_random_texts_equal_those_of_a_slow_search(num_kinds: int) -> None:
     chance = random.Random(num_kinds)
     for _ in range(300):
         text = [chance.randrange(num_kinds) for _ in range(chance.randint(0, 20))]
@@ -49,12 +49,12 @@ def test_match_of_random_texts_equals_a_slow_search(num_kinds: int) -> None:
         assert text[match.place - match.length : match.place] == text[-match.length :]
 
 
-def test_match_is_quick_in_a_long_text_of_one_token() -> None:
+def test_a_match_is_found_quickly_in_a_long_text_of_one_token() -> None:
     suffixes = suffixes_of([1] * 100_000)
     assert suffixes.match() == Match(32, 99_999)
 
 
-def test_draft_is_the_text_after_the_match() -> None:
+def test_a_draft_is_the_text_after_the_match() -> None:
     suffixes = suffixes_of([1, 2, 3, 4, 5, 6, 7, 1, 2])
     match = suffixes.match()
     assert match == Match(2, 2)
@@ -62,7 +62,7 @@ def test_draft_is_the_text_after_the_match() -> None:
     assert suffixes.draft(match, 3) == [3, 4, 5]
 
 
-def test_draft_repeats_a_loop() -> None:
+def test_a_draft_can_repeat_a_loop_of_tokens() -> None:
     suffixes = suffixes_of([9, 1, 2, 1, 2, 1, 2])
     match = suffixes.match()
     assert match is not None

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.mark.parametrize("has_drafts", [True, False])
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
-async def test_warm_up_runs_steps_with_drafts_where_there_will_be_some(
+async def test_warm_up_runs_steps_with_drafts_if_drafts_are_possible(
     num_stages: int, has_drafts: bool
 ) -> None:
     speculation = Speculation(serve_config(model=Path("model")))
@@ -27,7 +27,7 @@ async def test_warm_up_runs_steps_with_drafts_where_there_will_be_some(
     assert done == total > 0
 
 
-async def test_a_warm_up_with_drafts_is_short() -> None:
+async def test_a_warm_up_with_drafts_takes_few_steps() -> None:
     """There were 60 steps, many of which repeated the sizes of others."""
     speculation = Speculation(serve_config(model=Path("model")))
     speculation.is_possible = True
@@ -38,7 +38,7 @@ async def test_a_warm_up_with_drafts_is_short() -> None:
 
 
 @pytest.mark.parametrize("stop_after", range(0, 30, 3))
-async def test_a_warm_up_with_drafts_that_is_stopped_leaves_nothing(stop_after: int) -> None:
+async def test_a_warm_up_with_drafts_that_is_stopped_leaves_no_sequence(stop_after: int) -> None:
     speculation = Speculation(serve_config(model=Path("model")))
     speculation.is_possible = True
     stages = Stages(parts=(speculation,))

@@ -27,7 +27,7 @@ def to_embed(pooling: Pooling | None) -> Prompt:
     return Prompt([1, 2, 3], 0, (), frozenset(), pooling=pooling)
 
 
-def test_takes_only_prompts_to_embed() -> None:
+def test_the_part_for_embeddings_takes_only_prompts_to_embed() -> None:
     assert on_model(8).takes(to_embed(Pooling("mean", 8)))
     assert not on_model(8).takes(Prompt([1], 9, (Sampling(),), frozenset()))
 
@@ -36,7 +36,7 @@ def test_takes_only_prompts_to_embed() -> None:
     ("hidden_size", "pooling", "param"),
     [(0, Pooling("mean"), "model"), (8, Pooling("mean", 9), "dimensions")],
 )
-def test_takes_refuses_embeddings_that_the_model_cannot_make(
+def test_embeddings_that_the_model_cannot_make_are_refused(
     hidden_size: int, pooling: Pooling, param: str
 ) -> None:
     with pytest.raises(RequestError) as raised:

@@ -19,7 +19,7 @@ def ends(pipeline: Pipeline, id: int) -> list[tuple[int | None, str | None]]:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 8, 9, 30])
-def test_schedule_feeds_every_token_of_an_embedded_prompt_in_prefill_steps(num_tokens: int) -> None:
+def test_every_token_of_an_embedded_prompt_is_fed_in_prefill_steps(num_tokens: int) -> None:
     pipeline = Pipeline(2)
     pipeline.add(embedded(1, num_tokens))
     pipeline.run()
@@ -31,7 +31,7 @@ def test_schedule_feeds_every_token_of_an_embedded_prompt_in_prefill_steps(num_t
     assert all(not stage.held for stage in pipeline.stages)
 
 
-def test_schedule_puts_short_embedded_prompts_into_one_step() -> None:
+def test_short_embedded_prompts_share_a_step() -> None:
     pipeline = Pipeline(2, prefill_chunk=64)
     for id in range(6):
         pipeline.add(embedded(id, 8))
@@ -40,7 +40,7 @@ def test_schedule_puts_short_embedded_prompts_into_one_step() -> None:
 
 
 @pytest.mark.parametrize("reuse", ["any", "checkpoints"])
-def test_schedule_takes_no_prefix_for_or_from_an_embedded_prompt(reuse: Reuse) -> None:
+def test_embedded_prompts_neither_use_nor_leave_a_prefix(reuse: Reuse) -> None:
     pipeline = Pipeline(2)
     pipeline.scheduler.reuse = reuse
     for number, sequence in enumerate(
@@ -53,14 +53,14 @@ def test_schedule_takes_no_prefix_for_or_from_an_embedded_prompt(reuse: Reuse) -
         assert len(ends(pipeline, sequence.id)) == (3 if number % 2 == 0 else 1)
 
 
-def test_fit_lets_a_prompt_fill_the_room_when_it_is_embedded() -> None:
+def test_a_prompt_to_embed_may_fill_all_of_the_memory() -> None:
     assert embedded(1, 32).fit(32)
     assert not embedded(1, 33).fit(32)
     assert not make_sequence(1, 32, 5).fit(32)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_schedule_ends_each_sequence_once_whatever_happens(seed: int) -> None:
+def test_each_sequence_ends_once_among_random_chats_and_embeddings(seed: int) -> None:
     """Chats and embeddings arrive at random, with little room, drops and lost engines."""
     chance = random.Random(seed)
     pipeline = Pipeline(chance.choice([1, 2, 3]), max_num_sequences=chance.choice([2, 5, 32]))

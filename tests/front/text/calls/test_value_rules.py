@@ -63,7 +63,7 @@ REFERRING: dict[str, Any] = {
 
 
 @marked
-def test_value_rules_follow_references_to_other_parameters(
+def test_rules_for_values_follow_references_to_other_parameters(
     name: str, tokenizer: LLTokenizer
 ) -> None:
     tool = Tool(name, tokenizer, REFERRING)
@@ -74,7 +74,7 @@ def test_value_rules_follow_references_to_other_parameters(
 
 @marked
 @pytest.mark.timeout(20)
-def test_value_rules_of_branches_that_repeat_are_few(name: str, tokenizer: LLTokenizer) -> None:
+def test_rules_for_values_stay_few_if_branches_repeat(name: str, tokenizer: LLTokenizer) -> None:
     branches = [{"$ref": "#/$defs/A", f"x-{number}": 1} for number in range(24)]
     definitions = {"A": {"anyOf": [{"type": "boolean"}, *branches]}}
     parameters = {"type": "object", "properties": {"a": branches[0]}, "$defs": definitions}
@@ -87,9 +87,7 @@ def test_value_rules_of_branches_that_repeat_are_few(name: str, tokenizer: LLTok
 
 @marked
 @pytest.mark.timeout(20)
-def test_value_rules_of_many_optional_parameters_are_short(
-    name: str, tokenizer: LLTokenizer
-) -> None:
+def test_rules_for_many_optional_parameters_stay_short(name: str, tokenizer: LLTokenizer) -> None:
     properties = {f"p{number}": {"type": "boolean"} for number in range(30)}
     tool = Tool(name, tokenizer, {"type": "object", "properties": properties})
     assert tool.takes({"p3": True, "p17": False})
@@ -114,7 +112,7 @@ NULL_OR_COLOUR = {"anyOf": [{"$ref": "#/$defs/Colour"}, {"type": "null"}]}
         ({"const": "a b"}, ["a b"], ["a"]),
     ],
 )
-def test_value_rules_enforce_the_schema_of_texts(
+def test_rules_for_values_enforce_the_schema_of_a_text(
     name: str, tokenizer: LLTokenizer, schema: Any, right: list[Any], wrong: list[Any]
 ) -> None:
     if name == "gemma4" and "pattern" in schema:
@@ -129,7 +127,9 @@ def test_value_rules_enforce_the_schema_of_texts(
 
 
 @marked
-def test_value_rules_name_what_they_leave_out(name: str, tokenizer: LLTokenizer) -> None:
+def test_rules_for_values_list_the_keywords_that_they_do_not_enforce(
+    name: str, tokenizer: LLTokenizer
+) -> None:
     text = {"type": "string", "format": "date", "pattern": "a^"}
     tool = Tool(name, tokenizer, {"type": "object", "properties": {"a": text}})
     assert tool.left_out == ("format", "pattern")
@@ -137,7 +137,9 @@ def test_value_rules_name_what_they_leave_out(name: str, tokenizer: LLTokenizer)
 
 
 @marked
-def test_value_rules_allow_other_keys_if_the_schema_does(name: str, tokenizer: LLTokenizer) -> None:
+def test_rules_for_values_allow_unknown_keys_if_the_schema_does(
+    name: str, tokenizer: LLTokenizer
+) -> None:
     """Otherwise, a tool with open parameters could only be called without any."""
     words = {"type": "object", "properties": {}, "additionalProperties": {"type": "string"}}
     for parameters in (words, {"type": "object"}):
@@ -150,7 +152,7 @@ def test_value_rules_allow_other_keys_if_the_schema_does(name: str, tokenizer: L
 
 
 @marked
-def test_value_rules_follow_a_reference_of_all_parameters(
+def test_rules_for_values_follow_a_reference_for_all_parameters(
     name: str, tokenizer: LLTokenizer
 ) -> None:
     """zod writes `{"$ref": "#/definitions/Args", "definitions": ...}`."""
@@ -178,7 +180,7 @@ def test_value_rules_follow_a_reference_of_all_parameters(
         ("a/b", ["a/b"], ["ab"]),
     ],
 )
-def test_searching_matches_the_texts_in_which_the_pattern_is_found(
+def test_a_pattern_is_turned_into_one_that_matches_whole_texts(
     pattern: str, right: Any, wrong: Any
 ) -> None:
     found = searching(pattern)
@@ -216,7 +218,7 @@ TOOLS = [
     [("qwen3_coder", True), ("glm", True), ("minimax_m2", False), ("nemotron", False)],
 )
 @pytest.mark.parametrize("is_forced", [False, True])
-def test_tool_grammar_enforces_the_grammar_of_an_input(
+def test_tool_grammar_enforces_the_grammar_of_a_custom_tools_input(
     name: str, is_held: bool, is_forced: bool, tokenizer: LLTokenizer
 ) -> None:
     """Codex has patches written as such a tool. Where the end mark is a token or stands on a line

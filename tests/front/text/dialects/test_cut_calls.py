@@ -90,7 +90,9 @@ def check_open_call(parts: list[Part]) -> None:
 
 @calls
 @pytest.mark.parametrize("rules", [FREE, DEMANDED], ids=["free", "demanded"])
-def test_a_cut_call_is_open_and_not_text(name: str, rules: Splitting) -> None:
+def test_a_call_that_is_cut_off_after_its_name_is_incomplete_and_not_text(
+    name: str, rules: Splitting
+) -> None:
     dialect, text = CALLS[name]
     for begun in beginnings(text):
         for pieces in ([begun], list(begun)):
@@ -104,7 +106,7 @@ def test_a_cut_call_is_open_and_not_text(name: str, rules: Splitting) -> None:
                 assert text_in(parts) in ("", begun), "as the model wrote it"
 
 
-def test_a_cut_list_of_demanded_calls_is_open() -> None:
+def test_a_list_of_demanded_calls_that_is_cut_off_is_incomplete() -> None:
     text = f"[{json.dumps({'name': NAME, 'parameters': ARGUMENTS})}"
     for begun in beginnings(text):
         parts = split(LISTED, QWEN, [begun])
@@ -114,21 +116,21 @@ def test_a_cut_list_of_demanded_calls_is_open() -> None:
             assert parts == []
 
 
-def test_text_before_a_cut_call_stays() -> None:
+def test_text_before_a_call_that_is_cut_off_is_kept() -> None:
     text = f"I write.\n<tool_call>{json_call(NAME, ARGUMENTS)}"
     parts = split(FREE, QWEN, [text[:60]])
     assert text_in(parts) == "I write."
     check_open_call(parts)
 
 
-def test_a_whole_call_before_a_cut_one_stays_whole() -> None:
+def test_a_complete_call_before_one_that_is_cut_off_stays_complete() -> None:
     whole = f"<tool_call>{json_call('now', {})}</tool_call>"
     parts = split(FREE, QWEN, [f'{whole}\n<tool_call>{{"name": "{NAME}", "ar'])
     kinds = [type(part) for part in parts]
     assert kinds == [CallBegin, CallText, CallEnd, CallBegin]
 
 
-def test_json_that_only_begins_like_a_call_stays_text() -> None:
+def test_json_that_only_begins_like_a_call_is_kept_as_text() -> None:
     text = '{"name": "Rome", "size": 3'
     assert text_in(split(FREE, LLAMA, [text])) == text
     assert text_in(split(FREE, LLAMA, ["[link](url"])) == "[link](url"

@@ -160,7 +160,7 @@ families = pytest.mark.parametrize("name", FAMILIES)
 
 @families
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=range(len(ARGUMENTS)))
-def test_a_call_is_read_as_it_was_written(name: str, arguments: Json) -> None:
+def test_a_call_is_read_with_the_arguments_it_was_written_with(name: str, arguments: Json) -> None:
     dialect, write, _ = FAMILIES[name]
     assert dialect.calls is not None
     body = write("write", arguments)
@@ -179,7 +179,7 @@ def stripped(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family[2]])
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=range(len(ARGUMENTS)))
-def test_calls_equal_those_that_mlx_lm_reads(name: str, arguments: Json) -> None:
+def test_calls_equal_those_that_the_parser_of_mlx_lm_reads(name: str, arguments: Json) -> None:
     dialect, write, parser = FAMILIES[name]
     assert dialect.calls is not None
     assert parser is not None
@@ -193,7 +193,7 @@ def test_calls_equal_those_that_mlx_lm_reads(name: str, arguments: Json) -> None
 
 
 @families
-def test_a_call_without_arguments_has_an_empty_object(name: str) -> None:
+def test_a_call_without_arguments_gets_an_empty_object(name: str) -> None:
     dialect, write, _ = FAMILIES[name]
     assert dialect.calls is not None
     parts = every_way(dialect, f"{dialect.calls.start}{write('now', {})}{dialect.calls.end}")
@@ -201,7 +201,7 @@ def test_a_call_without_arguments_has_an_empty_object(name: str) -> None:
 
 
 @families
-def test_calls_follow_each_other(name: str) -> None:
+def test_several_calls_can_follow_each_other(name: str) -> None:
     dialect, write, _ = FAMILIES[name]
     assert dialect.calls is not None
     start, end = dialect.calls.start, dialect.calls.end
@@ -213,7 +213,9 @@ def test_calls_follow_each_other(name: str) -> None:
 
 
 @families
-def test_the_name_comes_first_and_arguments_as_they_are_written(name: str) -> None:
+def test_the_name_of_a_call_is_read_first_and_its_arguments_while_they_are_written(
+    name: str,
+) -> None:
     dialect, write, _ = FAMILIES[name]
     assert dialect.calls is not None
     body = write("write", {"path": "a.py", "text": "x" * 400})
@@ -242,7 +244,7 @@ def test_a_call_that_was_cut_off_is_not_complete_json(name: str) -> None:
 
 @families
 @pytest.mark.parametrize("body", ["", " ", "no call at all", "\n<b>", "{}", '{"a": 1}', "[]"])
-def test_text_that_is_not_a_call_stays_text(name: str, body: str) -> None:
+def test_text_that_is_not_a_call_is_kept_as_text(name: str, body: str) -> None:
     dialect, _, _ = FAMILIES[name]
     assert dialect.calls is not None
     text = f"Look: {dialect.calls.start}{body}{dialect.calls.end} end"
@@ -254,7 +256,7 @@ def test_text_that_is_not_a_call_stays_text(name: str, body: str) -> None:
 
 
 @families
-def test_thoughts_stand_between_their_marks(name: str) -> None:
+def test_reasoning_is_read_from_between_its_marks(name: str) -> None:
     dialect, write, _ = FAMILIES[name]
     if dialect.reasoning is None or dialect.calls is None:
         return
@@ -280,7 +282,7 @@ def test_readers_can_be_sent_to_another_process(name: str) -> None:
 # --- what only one family has
 
 
-def test_kimi_keeps_the_id_that_the_model_wrote() -> None:
+def test_kimi_calls_keep_the_id_that_the_model_wrote() -> None:
     section = kimi.KIMI_K2.calls
     assert section is not None
     body = kimi_call("write", {"path": "a"}).replace(":0", ":7")
@@ -315,7 +317,7 @@ def test_llama_calls_are_read_without_a_mark(text: str, name: str, arguments: Js
         "[a for",
     ],
 )
-def test_llama_text_that_begins_like_calls_stays_text(text: str) -> None:
+def test_llama_text_that_only_begins_like_calls_is_kept_as_text(text: str) -> None:
     assert every_way(llama.LLAMA, text) == [Text(text)]
 
 
@@ -328,7 +330,7 @@ def m3(*tags: Any) -> str:
     )
 
 
-def test_minimax_m3_nested_values_have_the_types_of_their_schema() -> None:
+def test_nested_values_of_minimax_m3_get_the_types_of_their_schema() -> None:
     """Beyond the first level every value was read as JSON if it looked like it, and a tag ended at
     the first end tag of its name."""
     address = {"zip": {"type": "string"}, "floor": {"type": "integer"}}
@@ -360,7 +362,7 @@ def test_minimax_m3_nested_values_have_the_types_of_their_schema() -> None:
     }
 
 
-def test_mistral_ids_and_older_lists_of_calls_are_read() -> None:
+def test_mistral_calls_with_ids_and_in_older_lists_are_read() -> None:
     text = '[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}[TOOL_CALLS]now{"a": 1}'
     parts = every_way(mistral.MISTRAL, text)
     assert calls_in(parts) == [("now", {}), ("now", {"a": 1})]
@@ -369,7 +371,7 @@ def test_mistral_ids_and_older_lists_of_calls_are_read() -> None:
     assert calls_in(every_way(mistral.MISTRAL, old)) == [("now", {})]
 
 
-def test_a_string_parameter_keeps_text_that_looks_like_another_type() -> None:
+def test_a_string_argument_that_looks_like_another_type_is_kept_as_text() -> None:
     arguments = {"path": "null", "text": "\n two\n\n", "note": "null"}
     for dialect, write in ((qwen.QWEN_CODER, coder_call), (deepseek.DEEPSEEK_V32, dsml_call)):
         assert dialect.calls is not None
@@ -379,7 +381,7 @@ def test_a_string_parameter_keeps_text_that_looks_like_another_type() -> None:
         assert got["text"] == "\n two\n\n"
 
 
-def test_json_arguments_may_come_before_the_name_or_as_text() -> None:
+def test_json_arguments_can_come_before_the_name_or_as_a_string() -> None:
     for body in (
         '{"arguments": {"a": "}"}, "name": "now"}',
         '{"name": "now", "arguments": "{\\"a\\": \\"}\\"}"}',
@@ -405,7 +407,7 @@ def test_many_texts_that_look_like_calls_take_linear_time() -> None:
 HARMONY = harmony.HARMONY
 
 
-def test_harmony_tells_channels_apart() -> None:
+def test_harmony_channels_become_reasoning_and_text_and_calls() -> None:
     text = (
         "<|channel|>analysis<|message|>User asks.<|end|>"
         "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
@@ -428,6 +430,6 @@ def test_harmony_tells_channels_apart() -> None:
     assert parts == [CallHeader("now"), CallText("{}"), CallEnd(), Text("Done.")]
 
 
-def test_harmony_without_a_header_is_text() -> None:
+def test_harmony_text_without_a_header_is_kept_as_text() -> None:
     assert every_way(HARMONY, "plain words") == [Text("plain words")]
     assert every_way(HARMONY, "<|channel|>ana") == []

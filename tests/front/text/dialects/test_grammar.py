@@ -56,7 +56,7 @@ def text_of(dialect: Dialect, tools: list[Json], added: dict[str, int], **option
 
 
 @families
-def test_plain_text_is_unrestricted(
+def test_plain_text_is_not_restricted_by_a_tool_grammar(
     name: str, tokenizer: LLTokenizer, added: dict[str, int]
 ) -> None:
     grammar = grammar_of(name, added)
@@ -66,7 +66,7 @@ def test_plain_text_is_unrestricted(
 
 @families
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=range(len(ARGUMENTS)))
-def test_calls_that_follow_the_schema_are_accepted(
+def test_calls_that_follow_their_schema_are_accepted(
     name: str, arguments: Json, tokenizer: LLTokenizer, added: dict[str, int]
 ) -> None:
     dialect, write, _ = FAMILIES[name]
@@ -97,7 +97,7 @@ WRONG: list[Json] = [
 
 @families
 @pytest.mark.parametrize("arguments", WRONG, ids=range(len(WRONG)))
-def test_calls_that_break_the_schema_are_not(
+def test_calls_that_break_their_schema_are_rejected(
     name: str, arguments: Json, tokenizer: LLTokenizer, added: dict[str, int]
 ) -> None:
     dialect, write, _ = FAMILIES[name]
@@ -111,7 +111,7 @@ def test_calls_that_break_the_schema_are_not(
 
 
 @families
-def test_tools_without_parameters_are_called_with_nothing(
+def test_tools_without_parameters_are_called_without_arguments(
     name: str, tokenizer: LLTokenizer, added: dict[str, int]
 ) -> None:
     dialect, write, _ = FAMILIES[name]
@@ -137,7 +137,7 @@ CONTENTS = {
 
 @families
 @pytest.mark.parametrize("content", CONTENTS)
-def test_with_a_format_the_answer_is_calls_or_the_format(
+def test_an_answer_with_tools_and_a_format_is_calls_or_follows_the_format(
     name: str, content: str, tokenizer: LLTokenizer, added: dict[str, int]
 ) -> None:
     dialect, write, _ = FAMILIES[name]
@@ -153,7 +153,7 @@ def test_with_a_format_the_answer_is_calls_or_the_format(
 
 
 @families
-def test_without_parallel_calls_an_answer_ends_after_the_first(
+def test_an_answer_ends_after_its_first_call_if_calls_may_not_be_parallel(
     name: str, tokenizer: LLTokenizer, added: dict[str, int]
 ) -> None:
     dialect, write, _ = FAMILIES[name]
@@ -168,7 +168,7 @@ def test_without_parallel_calls_an_answer_ends_after_the_first(
 
 
 @families
-def test_forced_calls_are_in_the_dialects_own_format(
+def test_forced_calls_are_written_in_the_format_of_the_dialect(
     name: str, tokenizer: LLTokenizer, added: dict[str, int]
 ) -> None:
     """Models were trained on their marks: without them a forced call is worse than a free one."""
@@ -201,7 +201,7 @@ NUMBERS: Json = {
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "minimax_m3"] + ["harmony"])
-def test_forced_calls_have_little_white_space(
+def test_forced_calls_contain_little_white_space(
     name: str, tokenizer: LLTokenizer, added: dict[str, int]
 ) -> None:
     dialect = HARMONY if name == "harmony" else FAMILIES[name][0]
@@ -224,7 +224,7 @@ TWO_IN_A_SECTION = {
 
 
 @pytest.mark.parametrize("name", TWO_IN_A_SECTION)
-def test_without_parallel_calls_a_section_has_one_call(
+def test_a_section_has_only_one_call_if_calls_may_not_be_parallel(
     name: str, tokenizer: LLTokenizer, added: dict[str, int]
 ) -> None:
     calls = FAMILIES[name][0].calls
@@ -237,7 +237,7 @@ def test_without_parallel_calls_a_section_has_one_call(
     assert accepts(tokenizer, grammar_of(name, added), [f"{calls.start}{two}{calls.end}"])
 
 
-def test_a_forced_call_may_follow_a_thought(tokenizer: LLTokenizer, added: dict[str, int]) -> None:
+def test_a_forced_call_can_follow_reasoning(tokenizer: LLTokenizer, added: dict[str, int]) -> None:
     """Where the marks of reasoning are tokens, a model that thinks does so before a forced call."""
     start, end = added["<tool_call>"], added["</tool_call>"]
     dialect = Dialect(
@@ -250,7 +250,7 @@ def test_a_forced_call_may_follow_a_thought(tokenizer: LLTokenizer, added: dict[
     assert not accepts(tokenizer, grammar, [start, "hm", end])
 
 
-def test_harmony_forces_a_call(tokenizer: LLTokenizer, added: dict[str, int]) -> None:
+def test_a_call_can_be_forced_in_harmony(tokenizer: LLTokenizer, added: dict[str, int]) -> None:
     grammar = text_of(HARMONY, TOOLS, added, is_forced=True)
     thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     call = '<|channel|>commentary to=functions.write <|constrain|>json<|message|>{"path": "a"}'
@@ -260,7 +260,7 @@ def test_harmony_forces_a_call(tokenizer: LLTokenizer, added: dict[str, int]) ->
     assert not accepts(tokenizer, grammar, [call.replace("write", "read")])
 
 
-def test_grammar_names_the_keywords_that_it_does_not_enforce(added: dict[str, int]) -> None:
+def test_tool_grammar_lists_the_keywords_that_it_does_not_enforce(added: dict[str, int]) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=b)"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     grammar = tool_grammar(NAMED["nemotron"], tools, added.get, added)
@@ -268,7 +268,7 @@ def test_grammar_names_the_keywords_that_it_does_not_enforce(added: dict[str, in
     assert grammar.left_out == ("pattern",)
 
 
-def test_a_dialect_without_a_grammar_for_calls_still_allows_them_beside_a_format(
+def test_calls_beside_a_format_are_allowed_even_without_a_grammar_for_calls(
     tokenizer: LLTokenizer, added: dict[str, int]
 ) -> None:
     dialect = Dialect("parsed", ParsedCalls("<call>", "</call>", json.loads))
@@ -279,7 +279,7 @@ def test_a_dialect_without_a_grammar_for_calls_still_allows_them_beside_a_format
     assert not accepts(tokenizer, grammar, ["Hello"])
 
 
-def test_harmony_has_calls_or_the_format_in_its_final_message(
+def test_the_format_is_enforced_in_the_final_message_of_harmony(
     tokenizer: LLTokenizer, added: dict[str, int]
 ) -> None:
     grammar = text_of(HARMONY, TOOLS, added, content=PERSON)
@@ -317,7 +317,7 @@ def random_answer(tokenizer: LLTokenizer, grammar: str, start: str, rng: random.
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "minimax_m3"])
-def test_random_answers_are_calls_that_follow_random_schemas(
+def test_random_answers_under_the_grammar_are_calls_that_follow_their_schemas(
     name: str, tokenizer: LLTokenizer, added: dict[str, int]
 ) -> None:
     dialect, _, _ = FAMILIES[name]
@@ -338,7 +338,7 @@ def test_random_answers_are_calls_that_follow_random_schemas(
     assert num_whole >= 7
 
 
-def test_harmony_has_thoughts_then_calls_or_an_answer(
+def test_reasoning_in_harmony_is_followed_by_calls_or_an_answer(
     tokenizer: LLTokenizer, added: dict[str, int]
 ) -> None:
     grammar = text_of(HARMONY, TOOLS, added)

@@ -50,7 +50,7 @@ HISTORY: list[Json] = [
 
 
 @names
-def test_dialect_is_found_by_the_model(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_the_dialect_of_each_model_is_found(name: str, tokenizers: dict[str, Tokenizer]) -> None:
     found = tokenizers[name].dialect
     expected = {"qwen3": "qwen", "qwen3_coder": "qwen_coder", "gemma3": "generic"}
     assert found.name == expected.get(name, name)
@@ -60,7 +60,9 @@ def test_dialect_is_found_by_the_model(name: str, tokenizers: dict[str, Tokenize
 
 
 @names
-def test_prompt_has_tools_calls_and_results(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_prompt_contains_tools_and_calls_and_their_results(
+    name: str, tokenizers: dict[str, Tokenizer]
+) -> None:
     tokenizer = tokenizers[name]
     prompt = tokenizer.render(HISTORY, {}, tools=TOOLS)
     for text in ("Be brief.", "Write it.", "a.py", "written: 5 bytes"):
@@ -77,7 +79,7 @@ def test_prompt_has_tools_calls_and_results(name: str, tokenizers: dict[str, Tok
 
 
 @names
-def test_tokens_of_an_answer_are_read(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_an_answer_is_read_from_its_tokens(name: str, tokenizers: dict[str, Tokenizer]) -> None:
     """Marks are special tokens of the vocabulary, which readers need to see."""
     tokenizer = tokenizers[name]
     dialect = tokenizer.dialect
@@ -111,7 +113,9 @@ def test_tokens_of_an_answer_are_read(name: str, tokenizers: dict[str, Tokenizer
 
 
 @names
-def test_grammar_of_auto_can_be_followed(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_the_tool_grammar_of_each_model_can_be_compiled(
+    name: str, tokenizers: dict[str, Tokenizer]
+) -> None:
     tokenizer = tokenizers[name]
     grammar = tokenizer.tool_grammar(TOOLS)
     assert grammar is not None
@@ -119,7 +123,9 @@ def test_grammar_of_auto_can_be_followed(name: str, tokenizers: dict[str, Tokeni
 
 
 @names
-def test_grammar_of_auto_leaves_reasoning_free(name: str, tokenizers: dict[str, Tokenizer]) -> None:
+def test_the_tool_grammar_does_not_restrict_reasoning(
+    name: str, tokenizers: dict[str, Tokenizer]
+) -> None:
     """Models that open their reasoning themselves need its marks, which may be several tokens."""
     tokenizer = tokenizers[name]
     reasoning = tokenizer.dialect.reasoning
@@ -139,7 +145,7 @@ def test_grammar_of_auto_leaves_reasoning_free(name: str, tokenizers: dict[str, 
 
 
 @names
-def test_reasoning_is_switched_by_the_templates_variable(
+def test_reasoning_is_turned_off_by_a_variable_of_the_template(
     name: str, tokenizers: dict[str, Tokenizer]
 ) -> None:
     tokenizer = tokenizers[name]
@@ -163,7 +169,7 @@ def test_reasoning_is_switched_by_the_templates_variable(
         assert low != high
 
 
-def test_harmony_maps_efforts_and_shows_reasoning_of_the_history(
+def test_harmony_maps_efforts_and_keeps_earlier_reasoning_in_the_prompt(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     tokenizer = tokenizers["harmony"]
@@ -176,7 +182,7 @@ def test_harmony_maps_efforts_and_shows_reasoning_of_the_history(
     assert tokenizer.eos_ids == ids
 
 
-def test_harmony_answers_parse_as_openai_harmony_parses_them() -> None:
+def test_harmony_answers_are_read_as_openai_harmony_reads_them() -> None:
     """The cases were rendered and parsed by openai-harmony 0.0.8 with its own vocabulary, which is
     not in the package."""
     cases = json.loads(Path(__file__).with_name("harmony_cases.json").read_text())
@@ -194,7 +200,7 @@ def test_harmony_answers_parse_as_openai_harmony_parses_them() -> None:
         assert got == case["parts"]
 
 
-def test_deepseek_v32_prompt_is_mlx_lms(tokenizers: dict[str, Tokenizer]) -> None:
+def test_the_prompt_of_deepseek_v32_equals_that_of_mlx_lm(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["deepseek_v32"]
     asked = [{"role": "user", "content": "hi"}]
     begin = "<｜begin▁of▁sentence｜><｜User｜>hi<｜Assistant｜>"
@@ -204,7 +210,7 @@ def test_deepseek_v32_prompt_is_mlx_lms(tokenizers: dict[str, Tokenizer]) -> Non
     assert '"name": "write"' in tokenizer.render(asked, {}, tools=TOOLS)
 
 
-def test_deepseek_v31_prompt_lists_tools_as_the_model_card(
+def test_the_prompt_of_deepseek_v31_lists_tools_as_its_model_card_does(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -228,7 +234,9 @@ def test_deepseek_v31_prompt_lists_tools_as_the_model_card(
     )
 
 
-def test_deepseek_v4_prompt_joins_results_with_questions(tokenizers: dict[str, Tokenizer]) -> None:
+def test_the_prompt_of_deepseek_v4_joins_tool_results_with_questions(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     """As DeepSeek's published encoding of V4 writes it."""
     tokenizer = tokenizers["deepseek_v4"]
     prompt = tokenizer.render(HISTORY, {}, tools=TOOLS)
@@ -254,7 +262,9 @@ def test_deepseek_v4_prompt_joins_results_with_questions(tokenizers: dict[str, T
     assert hard.startswith("<｜begin▁of▁sentence｜>Reasoning Effort: Absolute maximum")
 
 
-def test_deepseek_v4_sorts_results_by_their_calls(tokenizers: dict[str, Tokenizer]) -> None:
+def test_the_prompt_of_deepseek_v4_sorts_tool_results_by_their_calls(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     calls = [{**call("now", {}), "id": id} for id in ("one", "two")]
     results = [{"role": "tool", "content": id, "tool_call_id": id} for id in ("two", "one")]
     history = [
@@ -268,7 +278,7 @@ def test_deepseek_v4_sorts_results_by_their_calls(tokenizers: dict[str, Tokenize
     assert f"<｜User｜>{joined}<｜Assistant｜>" in prompt
 
 
-def test_tools_are_described_to_a_template_that_knows_neither_tools_nor_system(
+def test_tools_are_described_even_in_a_template_without_tools_and_system_messages(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     """Gemma 3 refuses a system's message and roles that do not alternate."""
@@ -289,13 +299,15 @@ def test_tools_are_described_to_a_template_that_knows_neither_tools_nor_system(
         tokenizer.render(HISTORY[:2], {})  # What a template refuses without tools stays refused.
 
 
-def test_history_with_calls_needs_no_tools_of_its_own(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_history_with_calls_can_be_rendered_without_tools(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     for name, tokenizer in tokenizers.items():
         history = HISTORY[1:] if name == "gemma3" else HISTORY
         assert "written: 5 bytes" in tokenizer.render(history, {}), name
 
 
-def test_arguments_are_text_only_where_a_template_wants_text(
+def test_arguments_are_given_as_text_only_to_templates_that_need_text(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     """V3.1's template joins texts; a conversion of it may have `tojson` instead."""
@@ -303,7 +315,7 @@ def test_arguments_are_text_only_where_a_template_wants_text(
     assert wanting == {"deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4"}
 
 
-def test_a_template_gets_the_description_that_a_tool_leaves_out(
+def test_a_template_gets_a_description_even_if_the_tool_has_none(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     """gpt-oss' template fails for a tool without a description."""
@@ -313,14 +325,16 @@ def test_a_template_gets_the_description_that_a_tool_leaves_out(
         tokenizers["gemma3"].render([{"role": "assistant", "content": "a"}], {}, tools=None)
 
 
-def test_a_word_in_a_template_is_not_taken_for_a_variable(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_word_in_a_comment_of_a_template_is_not_taken_for_a_variable(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     """The template of MiniMax M2 mentions thinking in a comment and as a field."""
     reasoning = tokenizers["minimax_m2"].dialect.reasoning
     assert reasoning is not None
     assert reasoning.switch is None
 
 
-def test_the_parser_of_calls_can_be_chosen_by_name(tmp_path: Path) -> None:
+def test_the_parser_of_calls_can_be_chosen_by_its_name(tmp_path: Path) -> None:
     folder = save("gemma3", tmp_path)
     assert Tokenizer(folder, "mistral").dialect.calls == NAMED["mistral"].calls
     longcat = Tokenizer(folder, "longcat").dialect
@@ -330,7 +344,7 @@ def test_the_parser_of_calls_can_be_chosen_by_name(tmp_path: Path) -> None:
         Tokenizer(folder, "none")
 
 
-def test_mlx_stays_out_of_the_parent(tmp_path: Path) -> None:
+def test_rendering_a_prompt_does_not_import_mlx(tmp_path: Path) -> None:
     folder = save("deepseek_v32", tmp_path)
     code = (
         "import sys, pathlib; from serve.front.text.tokens import Tokenizer; "
@@ -341,10 +355,10 @@ def test_mlx_stays_out_of_the_parent(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_every_format_of_the_flag_has_a_dialect() -> None:
+def test_every_value_of_the_flag_tool_call_parser_has_a_dialect() -> None:
     assert set(NAMED) <= set(call_formats())
     assert set(OWN_FORMATS) <= set(NAMED)
 
 
-def test_a_tool_grammar_needs_a_format_with_one() -> None:
+def test_a_chosen_tool_parser_with_a_grammar_gives_a_tool_grammar() -> None:
     assert tool_grammar(NAMED["qwen3_coder"], TOOLS, lambda _: None) is not None

@@ -41,9 +41,7 @@ SILENT = (
         ([FIRST, ASKED, ASKED], [FIRST, ASKED, ASKED]),
     ],
 )
-def test_early_system_keeps_the_text_of_late_messages_in_its_place(
-    messages: Any, wanted: Any
-) -> None:
+def test_text_of_late_system_messages_is_kept_in_its_place(messages: Any, wanted: Any) -> None:
     given = [dict(each) for each in messages]
     plain = [
         {"role": each[0], "content": each[1]} if isinstance(each, tuple) else each
@@ -62,7 +60,7 @@ def test_early_system_keeps_the_text_of_late_messages_in_its_place(
         (SILENT, f"<system>Be short.<user>Hello?\n\n{NOTE}"),
     ],
 )
-def test_every_template_shows_late_system_messages(
+def test_late_system_messages_are_in_the_prompt_of_every_template(
     tmp_path: Path, template: str, shown: str
 ) -> None:
     """Whether it takes such messages, refuses them, or leaves them out without a word."""
@@ -70,7 +68,7 @@ def test_every_template_shows_late_system_messages(
     assert tokenizer.render([FIRST, ASKED, LATE], {}) == shown
 
 
-def test_template_that_knows_no_system_still_refuses_it(tmp_path: Path) -> None:
+def test_a_template_that_refuses_system_messages_still_refuses_late_ones(tmp_path: Path) -> None:
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
     tokenizer = Tokenizer(save(byte_level(), tmp_path, template))
     with fails(RequestError, "template_refusal"):
