@@ -63,19 +63,19 @@ def test_a_change_chooses_the_tests_that_depend_on_it(changed: list[str], chosen
     assert choose(SOURCES, changed)[0] == chosen
 
 
-def test_importers_of_a_deleted_file_are_chosen() -> None:
+def test_tests_that_import_a_deleted_file_are_chosen() -> None:
     sources = {path: source for path, source in SOURCES.items() if path != "serve/core.py"}
     assert UNIT - {"tests/unit/test_parent.py"} <= choose(sources, ["serve/core.py"])[0]
 
 
-def test_files_in_a_chosen_folder_are_not_named_again() -> None:
+def test_a_file_in_a_chosen_folder_is_not_listed_again() -> None:
     page = "tests/page/test_page.py"
     chosen, reason = choose({**SOURCES, page: ""}, ["tests/page/tsconfig.json", page])
     assert chosen == {"tests/page"}
     assert reason == "tests/page, 1 test files that import what changed"
 
 
-def test_tests_of_clusters_depend_on_the_engine_and_those_of_formats_do_not() -> None:
+def test_a_change_of_the_engine_chooses_cluster_tests_but_no_format_tests() -> None:
     """In this repository."""
     sources = all_sources()
     chosen, _ = choose(sources, ["serve/rank/sampling.py"])
@@ -84,12 +84,12 @@ def test_tests_of_clusters_depend_on_the_engine_and_those_of_formats_do_not() ->
     assert apart <= sources.keys() - chosen
 
 
-def test_every_listed_test_exists() -> None:
+def test_every_test_listed_for_other_files_exists() -> None:
     listed = {test for tests in OTHER_FILES.values() for test in tests}
     assert not [test for test in listed if not (ROOT / test).exists()]
 
 
-def test_modules_of_processes_are_found_in_commands() -> None:
+def test_modules_that_are_started_as_processes_count_as_imported() -> None:
     assert "serve.rank.worker" in dependencies(all_sources())["serve.parent.engine"]
 
 
@@ -118,14 +118,14 @@ def run(folder: Path, command: str) -> None:
     subprocess.run(command, shell=True, cwd=folder, check=True, env=os.environ)
 
 
-def test_changes_are_those_of_the_branch_and_what_is_not_committed(repository: Path) -> None:
+def test_changed_files_are_those_of_the_branch_and_uncommitted_ones(repository: Path) -> None:
     run(repository, "git mv moved here && git commit -qm three")
     write(repository, kept="4", new="5")
     assert default_base(repository) == "main"
     assert sorted(changed_files("main", repository)) == ["here", "kept", "moved", "new"]
 
 
-def test_on_main_only_what_is_not_committed_counts(repository: Path) -> None:
+def test_on_main_only_uncommitted_files_count_as_changed(repository: Path) -> None:
     run(repository, "git checkout -q main")
     write(repository, new="5")
     assert changed_files(default_base(repository), repository) == ["new"]

@@ -81,7 +81,7 @@ def test_no_imports_form_a_cycle() -> None:
         ("serve/rank/a.py", "g()  # FIXME"),
     ],
 )
-def test_a_file_that_breaks_the_card_is_found(path: str, source: str) -> None:
+def test_a_file_that_breaks_a_style_rule_is_found(path: str, source: str) -> None:
     assert list(faults(path, source))
 
 
@@ -95,7 +95,7 @@ def test_a_file_that_breaks_the_card_is_found(path: str, source: str) -> None:
         ("serve/rank/a.py", "g('TODO')  # TODO(ada): mend"),
     ],
 )
-def test_a_file_that_keeps_the_card_passes(path: str, source: str) -> None:
+def test_a_file_that_keeps_the_style_rules_has_no_fault(path: str, source: str) -> None:
     assert not list(faults(path, source))
 
 
@@ -124,7 +124,7 @@ def test_an_untyped_message_is_found(path: str, source: str) -> None:
         ("launcher/a.py", "from serve.core.wire import line\nline(message)"),
     ],
 )
-def test_json_of_clients_and_files_is_no_message(path: str, source: str) -> None:
+def test_json_of_clients_and_files_is_not_taken_for_a_message(path: str, source: str) -> None:
     assert not untyped_messages({path: source, "serve/core/wire.py": ""})
 
 
@@ -132,7 +132,7 @@ def test_json_of_clients_and_files_is_no_message(path: str, source: str) -> None
 DOUBLED = {"Gone", "Link", "Probe"}
 
 
-def test_a_class_name_has_one_meaning() -> None:
+def test_no_two_classes_share_a_name_except_listed_ones() -> None:
     doubled = {name for name, count in class_names(product()).items() if count > 1}
     assert not doubled - DOUBLED, "rename one of the classes"
     assert len(DOUBLED) <= 8

@@ -97,7 +97,7 @@ def demo(model: str, once: bool = True) -> Demo:
 
 
 @pytest.mark.parametrize("terminal", [80, 40])
-def test_a_demo_with_once_shows_the_answer_and_ends(
+def test_demo_with_the_flag_once_shows_one_answer_and_ends(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(terminal))
@@ -109,7 +109,7 @@ def test_a_demo_with_once_shows_the_answer_and_ends(
     assert "[rank 0] request id=1" in log
 
 
-def test_the_embedded_model_changes_its_adapter(
+def test_demo_of_the_embedded_model_loads_each_adapter_in_turn(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("launcher.demo.DEFAULT_MODEL", tmp_path)
@@ -120,7 +120,9 @@ def test_the_embedded_model_changes_its_adapter(
     assert shown.index("Paris [b]é!\n") < shown.index("loaded pirate")
 
 
-def test_a_missing_adapter_ends_the_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_adapter_ends_the_demo_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("launcher.demo.DEFAULT_MODEL", tmp_path)
     monkeypatch.setattr("launcher.demo.ADAPTERS", tmp_path / "none")
     with fails(EngineError, "engine", match="404"):
@@ -137,14 +139,14 @@ def check_answers(text: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_demo_that_serves_nobody_ends_after_its_answers() -> None:
+def test_demo_with_the_flag_once_ends_after_its_answers() -> None:
     words = [sys.executable, "-m", "launcher.cli", "demo", "--once"]
     run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
     check_answers(run.stdout)
 
 
-def test_demo_uses_the_port_of_the_examples_or_says_that_it_is_taken(
+def test_demo_uses_its_default_port_or_says_that_it_is_taken(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (port,) = free_ports(1)
@@ -188,7 +190,7 @@ def test_demo_answers_and_prints_an_example_in_python_that_works(tmp_path: Path)
         ("refuses", EngineError, "no streams today"),
     ],
 )
-def test_errors_are_reported_and_the_ranks_end(
+def test_demo_reports_errors_and_ends_the_ranks(
     model: str, error: type[BrigadeError], says: str, once: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with fails(error, "engine", match=says):
@@ -202,7 +204,7 @@ def test_a_server_that_is_never_ready_is_given_up(monkeypatch: pytest.MonkeyPatc
         demo("never").run()
 
 
-def test_demo_does_not_give_the_ranks_that_it_kills_as_the_reason(
+def test_demo_does_not_blame_ranks_that_it_killed_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("launcher.demo.READY_SECONDS", 1.5)
@@ -212,11 +214,11 @@ def test_demo_does_not_give_the_ranks_that_it_kills_as_the_reason(
         demo("stubborn").run()
 
 
-def test_a_failing_ranks_exit_code_is_that_of_the_demo() -> None:
+def test_demo_ends_with_the_exit_code_of_a_rank_that_failed() -> None:
     assert demo("fails").run() == 3
 
 
-def test_a_missing_embedded_model_is_one_clear_error(
+def test_a_missing_embedded_model_is_reported_with_the_model_flag(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("launcher.demo.DEFAULT_MODEL", tmp_path / "none")
@@ -287,7 +289,7 @@ def test_server_sent_events_end_with_done_and_skip_comments() -> None:
     assert list(server_sent(iter(lines))) == [{"a": 1}, {"a": 2}]
 
 
-def test_pieces_of_chunks_with_and_without_usage() -> None:
+def test_pieces_are_read_from_chunks_with_and_without_usage() -> None:
     chunks = [
         {"choices": [{"delta": {"role": "assistant"}}]},
         {"choices": [{"delta": {"content": "a"}}], "usage": None},
@@ -304,7 +306,7 @@ def test_pieces_of_chunks_with_and_without_usage() -> None:
         ((5, 0.1, 0.5), "5 tokens, the first after 100 ms, then 10.0 tokens/s"),
     ],
 )
-def test_speed_counts_the_tokens_after_the_first(
+def test_speed_is_counted_from_the_second_token_on(
     arguments: tuple[int, float, float], text: str
 ) -> None:
     assert speed(*arguments) == text

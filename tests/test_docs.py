@@ -24,7 +24,7 @@ DOCUMENTS = [
 ]
 
 
-def test_links_and_anchors_lead_somewhere() -> None:
+def test_every_link_and_anchor_in_the_documents_has_a_target() -> None:
     anchors = {path: _anchors(path) for path in DOCUMENTS}
     broken = []
     for document in DOCUMENTS:
@@ -98,14 +98,14 @@ def test_pages_about_the_design_name_only_files_that_exist() -> None:
     assert sorted(missing) == []
 
 
-def test_documents_name_the_embedded_model_where_it_is() -> None:
+def test_documents_give_the_path_of_the_embedded_model() -> None:
     named = {
         name for each in DOCUMENTS for name in re.findall(r"--model (\S*/\S*)", each.read_text())
     }
     assert {name for name in named if name.endswith("tiny-chat")} == {"examples/tiny-chat"}
 
 
-def test_the_first_request_of_the_readme_gets_the_likeliest_answer() -> None:
+def test_first_request_in_the_readme_asks_for_temperature_0() -> None:
     """Small models answer nonsense at temperature 1."""
     (body,) = re.findall(r"--json '(.*?)'", (ROOT / "README.md").read_text(), re.DOTALL)
     assert json.loads(body)["temperature"] == 0
@@ -133,12 +133,12 @@ def test_links_lead_to_existing_files_and_headings() -> None:
     assert broken == []
 
 
-def test_flags_are_those_of_the_configs() -> None:
+def test_page_of_flags_equals_what_is_generated_from_the_configs() -> None:
     text = (ROOT / "docs" / "flags.md").read_text()
     assert text == flags_page.page(), "run python -m tests.flags_page docs/flags.md"
 
 
-def test_recovery_gives_every_exit_code() -> None:
+def test_page_about_recovery_lists_every_exit_code() -> None:
     text = (ROOT / "docs" / "recovery.md").read_text()
     for code in errors._BY_EXIT_CODE:
         assert f"| {code} |" in text, f"exit code {code}"
@@ -173,7 +173,7 @@ def parameters(text: str) -> list[str]:
     return sorted(name for cell in cells for name in re.findall(r"`(\w+)`", cell))
 
 
-def test_api_documents_every_parameter() -> None:
+def test_pages_about_the_apis_document_every_parameter() -> None:
     api = ROOT / "docs" / "api"
     supported, refused = (api / "openai.md").read_text().split("## Not supported")
     _, both, rest = re.split(r"### Chat and completions\n|### Chat only\n", supported)

@@ -28,7 +28,7 @@ def test_a_flag_may_be_repeated_or_left_out() -> None:
 
 
 @pytest.mark.parametrize("words", [("--max-queue", "-1"), ("--drain-timeout", "nan")])
-def test_flags_refuse_values_that_are_not_limits(words: tuple[str, ...]) -> None:
+def test_flags_refuse_values_out_of_range(words: tuple[str, ...]) -> None:
     with fails(UsageError, "out_of_range", match=words[0]):
         serve(*words)
 
@@ -40,13 +40,15 @@ def test_flags_refuse_values_that_are_not_limits(words: tuple[str, ...]) -> None
         (("--drain-timeout", "soon"), "^--drain-timeout must be a number, not 'soon': see "),
     ],
 )
-def test_flags_name_a_value_that_is_not_a_number(words: tuple[str, ...], message: str) -> None:
+def test_the_error_about_a_malformed_number_names_its_flag(
+    words: tuple[str, ...], message: str
+) -> None:
     with fails(UsageError, "usage", match=message):
         serve(*words)
 
 
 @pytest.mark.parametrize("root", ["nowhere", "file", "x" * 5000])
-def test_an_adapter_root_that_is_no_folder_is_refused(tmp_path: Path, root: str) -> None:
+def test_an_adapter_root_that_is_not_a_folder_is_refused(tmp_path: Path, root: str) -> None:
     (tmp_path / "file").touch()
     model = Path(__file__).parents[1] / "examples" / "tiny-chat"
     words = ["--model", str(model), "--adapter-root"]
@@ -77,7 +79,9 @@ def test_an_adapter_root_that_is_no_folder_is_refused(tmp_path: Path, root: str)
         ),
     ],
 )
-def test_errors_from_the_model_or_host_name_the_flag(words: list[str], message: str) -> None:
+def test_errors_found_with_the_model_or_the_host_name_the_flag(
+    words: list[str], message: str
+) -> None:
     model = Path(__file__).parents[1] / "examples" / "tiny-chat"
     with pytest.raises(UsageError, match=message):
         check(["--model", str(model), *words], 2)
@@ -92,12 +96,12 @@ def test_help_lists_the_tool_parsers(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("name", ["localhost", "llm.example", "10.0.0.1", "fd00::1", "*", "a_b"])
-def test_allowed_hosts_are_names_and_addresses(name: str) -> None:
+def test_names_and_addresses_are_accepted_as_allowed_hosts(name: str) -> None:
     assert serve("--allowed-host", name).allowed_host == (name,)
 
 
 @pytest.mark.parametrize("name", ["", "a:8080", "a/b", "a b", "http://a", "[::1]", "é"])
-def test_other_allowed_hosts_are_refused(name: str) -> None:
+def test_text_that_is_no_name_or_address_is_refused_as_an_allowed_host(name: str) -> None:
     with fails(UsageError, "malformed", match="--allowed-host"):
         serve("--allowed-host", name)
 
@@ -130,7 +134,9 @@ def test_help_is_short_and_begins_with_what_most_people_need(
     assert flags[:6] == first
 
 
-def test_a_quick_start_changes_constants(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_start_changes_constants_and_is_hidden_from_help(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert serve().constants == Constants()
     quick = Constants(warms_up=False, keeps_spare_engine=False)
     assert serve("--quick-start", "--port", "0").constants == quick
@@ -149,12 +155,14 @@ def test_a_quick_start_changes_constants(capsys: pytest.CaptureFixture[str]) -> 
         ("max_restarts=few", "usage"),
     ],
 )
-def test_a_quick_start_names_what_is_wrong(text: str, code: str) -> None:
+def test_quick_start_refuses_malformed_values(text: str, code: str) -> None:
     with fails(UsageError, code):
         serve("--quick-start", text)
 
 
-def test_old_names_work_and_say_the_new_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_old_names_of_flags_work_and_the_new_ones_are_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ["--lora=a=/b", "--tensor-parallel", "2", "--mtp", "--no-prefix-cache"]
     config = serve(*current("serve", words, ServeConfig))
     assert config.lora_modules == ("a=/b",)
@@ -168,18 +176,18 @@ def test_old_names_work_and_say_the_new_ones(capsys: pytest.CaptureFixture[str])
     ]
 
 
-def test_old_names_of_other_programs_and_of_switches_with_values_are_left_alone() -> None:
+def test_old_names_of_other_commands_flags_are_not_translated() -> None:
     words = ["--data-parallel", "2", "--mtp=1"]
     assert current("serve", words, ServeConfig) == words
 
 
-def test_a_removed_flag_says_what_to_do_and_one_of_fine_tune_stays() -> None:
+def test_a_removed_flag_is_refused_with_advice() -> None:
     with fails(UsageError, "removed_flag", match="use --memory"):
         current("serve", ["--kv-memory=3GB"], ServeConfig)
     words = ["--stall-timeout", "5"]
     assert current("fine-tune", words, FineTuneConfig) == words
 
 
-def test_a_flag_takes_several_values_or_is_repeated() -> None:
+def test_a_flag_for_several_values_may_be_repeated() -> None:
     words = ("--lora-modules", "a=/b", "c=/d", "--port", "0", "--lora-modules", "e=/f")
     assert serve(*words).lora_modules == ("a=/b", "c=/d", "e=/f")

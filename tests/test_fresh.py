@@ -16,14 +16,14 @@ def fresh(*words: str, path: str = os.environ["PATH"]) -> subprocess.CompletedPr
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
-def test_another_debian_is_refused() -> None:
+def test_an_unknown_debian_release_is_refused() -> None:
     run = fresh("sid")
     assert run.returncode == 2
     assert run.stderr == ("scripts/fresh: no Debian is called 'sid' here; use bookworm or trixie\n")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, who alone gets that far")
-def test_without_mmdebstrap_it_is_skipped_with_the_reason(tmp_path: Path) -> None:
+def test_without_mmdebstrap_the_script_is_skipped_with_the_reason(tmp_path: Path) -> None:
     for name in ("bash", "dirname", "id"):
         program = shutil.which(name)
         assert program

@@ -132,22 +132,24 @@ Start = Callable[[int, str], Launch]
 # --- ends
 
 
-def test_a_launch_whose_ranks_end_well_ends_with_0(launch: Start) -> None:
+def test_a_launch_ends_with_code_0_if_all_its_ranks_do(launch: Start) -> None:
     assert launch(3, "print('done', rank)").end()[0] == 0
 
 
-def test_the_first_failing_ranks_code_is_returned_and_the_others_end_at_once(launch: Start) -> None:
+def test_the_launch_returns_the_code_of_the_first_rank_that_fails_and_ends_the_others(
+    launch: Start,
+) -> None:
     launched = launch(3, f"if rank == 1: sys.exit(7)\n{SLEEP}")
     assert launched.end()[0] == 7
     assert "event=killing" not in launched.text
 
 
-def test_a_rank_that_a_signal_ended_gives_128_plus_its_number(launch: Start) -> None:
+def test_a_rank_that_a_signal_ended_gives_the_launch_128_plus_its_number(launch: Start) -> None:
     assert launch(2, f"if rank == 0: os.kill(os.getpid(), 9)\n{SLEEP}").end()[0] == 137
 
 
 @pytest.mark.long
-def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(launch: Start) -> None:
+def test_a_rank_that_ignores_sigterm_is_killed_after_a_grace_period(launch: Start) -> None:
     launched = launch(2, f"{DEAF}if rank == 1: time.sleep(.5); sys.exit(4)\n{SLEEP}")
     code, seconds = launched.end()
     assert code == 4
@@ -156,7 +158,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(launch: Start) ->
 
 
 @pytest.mark.long
-def test_a_rank_that_runs_on_after_another_ended_well_is_ended(launch: Start) -> None:
+def test_a_rank_that_still_runs_after_another_has_ended_with_code_0_is_ended(launch: Start) -> None:
     launched = launch(2, f"if rank == 0: sys.exit(0)\n{SLEEP}")
     code, seconds = launched.end()
     assert code == 0
@@ -164,13 +166,13 @@ def test_a_rank_that_runs_on_after_another_ended_well_is_ended(launch: Start) ->
     assert "signal=SIGTERM" in launched.text
 
 
-def test_a_program_that_does_not_exist_is_one_clear_error() -> None:
+def test_a_program_that_does_not_exist_is_reported_with_its_rank() -> None:
     lines: list[str] = []
     with fails(ClusterError, "cluster", match="rank 0 .*--python"):
         Supervisor(local_ranks(["/no/such/program"], 2), lines.append).run()
 
 
-def test_a_rank_that_cannot_start_ends_the_started_ones(
+def test_ranks_are_ended_if_another_one_cannot_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
@@ -205,7 +207,7 @@ def test_a_signal_is_forwarded_once_to_each_rank(launch: Start, signum: int) -> 
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_ranks_handle_it_is_a_good_end_only_for_a_server(
+def test_a_signal_while_ranks_start_gives_code_0_for_a_server_but_not_for_training(
     launch: Start, monkeypatch: pytest.MonkeyPatch, signum: int
 ) -> None:
     """`brigade launch … fine-tune && …` went on without an adapter."""
@@ -228,7 +230,7 @@ def test_a_closed_terminal_and_its_quit_key_end_the_ranks(launch: Start, signum:
     assert launched.text.count("signal=SIGTERM") == 1
 
 
-def test_under_nohup_a_closed_terminal_ends_nothing(
+def test_ranks_live_on_after_a_closed_terminal_under_nohup(
     launch: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = f"import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n{LAUNCH}"
@@ -253,7 +255,7 @@ def test_a_second_signal_kills_at_once(launch: Start, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.long
-def test_ranks_that_ignore_a_signal_are_killed_after_the_drain(launch: Start) -> None:
+def test_ranks_that_ignore_a_signal_are_killed_after_the_drain_time(launch: Start) -> None:
     launched = launch(2, DEAF + SLEEP).see("up", 2).mark()
     launched.process.send_signal(signal.SIGTERM)
     code, seconds = launched.end()
@@ -262,14 +264,14 @@ def test_ranks_that_ignore_a_signal_are_killed_after_the_drain(launch: Start) ->
 
 
 @pytest.mark.long
-def test_a_stopped_rank_is_killed_too(launch: Start) -> None:
+def test_a_rank_stopped_by_sigstop_is_killed_after_a_signal(launch: Start) -> None:
     """SIGTERM waits for a stopped process; SIGKILL does not."""
     launched = launch(2, f"print('up', flush=True)\nos.kill(os.getpid(), signal.SIGSTOP)\n{SLEEP}")
     launched.see("up", 2).process.send_signal(signal.SIGTERM)
     assert launched.end()[0] == 137
 
 
-def test_ranks_do_not_share_the_terminals_group(launch: Start) -> None:
+def test_ranks_are_not_in_the_process_group_of_the_terminal(launch: Start) -> None:
     """Ctrl-C at a terminal reaches the launcher alone, which then forwards it."""
     launched = launch(2, f"print('group', os.getpgrp() == os.getpid(), flush=True)\n{SLEEP}")
     launched.see("group True", 2)
@@ -288,14 +290,14 @@ DEAF_CHILD = CHILD.format(
 )
 
 
-def test_grandchildren_of_a_crashed_rank_are_gone(launch: Start) -> None:
+def test_grandchildren_of_a_crashed_rank_are_killed(launch: Start) -> None:
     """They hold the output pipe open, too: the launcher must not wait for its end."""
     launched = launch(2, f"{DEAF_CHILD}time.sleep(1)\nif rank: os._exit(5)\n{SLEEP}")
     assert launched.end()[0] == 5
     assert "event=killing" not in launched.text
 
 
-def test_ranks_are_supervised_where_a_child_cannot_be_awaited_unreaped(
+def test_ranks_are_supervised_without_waitid(
     launch: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """macOS had no waitid before Python 3.13: every rank was killed as soon as it ran."""
@@ -306,7 +308,7 @@ def test_ranks_are_supervised_where_a_child_cannot_be_awaited_unreaped(
     assert launched.text.count("child up") == 2
 
 
-def test_grandchildren_are_gone_after_a_signal(launch: Start) -> None:
+def test_grandchildren_are_killed_after_a_signal(launch: Start) -> None:
     launched = launch(2, f"{DEAF_CHILD}{SLEEP}").see("child up", 2).mark()
     assert len(launched.pids) == 4
     launched.process.send_signal(signal.SIGTERM)
@@ -314,7 +316,7 @@ def test_grandchildren_are_gone_after_a_signal(launch: Start) -> None:
     assert "event=killing" not in launched.text
 
 
-def test_an_escaped_grandchild_does_not_block_the_launcher(launch: Start) -> None:
+def test_a_grandchild_in_a_session_of_its_own_does_not_block_the_launcher(launch: Start) -> None:
     escape = "subprocess.Popen(['sleep', '20'], start_new_session=True)"
     code, seconds = launch(1, f"import subprocess\n{escape}\nos._exit(0)").end()
     assert code == 0
@@ -331,7 +333,7 @@ LEASHED = (
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_leash_ends_with_a_killed_launcher(launch: Start, num_ranks: int) -> None:
+def test_ranks_end_when_their_launcher_is_killed(launch: Start, num_ranks: int) -> None:
     launched = launch(num_ranks, LEASHED + SLEEP).see("up", num_ranks)
     assert all(map(alive, launched.pids))
     launched.process.kill()
@@ -339,7 +341,7 @@ def test_the_leash_ends_with_a_killed_launcher(launch: Start, num_ranks: int) ->
     wait_until(lambda: not any(map(alive, launched.pids)))
 
 
-def test_one_rank_does_not_hold_anothers_leash(launch: Start) -> None:
+def test_no_rank_inherits_the_pipe_that_ends_another_rank(launch: Start) -> None:
     """With the writing end inherited, no leash would ever end."""
     program = f"print('leash', os.read(int(os.environ['BRIGADE_LEASH']), 1), flush=True)\n{DEAF}"
     launched = launch(3, program)
@@ -370,7 +372,7 @@ def test_a_killed_rank_is_started_again_in_the_same_ring(relaunch: Start) -> Non
     assert launched.end()[0] == 0
 
 
-def test_a_rank_comes_back_though_the_system_has_cleaned_its_temporary_folders(
+def test_a_rank_comes_back_after_the_system_has_deleted_temporary_folders(
     relaunch: Start, tmp_path: Path
 ) -> None:
     """macOS does that after three days."""
@@ -398,7 +400,7 @@ def test_a_rank_that_is_lost_again_and_again_ends_the_launch(relaunch: Start) ->
         (f"if rank == 0: os.kill(os.getpid(), 9)\n{SLEEP}", 137),
     ],
 )
-def test_neither_rank_0_nor_a_rank_that_decided_to_end_is_started_again(
+def test_rank_0_and_ranks_that_decide_to_end_are_not_started_again(
     relaunch: Start, program: str, code: int
 ) -> None:
     launched = relaunch(2, program)
@@ -467,14 +469,14 @@ if rank == 1:
     assert launched.text.count("event=rank_started rank=1") == 2
 
 
-def test_a_rank_that_ends_after_a_signal_does_not_come_back(relaunch: Start) -> None:
+def test_a_rank_that_ends_after_a_signal_is_not_started_again(relaunch: Start) -> None:
     launched = relaunch(2, SLEEP).see("up", 2)
     launched.process.send_signal(signal.SIGTERM)
     assert launched.end()[0] == 0
     assert launched.text.count("event=rank_started") == 2
 
 
-def test_a_signal_while_a_rank_is_away_ends_everything(relaunch: Start) -> None:
+def test_a_signal_while_a_rank_is_away_ends_the_launch(relaunch: Start) -> None:
     launched = relaunch(2, f"if rank == 1: os.kill(os.getpid(), 9)\n{SLEEP}").see("code=137", 2)
     launched.mark().process.send_signal(signal.SIGTERM)
     code, seconds = launched.end()
@@ -526,7 +528,7 @@ def test_all_ranks_start_again_after_the_loss_of_one(
     assert all(rank | {"BRIGADE_RETURNS": "1"} in again for rank in first)
 
 
-def test_a_single_rank_of_a_training_run_starts_again(train: Start) -> None:
+def test_the_only_rank_of_a_training_run_is_started_again(train: Start) -> None:
     launched = train(1, f"{AGAIN}if not is_again: {DIES}")
     assert launched.end()[0] == 0
     assert launched.text.count("event=rank_started") == 2
@@ -543,7 +545,7 @@ def test_a_rank_that_ends_because_another_one_is_lost_does_not_end_the_launch(
     assert launched.text.count("event=rank_started") == 4
 
 
-def test_a_training_run_that_loses_ranks_again_and_again_ends(train: Start) -> None:
+def test_a_training_run_that_loses_ranks_again_and_again_is_ended(train: Start) -> None:
     launched = train(2, f"if rank == 1: {DIES}\n{SLEEP}")
     assert launched.end()[0] == 137
     assert launched.text.count("event=rank_started rank=1") == 3
@@ -555,7 +557,7 @@ def test_a_rank_that_decides_to_end_ends_the_training_run(train: Start) -> None:
     assert launched.text.count("event=rank_started") == 4
 
 
-def test_a_training_run_starts_again_if_rank_0_is_lost_after_the_others_are_done(
+def test_a_training_run_starts_again_if_rank_0_is_lost_after_the_others_have_ended(
     train: Start, tmp_path: Path
 ) -> None:
     until_killed = f"if rank == 0 and not is_again:\n    {until_there(tmp_path / 'never')}"
@@ -565,7 +567,7 @@ def test_a_training_run_starts_again_if_rank_0_is_lost_after_the_others_are_done
     assert launched.text.count("event=rank_started") == 4
 
 
-def test_a_rank_that_is_lost_after_rank_0_is_done_costs_nothing(train: Start) -> None:
+def test_a_rank_lost_after_rank_0_has_finished_is_not_started_again(train: Start) -> None:
     launched = train(2, f"if rank: time.sleep(60)\n{SLEEP.replace('60', '0')}")
     launched.see("event=rank_ended rank=0 code=0")
     os.kill(launched.pids[1], signal.SIGKILL)
@@ -573,7 +575,7 @@ def test_a_rank_that_is_lost_after_rank_0_is_done_costs_nothing(train: Start) ->
     assert launched.text.count("event=rank_started") == 2
 
 
-def test_rank_0_of_a_training_run_may_finish_long_after_the_others(
+def test_rank_0_of_a_training_run_may_finish_long_after_the_other_ranks(
     train: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It loads the adapter into a server. It was ended, with code 143."""
@@ -586,7 +588,7 @@ def test_rank_0_of_a_training_run_may_finish_long_after_the_others(
     assert launched.end()[0] == 0
 
 
-def test_a_signal_while_no_rank_of_a_training_run_runs_ends_it(
+def test_a_signal_ends_a_training_run_that_waits_to_start_its_rank_again(
     train: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After its second loss the rank is away for a minute."""
@@ -655,7 +657,7 @@ def test_a_server_that_replans_ends_with_its_rank_0(replanned: Callable[[str], L
     assert replanned(f"if rank == 0: sys.exit(6)\n{SLEEP}").end()[0] == 6
 
 
-def test_the_reason_of_rank_0_is_the_last_line_if_it_gives_up_after_another_rank(
+def test_the_last_line_is_rank_0s_reason_if_it_gives_up_after_losing_a_rank(
     replanned: Callable[[str], Launch], tmp_path: Path
 ) -> None:
     """As one does whose model does not fit without the other."""
@@ -678,7 +680,7 @@ def test_the_reason_of_rank_0_is_the_last_line_if_it_gives_up_after_another_rank
         (f"if rank == 0: print('request', {READY!r}, flush=True)\n{KILLED}", 137),
     ],
 )
-def test_a_server_that_replans_and_was_not_ready_ends_with_a_rank_that_fails(
+def test_a_server_that_is_not_ready_ends_with_a_failed_rank_even_if_it_replans(
     relaunch: Start, monkeypatch: pytest.MonkeyPatch, program: str, code: int
 ) -> None:
     """No rank has shown yet that the model can be served."""
@@ -775,7 +777,7 @@ def test_a_rank_that_rank_0_did_not_report_is_not_killed(relaunch: Start, says: 
         ("os.abort()", 134),
     ],
 )
-def test_a_rank_that_does_not_learn_of_the_drain_is_no_failure(
+def test_a_rank_that_did_not_learn_of_the_drain_does_not_fail_the_launch(
     launch: Start, monkeypatch: pytest.MonkeyPatch, other: str, code: int
 ) -> None:
     text = f"from launcher import supervisor\nsupervisor.FOLLOW_SECONDS = 0.5\n{LAUNCH}"
@@ -805,7 +807,7 @@ def environments(launched: Launch) -> list[dict[str, str]]:
     return [json.loads(line) for line in re.findall(r"environment (\{.*\})", launched.text)]
 
 
-def test_each_rank_finds_the_same_ring_and_its_own_number(launch: Start) -> None:
+def test_all_ranks_get_the_same_ring_and_each_its_own_number(launch: Start) -> None:
     program = TELL + "print('hosts ' + open(os.environ['MLX_HOSTFILE']).read(), flush=True)"
     launched = launch(3, program)
     launched.end()
@@ -820,7 +822,9 @@ def test_each_rank_finds_the_same_ring_and_its_own_number(launch: Start) -> None
     assert len(ranks[0]["BRIGADE_SECRET"]) >= 32
 
 
-def test_one_rank_gets_no_ring(launch: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_rank_gets_no_variables_of_a_ring(
+    launch: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not even of one that the launcher itself was started in."""
     for name in ("MLX_RANK", "MLX_HOSTFILE", "BRIGADE_CONTROL", "BRIGADE_SECRET"):
         monkeypatch.setenv(name, "3")
@@ -832,7 +836,7 @@ def test_one_rank_gets_no_ring(launch: Start, monkeypatch: pytest.MonkeyPatch) -
     assert "BRIGADE_LEASH" in environment
 
 
-def test_rank_environment_keeps_what_the_caller_set() -> None:
+def test_the_environment_of_a_rank_keeps_variables_that_the_caller_set() -> None:
     ring = Ring("hosts.json", "127.0.0.1:9", "nonce", 5)
     base = {"PATH": "/bin", "PYTHONUNBUFFERED": "0", "MLX_WORLD_SIZE": "8"}
     assert rank_environment(base, ring, 1, 2) == {
@@ -846,7 +850,7 @@ def test_rank_environment_keeps_what_the_caller_set() -> None:
     }
 
 
-def test_rank_command_passes_the_words_on_unchanged() -> None:
+def test_the_command_of_a_rank_contains_its_arguments_unchanged() -> None:
     words = ["serve", "--model", "a b", "--", "-n", "3"]
     assert rank_command(words) == [sys.executable, "-m", "serve.cli.main", *words[1:]]
 
@@ -870,7 +874,7 @@ def lines_of(program: str, num_ranks: int = 1) -> list[str]:
     return [line for line in lines if not line.startswith("[launch]")]
 
 
-def test_both_streams_come_line_by_line_with_the_rank() -> None:
+def test_each_line_of_output_and_errors_begins_with_its_rank() -> None:
     program = "print('out', rank, flush=True)\nprint('err', rank, file=sys.stderr)"
     assert sorted(lines_of(program, 2)) == [
         "[rank 0] err 0",
@@ -880,7 +884,7 @@ def test_both_streams_come_line_by_line_with_the_rank() -> None:
     ]
 
 
-def test_a_last_line_without_its_end_is_shown() -> None:
+def test_a_last_line_without_a_newline_is_shown() -> None:
     assert lines_of("sys.stdout.write('a\\n\\nb')") == ["[rank 0] a", "[rank 0] ", "[rank 0] b"]
 
 
@@ -904,7 +908,7 @@ def test_much_output_is_neither_lost_nor_mixed() -> None:
         assert mine == [f"[rank {rank}] {rank} {i}" for i in range(5000)]
 
 
-def test_a_reader_that_went_away_does_not_block_the_ranks() -> None:
+def test_a_closed_pipe_of_output_does_not_block_the_ranks() -> None:
     """As in `brigade launch … 2>&1 | head -1`."""
     program = "for i in range(20000): print('a line of some length', i)"
     process = subprocess.Popen(
@@ -916,7 +920,7 @@ def test_a_reader_that_went_away_does_not_block_the_ranks() -> None:
     assert process.wait(timeout=20) == 0
 
 
-def test_no_colour_codes_go_into_a_file(launch: Start) -> None:
+def test_output_to_a_file_has_no_colour_codes(launch: Start) -> None:
     launched = launch(1, "print('plain')")
     launched.end()
     assert "[rank 0] plain\n" in launched.text
@@ -942,11 +946,11 @@ def test_the_ready_line_is_highlighted_on_a_terminal(
 @pytest.mark.parametrize(
     ("text", "seen"), [("a\n", "a"), ("a\r\n", "a"), ("10%\r20%\r30%\n", "30%"), ("", "")]
 )
-def test_a_progress_bar_shows_its_last_state(text: str, seen: str) -> None:
+def test_only_the_last_state_of_a_progress_bar_is_shown(text: str, seen: str) -> None:
     assert shown(text) == seen
 
 
-def test_waiting_costs_no_processor_time(launch: Start) -> None:
+def test_a_waiting_launcher_uses_almost_no_processor_time(launch: Start) -> None:
     """mlx.launch spins a core all the while."""
     launched = launch(2, SLEEP).see("up", 2)
     before = cpu_seconds(launched.process.pid)
@@ -962,7 +966,7 @@ def cpu_seconds(pid: int) -> float:
 # --- the command line
 
 
-def test_launch_runs_serve_with_the_words_after_the_dashes(
+def test_launch_runs_serve_with_the_arguments_after_the_dashes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = save(tmp_path, "llama")
@@ -996,7 +1000,7 @@ def test_launch_finds_its_command_without_dashes_if_it_is_unambiguous(
     assert cli.split_at_command(words.split()) == (own.split(), command.split())
 
 
-def test_a_fine_tune_that_a_signal_ends_early_has_not_succeeded(tmp_path: Path) -> None:
+def test_a_training_run_that_a_signal_ends_early_does_not_exit_with_code_0(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
     words = ["fine-tune", "--model", str(save(tmp_path / "m", "llama")), "--train"]
     words += ["--data", str(tmp_path), "--adapter-path", str(tmp_path / "out")]
@@ -1010,7 +1014,7 @@ def test_a_fine_tune_that_a_signal_ends_early_has_not_succeeded(tmp_path: Path) 
         launched.clean_up()
 
 
-def test_launch_says_what_is_wrong_before_any_rank_starts(
+def test_launch_reports_errors_before_any_rank_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = save(tmp_path, "llama")
@@ -1029,7 +1033,7 @@ def test_launch_says_what_is_wrong_before_any_rank_starts(
         assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_serve_gets_its_words_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_gets_its_arguments_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     monkeypatch.setattr("serve.cli.main.main", lambda words: seen.append(words) or 4)
     assert cli.main(["serve", "--version", "--", "launch", "-h"]) == 4
@@ -1065,7 +1069,7 @@ def test_serve_gets_its_words_unchanged(monkeypatch: pytest.MonkeyPatch) -> None
         "demo -- serve",
     ],
 )
-def test_a_wrong_command_line_is_one_line_and_code_2(
+def test_a_wrong_command_line_gives_one_line_and_exit_code_2(
     words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = cli.main(words.split())
@@ -1075,7 +1079,7 @@ def test_a_wrong_command_line_is_one_line_and_code_2(
     assert re.fullmatch(r"brigade.*: .+\n", printed.err), printed.err
 
 
-def test_the_exit_code_of_a_wrong_command_line_is_that_of_the_process() -> None:
+def test_the_process_ends_with_the_exit_code_of_a_wrong_command_line() -> None:
     command = [sys.executable, "-m", "launcher.cli", "launch"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
     assert run.returncode == 2
@@ -1112,7 +1116,7 @@ def test_no_word_is_suggested_if_none_is_similar(
 
 
 @pytest.mark.parametrize("words", [["serve"], ["fine-tune"], ["bench"], ["plan"]])
-def test_help_names_the_command_as_it_is_typed(
+def test_help_begins_with_the_command_as_it_was_typed(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with suppress(SystemExit):
@@ -1156,14 +1160,14 @@ def test_the_error_line_of_a_rank_that_goes_on_keeps_its_place(
     assert lines == ["[rank 0] brigade serve: a note", "[rank 0] more"]
 
 
-def test_a_launch_that_a_signal_ends_has_not_failed(launch: Start) -> None:
+def test_a_launch_of_a_server_that_a_signal_ends_exits_with_code_0(launch: Start) -> None:
     launched = launch(2, SLEEP).see("up", 2)
     launched.process.send_signal(signal.SIGTERM)
     assert launched.end()[0] == 0
     assert "event=failed" not in launched.text
 
 
-def test_the_launchers_lines_begin_with_the_time(launch: Start) -> None:
+def test_each_line_of_the_launcher_begins_with_the_time(launch: Start) -> None:
     launched = launch(1, "print('done')")
     launched.end()
     own = [line for line in launched.text.splitlines() if line.startswith("[launch]")]
@@ -1228,7 +1232,7 @@ assert signal.getsignal(signal.SIGINT) == signal.{handler}
     assert (run.returncode, run.stderr) == (code, b"")
 
 
-def test_version_and_help_end_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_and_help_exit_with_code_0(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--version"], ["--help"]):
         assert cli.main(words) == 0
     for words in (["launch", "--help"], ["demo", "--help"]):

@@ -54,7 +54,7 @@ def url_of(server: Any) -> str:
     return f"http://127.0.0.1:{server.server_port}"
 
 
-def test_the_call_and_the_curl_line_are_equal(
+def test_curl_line_sends_the_same_request_as_load_into(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BRIGADE_ADMIN_KEY", "secret")
@@ -71,7 +71,7 @@ def test_the_call_and_the_curl_line_are_equal(
     assert words[-1] == "Authorization: Bearer $BRIGADE_ADMIN_KEY"
 
 
-def test_load_into_sends_an_api_key_without_an_admin_key(
+def test_the_api_key_is_sent_if_there_is_no_admin_key(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server without an admin key asks for an API key."""
@@ -95,7 +95,7 @@ def test_a_refusal_is_reported_in_the_servers_words(server: Any, tmp_path: Path)
     assert server.asked[-1][:2] == ("GET", "/v1/lora_adapters")
 
 
-def test_check_server_asks_whether_name_and_folder_are_accepted(
+def test_the_server_is_asked_before_training_whether_it_will_accept_the_adapter(
     server: Any, tmp_path: Path
 ) -> None:
     """With a path that nobody has written, so nothing is loaded."""
@@ -114,7 +114,7 @@ def test_check_server_asks_whether_name_and_folder_are_accepted(
             check_server(url_of(server), tmp_path, "a")
 
 
-def test_check_server_names_the_given_folder_in_a_refusal(server: Any, tmp_path: Path) -> None:
+def test_a_refusal_before_training_names_the_given_folder(server: Any, tmp_path: Path) -> None:
     said = f"{tmp_path / 'asked-before-training'} is not below --adapter-root."
     server.status_before = 403
     server.answer_before = json.dumps({"error": {"message": said}}).encode()
@@ -122,7 +122,7 @@ def test_check_server_names_the_given_folder_in_a_refusal(server: Any, tmp_path:
         check_server(url_of(server), tmp_path, "a")
 
 
-def test_a_refusal_at_the_end_says_where_the_adapter_is(server: Any, tmp_path: Path) -> None:
+def test_a_refusal_after_training_says_where_the_adapter_is(server: Any, tmp_path: Path) -> None:
     server.status, server.answer = 503, b"busy"
     with pytest.raises(ClusterError) as error:
         load_into(url_of(server), tmp_path, "a")
@@ -139,5 +139,7 @@ def test_a_missing_server_is_reported_before_training() -> None:
     ("folder", "name"),
     [("out/a1", "a1"), ("out/my adapter", "my-adapter"), ("out/.hidden", "hidden"), ("/", "a")],
 )
-def test_a_folder_gives_a_name_that_servers_accept(folder: str, name: str) -> None:
+def test_adapter_name_turns_a_folder_into_a_name_that_servers_accept(
+    folder: str, name: str
+) -> None:
     assert adapter_name(Path(folder)) == name

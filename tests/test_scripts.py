@@ -70,7 +70,7 @@ def clone(tmp_path: Path) -> Clone:
         ),
     ],
 )
-def test_scripts_lint_in_full_runs_and_not_before_chosen_tests(
+def test_the_test_script_lints_before_all_tests_but_not_before_chosen_ones(
     clone: Clone, command: str, called: list[str]
 ) -> None:
     assert clone.run(command) == (0, called)
@@ -86,14 +86,16 @@ def test_ci_runs_lint_and_all_tests_but_the_slow_ones(clone: Clone) -> None:
 
 
 @pytest.mark.parametrize("failing", ["scripts/lint", ".venv/bin/python", "scripts/install"])
-def test_ci_fails_where_any_part_does(clone: Clone, failing: str) -> None:
+def test_ci_fails_if_any_of_its_parts_fails(clone: Clone, failing: str) -> None:
     with (clone.folder / failing).open("a") as script:
         script.write("exit 4\n")
     assert clone.run(".ci/run")[0] == 4
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (1, 1), (5, 0)])
-def test_changed_is_no_failure_where_no_test_ran(tmp_path: Path, code: int, expected: int) -> None:
+def test_changed_tests_do_not_fail_if_none_was_run(
+    tmp_path: Path, code: int, expected: int
+) -> None:
     """All chosen tests may be long: then pytest ends with 5."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts/test", tmp_path / "scripts/test")
@@ -118,7 +120,7 @@ esac
 """
 
 
-def test_a_plain_install_leaves_out_test_tools_but_never_takes_them_away(tmp_path: Path) -> None:
+def test_a_plain_install_neither_installs_nor_removes_test_tools(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     for name in ("scripts/install", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -147,7 +149,7 @@ def test_a_plain_install_leaves_out_test_tools_but_never_takes_them_away(tmp_pat
     assert install() == [".[dev]"]
 
 
-def test_help_of_the_demo_installs_nothing(tmp_path: Path) -> None:
+def test_showing_the_help_of_the_demo_installs_nothing(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "demo", tmp_path / "scripts" / "demo")
     run = subprocess.run(
@@ -159,7 +161,7 @@ def test_help_of_the_demo_installs_nothing(tmp_path: Path) -> None:
         assert any(name in usage for name in names), field.name
 
 
-def test_release_publishes_what_was_tested_for_tags_and_without_a_token() -> None:
+def test_only_tested_tags_are_published_and_without_a_token() -> None:
     text = (ROOT / ".github" / "workflows" / "release.yml").read_text()
     jobs = yaml.safe_load(text)["jobs"]
     publish = jobs["publish"]

@@ -28,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_each_rank_has_a_line_with_bytes_and_the_time_left(
+def test_each_rank_has_a_line_with_its_bytes_and_the_time_left(
     capsys: pytest.CaptureFixture[str], clock: list[float]
 ) -> None:
     view = start.TerminalView(URL, "tiny")
@@ -45,7 +45,7 @@ def test_each_rank_has_a_line_with_bytes_and_the_time_left(
     assert "rank 0 loading" in second
 
 
-def test_a_rank_that_is_done_has_no_line(
+def test_ranks_that_are_ready_have_no_line(
     capsys: pytest.CaptureFixture[str], clock: list[float]
 ) -> None:
     view = start.TerminalView(URL, "tiny")
@@ -62,7 +62,7 @@ def test_a_rank_that_is_done_has_no_line(
     assert capsys.readouterr().err == ""
 
 
-def test_lines_outside_of_a_terminal_have_no_bar(
+def test_outside_of_a_terminal_progress_is_printed_without_bars(
     capsys: pytest.CaptureFixture[str], clock: list[float]
 ) -> None:
     view = start.TerminalView(URL, "tiny")
@@ -79,7 +79,7 @@ def test_lines_outside_of_a_terminal_have_no_bar(
     assert all("rank 0 loading" in line and "━" not in line for line in lines)
 
 
-def test_a_warm_up_that_takes_long_has_a_line_every_few_seconds(
+def test_a_long_warm_up_prints_a_line_every_few_seconds(
     capsys: pytest.CaptureFixture[str], clock: list[float]
 ) -> None:
     view = start.TerminalView(URL, "tiny")
@@ -95,7 +95,7 @@ def test_a_warm_up_that_takes_long_has_a_line_every_few_seconds(
     assert capsys.readouterr().err == ""
 
 
-def test_a_warm_up_has_a_bar_on_a_terminal_that_is_gone_before_ready(
+def test_the_bar_of_a_warm_up_is_gone_before_ready_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -140,7 +140,7 @@ def ready_on(stdout: BinaryIO) -> None:
     assert (done.returncode, done.stderr) == (5, b"")
 
 
-def test_a_table_without_a_reader_ends_no_start() -> None:
+def test_output_without_a_reader_does_not_end_the_start() -> None:
     """As in `brigade serve | true`."""
     reading, writing = os.pipe()
     os.close(reading)
@@ -148,12 +148,14 @@ def test_a_table_without_a_reader_ends_no_start() -> None:
         ready_on(broken)
 
 
-def test_a_table_on_a_full_disk_ends_no_start(full_disk: BinaryIO) -> None:
+def test_a_full_disk_does_not_end_the_start(full_disk: BinaryIO) -> None:
     """As where the disk of the log is full."""
     ready_on(full_disk)
 
 
-def test_ready_is_logged_after_the_models_own_sampling(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_models_own_sampling_is_printed_before_ready(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     view = start.TerminalView(URL, "tiny")
     view.sampling({"temperature": 0.6, "top_k": 20})
     view.ready()

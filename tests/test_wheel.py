@@ -67,7 +67,7 @@ def check_demo(python: Path) -> None:
 
 
 @pytest.mark.long
-def test_wheel_holds_the_embedded_model_once_and_no_program_that_made_it(wheel: Path) -> None:
+def test_wheel_holds_the_embedded_model_once_and_not_the_programs_that_made_it(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as opened:
         names = opened.namelist()
     assert [name for name in names if name.endswith("/model.safetensors")] == [
@@ -98,7 +98,7 @@ def test_wheel_holds_the_web_page(wheel: Path) -> None:
 
 
 @pytest.mark.long
-def test_wheel_answers_outside_any_clone(wheel: Path, tmp_path: Path) -> None:
+def test_demo_of_an_installed_wheel_answers_outside_any_clone(wheel: Path, tmp_path: Path) -> None:
     """Its dependencies are those of the clone; what is installed there is not found by this."""
     python = make_environment(tmp_path / "fresh")
     install(python, "--no-deps", "--no-index", wheel)
