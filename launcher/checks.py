@@ -5,6 +5,7 @@ Checks of macOS were written from other people's reports and have not run there 
 Thunderbolt links that go at a reboot (mlx#1902), kinds of ports.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -286,13 +287,23 @@ def check_hosts(facts: Sequence[HostFacts]) -> Iterator[Finding]:
 def check_same_versions(facts: Sequence[HostFacts]) -> Finding:
     """Compares the versions of all hosts. Another patch level of Python is only a warning."""
     hosts = [each.host for each in facts]
-    install = "install the same versions on all hosts"
+    install = _same_install(facts)
     exact = [{"Python": each.python, **each.versions} for each in facts]
     needed = [each | {"Python": each["Python"].rpartition(".")[0]} for each in exact]
     found = check_same(hosts, exact, install)
     if found.status == "fail" and check_same(hosts, needed, install).status == "ok":
         return replace(found, status="warn")
     return found
+
+
+def _same_install(facts: Sequence[HostFacts]) -> str:
+    """Returns how all hosts get the same versions: with the Python that most of them have."""
+    minors = [each.python.rpartition(".")[0] for each in facts]
+    common = Counter(minors).most_common(1)[0][0]
+    others = [each.host for each, minor in zip(facts, minors, strict=True) if minor != common]
+    if not others:
+        return "install the same versions on all hosts"
+    return f"PYTHON=python{common} scripts/install on {', '.join(others)}"
 
 
 def _model(facts: HostFacts) -> dict[str, str]:

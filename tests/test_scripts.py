@@ -149,6 +149,92 @@ def test_a_plain_install_neither_installs_nor_removes_test_tools(tmp_path: Path)
     assert install() == [".[dev]"]
 
 
+@dataclass
+class Mac:
+    """A folder with scripts/install, and a PATH as on a Mac that has Pythons only elsewhere."""
+
+    folder: Path
+
+    def add(self, program: str, text: str) -> None:
+        path = self.folder / program
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def install(self, **environment: str) -> tuple[int, str]:
+        """Returns the code and the last line."""
+        ended = subprocess.run(
+            [shutil.which("bash") or "bash", "scripts/install"],
+            cwd=self.folder,
+            env={"PATH": str(self.folder / "bin"), "HOME": str(self.folder), **environment},
+            capture_output=True,
+            text=True,
+        )
+        return ended.returncode, ended.stderr.splitlines()[-1]
+
+
+@pytest.fixture
+def mac(tmp_path: Path) -> Mac:
+    mac = Mac(tmp_path)
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    script = (ROOT / "scripts/install").read_text()
+    for folder in ("/opt/homebrew/bin", "/usr/local/bin"):
+        script = script.replace(f":{folder}", f":{tmp_path}{folder}")
+    mac.add("scripts/install", script)
+    (tmp_path / "bin").mkdir()
+    for name in ("sh", "cat", "cksum", "cp", "dirname", "mkdir", "rm", "sed"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name) or name)
+    mac.add("bin/uname", "#!/bin/sh\necho Darwin\n")
+    mac.add("bin/sysctl", "#!/bin/sh\necho 1\n")
+    return mac
+
+
+def of_chip(machine: str) -> str:
+    return PYTHON.replace("    -V)", f"    *machine*) echo {machine} ;;\n    -V)")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "opt/homebrew/bin/python3.14",
+        "usr/local/bin/python3.13",
+        ".local/bin/python3.12",
+        ".local/bin/python3.11",
+    ],
+)
+def test_install_finds_pythons_that_are_not_on_the_path_of_ssh(mac: Mac, program: str) -> None:
+    mac.add("bin/python3", "#!/bin/sh\nexit 1  # as 3.9\n")
+    mac.add("bin/python3.9", of_chip("arm64"))
+    assert mac.install() == (2, "scripts/install: no Python 3.11 or newer found; set PYTHON to one")
+    mac.add(program, of_chip("arm64"))
+    code, said = mac.install()
+    assert (code, said.partition(":")[0]) == (0, "scripts/install")
+    assert (mac.folder / "installed").read_text() == ".\n"
+
+
+def test_install_prefers_pythons_for_the_chip_of_a_mac(mac: Mac) -> None:
+    mac.add("bin/python3", of_chip("x86_64"))
+    mac.add(".local/bin/python3.13", of_chip("arm64"))
+    assert mac.install()[0] == 0
+    assert (mac.folder / ".venv/bin/python").read_text() == of_chip("arm64")
+
+
+def test_install_refuses_pythons_and_macs_of_intel_before_pip_starts(mac: Mac) -> None:
+    mac.add("bin/python3", of_chip("x86_64"))
+    for environment in ({}, {"PYTHON": str(mac.folder / "bin" / "python3")}):
+        code, said = mac.install(**environment)
+        assert code == 2
+        assert f"{mac.folder}/bin/python3 was built for Intel" in said
+        assert "PYTHON=/opt/homebrew/bin/python3.13 scripts/install" in said
+    mac.add("bin/sysctl", "#!/bin/sh\nexit 1\n")
+    assert mac.install() == (
+        2,
+        "scripts/install: this Mac has an Intel chip, and MLX needs one of Apple's",
+    )
+    assert not (mac.folder / ".venv").exists()
+
+
 def test_showing_the_help_of_the_demo_installs_nothing(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "demo", tmp_path / "scripts" / "demo")

@@ -246,7 +246,11 @@ def together(changes: Changes) -> list[Finding]:
     ("changes", "what", "fix"),
     [
         (versions(mlx="0.32.5"), "mlx of mini is 0.32.5", "install the same"),
-        ({"python": "3.11.9"}, "Python of mini is 3.11.9", "install the same"),
+        (
+            {"python": "3.11.9"},
+            "Python of mini is 3.11.9",
+            "PYTHON=python3.12 scripts/install on mini",
+        ),
         ({"model": {"config.json": "1", "weights": "3"}}, "weights of mini is 3", "copy the model"),
         ({"model": None}, "config.json of mini is -", "copy the model"),
     ],
@@ -258,6 +262,12 @@ def test_differences_between_hosts_are_reported_with_a_fix(
     assert what in finding.what
     assert "of studio is" in finding.what
     assert fix in finding.fix
+
+
+def test_hosts_get_the_python_that_most_of_them_have() -> None:
+    others = [host(host=name, python="3.13.1") for name in ("mini", "air")]
+    (finding,) = [each for each in check_hosts([GOOD, *others]) if each.status == "fail"]
+    assert finding.fix == "PYTHON=python3.13 scripts/install on studio"
 
 
 def test_only_existing_files_are_reported_as_equal() -> None:
