@@ -40,7 +40,8 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    return tmp_path / "brigade" / socket.gethostname()
+    host = "this-mac" if sys.platform == "darwin" else socket.gethostname()
+    return tmp_path / "brigade" / host
 
 
 @pytest.fixture
@@ -232,6 +233,15 @@ def test_a_full_disk_does_not_end_a_rank(folder: Path, monkeypatch: pytest.Monke
             mine.started(0, 7)
         mine.said(0, "event=ready num_ranks=1")
         assert (the_only().state, the_only().ranks) == ("ready", {"0": "runs as 7"})
+
+
+def test_a_launch_is_listed_after_its_mac_has_got_another_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with recorded(["serve"], ["a"], 12.0):
+        monkeypatch.setattr(socket, "gethostname", lambda: "Mac-2.local")
+        assert the_only().words == ["serve"]
 
 
 def test_the_error_for_a_folder_that_cannot_be_made_says_how_to_choose_another(
