@@ -1,4 +1,4 @@
-"""Temporary folders, each owned by one process, and writes that survive a crash.
+"""Temporary folders, each owned by one process, folders of caches, and writes that survive a crash.
 
 A temporary folder is removed when its process ends, or by the next process that starts.
 """
@@ -6,14 +6,17 @@ A temporary folder is removed when its process ends, or by the next process that
 import fcntl
 import os
 import shutil
+import subprocess
 import tempfile
 import time
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 _PREFIX = "brigade-own-"
 _UNLOCKED_PREFIX = "brigade-new-"
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # set on macOS only
+_TOOL_SECONDS = 10.0
 _UNLOCKED_SECONDS = 60.0  # far more than it takes to lock a folder that was just made
 
 
@@ -47,6 +50,26 @@ def own_folder() -> OwnFolder:
     for left in folder.glob(f"{_UNLOCKED_PREFIX}*"):
         _remove_without_owner(left, _UNLOCKED_SECONDS)
     return OwnFolder()
+
+
+def make_cache_folder(folder: Path, mode: int = 0o777) -> None:
+    """Makes a folder for files that can be fetched or computed again, if it is not there yet. On
+    macOS, Spotlight and Time Machine leave them out. Raises OSError."""
+    if folder.is_dir():
+        return  # It may also hold files that need a backup.
+    folder.mkdir(mode, parents=True, exist_ok=True)
+    tmutil = shutil.which("tmutil")
+    if tmutil is None:
+        return
+    (folder / ".metadata_never_index").touch()
+    with suppress(OSError, subprocess.SubprocessError):
+        # With close_fds, Python would fork, which takes long in a process with much memory.
+        subprocess.run(
+            [tmutil, "addexclusion", str(folder)],
+            capture_output=True,
+            close_fds=False,
+            timeout=_TOOL_SECONDS,
+        )
 
 
 def sync(path: Path) -> None:

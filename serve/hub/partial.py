@@ -14,7 +14,7 @@ from huggingface_hub.utils import WeakFileLock
 
 from serve.core.checkpoint import TensorRange, header_bytes, parse_header, read_header
 from serve.core.errors import ModelError
-from serve.core.folder import full_sync
+from serve.core.folder import full_sync, make_cache_folder
 from serve.hub.fetch import STANDARD, Fetch, Progress, Shard, Sizes
 from serve.hub.parts import TensorPart
 from serve.hub.ranges import Range
@@ -99,7 +99,7 @@ def pin(
 ) -> PartialModel:
     """Opens the commit to which a revision points now. Only rank 0 calls this, and sends the commit
     to the other ranks. Raises ModelError."""
-    snapshot = resolve(repo, revision, cache or default_cache(), kind)
+    snapshot = resolve(repo, revision, _cache_folder(cache), kind)
     return open_partial(repo, snapshot.commit, cache, snapshot, kind=kind)
 
 
@@ -113,7 +113,7 @@ def open_partial(
 ) -> PartialModel:
     """Opens the folder of this commit in the cache (None: under HF_HOME), or makes it. Passing a
     snapshot that was just resolved saves a request. Raises ModelError."""
-    cache = cache or default_cache()
+    cache = _cache_folder(cache)
     folder = cache / folder_name(repo) / commit
     state = folder / STATE_FOLDER
     saved = saved_snapshot(folder)
@@ -132,6 +132,15 @@ def open_partial(
     except OSError as error:
         raise ModelError(f"{folder} cannot be made: {error.strerror or error}.") from error
     return PartialModel(folder, known, remotes, sizes)
+
+
+def _cache_folder(cache: Path | None) -> Path:
+    folder = cache or default_cache()
+    try:
+        make_cache_folder(folder)
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be made: {error.strerror or error}.") from error
+    return folder
 
 
 def _make(folder: Path, snapshot: Snapshot, kind: RepoKind) -> list[RemoteFile]:

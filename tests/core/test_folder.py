@@ -87,6 +87,36 @@ def test_a_folder_is_not_removed_by_others_that_start_at_the_same_time(tmp_path:
     assert not list(tmp_path.iterdir())
 
 
+def programs(folder: Path, script: str) -> str:
+    """A PATH where tmutil, which only macOS has, is this script."""
+    folder.mkdir()
+    (folder / "tmutil").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "tmutil").chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def test_a_new_folder_of_a_cache_is_left_out_of_the_backups_and_the_index_of_macos(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, new, old = tmp_path / "log", tmp_path / "home" / "brigade", tmp_path / "old"
+    monkeypatch.setenv("PATH", programs(tmp_path / "bin", f'echo noise; echo "$@" >>{log}; exit 1'))
+    old.mkdir()
+    for made in (new, new, old):
+        folder.make_cache_folder(made)
+    assert log.read_text() == f"addexclusion {new}\n"
+    assert [path.name for path in new.iterdir()] == [".metadata_never_index"]
+    assert not list(old.iterdir()), "it is the user's, and may hold other files"
+
+
+def test_a_new_folder_of_a_cache_is_empty_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    folder.make_cache_folder(tmp_path / "home" / "brigade", 0o700)
+    assert not list((tmp_path / "home" / "brigade").iterdir())
+    assert (tmp_path / "home" / "brigade").stat().st_mode & 0o777 == 0o700
+
+
 def test_full_sync_on_macos_reaches_the_disk_or_falls_back_to_fsync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

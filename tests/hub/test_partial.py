@@ -27,7 +27,7 @@ from serve.front.text.pooling import pooling_of
 from serve.hub import fetch, journal
 from serve.hub.access import HubError, explain
 from serve.hub.fetch import Sizes
-from serve.hub.partial import PartialModel, open_partial
+from serve.hub.partial import PartialModel, open_partial, pin
 from serve.hub.ranges import subtract, total
 from serve.hub.repo import default_cache, resolve
 from tests.errors import fails
@@ -119,6 +119,20 @@ def test_headers_are_fetched_only_once(hub: FakeHub, home: Path) -> None:
 
 def test_the_default_cache_is_below_hf_home(home: Path) -> None:
     assert default_cache() == home / "brigade"
+
+
+@pytest.mark.parametrize("make", [opened, lambda cache: pin(REPO, None, cache)])
+def test_a_new_cache_is_left_out_of_the_backups_of_macos(
+    hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], object]
+) -> None:
+    tmutil = home / "bin" / "tmutil"
+    tmutil.parent.mkdir()
+    tmutil.write_text(f'#!/bin/sh\necho "$@" >>{home}/log\n')
+    tmutil.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmutil.parent}:{os.environ['PATH']}")
+    make(home / "cache")
+    make(home / "cache")
+    assert (home / "log").read_text() == f"addexclusion {home / 'cache'}\n"
 
 
 # --- only one's own

@@ -23,7 +23,7 @@ import mlx.core as mx
 
 from serve.core.errors import EngineError
 from serve.core.facts import stamp, versions
-from serve.core.folder import full_sync, sync
+from serve.core.folder import full_sync, make_cache_folder, sync
 from serve.core.messages import (
     ForgetPrefixFiles,
     Order,
@@ -75,8 +75,8 @@ class PrefixStore:
         self._max_bytes = max_bytes
         self._make_caches = make_caches
         self._report = report
-        for path in (folder.parent, folder):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_cache_folder(folder, 0o700)
         self._folder_lock = _locked(folder)
         self._folder.mkdir(mode=0o700, exist_ok=True)
         # The first files of both are the least recently used ones.

@@ -1,6 +1,7 @@
 """Prefixes that a pipeline reads from disk after a restart: its answers are those of a computation
 without them."""
 
+import os
 import queue
 import random
 import resource
@@ -308,6 +309,20 @@ def test_files_of_other_versions_are_deleted_whatever_their_names_are(
 def test_only_one_prefix_store_can_use_a_folder(tmp_path: Path, reports: queue.Queue) -> None:
     with opened(tmp_path, reports), pytest.raises(BlockingIOError), opened(tmp_path, reports):
         raise AssertionError("two stores have the same folder")
+
+
+def test_prefix_store_keeps_a_new_folder_out_of_the_backups_of_macos(
+    tmp_path: Path, reports: queue.Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmutil = tmp_path / "tmutil"
+    tmutil.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/log\n')
+    tmutil.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for _ in range(2):
+        with opened(tmp_path, reports):
+            pass
+    assert (tmp_path / "log").read_text() == f"addexclusion {tmp_path}/rank-0\n"
+    assert (tmp_path / "rank-0" / ".metadata_never_index").exists()
 
 
 def order(prefix_dir: Path | None) -> Order:
