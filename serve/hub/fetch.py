@@ -26,6 +26,7 @@ from serve.hub.remote import RemoteFile
 Progress = Callable[[int, int], None]
 """A function called with the bytes done and the total, from any thread."""
 
+BLOCK_BYTES = 512  # of st_blocks, on all systems
 _CLAIMED_ELSEWHERE_SECONDS = 0.05
 
 
@@ -57,6 +58,11 @@ class Shard:
     def present(self) -> list[Range]:
         with self._lock:
             return list(self._journal.present())
+
+    def reserved_bytes(self) -> int:
+        """Returns the room that missing bytes take already: all of it where files have no holes."""
+        taken = self.path.stat().st_blocks * BLOCK_BYTES
+        return max(0, taken - total(self.present()))
 
     def open(self) -> None:
         """Opens the files, before any claim or write. They are closed only when the last thread
@@ -177,8 +183,9 @@ class Fetch:
 
     def _check_room(self) -> None:
         folders = {shard.path.parent for shard in self._shards}
+        reserved = sum(shard.reserved_bytes() for shard in self._shards)
         for folder in folders:
-            free = shutil.disk_usage(folder).free
+            free = shutil.disk_usage(folder).free + reserved
             if free < self.num_missing:
                 free_gb = f"{free / 1e9:.1f} GB"
                 missing_gb = f"{self.num_missing / 1e9:.1f} GB"

@@ -6,6 +6,9 @@ that have not been fetched read as zeros, so `fetch` must come before any evalua
 """
 
 import functools
+import os
+import shutil
+import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +18,7 @@ from huggingface_hub.utils import WeakFileLock
 from serve.core.checkpoint import TensorRange, header_bytes, parse_header, read_header
 from serve.core.errors import ModelError
 from serve.core.folder import full_sync, make_cache_folder
-from serve.hub.fetch import STANDARD, Fetch, Progress, Shard, Sizes
+from serve.hub.fetch import BLOCK_BYTES, STANDARD, Fetch, Progress, Shard, Sizes
 from serve.hub.parts import TensorPart
 from serve.hub.ranges import Range
 from serve.hub.remote import RemoteFile
@@ -23,6 +26,7 @@ from serve.hub.repo import (
     INDEX,
     MODEL,
     STATE_FOLDER,
+    RepoFile,
     RepoKind,
     Snapshot,
     cached_whole,
@@ -34,6 +38,7 @@ from serve.hub.repo import (
 )
 
 _NUM_HEADER_CONNECTIONS = 8
+_HOLE_BYTES = 1 << 20
 
 
 class PartialModel:
@@ -162,10 +167,33 @@ def _make(folder: Path, snapshot: Snapshot, kind: RepoKind) -> list[RemoteFile]:
     remotes: list[RemoteFile] = []
     for name in snapshot.weight_files(kind, index):
         remotes.append(RemoteFile(snapshot.repo, snapshot.commit, snapshot.files[name]))
+    _check_holes(folder, snapshot, [remote.file for remote in remotes])
     make = functools.partial(_make_weight_file, folder, snapshot)
     with ThreadPoolExecutor(_NUM_HEADER_CONNECTIONS, "header") as pool:
         list(pool.map(make, remotes))  # list() raises the first error.
     return remotes
+
+
+def _check_holes(folder: Path, snapshot: Snapshot, files: list[RepoFile]) -> None:
+    """Raises ModelError if the disk has no room for whole files, and no holes in files either: it
+    would be filled up with zeros."""
+    needed = 0
+    for file in files:
+        if not (folder / file.name).exists() and cached_whole(snapshot, file.name) is None:
+            needed += file.size
+    free = shutil.disk_usage(folder).free
+    if needed > free and not _has_holes(folder):
+        raise ModelError(
+            f"The file system of {folder} has no sparse files, so {snapshot.repo} needs "
+            f"{needed / 1e9:.1f} GB there, but {free / 1e9:.1f} GB are free: choose a --cache-dir "
+            "on another one, such as APFS."
+        )
+
+
+def _has_holes(folder: Path) -> bool:
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        os.ftruncate(probe.fileno(), _HOLE_BYTES)
+        return os.fstat(probe.fileno()).st_blocks * BLOCK_BYTES < _HOLE_BYTES // 2
 
 
 def _make_weight_file(folder: Path, snapshot: Snapshot, remote: RemoteFile) -> None:
@@ -183,7 +211,8 @@ def _make_weight_file(folder: Path, snapshot: Snapshot, remote: RemoteFile) -> N
     sparse = path.with_name(name + ".new")
     with sparse.open("wb") as stream:
         stream.write(header)
-        stream.truncate(size)
+        stream.flush()
+        os.ftruncate(stream.fileno(), size)
         full_sync(stream.fileno())
     sparse.replace(path)
 

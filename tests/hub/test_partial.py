@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from huggingface_hub.errors import (
 from serve.core.checkpoint import read_checkpoint, read_header
 from serve.core.errors import EngineError, ModelError
 from serve.front.text.pooling import pooling_of
-from serve.hub import fetch, journal
+from serve.hub import fetch, journal, partial
 from serve.hub.access import HubError, explain
 from serve.hub.fetch import Sizes
 from serve.hub.partial import PartialModel, open_partial, pin
@@ -119,6 +120,34 @@ def test_headers_are_fetched_only_once(hub: FakeHub, home: Path) -> None:
 
 def test_the_default_cache_is_below_hf_home(home: Path) -> None:
     assert default_cache() == home / "brigade"
+
+
+def write_zeros(descriptor: int, size: int) -> None:
+    """What os.ftruncate does on a file system without holes."""
+    before = os.fstat(descriptor).st_size
+    os.pwrite(descriptor, bytes(size - before), before)
+
+
+def test_files_larger_than_the_disk_need_a_file_system_with_holes(
+    hub: FakeHub, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(home / "first")  # The hub's own cache has the small files after this.
+    full = SimpleNamespace(free=1000)
+    monkeypatch.setattr(partial.shutil, "disk_usage", lambda folder: full)
+    opened(home / "sparse")
+    monkeypatch.setattr(partial.os, "ftruncate", write_zeros)
+    opened(home / "sparse")
+    with pytest.raises(ModelError, match=f"no sparse files, so {REPO} needs .* --cache-dir"):
+        opened(home / "whole")
+    assert not list((home / "whole").rglob("*.safetensors"))
+    full.free = 10**9
+    model = opened(home / "whole")
+    full.free = 1000  # The files take all the room that they need.
+    model.fetch(model.tensors, nobody)
+    assert_right(model, model.tensors)
+    sparse = opened(home / "sparse")
+    with pytest.raises(ModelError, match="make room"):
+        sparse.fetch(sparse.tensors, nobody)
 
 
 @pytest.mark.parametrize("make", [opened, lambda cache: pin(REPO, None, cache)])
