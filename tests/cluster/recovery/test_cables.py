@@ -63,7 +63,7 @@ class Hosts:
 
     def remove(self) -> None:
         for name in self.names:
-            with suppress(subprocess.CalledProcessError):  # It was not made.
+            with suppress(OSError, subprocess.CalledProcessError):  # It was not made.
                 ip(f"netns del {name}")  # and the cables with it
 
     def lay_cable(self, one: int, other: int, *ends: str) -> None:
