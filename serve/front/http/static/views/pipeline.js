@@ -94,8 +94,8 @@ function card(stage, pipeline) {
     ["weights", bytes(stage.bytes_owned)],
     ["KV cache", bytes(stage.kv_bytes), "keys and values"],
     ["adapters", bytes(stage.adapter_bytes)],
-    ["memory", memory && `${bytes(memory.active_bytes)}, ${bytes(memory.head_room_bytes)} left`,
-      memory && `${bytes(memory.cached_bytes)} cached, ${bytes(memory.wired_bytes)} wired`],
+    ["memory left", memory && bytes(memory.head_room_bytes), memory &&
+      `${bytes(memory.active_bytes)} active, ${bytes(memory.cached_bytes)} cached, ${bytes(memory.wired_bytes)} wired`],
     ["decode step", seconds(stage.decode_seconds), "on average"],
     ["transfer", seconds(transfer), "from the rank before"],
     ["restarts", pipeline.num_restarts],
