@@ -69,7 +69,7 @@ class Agent:
                 if isinstance(message, RunRank):
                     return self._run(message)
                 self._say(self._answer(message))
-        except ClusterError as error:  # Later lines could not be read either.
+        except ClusterError as error:  # Lines after a wrong one could not be read either.
             self._say(AgentError(str(error)))
             return error.exit_code
         return 0

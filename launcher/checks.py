@@ -28,7 +28,7 @@ _SLOW_ROUND_TRIP_SECONDS = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. status is ok, warn or fail; fix says how to mend a problem."""
+    """One line of the report. status is ok, warn or fail; `fix` says how to mend a problem."""
 
     status: str
     where: str
@@ -205,7 +205,7 @@ def check_power(facts: HostFacts) -> Finding | None:
 
 
 def check_firewall(facts: HostFacts) -> Finding | None:
-    """Warns of a firewall that asks on the screen of a Mac before it lets another one connect."""
+    """Warns of a firewall that asks on a Mac's screen before it lets another host connect."""
     if facts.mac is None or not facts.mac.has_firewall:
         return None
     tool = f"sudo {_FIREWALL_TOOL}"
@@ -219,7 +219,7 @@ def check_kinds(hosts: Sequence[Host], routes: Routes, needed: Sequence[Pair]) -
     for pair in needed:
         one, other = (hosts[rank] for rank in pair)
         kind = routes[pair].kind
-        if one.rank > other.rank:  # It was named in the other direction.
+        if one.rank > other.rank:  # The pair was reported in the other direction.
             continue
         where = f"{one} and {other}"
         if kind == WIFI:
@@ -285,7 +285,7 @@ def check_hosts(facts: Sequence[HostFacts]) -> Iterator[Finding]:
 
 
 def check_same_versions(facts: Sequence[HostFacts]) -> Finding:
-    """Compares the versions of all hosts. Another patch level of Python is only a warning."""
+    """Compares the versions of all hosts. A different patch level of Python is only a warning."""
     hosts = [each.host for each in facts]
     install = _same_install(facts)
     exact = [{"Python": each.python, **each.versions} for each in facts]

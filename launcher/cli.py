@@ -219,7 +219,7 @@ def split_at_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
 @dataclass(frozen=True, slots=True)
 class ProgramFlags:
     """The program's flags that the launcher obeys: the seconds that ranks may take to end and to
-    reach rank 0, whether rank 0 goes on without another rank, and the shards of a stage."""
+    reach rank 0, whether rank 0 goes on without another rank, and the shards in a stage."""
 
     drain_seconds: float = DRAIN_SECONDS
     join_seconds: float = 0.0
@@ -228,8 +228,8 @@ class ProgramFlags:
 
 
 def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> ProgramFlags:
-    """Checks the words after `--` once, before any rank starts. With num_ranks it also checks them
-    against the model and the files of that rank's host. Raises BrigadeError."""
+    """Checks the words after `--` once, before any rank starts. With num_ranks, also checks the
+    model and the files on the rank's host. Raises BrigadeError."""
     if words[0] == "fine-tune":
         from serve.cli.fine_tune import check as check_fine_tune
 

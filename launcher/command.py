@@ -12,7 +12,7 @@ from serve.core.errors import UsageError
 
 HOST = "127.0.0.1"
 
-# The first word after `--`, and the module that a rank runs for it.
+# The module that a rank runs, by the first word after `--`.
 PROGRAMS = {"serve": "serve.cli.main", "fine-tune": "serve.cli.fine_tune"}
 RING_CHECK = "serve.ring.check"
 
@@ -45,8 +45,8 @@ class Ring:
     """The settings that the ranks of one launch share.
 
     control is where rank 0's parent listens, secret distinguishes this launch from others, and
-    leash is the descriptor of a pipe that ends with the launcher. listen, if not empty, is where
-    each other rank finds this one, as JSON; else all find it at its addresses in the hostfile.
+    leash is the descriptor of a pipe that ends with the launcher. `listen` is JSON: the addresses
+    at which each other rank finds this one. If it is empty, all ranks use the hostfile's.
     """
 
     hostfile: str
@@ -73,8 +73,8 @@ def rank_environment(
     num_ranks: int,
     num_returns: int = 0,
 ) -> dict[str, str]:
-    """Returns the environment of one rank: that of the caller without variables of another
-    cluster, and with those of this one. num_returns is how often the rank was started before."""
+    """Returns the environment of one rank: the caller's, without variables of another cluster and
+    with the variables of this one. num_returns is how often the rank was started before."""
     environment = {name: text for name, text in base.items() if name not in RANK_VARIABLES}
     # A rank writes into a pipe. Python would otherwise write only when its buffer is full.
     environment.setdefault("PYTHONUNBUFFERED", "1")
@@ -117,7 +117,7 @@ def check_variable(word: str, where: str) -> tuple[str, str]:
 
 
 def exit_code(returncode: int) -> int:
-    """Converts an exit code from subprocess's form to that of a shell: 128 + n after signal n."""
+    """Converts an exit code from subprocess's form to a shell's: 128 + n after signal n."""
     if returncode < 0:
         return 128 - returncode
     return returncode

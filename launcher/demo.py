@@ -22,7 +22,7 @@ from launcher.supervisor import Supervisor, write_line
 from serve.client import Client
 from serve.core.errors import BrigadeError, ClusterError, EngineError, UsageError
 
-# In a clone these are links into examples/, in a wheel they are files.
+# In a clone these folders are links into examples/, in a wheel they contain files.
 _PACKAGE = Path(__file__).resolve().parent
 DEFAULT_MODEL = _PACKAGE / "tiny-chat"
 ADAPTERS = _PACKAGE / "tiny-chat-adapters"
@@ -223,7 +223,7 @@ class Demo:
         if self._supervisor.interrupted:
             return code
         if isinstance(self._failure, NotReadyError):
-            raise self._failure  # This is the cause, even if ranks had to be killed.
+            raise self._failure  # This error is the cause, even if ranks had to be killed.
         if self._failure is not None and code in (0, ASKED_TO_END):
             raise self._failure
         # Otherwise a rank failed first: its exit code says more than the demo's failure.

@@ -113,7 +113,7 @@ def query_host(
 def examine(
     hosts: Sequence[Host], access: SshAccess, query: QueryHost, tell: Tell
 ) -> Iterator[Finding]:
-    """Yields each finding as soon as it is made. The last one may be a host that is unreachable."""
+    """Yields each finding as soon as it is made. The last may be an unreachable host."""
     try:
         with connected(hosts, access, tell) as connections:
             yield from examine_connected(connections, access, query, tell)
@@ -213,8 +213,8 @@ def run_on_all(
     command: Sequence[str],
     max_seconds: float,
 ) -> tuple[int, list[str]]:
-    """Runs a command as a rank on each host. Returns the code of the first that failed, and the
-    lines of all, with the name of the rank in front. The agents end with their ranks."""
+    """Runs a command as a rank on each host. Returns the code of the first rank that failed, and
+    the lines of all ranks, each after its rank's name. The agents end with their ranks."""
     lines: list[str] = []
     ranks = remote_ranks(connections, routes, command, {}, 0.0)
     supervisor = Supervisor(ranks, lines.append)

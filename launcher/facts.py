@@ -157,7 +157,7 @@ def network_addresses() -> list[NetworkAddress]:
             continue
         for address in addresses:
             if address.family == socket.AF_INET:
-                # An end of a tunnel may have no netmask.
+                # The end of a tunnel may have no netmask.
                 netmask = address.netmask or "255.255.255.255"
                 length = ipaddress.IPv4Network(f"0.0.0.0/{netmask}").prefixlen
                 kind = ports.get(name) or _linux_kind(name)
@@ -166,7 +166,7 @@ def network_addresses() -> list[NetworkAddress]:
 
 
 def _linux_kind(name: str) -> str:
-    """Returns the name of an interface of Linux, but macOS' words for Wi-Fi and Thunderbolt."""
+    """Returns an interface's name on Linux, or macOS's word for Wi-Fi or Thunderbolt."""
     if Path("/sys/class/net", name, "wireless").exists():
         return "Wi-Fi"
     return name.replace("thunderbolt", "Thunderbolt ")

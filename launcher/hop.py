@@ -49,7 +49,7 @@ class Echo:
 
 
 def measure_hop(ip: str, port: int, seconds: float) -> HopSpeed:
-    """Measures a hop to the Echo at this address, by sending for so long. Raises OSError."""
+    """Measures a hop to the Echo at this address, by sending for some seconds. Raises OSError."""
     with socket.create_connection((ip, port), _TIMEOUT_SECONDS) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         round_trip = median(_send(connection, 0) for _ in range(_NUM_PINGS))

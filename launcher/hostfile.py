@@ -23,7 +23,7 @@ from serve.core.errors import UsageError
 
 _SSH = re.compile(r"[^\s\x00-\x1f\x7f-][^\s\x00-\x1f\x7f]*")  # A name with a dash would be a flag.
 _FORM = 'write [{"ssh": "studio-1", "ips": ["10.0.0.1"]}, …]'
-# What msgspec says about a wrong value, and what an error says after the value's name.
+# An error's words after the name of a wrong value, by the pattern of msgspec's message.
 _WORDS = {
     r"Object missing required field `(.*)`": r"has no \1",
     r"Object contains unknown field `(.*)`": r"has an unknown field \1",
@@ -48,8 +48,8 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The host of one rank. ips are the addresses that others should use, best first, if possible.
-    is_shared says that other ranks are on the same host, so its name does not identify the rank."""
+    """The host of one rank. ips are the addresses that other ranks should use if possible, best
+    first. is_shared: other ranks are on the same host, so its name does not identify the rank."""
 
     rank: int
     ssh: str
@@ -115,7 +115,7 @@ def parse_hostfile(text: str, path: str) -> Hostfile:
     hosts = []
     for rank, entry in enumerate(read.hosts):
         _check_entry(path, rank, entry)
-        # For RDMA, these are addresses of the LAN or of Wi-Fi, not of the cables.
+        # In a hostfile for RDMA, the ips belong to the LAN or Wi-Fi, not to the cables.
         ips = () if is_for_rdma else tuple(dict.fromkeys(entry.ips))
         hosts.append(Host(rank, entry.ssh, ips, names.count(entry.ssh) > 1))
     _check_together(path, hosts)

@@ -89,13 +89,13 @@ class LocalProcess:
 
     def wait(self) -> int:
         if hasattr(os, "waitid"):
-            # A `poll` in the main thread has reaped it already, so it has ended.
+            # A `poll` in the main thread has reaped the process already, so it has ended.
             with suppress(ChildProcessError):
                 os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         else:  # On macOS before Python 3.13. macOS does not reuse a process id soon.
             self._process.wait()
-        # Kills processes that the rank left behind. The id is still the rank's, so nothing else is
-        # hit.
+        # Kills processes that the rank left behind. The rank still has its id, so no other process
+        # is hit.
         self.kill()
         return self._process.wait()
 

@@ -23,7 +23,7 @@ from typing import Any
 from launcher.supervisor import Observer
 from serve.core.errors import ClusterError, UsageError
 
-STOP_SECONDS = 5.0  # how long a launcher may take in addition to its ranks
+STOP_SECONDS = 5.0  # how long a launcher may take to end, after its ranks
 _POLL_SECONDS = 0.1
 
 # The events of rank 0 that give its URL or its state. A single stage that is ready does not count.
@@ -36,7 +36,7 @@ _EVENT = re.compile(
 @dataclass(frozen=True, slots=True)
 class Launch:
     """The content of a launch's file. state is starting, fetching, loading, ready, recovering or
-    ending. since is in seconds since the epoch."""
+    ending. `since` is in seconds since the epoch."""
 
     pid: int
     words: list[str]
@@ -83,7 +83,7 @@ class LaunchRecord(Observer):
         with self._lock, suppress(OSError):
             self._launch = replace(self._launch, **changes)
             data = json.dumps(asdict(self._launch)).encode()
-            # In place, because this file is locked. Readers stop at the end of the JSON object.
+            # Writes in place, because the file is locked. Readers stop at the JSON object's end.
             os.pwrite(self._descriptor, data, 0)
             os.ftruncate(self._descriptor, len(data))
 

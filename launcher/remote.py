@@ -255,8 +255,8 @@ class RemoteProcess:
         threading.Thread(target=self._leave_behind, daemon=True).start()
 
     def _leave_behind(self) -> None:
-        """Closes the connection if the rank does not end in time. Then its agent hangs too, as in a
-        frozen container. The rank counts as lost, and the next agent on that host kills it."""
+        """Closes the connection if the rank does not end in time. In that case its agent hangs too,
+        as in a frozen container. The rank counts as lost, and the host's next agent kills it."""
         if not self._read_all.wait(KILL_SECONDS):
             self._connection.close()
 
@@ -372,7 +372,7 @@ def _try(caller: AgentConnection, called: AgentConnection, ip: str) -> None:
 
 
 def _no_route(one: Host, other: Host, networks: Sequence[Network], reason: str) -> HostError:
-    """Returns the error for two hosts that have to be connected. reason is why a trial failed."""
+    """Returns the error for two hosts that have to be connected. reason says why a trial failed."""
     addresses = [", ".join(map(str, networks[host.rank])) for host in (one, other)]
     what = (
         "they have no network in common in which one reaches the other "

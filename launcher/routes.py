@@ -1,9 +1,9 @@
 """Chooses the addresses at which the ranks of a launch find each other. Pure, but for a function
 that tries an address.
 
-Each pair of hosts may have a cable with a network of its own, so a host may have another address
-for each of the others. The addresses in the hostfile come first, then those in a network that both
-hosts have: Thunderbolt before Ethernet before Wi-Fi.
+Each pair of hosts may have a cable with its own network, so a host may have a different address for
+each other host. The addresses in the hostfile come first, then those in a network that both hosts
+have: Thunderbolt before Ethernet before Wi-Fi.
 """
 
 import ipaddress
@@ -50,7 +50,7 @@ def choose(
     reaches: Callable[[Pair, str], bool],
 ) -> dict[Pair, HostRoute]:
     """Chooses the route for each pair of ranks, and leaves out pairs that have none. networks are
-    those of the hosts. reaches says whether a caller reaches an address."""
+    those of the hosts. `reaches` says whether a caller reaches an address."""
     chosen: dict[Pair, HostRoute] = {}
     for caller in hosts:
         for called in hosts:
@@ -72,7 +72,7 @@ def _candidates(
     called: Host,
     near_called: Network,
 ) -> Iterator[HostRoute]:
-    """Yields the routes that may lead from a host to another one, best first."""
+    """Yields the routes that may lead from one host to another, best first."""
     written = tuple(ip for ip in called.ips if not _is_outdated(ip, near_called))
     if caller.ssh == called.ssh:
         yield HostRoute(written or (HOST,), "this host")
@@ -167,14 +167,14 @@ def addresses_of(rank: int, routes: Routes, ports: Sequence[Ports]) -> Addresses
     num_ranks = len(ports)
     own = [_with_ports((other, rank), routes, ports) for other in range(num_ranks)]
     theirs = [_with_ports((rank, other), routes, ports) for other in range(num_ranks)]
-    # A plain ring of MLX reads this from its hostfile: there the rank before this one calls it.
+    # A plain ring of MLX reads this rank's own entry: the addresses that the rank before it calls.
     own[rank] = theirs[rank] = own[rank - 1]
     return Addresses(rank, tuple(theirs), tuple(own))
 
 
 def _with_ports(pair: Pair, routes: Routes, ports: Sequence[Ports]) -> tuple[str, ...]:
-    """Returns where a rank finds another one. Without a route, this is any address of that rank:
-    the error that names it tells more than none."""
+    """Returns where a rank finds another one: without a route, at any address of that rank, because
+    an error that names an address tells more."""
     called_ports = ports[pair[1]]
     route = routes.get(pair)
     ips = route.ips if route else tuple(called_ports)[:1]

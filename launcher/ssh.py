@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 CONNECT_SECONDS = 10
 
-# These override the user's own settings: nobody can type a password here, and a shared connection
+# These settings override the user's own: nobody can type a password here, and a shared connection
 # or a forwarded port could outlive the ranks, or prevent their start.
 _SETTINGS = (
     "BatchMode=yes",
@@ -24,7 +24,7 @@ _SETTINGS = (
 
 class Meaning(NamedTuple):
     """The explanation of a message from ssh, or from the shell on the host. pattern is the regular
-    expression of the message. reason may contain {python}; fix may contain {host} and {ssh},
+    expression of the message. reason may contain {python}; `fix` may contain {host} and {ssh},
     which is the command that a person types to log in there."""
 
     pattern: str
@@ -37,7 +37,7 @@ _NO_PYTHON = Meaning(
     "{python} does not exist there",
     "install mlx-brigade in the same place on all hosts, or name its Python with --python",
 )
-# The first one that matches counts.
+# The first meaning that matches counts.
 _MEANINGS = (
     Meaning(
         "Permission denied",

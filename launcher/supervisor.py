@@ -39,29 +39,29 @@ from launcher.process import Process, Start
 from serve.core.errors import ClusterError, LostRankError
 from serve.core.restart_window import RestartWindow
 
-FOLLOW_SECONDS = 5.0  # how long the others may go on after one rank has ended with code 0
+FOLLOW_SECONDS = 5.0  # how long other ranks may go on after one has ended with code 0
 END_SECONDS = 7.0  # how long a rank may take to end after a signal, besides --drain-timeout
 DRAIN_SECONDS = 5.0 + END_SECONDS
 GONE_SECONDS = 2.0  # how long a killed rank may take to disappear, on another host too
-LEFT_SECONDS = 10.0  # as GONE_SECONDS, if all ranks restart; then silent hosts are ignored
-RESTART_SECONDS = 1.0  # the pause between restarts of a rank; the first has none
+LEFT_SECONDS = 10.0  # replaces GONE_SECONDS if all ranks restart; then silent hosts are ignored
+RESTART_SECONDS = 1.0  # the pause before each restart of a rank but the first
 RETRY_SECONDS = 2.0  # the pause between attempts at one restart
 RESTART_WINDOW_SECONDS = 300.0
 MAX_RESTARTS = 5  # how often a rank may restart within a window
-EARLY_SECONDS = 60.0  # the host of a rank that ends this soon after its return is not ready
+EARLY_SECONDS = 60.0  # If a returned rank ends sooner, its host was not ready.
 OUTPUT_SECONDS = 1.0  # how long output may still come after a rank's end
 COLOURS = (36, 33, 35, 32, 34, 31)
 _READY = "Ready on "  # the beginning of the line that rank 0 of a server writes when it is ready
 _READY_COLOUR = "1;32"  # bold, green
 
-# What rank 0 logs about a rank whose parent does not answer. The pattern matches whole lines, so
-# that nothing that a client sends can match.
+# Rank 0's log line about a rank whose parent does not answer. The pattern matches whole lines, so
+# nothing that a client sends can match.
 _SILENT = re.compile(r"[\d-]+ [\d:,]+ WARNING event=rank_silent rank=(\d+) pid=(\d+)")
 
-# What rank 0 of a server logs when it can answer, also as a whole line.
+# The whole log line of a server's rank 0 when it can answer.
 _READY_EVENT = re.compile(r"[\d-]+ [\d:,]+ INFO event=ready num_ranks=\d+ url=\S+")
 
-# Signals that are passed to ranks as SIGTERM: those of a closed terminal and of Ctrl-\.
+# The signals of a closed terminal and of Ctrl-\, which are passed to ranks as SIGTERM.
 _AS_SIGTERM = (signal.SIGHUP, signal.SIGQUIT)
 
 # The one line in which a rank says why it ends.
@@ -70,8 +70,8 @@ _ERROR = re.compile(r"brigade [a-z-]+: (.+)")
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A rank's process has ended. lost says that a signal ended it, or the loss of another rank
-    did; a lost rank may be started again."""
+    """A rank's process has ended. `lost` says that a signal or the loss of another rank was the
+    cause; a lost rank may be started again."""
 
     rank: int
     returncode: int
@@ -140,13 +140,13 @@ class Observer:
 class Supervisor:
     """One launch. `run` blocks until every rank has ended; `stop` may be called from any thread.
 
-    ranks yields the functions that start the ranks; its context outlives the ranks. serves says
+    ranks yields the functions that start the ranks; its context outlives the ranks. `serves` says
     that the program is a server: if a signal ends one of its ranks before the rank can handle
-    signals, that is a normal end. replans says that the server goes on without a rank above 0.
-    trains says that the program is a training run, whose ranks are all started again if one is
+    signals, that is a normal end. `replans` says that the server goes on without a rank above 0.
+    `trains` says that the program is a training run, whose ranks are all started again if one is
     lost. join_seconds is the time for which a rank tries to reach rank 0, and drain_seconds the
-    time that a rank may take to end.
-    `ended` is set when `run` is done, and `interrupted` is the first signal that this process got.
+    time that a rank may take to end. `ended` is set when `run` is done, and `interrupted` is the
+    first signal that this process got.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Supervisor:
         self._losses: dict[int, RestartWindow] = {}
         self._ending = threading.Event()
         self._errors: dict[int, str] = {}  # the reason that a rank last gave for its end
-        self._unwritten: dict[int, str] = {}  # the line with that reason, until it is written
+        self._unwritten: dict[int, str] = {}  # the line with a rank's reason, until it is written
         self._first_failed: tuple[int, int] | None = None
         self._is_done = False  # whether rank 0 of a server or a training run has ended with code 0
         self._state = "running"
@@ -218,7 +218,7 @@ class Supervisor:
         return bool(self._alive or self._returning)
 
     def _log_failure(self) -> None:
-        """Writes the reason of the failure as the last line, below those of other ranks."""
+        """Writes the reason of the failure as the last line, below the lines of other ranks."""
         for rank in list(self._unwritten):
             self._write_reason(rank)
         if self._first_failed:
@@ -330,7 +330,7 @@ class Supervisor:
 
     def _ends_to_restart(self, event: Ended) -> bool:
         """Whether all ranks of a training run are started again, because this one or another one
-        was lost. If another one was lost, it does not matter how this one has ended."""
+        was lost. If another rank was lost, it does not matter how this one has ended."""
         is_loss = event.lost and self._state == "running"
         if is_loss and self._has_restarts_left(0):
             self._is_restarting = True
@@ -374,7 +374,7 @@ class Supervisor:
 
     def _replace(self, silent: Silent) -> None:
         """Kills a rank that does not answer; it is started again like any lost rank. Does nothing
-        if that process has already ended: another process may have replaced it."""
+        if the process has already ended: another one may have replaced it."""
         rank = silent.rank
         is_there = rank in self._alive and self._processes[rank].pid == silent.pid
         if is_there and self._is_awaited(rank):
@@ -495,7 +495,7 @@ class Supervisor:
         return losses.num_left(now) >= 0
 
     def _is_awaited(self, rank: int) -> bool:
-        """Whether the other ranks wait for this one: they do in a server, unless this is rank 0."""
+        """Whether the other ranks wait for this one, as in a server, unless it is rank 0."""
         others_wait = rank > 0 and 0 in self._alive and not self._trains
         return others_wait and self._state == "running"
 
