@@ -24,7 +24,7 @@ def draw(
     load: str,
     curves: Mapping[str, Points],
 ) -> None:
-    """Draws the speed and latencies of each server against its load. load labels the x axis."""
+    """Draws the speed and latencies of each server against its load. `load` labels the x axis."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -22,8 +22,8 @@ def random_words(random: Random, num_words: int) -> str:
 def words_for(prompt_tokens: int, probes: Sequence[int | None]) -> int:
     """Returns the number of words in a prompt of prompt_tokens tokens, chat template included.
 
-    probes are the numbers of tokens that the server counted in prompts of PROBE_WORDS words. If it
-    did not count them, each word is taken to be one token.
+    probes are the numbers of tokens that the server counted in prompts of PROBE_WORDS words.
+    Without these numbers, each word counts as one token.
     """
     short_words, long_words = PROBE_WORDS
     short_tokens, long_tokens = probes

@@ -12,7 +12,7 @@ class RequestRecord:
     """One request and its answer. Times are seconds of a monotonic clock.
 
     times are the arrivals of chunks with text. tokens and prompt_tokens are from the server's
-    `usage`, because a chunk may contain several tokens. error says why no whole answer came.
+    `usage`, because a chunk may contain several tokens. error says why the answer is not complete.
     """
 
     start: float
@@ -38,9 +38,9 @@ class Summary:
     """The statistics over all requests at one load. Failed requests count only in num_requests
     and errors.
 
-    ttft is the time from a request to its first chunk with text. itl is the time between chunks
-    of an answer, over all answers. itl_mean is per token: the time from an answer's first chunk
-    to its last, divided by its tokens - 1.
+    ttft is the time from a request to its first chunk with text. itl is the time between chunks of
+    an answer, over all answers. itl_mean is per token: the time from an answer's first to its last
+    chunk, divided by its number of tokens - 1.
     """
 
     num_requests: int
@@ -58,8 +58,8 @@ class Summary:
 
 
 def summarise(runs: Sequence[Sequence[RequestRecord]]) -> Summary:
-    """Summarises one or more runs at the same load: tokens_per_second is the median of the runs,
-    all other figures are over the requests of all runs."""
+    """Summarises one or more runs at the same load: tokens_per_second is the median over the runs,
+    all other figures are over all requests."""
     every = list(chain.from_iterable(runs))
     whole = _whole(every)
     errors = Counter(record.error for record in every if record.error is not None)

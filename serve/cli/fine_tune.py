@@ -59,7 +59,7 @@ _OTHER_NAMES = {
     "--steps": "--iters",
     "--use-dora": "--fine-tune-type dora",
 }
-_STOP_SECONDS = 8  # less than the seconds that a launcher waits for its ranks
+_STOP_SECONDS = 8  # shorter than the time that a launcher waits for its ranks
 _SERVER = "http://127.0.0.1:8080"  # where `brigade serve` listens by default
 
 

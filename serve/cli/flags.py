@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{plain(message)}: see `{self.prog} --help`.")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Reports an unknown flag before a missing one: it may be that flag, misspelt."""
+        """Reports an unknown flag before a missing one, which it may be, misspelt."""
         unknown = unknown_flags(args or (), self)
         if unknown:
             hint = did_you_mean(unknown[0], self._option_string_actions)
@@ -67,7 +67,7 @@ def parse(
     """Parses a command line into a config, whose fields are made with serve.core.config.flag.
     Raises UsageError.
 
-    given are values from elsewhere, such as a file. Flags take precedence over them.
+    `given` are values from elsewhere, such as a file. Flags take precedence over them.
     """
     given = given or {}
     parser = Parser(
@@ -102,7 +102,7 @@ def parse(
 
 def by_heading(config: Any) -> dict[str, list["dataclasses.Field[Any]"]]:
     """Returns the fields of a config that the help shows, by heading. A field without a heading
-    belongs to that of the field before it. Fields of one heading may be apart."""
+    belongs to the heading of the field before it. Fields of one heading may be apart."""
     groups: dict[str, list[dataclasses.Field[Any]]] = {}
     heading = ""
     for field in dataclasses.fields(config):

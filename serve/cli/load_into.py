@@ -13,7 +13,7 @@ from serve.core.errors import BrigadeError, ClusterError, UsageError
 _PATH = "/v1/load_lora_adapter"
 _SECONDS = 60.0
 _SERVER = re.compile(r"https?://[^/?#@\s]+/?")
-_ABSENT = "asked-before-training"  # a folder that no run makes
+_ABSENT = "asked-before-training"  # the name of the name of a folder that no run makes
 # The server asks for an API key if it has no admin key.
 _KEYS = ("BRIGADE_ADMIN_KEY", "BRIGADE_API_KEY")
 
@@ -21,7 +21,7 @@ _KEYS = ("BRIGADE_ADMIN_KEY", "BRIGADE_API_KEY")
 def curl_line(url: str, folder: Path, name: str) -> str:
     words = ["curl", url.rstrip("/") + _PATH, "-H", "Content-Type: application/json"]
     line = shlex.join([*words, "-d", json.dumps(_body(folder, name))])
-    # In double quotes, so that the shell inserts the key and it is not shown here.
+    # The variable is in double quotes: the shell inserts the key, which is not shown here.
     key = _key()
     return line + (f' -H "Authorization: Bearer ${key}"' if key else "")
 

@@ -119,7 +119,7 @@ def check(argv: Sequence[str], num_ranks: int) -> tuple[ServeConfig, Checkpoint]
 
 def _check_first(argv: Sequence[str], cluster: Cluster) -> Callable[[], Coroutine[Any, Any, None]]:
     """Checks the command line on this rank before it joins the others. Most mistakes are the same
-    on all ranks: rank 0 reports them, and the launcher ends the others before they report too."""
+    on all ranks: rank 0 reports a mistake first, and the launcher then ends the others."""
     try:
         asked = parse(ServeConfig, argv, "brigade serve", __doc__)
         draft = draft_folder(asked.draft_model)
@@ -198,8 +198,8 @@ async def _run_front(
     finally:
         await early.stop()
         listening.close()
-        # Every rank has been asked to end, so a second signal may end this process at once: its
-        # threads may hang, and nobody can end them.
+        # Every rank has been asked to end, so a second signal may end this process at once: threads
+        # that hang cannot be ended otherwise.
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 

@@ -18,7 +18,7 @@ from serve.tune.events import (
     Written,
 )
 
-FOLDER = "tensorboard"  # the name of a folder in --adapter-path
+FOLDER = "tensorboard"  # the name of TensorBoard's folder in --adapter-path
 _LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 

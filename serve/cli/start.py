@@ -102,7 +102,7 @@ class TerminalView:
 
     def _show(self, bars: Progress) -> None:
         if bars.console.is_terminal:
-            # A live bar occupies the cursor, so it is there only while there is progress to show.
+            # A live bar occupies the cursor, so it exists only while there is progress to show.
             if bars.tasks:
                 bars.start()
                 bars.refresh()

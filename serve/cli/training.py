@@ -1,4 +1,4 @@
-"""The output of a training run, on rank 0: tables, and a line for each report."""
+"""The output of a training run on rank 0: tables, and a line for each report."""
 
 import time
 from collections.abc import Callable
@@ -54,7 +54,7 @@ class TrainingView:
                     _log(without=event.without)
 
     def _progress(self, iteration: int) -> dict[str, str]:
-        """Describes how much is done, and how long the rest takes at the pace so far."""
+        """Describes how much of the run is done, and how long the rest takes at the pace so far."""
         if not self._total:
             return {}
         share = iteration / self._total

@@ -1,4 +1,4 @@
-"""The addresses at which the ranks of a launch find each other, as one of them sees them."""
+"""The addresses at which the ranks of a launch find each other, from one rank's point of view."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import msgspec
 
 class Addresses(msgspec.Struct, frozen=True):
     """The addresses, as "ip:port", between a rank and all ranks of its launch. Each pair of hosts
-    may have a cable of its own: theirs[r] is where this rank finds rank r, and own[r] is where rank
+    may have its own cable: `theirs[r]` is where this rank finds rank r, and `own[r]` is where rank
     r finds this one. More than one address for a pair is for MLX, which then uses all of them."""
 
     rank: int
@@ -16,7 +16,7 @@ class Addresses(msgspec.Struct, frozen=True):
 
     @classmethod
     def known_to_all(cls, rank: int, listed: Sequence[Sequence[str]]) -> "Addresses":
-        """Returns the addresses of a launch in which all ranks find a rank in the same place."""
+        """Returns the addresses for a launch in which every rank has one address for all others."""
         theirs = tuple(tuple(each) for each in listed)
         return cls(rank, theirs, (theirs[rank],) * len(theirs))
 

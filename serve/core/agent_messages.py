@@ -52,8 +52,8 @@ class StartEcho(AgentMessage, frozen=True):
 
 
 class MeasureHop(AgentMessage, frozen=True):
-    """A launcher asks an agent to measure the hop to another's echo, by sending for so long. The
-    answer is HopSpeed."""
+    """A launcher asks an agent to measure the hop to another agent's echo, by sending for some
+    seconds. The answer is HopSpeed."""
 
     ip: str
     port: int
@@ -62,10 +62,10 @@ class MeasureHop(AgentMessage, frozen=True):
 
 class RunRank(AgentMessage, frozen=True):
     """A launcher asks an agent to start and supervise a rank. The answers are RankStarted and, at
-    the end, RankEnded. control is where this rank finds rank 0's parent; for rank 0, it is all
-    addresses on which that listens, separated by commas. secret distinguishes this launch from
-    others. A rank that is asked to end is killed after drain_seconds. num_returns is how often the
-    rank was started before."""
+    the end, RankEnded. control is the address at which this rank finds rank 0's parent; for rank 0,
+    the addresses on which its parent listens, separated by commas. secret distinguishes this launch
+    from others. A rank that is asked to end is killed after drain_seconds. num_returns is how often
+    the rank was started before."""
 
     rank: int
     num_ranks: int
@@ -92,9 +92,9 @@ class FolderEntered(AgentMessage, frozen=True):
 
 class MacFacts(msgspec.Struct, frozen=True):
     """The facts of a Mac, each as its tool prints it, or "" if the tool failed. wired_limit is the
-    limit of wired memory in units of 2**20 bytes ("0" is the system's default), sleep the minutes
-    until it sleeps ("0" means never).
-    power_mode is "1" for low power. machine is the processor that Python was built for."""
+    limit of wired memory in units of 2**20 bytes ("0" is the system's default), `sleep` the minutes
+    until it sleeps ("0" means never). power_mode is "1" for low power. machine is the processor
+    that Python was built for."""
 
     wired_limit: str
     sleep: str
@@ -119,8 +119,8 @@ class HostFacts(AgentMessage, frozen=True):
     the library that replaces MLX's own. interfaces maps each requested address to its network
     interface, and unusable maps an address to the reason why it cannot be used. model holds the
     digests of the model's files; model_error says why there are none. hub_model is the id of a
-    model on the hub. time is in seconds since the epoch. port is the one asked for, and port_holder
-    the program that listens on it, if any.
+    model on the hub. time is in seconds since the epoch. port is the requested port, and
+    port_holder the program that listens on it, if any.
     """
 
     host: str

@@ -15,7 +15,7 @@ _UNITS = {
 
 
 def parse_memory(text: str, num_ranks: int, flag: str = "--memory") -> list[int]:
-    """Returns the bytes of each rank, from "24GB" (the same for all) or "24GB,48GB"."""
+    """Returns the bytes of each rank, from "24GB" (for every rank) or "24GB,48GB"."""
     amounts = _amounts(text, flag)
     if len(amounts) not in (1, num_ranks):
         raise UsageError(

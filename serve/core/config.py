@@ -294,7 +294,7 @@ def may_name_adapter(name: str, model_name: str) -> bool:
 
 def hub_id(path: Path, root: Path = Path()) -> str | None:
     """Returns `org/name` if path names a repository on the hub; None for a folder below root."""
-    # Only such a text is looked up in the file system: a long one would raise OSError.
+    # Only a text of this form is looked up in the file system: a long one would raise OSError.
     if not _HUB_ID.fullmatch(str(path)):
         return None
     return None if (root / path).exists() else str(path)
@@ -387,8 +387,8 @@ def _keys(
 
 
 def _check_keys(source: str, keys: tuple[str, ...]) -> None:
-    """Raises UsageError if a source contains no key, or an invalid one: a mistake must not open the
-    server to everybody."""
+    """Raises UsageError if a source contains no valid key: a mistake must not open the server to
+    everybody."""
     if not keys or not all(_KEY.fullmatch(key) for key in keys):
         raise UsageError(
             f"{source} has no key: give 1 to 512 characters without spaces.", code="no_key"
@@ -422,11 +422,11 @@ class Address:
 class Cluster:
     """The place of this rank in its cluster.
 
-    control is where rank 0's parent listens for the others: on rank 0 all addresses, on another
-    rank the one that it can reach. secret distinguishes one launch from another. leash is a file
-    descriptor that is closed when the launcher ends. addresses are those of the hostfile when this
-    rank started: the file may be gone when an engine restarts. num_returns is how often the
-    launcher has started this rank again.
+    control is where rank 0's parent listens: on rank 0 all addresses, on another rank the address
+    that it can reach. secret distinguishes one launch from another. leash is a file descriptor that
+    is closed when the launcher ends. addresses are those of the hostfile when this rank started:
+    the file may be gone when an engine restarts. num_returns is how often the launcher has started
+    this rank again.
     """
 
     rank: int = 0

@@ -14,7 +14,7 @@ _OPTIONS = {
     "TCP_USER_TIMEOUT": 25_000,  # in milliseconds, for data that is not acknowledged
 }
 
-# The same option for macOS, in seconds. Python has no name for it; it is in <netinet/tcp.h>.
+# TCP_USER_TIMEOUT's counterpart on macOS, in seconds, from <netinet/tcp.h>: Python lacks it.
 _TCP_RXT_CONNDROPTIME = 0x80
 _DROP_SECONDS = 25
 

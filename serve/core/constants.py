@@ -14,7 +14,7 @@ class Constants:
     warms_up: bool = True
     keeps_spare_engine: bool = True
     prefill_chunk: int = 512  # prompt tokens in one step
-    gpu_prefill_chunk: int = 2048  # the same if all ranks have GPUs
+    gpu_prefill_chunk: int = 2048  # prompt tokens in one step, if all ranks have GPUs
     num_groups: int | None = None
 
     max_connections: int = 1024
@@ -24,7 +24,7 @@ class Constants:
     body_timeout: float = 30.0
 
     load_timeout: float = 300.0  # the longest time without progress in loading
-    stall_timeout: float = 30.0  # the longest time without a finished step, if any is in flight
+    stall_timeout: float = 30.0  # the longest time without a result while steps are in flight
     return_timeout: float = 600.0  # how long a lost rank is awaited
     max_restarts: int = 5  # how often engines may restart within restart_window
     restart_window: float = 300.0

@@ -1,4 +1,4 @@
-"""Handles Ctrl-C while modules are imported: that takes a while, and nothing catches it yet."""
+"""Handles Ctrl-C while modules are imported, which takes a while: nothing else catches it yet."""
 
 import signal
 import threading

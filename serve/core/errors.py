@@ -24,8 +24,8 @@ The message is one line: what is wrong, where, and how to fix it.
 
 class BrigadeError(Exception):
     """The base of all errors that a person or a client can meet. param names the field of a request
-    that is wrong. code names the reason, in OpenAI's words where there are any. An error without a
-    code of its own has that of its class."""
+    that is wrong. code names the reason, in OpenAI's words where there are any. An error without
+    its own code has its class's."""
 
     exit_code = 1
     http_status = 500

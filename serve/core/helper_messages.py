@@ -53,9 +53,9 @@ class ReadBody(HelperMessage, frozen=True):
     """The server asks a reading process to read the body of a request. The answer is BodyRead,
     BodyRefused or BodyNotRead.
 
-    kind is a name in serve.front.api.reading.kinds. The bytes of the body, and of anything else
-    that the reader of this kind takes, follow the message; sizes lists the length of each.
-    finds_boundaries asks for the prompt's boundaries.
+    kind is a name in serve.front.api.reading.kinds. The bytes of the body, and of further texts for
+    this kind's reader, follow the message; sizes lists the length of each text. finds_boundaries
+    asks for the prompt's boundaries.
     """
 
     kind: str

@@ -1,9 +1,9 @@
 """Forecasts how fast a layout of stages and shards decodes, from bytes and measured speeds. Pure.
 
 A decode step of few rows takes as long as reading the weights that it uses. Stages read their
-weights one after the other, shards at the same time. In each layer, the shards of a stage add up
-their results twice, which takes time on the link. The shards of the last stage also share the head,
-if that saves more time than gathering the logits takes.
+weights one after the other, shards at the same time. In each layer, a stage's shards add up their
+results twice, which takes time on the link. The shards of the last stage also share the head, if
+that saves more time than gathering the logits takes.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from serve.core.errors import UsageError
 from serve.core.plan import StagePlan
 
-_SUMS_PER_LAYER = 2  # one after the attention, one after the rest of the layer
-_MAX_GATHER_SHARE = 0.5  # share of the time saved by a shared head; both are estimates
+_SUMS_PER_LAYER = 2  # a sum after the attention, and one after the rest of the layer
+_MAX_GATHER_SHARE = 0.5  # the most time to gather logits, as a share of the time saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """The measured speeds of a cluster of equal ranks: of their memory, and of their links. Each
-    sum and hop takes fence_seconds more, in which a GPU and the CPU, which sends and adds, wait for
-    each other."""
+    """The measured speeds of memory and links in a cluster of equal ranks. Each sum and hop takes
+    fence_seconds more, in which a GPU and the CPU, which sends and adds, wait for each other."""
 
     memory_bytes_per_second: float
     link: Link
@@ -50,7 +49,7 @@ class Forecast:
     step_seconds: float
     sum_seconds: float
     tokens_per_second: float
-    weight_bytes: int  # on the rank with the most
+    weight_bytes: int  # on the rank with the largest weights
 
     @property
     def layout(self) -> str:
@@ -83,7 +82,7 @@ def forecast(
     if num_stages > 1:
         hops = num_stages * (speeds.link.seconds(hidden_bytes) + speeds.fence_seconds)
     step_seconds = sum(times) + hops
-    # Each group waits until its step has passed all stages, and until the others had their turns.
+    # Each group waits until its step has passed all stages, and until other groups had their turns.
     num_groups = min(num_stages, num_clients)
     turn_seconds = max(step_seconds, num_groups * max(times))
     return Forecast(

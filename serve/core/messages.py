@@ -64,7 +64,7 @@ class Order(Message, frozen=True):
     ring lists the ranks of the launch that take part, hosts gives one address for each of them, and
     rank is this engine's place among them. addresses are those of the whole launch. With a commit,
     model is `org/name` on the hub, and cache_dir is where parts of it are kept (None: under
-    HF_HOME). copies is a folder that the parent keeps from one engine to the next. layers is
+    HF_HOME). `copies` is a folder that the parent keeps from one engine to the next. layers is
     [start, end). num_shards ranks share these layers: place r of the ring is shard r % num_shards
     of stage r // num_shards. prefix_dir is the folder of the prefix cache on disk (None: there is
     none), which may hold up to prefix_bytes.
@@ -128,13 +128,13 @@ class Renew(Message, frozen=True):
 
 
 class Start(Message, frozen=True):
-    """Rank 0's parent asks another to give its engine this order. The paths are those of rank 0."""
+    """Rank 0's parent asks another parent to give its engine this order, with rank 0's paths."""
 
     order: Order
 
 
 class PrepareSpare(Message, frozen=True):
-    """Rank 0's parent tells another, once in each life, that it may start its spare engine."""
+    """Rank 0's parent lets another parent, once in each life, start its spare engine."""
 
 
 class Ping(Message, frozen=True):
@@ -156,7 +156,7 @@ class Pong(Message, frozen=True):
 
 class MakePlan(Message, frozen=True):
     """Rank 0's parent asks its engine, before giving it an order, to divide the model in this
-    folder. With link, the slowest one between the ranks, the engine also chooses the layout of
+    folder. With `link`, the slowest link between the ranks, the engine also chooses the layout of
     stages and shards. With shard_counts, it takes the first of these numbers of shards that is
     possible. The answer is Planned or Fault."""
 
@@ -175,8 +175,8 @@ class Leave(Message, frozen=True):
 
 class Admit(Message, frozen=True):
     """Rank 0's parent tells its engine how to sample a sequence, before the sequence's first step.
-    tokens are prompt and answer so far, of which num_prompt are the prompt; they are empty if
-    nothing reads them."""
+    tokens are the prompt, of num_prompt tokens, and the answer so far; empty if nothing reads
+    them."""
 
     sequence: int
     sampling: Sampling
@@ -195,7 +195,7 @@ class Embed(Message, frozen=True):
 
 class LoadAdapter(Message, frozen=True):
     """A parent asks its engine to read and check an adapter while the engine computes steps. path
-    must lie below root, if there is one; with a commit it is `org/name` on the hub. held are the
+    must lie below root, if there is one; with a commit it is `org/name` on the hub. `held` are the
     versions that earlier engines of this rank may have read. The answer is AdapterRead or
     AdapterRefused."""
 
@@ -278,11 +278,11 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
     """One step on one stage, from the arrival of its tensors to its result. Times are seconds of a
-    monotonic clock: that of the host in its report, and that of rank 0 once it has the report.
-    num_drafts of the tokens were guesses. sum_seconds is the time of the sums between shards, None
-    if it was not measured. is_draft marks a run of the draft model, which guessed num_drafts tokens
-    for each row, or none while it read their text. context is the number of tokens before a token
-    of a prefill step, on average."""
+    monotonic clock: the host's clock in its report, and rank 0's once it has the report. num_drafts
+    of the tokens were guesses. sum_seconds is the time of the sums between shards, None if it was
+    not measured. is_draft marks a run of the draft model, which guessed num_drafts tokens for each
+    row, or none while it read their text. context is the number of tokens before a token of a
+    prefill step, on average."""
 
     step: int
     group: int
@@ -313,9 +313,9 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 class Activity(msgspec.Struct, frozen=True, array_like=True):
     """The work of a stage since its start, and its spans since the last report. waits_on is the hop
-    of a tensor that is on its way, as (from, to) in places of the ring; step is the one being
-    computed; kv_bytes is None if it has not changed; sent_at is the time of the report on the clock
-    of the spans. sums is None if the stage has one shard. Each part of the engine may add a
+    of a tensor that is on its way, as (from, to) in places of the ring; `step` is the number of the
+    running step; kv_bytes is None if it has not changed; sent_at is the time of the report on the
+    clock of the spans. sums is None if the stage has one shard. Each part of the engine may add a
     section."""
 
     busy_seconds: float
@@ -336,8 +336,8 @@ class Activity(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Status(Message, frozen=True):
-    """Every engine reports its state four times a second. While it fetches or loads, done and total
-    are bytes. A parent reports the states STARTING and LEAVING for its engine."""
+    """Every engine reports its state four times a second. While it fetches or loads, `done` and
+    total are bytes. A parent reports the states STARTING and LEAVING for its engine."""
 
     state: StageState
     done: int = 0
@@ -370,9 +370,9 @@ class Left(Message, frozen=True):
 
 class AdapterRead(Message, frozen=True):
     """An engine has read its part of an adapter. digest identifies the adapter's files, checksum
-    also the tensors that this stage read. targets are all modules that the adapter changes, own are
-    those of this stage, and kinds are the last parts of the modules' names. scale is None if the
-    targets have different scales."""
+    also the tensors that this stage read. targets are all modules that the adapter changes, `own`
+    are those of this stage, and kinds are the last parts of the modules' names. scale is None if
+    the targets have different scales."""
 
     version: int
     digest: str
@@ -564,11 +564,11 @@ class ResumePoint(Note, frozen=True):
 
 
 class Probe(Note, frozen=True):
-    """Every rank of a training run sends the bytes and times of its largest micro-batch. base
+    """Every rank of a training run sends the bytes and times of its largest micro-batch. `base`
     counts the bytes held without a micro-batch: weights, float32 master weights and the optimizer's
     state. gradients counts the sums of all micro-batches. A micro-batch holds `held` bytes from op
-    F (forward) to op W (weight gradients); extra maps each kind of op, and an update, to its
-    additional bytes. means lists the stage, kind and mean seconds of each op."""
+    F (forward) to op W (weight gradients); `extra` maps each kind of op, and an update, to its
+    additional bytes. `means` lists the stage, kind and mean seconds of each op."""
 
     base: int
     gradients: int
@@ -579,7 +579,7 @@ class Probe(Note, frozen=True):
 
 class UpdateNote(Note, frozen=True):
     """Every rank of a training run sends its part of an update. squares are the squared norms of
-    the gradients that it saves."""
+    the gradients, for the parameters that this rank saves."""
 
     loss: float
     squares: list[float]
@@ -635,8 +635,8 @@ AnyNote: TypeAlias = (
 
 
 class TaggedTensors(Message, frozen=True):
-    """A rank of a training run announces tensors to another rank. notes are those of the sender
-    and of the ranks above it."""
+    """A rank of a training run announces tensors to another rank. notes are from the sender and the
+    ranks above it."""
 
     tag: str
     notes: tuple[AnyNote, ...]

@@ -1,5 +1,5 @@
-"""What MLX's errors mean, and what to do. Their texts are all that MLX says: every one is a
-RuntimeError. Metal's texts are known by reading MLX's source; no Mac has run this yet.
+"""What MLX's errors mean, and what to do. Only their texts differ: every one is a RuntimeError.
+Metal's texts are known by reading MLX's source; no Mac has run this yet.
 """
 
 from dataclasses import dataclass

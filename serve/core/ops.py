@@ -82,8 +82,8 @@ class Unload(Op, frozen=True):
 
 
 class Save(Op, frozen=True):
-    """The stages keep a checkpoint of a sequence: a copy of those of its caches that cannot be cut,
-    such as windows and recurrent states."""
+    """The stages keep a checkpoint of a sequence: a copy of the caches that cannot be cut, such as
+    windows and recurrent states."""
 
     checkpoint: int
     sequence: int
@@ -94,10 +94,10 @@ class Save(Op, frozen=True):
 
 
 class Write(Op, frozen=True):
-    """The stages write a file of the prefix cache: the keys and values of the tokens [start, end)
-    of a sequence. If start is end, the file contains the caches that cannot be cut at that
-    position, from a checkpoint if the sequence has more tokens. name identifies the first end
-    tokens of the sequence, and parent the first start tokens."""
+    """The stages write a file of the prefix cache: keys and values of a sequence, from token
+    `start` up to but not including `end`. If both are equal, the file contains the caches that
+    cannot be cut at that position, from a checkpoint if the sequence has more tokens. `name`
+    identifies the sequence's tokens before `end`, and `parent` those before `start`."""
 
     sequence: int
     name: str
@@ -117,7 +117,7 @@ class Write(Op, frozen=True):
 
 
 class Guess(Op, frozen=True):
-    """Rank 0's draft model guesses the tokens that follow each row: num_tokens[i] of row i."""
+    """Rank 0's draft model guesses the tokens after each row: num_tokens[i] tokens after row i."""
 
     is_answered: ClassVar[bool] = True
 
@@ -125,7 +125,7 @@ class Guess(Op, frozen=True):
 
 
 class ShareHead(Op, frozen=True):
-    """Each shard of the last stage computes the logits of its part of the vocabulary. Rank 0's
+    """Each of the last stage's shards computes the logits for its part of the vocabulary. Rank 0's
     engine adds this operation where it saves time."""
 
 

@@ -14,21 +14,21 @@ from serve.core.errors import PlanError, UsageError
 
 LayerRange = tuple[int, int]
 
-# Padding and spare room may take half as much memory again as keys and values.
-_SLACK = 3, 2  # a ratio of whole numbers, so that sums are exact
+# With padding and spare room, keys and values may take half as much memory again.
+_SLACK = 3, 2  # a ratio of whole numbers (3 / 2), so that sums are exact
 MAX_KV_TOKENS = 2**31 - 1
 _SHRINKAGE = 4  # the factor between two demands that are tried one after the other
 MIN_KV_TOKENS = 256  # Nothing starts with less room than this for keys and values.
 MAX_DRAFT_ROWS = 8  # sequences whose keys and values the draft model holds at a time
-MAX_DRAFT_TOKENS = 1024  # tokens of each such sequence
+MAX_DRAFT_TOKENS = 1024  # the most tokens that the draft model holds of a sequence
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
     """The cost of one layer: the bytes of its tensors in the checkpoint (fetch_bytes) and in memory
-    (weight_bytes). expert_bytes of them belong to experts, and a token uses expert_share of these.
-    The caches of a sequence of n tokens take cache_bytes + n * cache_bytes_per_token; only the last
-    max_cached_tokens count, if that is set."""
+    (weight_bytes). expert_bytes of the weights belong to experts, and a token uses the share
+    expert_share of them. The caches of a sequence of n tokens take cache_bytes + n *
+    cache_bytes_per_token; only the last max_cached_tokens count, if that is set."""
 
     weight_bytes: int
     fetch_bytes: int
@@ -47,8 +47,8 @@ class LayerCost:
         return demand.concurrency * self.fixed_caches(demand.context) + growing
 
     def fixed_caches(self, context: int) -> int:
-        """Returns the largest size of those caches of a sequence that do not grow with every token:
-        a state, or the keys and values of a window."""
+        """Returns the largest size of a sequence's caches that do not grow with every token:
+        states, and the keys and values of windows."""
         window = min(context, self.max_cached_tokens or 0)
         return self.cache_bytes + window * self.cache_bytes_per_token
 
@@ -59,8 +59,8 @@ class LayerCost:
 
 
 def _idle_bytes(expert_bytes: int, expert_share: float, num_rows: int) -> float:
-    """Returns the bytes of the experts that no row of a step uses, if each row chooses its share of
-    them independently."""
+    """Returns the bytes of the experts that no row of a step uses, if each row chooses its experts
+    independently."""
     return expert_bytes * (1 - expert_share) ** num_rows
 
 
@@ -68,9 +68,9 @@ def _idle_bytes(expert_bytes: int, expert_share: float, num_rows: int) -> float:
 class ModelCost:
     """The cost of a model: its layers, and the weights outside of them. The rank with layer 0 also
     holds first (the embedding), rank 0 holds last (norm and head), and every rank holds shared.
-    tied is part of both first and last, and held once. hop_bytes_per_token is the size of the
+    `tied` is part of both first and last, and held once. hop_bytes_per_token is the size of the
     hidden state that one token sends across a cut. head_bytes is the size of a head that shards can
-    share, and logits_bytes that of the logits of one token; both are 0 for other heads."""
+    share, and logits_bytes the size of one token's logits; both are 0 for other heads."""
 
     layers: tuple[LayerCost, ...]
     first: LayerCost
@@ -122,11 +122,11 @@ class DraftSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """The settings of a plan, which `brigade plan` and `serve` take as flags. split is auto, even,
-    or the number of layers of each stage. memory and adapter_memory are one amount for all ranks,
-    or one for each. There must be room for context * concurrency tokens, or for min_tokens if that
-    is set. num_shards ranks share the layers of each stage. Rank 0 also holds the draft model, if
-    there is one."""
+    """The settings of a plan, which `brigade plan` and `serve` take as flags. `split` is auto,
+    even, or the number of layers of each stage. memory and adapter_memory are one amount for all
+    ranks, or one for each. There must be room for context * concurrency tokens, or for min_tokens
+    if that is set. num_shards ranks share the layers of each stage. Rank 0 also holds the draft
+    model, if there is one."""
 
     num_ranks: int
     context: int | None = None
@@ -153,7 +153,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """The layers and bytes of one rank, and its share of the time of a decode step.
+    """The layers and bytes of one rank, and its share of a decode step's time.
 
     num_shards ranks hold parts of the same layers, and this one is number `shard` of them. Stages
     are counted like ranks: stage 0 has the last layers. The bytes are those of the rank's own part.
@@ -161,7 +161,7 @@ class StagePlan:
     A sequence takes cache_bytes_per_token for each token and, in layers that look back a limited
     way, up to cache_bytes_per_sequence. cache_bytes is the sum for the demand, without slack.
     draft_bytes are the weights of the draft model and the memory for its keys and values. The last
-    stage has the head_bytes and logits_bytes of ModelCost. expert_bytes of the weights belong to
+    stage has ModelCost's head_bytes and logits_bytes. expert_bytes of the weights belong to
     experts, and a token uses expert_share of these.
     """
 
@@ -317,7 +317,7 @@ class _Sums:
     """The memory of any range of layers, and the bytes that a decode step reads of it."""
 
     def __init__(self, cost: ModelCost, demand: Demand, num_ranks: int) -> None:
-        # There is a group for each rank, so each group has its part of the rows.
+        # There is a group for each rank, so each group has only a part of the rows.
         num_rows = max(1, demand.concurrency // num_ranks)
         self._cost = cost
         self._demand = demand
@@ -356,8 +356,8 @@ def plan_stages(
     memory: Sequence[int] | None = None,
     num_shards: int = 1,
 ) -> list[StagePlan]:
-    """Plans every rank of a split. With several shards, cost is the cost on one of them, and
-    num_shards ranks get each range of layers. Raises PlanError if a rank lacks memory."""
+    """Plans every rank of a split. With several shards, cost is the cost on one shard, and each
+    range of layers goes to num_shards ranks. Raises PlanError if a rank lacks memory."""
     sums = _Sums(cost, demand, len(ranges))
     times = [sums.time(*layers) for layers in ranges]
     stages: list[StagePlan] = []
@@ -409,8 +409,8 @@ _NOTHING = LayerCost(0, 0)
 
 
 def _outside_layers(cost: ModelCost, layers: LayerRange) -> tuple[list[LayerCost], LayerCost]:
-    """Returns the costs of what a stage holds besides its layers, and the cost of the weights that
-    two of these parts share, because they are held once."""
+    """Returns the costs of the parts that a stage holds besides its layers, and the cost of weights
+    that two of these parts share and that are held once."""
     has_first = layers[0] == 0
     has_last = layers[1] == len(cost.layers)
     parts = [cost.shared]
@@ -487,7 +487,7 @@ def _state_tokens(
 ) -> int:
     """Returns how many tokens take as much room as the fixed caches of one more sequence.
     num_tokens is the number of tokens that fill the room beside the fixed caches of num_sequences
-    sequences. The largest number of all stages counts."""
+    sequences. The largest number among the stages counts."""
     largest = 0
     for stage, num_bytes in zip(stages, kv_bytes, strict=True):
         fixed = stage.cache_bytes_per_sequence

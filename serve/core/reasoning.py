@@ -11,12 +11,12 @@ from serve.core.types import Reasoning
 
 class ReasoningTracker:
     """Follows the reasoning of one answer from its tokens so far. num_tokens counts the tokens
-    between the marks, in all of the answer's reasoning together."""
+    between marks of reasoning, in the whole answer."""
 
     def __init__(self, reasoning: Reasoning, output: Iterable[int] = ()) -> None:
         self._reasoning = reasoning
         self._is_open = reasoning.is_open
-        self._last: tuple[int, ...] = ()  # as many tokens as the next mark has, or fewer
+        self._last: tuple[int, ...] = ()  # the latest tokens, at most as many as the next mark has
         self.num_tokens = 0
         for token in output:
             self.note(token)

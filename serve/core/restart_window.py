@@ -20,7 +20,7 @@ class RestartWindow:
         self._times.append(now)
 
     def forget(self, num_restarts: int) -> None:
-        """Forgets the last num_restarts restarts, or all if there were fewer."""
+        """Forgets the last num_restarts restarts; all of them if there were fewer."""
         for _ in range(min(num_restarts, len(self._times))):
             self._times.pop()
 

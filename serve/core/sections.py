@@ -41,7 +41,7 @@ class AdapterMemory(Section, frozen=True):
 
 
 class StepLimit(Section, frozen=True):
-    """A GPU runs the steps of this rank, and should have done each within this time."""
+    """A GPU runs this rank's steps, and should finish each step within this time."""
 
     max_seconds: float
 
@@ -49,7 +49,7 @@ class StepLimit(Section, frozen=True):
 class MemoryUse(Section, frozen=True):
     """The memory of a rank in bytes: of MLX's arrays, of freed arrays that MLX keeps, of all that
     programs on its host have wired (None where the system does not say), and what steps may still
-    take. bytes_per_token is what a token of a prompt takes while it is computed; 0 while that is
+    take. bytes_per_token is the memory of a prompt's token while it is computed; 0 while
     unknown."""
 
     active_bytes: int

@@ -4,7 +4,7 @@ import importlib.util
 from functools import cache
 from pathlib import Path
 
-# Formats with a reader of our own that mlx-lm has no parser for.
+# Formats that only our own readers can read: mlx-lm has no parser for them.
 OWN_FORMATS = (
     "deepseek_v3",
     "deepseek_v31",

@@ -20,11 +20,11 @@ OpT = TypeVar("OpT", bound=Op)
 # Step numbers, which are int32 on the wire, count up to this limit and then start again at 1.
 # Higher numbers belong to a warm-up, which no statistic includes.
 FIRST_WARM_UP_STEP = 2**31 - 2**16
-NUM_SEQUENCE_IDS = 2**30 - 2**17  # the ids of requests are below; a warm-up's are above
+NUM_SEQUENCE_IDS = 2**30 - 2**17  # Ids of requests are lower, a warm-up's ids higher.
 # Prefixes that were read from disk have ids of their own.
 NUM_LOADED_IDS = 2**16
 FIRST_LOADED = 2**30 - NUM_LOADED_IDS
-# The ids of checkpoints begin above those of sequences, so one set can hold ids of both.
+# The ids of checkpoints begin above those of sequences, so one set can hold both kinds of ids.
 FIRST_CHECKPOINT = 2**30
 LAST_TOKEN = -1  # In a step, stands for the token that the row's previous step samples.
 
@@ -33,7 +33,7 @@ FinishReason = Literal["stop", "length", "abort", "error", "refused", "conflict"
 # In a result, in place of a token: why no token could be sampled for this row.
 FAILED_TOKEN = -2  # a fault of the engine
 REFUSED_TOKEN = -3  # a fault of the request
-CONFLICT_TOKEN = -4  # No token is allowed by both its grammar and its other fields.
+CONFLICT_TOKEN = -4  # No token is allowed by both the request's grammar and its other fields.
 OVERFLOWED_TOKEN = -5  # The logits are not finite numbers.
 FAILURES: dict[int, FinishReason] = {
     FAILED_TOKEN: "error",
@@ -134,9 +134,9 @@ class Sequence:
     Once every step issued so far has run, the stages hold keys and values of num_computed tokens,
     and num_pending more tokens are sampled. The steps of num_done tokens have run. is_held says
     whether the stages hold any of the sequence. The first num_cached tokens were copied from
-    another sequence. adapter_version is 0 without an adapter. original is a sequence with the same
-    prompt, which is computed once for both. usage holds the counts of the scheduler's parts for the
-    client, by name.
+    another sequence. adapter_version is 0 without an adapter. `original` is a sequence with the
+    same prompt, which is computed once for both. usage holds the counts of the scheduler's parts
+    for the client, by name.
     """
 
     id: int

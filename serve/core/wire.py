@@ -37,7 +37,7 @@ def frame(message: AnyMessage) -> bytes:
 
 
 class FrameReader(Generic[Received]):
-    """Turns a stream of bytes, in any pieces, into messages of the expected types, a union of
+    """Turns a stream of bytes, in any pieces, into messages of the expected types, a union in
     serve.core.messages. A longer body than max_body_bytes is refused by its header."""
 
     def __init__(self, expected: Any, max_body_bytes: int = MAX_BODY_BYTES) -> None:
