@@ -54,7 +54,7 @@ async def serve(
     asyncio.get_running_loop().set_exception_handler(_log_bug)
     front = Front(config, engine, tokenizer, max_context)
     if config.constants.warms_up:
-        # In Starlette's thread pool: its first use imports the modules that streams need.
+        # Runs in Starlette's thread pool, whose first use imports the modules that streams need.
         await run_in_threadpool(front.answering.warm_up)
     server = HttpServer(
         front.app, config.constants, lambda: front.begin_drain(config.drain_timeout)
@@ -129,7 +129,7 @@ class Front:
         self._config = config
         self._engine = engine
         self._metrics = Metrics(engine.pipeline)
-        self.num_ended = 0  # answers that a drain did not wait for
+        self.num_ended = 0  # the number of answers that a drain did not wait for
         self.answering = Answering(config, engine, tokenizer, max_context, self._metrics)
         self.responses = ResponseCalls(self.answering)
         self.server_state = ServerState(config)
@@ -174,7 +174,7 @@ class Front:
 
     def begin_drain(self, seconds: float) -> None:
         """Accepts no new requests. Answers that still run after this many seconds end with an
-        error. They end sooner if a rank is missing, because that rank is unlikely to return."""
+        error. If a rank is missing, which is unlikely to return, they end sooner."""
         self.check.drain()
         self.server_state.is_draining = True
         if not self._engine.is_complete:

@@ -27,7 +27,7 @@ class LoadedVersion:
     """A version that ranks may hold: its source, and the answer of each rank that read it."""
 
     source: Source
-    answers: dict[int, AdapterRead]  # the answer of each rank
+    answers: dict[int, AdapterRead]  # each rank's answer
 
     @property
     def num_bytes(self) -> list[int]:
@@ -39,8 +39,8 @@ class LoadedVersion:
         return " ".join(answer.checksum for _, answer in sorted(self.answers.items()))
 
     def is_same(self, answers: dict[int, AdapterRead]) -> bool:
-        """Whether the ranks have read the same contents again. If they have other layers than
-        before, only the digests can be compared, which cover samples of the files."""
+        """Whether the ranks have read the same contents again. If their layers have changed, only
+        the digests can be compared, which cover samples of the files."""
         if answers.keys() != self.answers.keys():
             return answers[0].digest == self.answers[0].digest
         return _checksums(answers) == _checksums(self.answers)

@@ -79,7 +79,7 @@ class AdapterLoader:
         self._broken: BrigadeError | None = None
         self._num_interrupted = 0
         self._can_ask = asyncio.Event()  # Set while the engines accept messages about adapters.
-        self._could_ask = False  # ever
+        self._could_ask = False  # whether the engines have ever accepted such messages
         self._lock = asyncio.Lock()
 
     # --- for requests
@@ -226,7 +226,7 @@ class AdapterLoader:
                 )
         except BaseException as error:
             if isinstance(error, _RefusedByAll):
-                # No rank has read anything under this number.
+                # No rank has read files under this number.
                 self._last_version -= 1
             else:
                 # A rank may hold the version, or still read it: the number is not used again.
@@ -286,7 +286,7 @@ class AdapterLoader:
                     raise self._broken
                 self._answered.clear()
                 await asyncio.wait_for(self._answered.wait(), deadline - time.monotonic())
-                # Even if all have answered: new engines hold only registered versions.
+                # Even if all ranks have answered: new engines hold only registered versions.
                 if self._num_interrupted != num_interrupted:
                     raise _Interrupted
         except TimeoutError as error:
@@ -306,7 +306,7 @@ class AdapterLoader:
         if answer.version in self._answers:
             self._answers[answer.version][rank] = answer
             self._answered.set()
-        elif answer.version not in self.registry.versions:  # Otherwise it is from before a fault.
+        elif answer.version not in self.registry.versions:  # an answer from before a fault
             self._requests.retire_adapter(answer.version)
 
     # --- engines that restart

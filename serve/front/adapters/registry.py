@@ -25,7 +25,7 @@ class Eviction:
 @dataclass(slots=True)
 class AdapterStatistics:
     """The numbers of loads since the start, and of requests for each adapter since its name was
-    registered. Names that are gone are not counted: their number has no limit."""
+    registered. Names that are gone are not counted, because there may be any number of them."""
 
     num_loaded: int = 0
     num_swapped: int = 0
@@ -62,7 +62,7 @@ class AdapterRegistry:
         return ModelNames(tuple(self.names), self.default)
 
     def check_new(self, name: str, in_place: bool) -> Adapter | None:
-        """Returns the adapter that a new one of this name replaces, if there is one. Raises
+        """Returns the adapter that a new adapter with this name replaces, if there is one. Raises
         RequestError if an adapter cannot have this name, or if the name is taken and must not be
         replaced."""
         if not may_name_adapter(name, self._model_name):
@@ -137,7 +137,7 @@ class AdapterRegistry:
                 adapter.loaded = loaded
 
     def is_wanted(self, version: int) -> bool:
-        """Whether a name refers to this version, or a sequence has it."""
+        """Whether a name refers to this version, or a sequence uses it."""
         return version in self.loaded_versions() or self._num_sequences(version) > 0
 
     def loaded_versions(self) -> list[int]:
@@ -218,8 +218,8 @@ def adapter_not_found(name: str) -> NotFoundError:
 
 
 def _fits(sizes: list[list[int]], limits: list[int]) -> bool:
-    """Whether the bytes on each rank are within its limit. sizes has, for each version, its bytes
-    on each rank."""
+    """Whether the bytes on each rank are within its limit. sizes gives, by version, the bytes on
+    each rank."""
     by_rank = zip(*sizes, strict=True)
     totals = [sum(held) for held in by_rank]
     pairs = zip(totals, limits, strict=True)

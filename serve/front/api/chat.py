@@ -18,7 +18,7 @@ from serve.front.text.schemas import TOOLS, omitted_keywords, schema_of
 from serve.front.text.tokens import Tokenizer
 
 _FORCING = "tool_choice"  # the field that forces a call
-# The name of custom tools' grammars in the list of keywords that are not enforced.
+# The entry for custom tools' grammars in the list of keywords that are not enforced.
 _LARK = "lark"
 
 
@@ -145,9 +145,9 @@ def _rendered(prompts: Iterable[ChatPrompt], tokenizer: Tokenizer) -> Iterator[s
 class _Constraint:
     """The grammar that answers follow, after the token free_until if it is not None. param is the
     field that demands the grammar; if is_optional, the grammar may be left out. left_out are the
-    keywords that it does not enforce, enforced_inputs the tools whose input it enforces, overridden
-    the fields that a forced call replaces. forces_native_calls: forced calls are in the dialect's
-    format."""
+    keywords that the grammar does not enforce, enforced_inputs the tools whose input it enforces,
+    `overridden` the fields that a forced call replaces. forces_native_calls: forced calls are in
+    the dialect's format."""
 
     grammar: str | None
     param: str | None
@@ -161,7 +161,7 @@ class _Constraint:
 
 
 def _constraint(request: ChatRequest, tokenizer: Tokenizer, is_thinking: bool) -> _Constraint:
-    """Returns the grammar that the request demands, or else its tools'. Raises RequestError."""
+    """Returns the grammar that the request demands, or the tools' grammar. Raises RequestError."""
     reasoning = tokenizer.dialect.reasoning
     free_until: int | None = None
     if reasoning and is_thinking:

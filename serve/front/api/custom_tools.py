@@ -1,4 +1,4 @@
-"""Custom tools, whose input is text: as chats and Responses declare them, and their calls.
+"""Custom tools, whose input is text: their declarations in chats and Responses, and their calls.
 
 A model knows functions only. A custom tool is offered as a function with one string parameter.
 """
@@ -83,7 +83,7 @@ class _Custom(Tolerant):
 
 
 class ChatCustomTool(Tolerant):
-    """A custom tool as chats declare it, with one more object around it and around its grammar."""
+    """A custom tool as chats declare it: the tool and its grammar are each in one more object."""
 
     type: Literal["custom"]
     custom: _Custom

@@ -41,7 +41,7 @@ class EmbeddingBody(Lenient):
 
 
 class EmbeddingJob(msgspec.Struct, frozen=True, tag=True):
-    """The decisions about a request for embeddings: what to embed, and how the reply looks."""
+    """The decisions about a request for embeddings: the texts to embed, and the reply's form."""
 
     model: str
     prompts: list[Prompt]

@@ -47,8 +47,8 @@ _ONLY_NULL = (
     "watermarking",
     "web_search_options",
 )
-# The values without effect, besides null, of each unsupported field. If the kind of body does
-# support the field, it validates the field itself.
+# For each unsupported field, its values without effect besides null. A body that does support the
+# field validates it itself.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_ONLY_NULL, ()),
     "add_generation_prompt": (True,),

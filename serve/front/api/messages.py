@@ -1,4 +1,4 @@
-"""The messages of a chat: in OpenAI's form, in the form of all APIs, and in that of templates."""
+"""The messages of a chat: in OpenAI's form, in the form of all APIs, and in templates' form."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -244,8 +244,8 @@ def _add_thoughts_and_calls(plain: ChatMessage, message: RequestMessage, number:
 
 
 def _plain_call(call: ToolCall, number: int, index: int) -> CallPart:
-    """Returns a call of the history. A call without an id gets one that depends only on its place,
-    of nine letters and digits, because some templates accept only that form."""
+    """Returns a call of the history. A call without an id gets an id of nine letters and digits,
+    the only form that some templates accept, which depends only on the call's place."""
     function: FunctionPart
     if call.function is not None:
         function = {"name": call.function.name, "arguments": call.function.arguments}

@@ -18,7 +18,7 @@ from serve.front.text.tokens import Tokenizer
 
 _Json = dict[str, Any]
 
-# A shortened prompt leaves at most this fraction of the context to the answer: 1 / 4.
+# A shortened prompt leaves at most a fourth of the context to the answer.
 _ANSWER_PART = 4
 _NO_TIME = re.compile(r"0+(\.0*)?([nuµm]?s|m|h)?")
 
@@ -41,8 +41,8 @@ class Options(Body):
 
 
 class _OllamaBody(Lenient):
-    """The base of Ollama's bodies. keep_alive and shift have no effect: the model stays loaded, and
-    an answer ends where the context does."""
+    """The base of Ollama's bodies. keep_alive and `shift` have no effect: the model stays loaded,
+    and an answer ends where the context does."""
 
     model: str = DEFAULT_MODEL
     stream: bool | None = None
@@ -76,8 +76,8 @@ class _OllamaBody(Lenient):
         return max_context - num_answer
 
     def shortened_if_needed(self, prepare: Callable[[int | None], Job], max_context: int) -> Job:
-        """Returns the job that prepare makes, with fewer prompt tokens if it does not fit into the
-        context. Raises RequestError."""
+        """Returns the job that `prepare` makes, with fewer prompt tokens if they do not fit into
+        the context. Raises RequestError."""
         try:
             return prepare(None)
         except RequestError as error:
@@ -157,7 +157,7 @@ class OllamaChatBody(_OllamaBody):
 
 
 class OllamaGenerateBody(_OllamaBody):
-    """The body of generate. raw leaves out the chat template. context is a history's old form."""
+    """The body of generate. `raw` leaves out the chat template. context is a history's old form."""
 
     prompt: str | None = None
     system: str | None = None

@@ -38,7 +38,7 @@ from serve.front.output.answer import Listing, UsageInStream
 from serve.front.text.tokens import Tokenizer
 
 MAX_PROMPTS = 1024
-# More than a reply's header can list.
+# How many ignored names are kept: more than a reply's header can list.
 _MAX_IGNORED_NAMES = 400
 
 Parsed = TypeVar("Parsed", bound=Body)
@@ -57,7 +57,7 @@ class Lenient(Body):
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> Any:
         schema = handler.resolve_ref_schema(handler(core_schema))
         model = schema["properties"].get("model", {})
-        if model.get("type") == "string":  # null means no field
+        if model.get("type") == "string":  # The field may also be null, which means none.
             schema["properties"]["model"] = {"anyOf": [model, {"type": "null"}]}
         for name in HARMLESS:
             schema["properties"].setdefault(name, {})
@@ -150,7 +150,7 @@ GivenChoice = Literal["none", "auto", "required", "any"] | NamedTool | NamedCust
 
 
 def chosen(tools: list[Tool], given: GivenChoice | None) -> tuple[list[Tool], ToolChoice]:
-    """Returns the offered tools, and the choice among them. Raises RequestError."""
+    """Returns the offered tools, and how the model may choose among them. Raises RequestError."""
     match given:
         case None:
             return tools, "auto"
@@ -244,7 +244,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Prediction(Body):
-    """The answer that a client expects, or a part of it. It changes the speed only."""
+    """The answer that a client expects, or a part of it: a prediction changes only the speed."""
 
     type: Literal["content"]
     content: AnyContent

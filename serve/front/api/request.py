@@ -14,9 +14,9 @@ from serve.front.output.choice import StopRules
 from serve.front.output.splitter import Splitting
 from serve.front.text.tokens import Tokenizer
 
-# The model of a request that names none.
+# The name that stands for the model in a request without one.
 DEFAULT_MODEL = "default"
-# The content of made-up messages. Few real messages begin like it.
+# The content of made-up messages. Few real messages begin with the same text.
 _PROBE = "§ What comes next?"
 _PROBE_ID = "p00000000"  # Some templates accept only ids of nine letters and digits.
 
@@ -72,8 +72,8 @@ class ChatPrompt:
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """The tools that the model may call, and whether it has to. If is_raw, the whole answer is a
-    tool's input. inputs maps tools to the grammars of their inputs; the grammars of the tools in
-    lark_inputs are optional."""
+    tool's input. inputs maps tools to the grammars of their inputs, which are optional for the
+    tools in lark_inputs."""
 
     tools: list[Tool] = field(default_factory=list)
     choice: ToolChoice = "auto"
@@ -83,7 +83,7 @@ class ToolUse:
     lark_inputs: frozenset[str] = frozenset()
 
     def has_unenforced_inputs(self, enforced: Collection[str]) -> bool:
-        """Whether a tool may be called whose Lark input is not among the enforced ones."""
+        """Whether the model may call a tool whose Lark grammar is not enforced."""
         may_call = self.choice != "none" and not self.is_raw
         return may_call and not self.lark_inputs <= set(enforced)
 

@@ -1,4 +1,4 @@
-"""The fields for sampling and for the ends of answers, and the Sampling that they become."""
+"""The fields for sampling and for ending answers, which become a Sampling."""
 
 import secrets
 from collections.abc import Iterable, Mapping
@@ -29,7 +29,7 @@ MAX_LOGPROBS = 20
 
 
 def _one_or_more(stop: Any) -> Any:
-    """Reads stop. Some clients send an empty string for none."""
+    """Reads `stop`. Some clients send an empty string instead of none."""
     if stop == "":
         return ()
     texts = [stop] if isinstance(stop, str) else stop
@@ -195,8 +195,8 @@ class SamplingBody(NumbersBody):
         check_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
 
     def _bad_words(self, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-        """Returns the tokens of each bad word. As in vLLM, a word with a space before it is banned
-        too, if only its first token differs."""
+        """Returns the tokens of each bad word. As in vLLM, the word after a space is banned too, if
+        only its first token differs."""
         found: list[tuple[int, ...]] = []
         for word in self.bad_words:
             bare = word.lstrip()
@@ -215,10 +215,10 @@ def basic_sampling(
     numbers: Mapping[str, Any],
     grammar: str | None = None,
 ) -> Sampling:
-    """Returns the Sampling of these numbers, with a new seed. None means the model's default."""
+    """Returns a Sampling with these numbers and a new seed. None means the model's default."""
     given = {name: number for name, number in numbers.items() if number is not None}
     chosen = {**tokenizer.sampling_defaults.numbers(), **given}
-    chosen["top_k"] = max(0, chosen["top_k"])  # -1 turns it off, as 0 does.
+    chosen["top_k"] = max(0, chosen["top_k"])  # -1 turns top_k off, as 0 does.
     return Sampling(
         **chosen,
         seed=secrets.randbits(63),
@@ -243,8 +243,8 @@ def first_banned_ids(tokenizer: Tokenizer, stop_ids: Iterable[int] = ()) -> tupl
 
 
 def only_grammar(grammars: Mapping[str, str]) -> str | None:
-    """Returns the one grammar that answers must follow: that of a forced call (tool_choice) comes
-    first. Raises RequestError for several other grammars."""
+    """Returns the one grammar that answers must follow. The grammar of a forced call (tool_choice)
+    replaces others. Raises RequestError if there are several others."""
     if "tool_choice" in grammars:
         return grammars["tool_choice"]
     if len(grammars) > 1:

@@ -15,7 +15,7 @@ Schema = dict[str, Any]
 
 
 def _not_blank(value: Any) -> Any:
-    """Refuses a blank text: as a grammar it would allow everything, or nothing."""
+    """Refuses a blank text: as a grammar, a blank would allow everything, or nothing."""
     if isinstance(value, str) and not value.strip():
         refuse("must not be empty")
     return value
@@ -191,7 +191,7 @@ class OtherServersGrammars(Body):
     guided_grammar: Grammar | None = None
 
     def other_grammars(self) -> Iterator[tuple[str, str]]:
-        """Yields the field and its grammar, for each that is given. Raises RequestError."""
+        """Yields each given field and its grammar. Raises RequestError."""
         for name in ("json_schema", "guided_json"):
             schema = getattr(self, name)
             if schema is not None:

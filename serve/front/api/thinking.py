@@ -8,8 +8,8 @@ from serve.core.types import Reasoning
 from serve.front.text.dialects import interface
 from serve.front.text.tokens import Tokenizer
 
-# The limit of reasoning, in tokens, for an effort of OpenAI's API, if the model's template has no
-# variable for it; xhigh and max have no limit.
+# The limit of reasoning, in tokens, by OpenAI's effort, for templates without a variable for
+# effort. xhigh and max have no limit.
 BUDGETS = {"none": 0, "minimal": 512, "low": 1024, "medium": 8192, "high": 24576}
 
 # The variables that most templates have, for a model whose marks of reasoning are not known.

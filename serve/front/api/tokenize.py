@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, with vLLM's bodies. These calls compute nothing on the ranks."""
+"""/tokenize and /detokenize, with vLLM's bodies. These calls need no computation on the ranks."""
 
 from typing import Any
 

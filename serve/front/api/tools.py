@@ -129,5 +129,5 @@ def _call_schema(number: int, tool: Tool) -> dict[str, Any]:
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    """Returns the sound schema of a tool's arguments; without parameters they are `{}`."""
+    """Returns the sound schema of a tool's arguments; without parameters, it allows only `{}`."""
     return sound(tool.function.parameters or {"type": "object", "properties": {}})

@@ -13,7 +13,7 @@ def fitting(prompt: ChatPrompt, tokenizer: Tokenizer, max_tokens: int) -> ChatPr
     cuts = _cuts(prompt.messages)
     if _fits(prompt, tokenizer, max_tokens) or not cuts:
         return prompt
-    # A later cut makes a shorter prompt.
+    # The later the cut, the shorter the prompt.
     low = 0
     high = len(cuts) - 1
     while low < high:
@@ -34,7 +34,7 @@ def _fits(prompt: ChatPrompt, tokenizer: Tokenizer, max_tokens: int) -> bool:
 
 
 def _num_fixed(messages: list[ChatMessage]) -> int:
-    """Returns the number of system messages at the start; 0 if there are no others."""
+    """Returns the number of system messages at the start; 0 if there are no other messages."""
     for number, message in enumerate(messages):
         if message["role"] not in ("system", "developer"):
             return number
@@ -42,7 +42,7 @@ def _num_fixed(messages: list[ChatMessage]) -> int:
 
 
 def _cuts(messages: list[ChatMessage]) -> list[int]:
-    """Returns where a shorter chat may begin: not with a result, whose call would be missing."""
+    """Returns where a shorter chat may begin: not at a result, whose call would be missing."""
     start = _num_fixed(messages) + 1
     indexes = range(start, len(messages))
     return [index for index in indexes if messages[index]["role"] != "tool"]

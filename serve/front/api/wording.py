@@ -115,7 +115,7 @@ def _sentence(errors: Sequence[ErrorDetails]) -> str:
 
 
 def _wanted(error: ErrorDetails) -> str | None:
-    """Returns the values that the field allows, as far as one error tells."""
+    """Returns the values that the field allows, as far as one error names them."""
     kind = error["type"]
     context = error.get("ctx", {})
     if kind in _LIMITS:
@@ -204,7 +204,7 @@ def _steps(location: Location, body: Any, is_missing: bool) -> Location:
 
 
 def _is_field(step: str, rest: Location, body: dict[str, Any], is_missing: bool) -> bool:
-    """Whether a step leads to a field of body, and is not the name of a part of a union."""
+    """Whether a step leads to a field of body, and does not name a union's part."""
     if step not in body:
         return is_missing and not rest
     if not rest or isinstance(body[step], dict | list):

@@ -1,4 +1,4 @@
-"""The policy of each route: who may call it, and in which API's form its errors are. A route also
+"""The policy of each route: who may call it, and the API whose form its errors have. A route also
 matches other spellings of its path."""
 
 import re

@@ -46,7 +46,7 @@ class AccessCheck:
 
     Once there are API keys, each call that is not open needs one. Admin calls need an admin key, or
     an API key if there are no admin keys; if the server has no keys, they must come from this host.
-    Calls that need no key must name this server in Host."""
+    Calls that need no key must name this server in `Host`."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._api_keys = [_digest(key.encode()) for key in config.api_key]
@@ -169,7 +169,7 @@ def log_access(config: ServeConfig) -> None:
 
 
 def _check_tokens(scope: Scope, keys: Collection[bytes], kind: str) -> None:
-    # A list, so that all keys are compared and the time reveals nothing.
+    # Makes a list, so that all keys are compared and the time reveals nothing.
     if any([_is_one_of(token, keys) for token in _tokens(scope)]):
         return
     raise StatusError(
@@ -183,7 +183,7 @@ def _check_tokens(scope: Scope, keys: Collection[bytes], kind: str) -> None:
 
 def _check_framing(scope: Scope) -> None:
     """Raises StatusError for other versions of HTTP, and for a body whose length is given in two
-    ways: a proxy in front of this server may have used the other one."""
+    ways: a proxy in front of this server may have used the other length."""
     if scope["http_version"] not in ("1.0", "1.1"):
         raise StatusError(505, "This server speaks HTTP/1.1.", {"connection": "close"})
     names = {name for name, _ in scope["headers"]}

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError, from_json
 
 from serve.core.errors import RequestError
 
-# The limit of one object: validation makes an error for each unknown field, but reports one.
+# The most fields of an object: validation makes an error for each unknown one.
 MAX_FIELDS = 4096
 
 

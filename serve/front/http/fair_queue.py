@@ -101,7 +101,7 @@ class FairQueue:
 
     def _refuse_last(self) -> None:
         """If too much work waits, refuses the last work of the client with the most. A client that
-        fills the queue keeps out neither the work of others nor smaller work of its own."""
+        fills the queue keeps out neither other clients' work nor its own smaller work."""
         if sum(map(len, self._waiting.values())) <= self._max_waiting:
             return
         most = max(reversed(self._waiting.values()), key=len)
@@ -122,5 +122,5 @@ class FairQueue:
 
 
 def _refuse(waiting: _Waiting, error: BrigadeError) -> None:
-    if not waiting.done.done():  # Otherwise its client has left.
+    if not waiting.done.done():  # Otherwise the work's client has left.
         waiting.done.set_exception(error)

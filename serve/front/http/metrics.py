@@ -26,7 +26,7 @@ _HOPS = ("brigade_hop_seconds", "Time from a hop's header to its tensors")
 
 
 class Metrics:
-    """The server's counters and histograms. pipeline returns the state whenever they are read."""
+    """The server's counters and histograms. pipeline gives the state whenever metrics are read."""
 
     def __init__(self, pipeline: Callable[[], dict[str, Any]]) -> None:
         self._registry = registry = CollectorRegistry()
@@ -110,7 +110,7 @@ class _Pipeline(Collector):
 
     def collect(self) -> Iterator[Metric]:
         state = self._pipeline()
-        # These count answers: a request may ask for several.
+        # Answers are counted here: a request may ask for several.
         yield _gauge("num_requests_running", "Answers being generated", state["num_running"])
         yield _gauge("num_requests_waiting", "Answers in the queue", state["num_waiting"])
         yield from _stage_families(state["stages"])

@@ -66,7 +66,7 @@ class RequestLog:
         scope[RECORD] = record
         scope[LIMITS] = self._config.constants
         scope[PACE] = self._pace
-        scope[POLICY] = CLIENT  # This policy applies until a route has matched.
+        scope[POLICY] = CLIENT  # CLIENT applies until a route has matched.
 
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -152,8 +152,8 @@ async def _receive(scope: Scope, receive: Receive, max_bytes: int) -> Parts:
 
 def _check_type(error_format: ErrorFormat, headers: dict[bytes, bytes]) -> None:
     """Raises StatusError unless the type is JSON: browsers let a web page send other types to any
-    server without asking that server first. Some of Ollama's clients send no type, or a form's, but
-    are not browsers."""
+    server without asking the server first. Some of Ollama's clients, which are not browsers, send
+    no type or a form's."""
     is_free = error_format is ErrorFormat.OLLAMA and not headers.keys() & _OF_BROWSERS
     content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if content_type != b"application/json" and not is_free:

@@ -28,7 +28,7 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The description of a call: who may make it, the type of its body, and its query's schemas."""
+    """The description of a call: who may make it, its body's type, and its query's schemas."""
 
     policy: Policy
     body: Any
@@ -111,7 +111,7 @@ def field_names(document: Json) -> frozenset[str]:
 # Cached, because it takes a fifth of a second, and each test starts a server.
 @functools.cache
 def _schemas(bodies: frozenset[Any]) -> tuple[Mapping[Any, JsonSchemaValue], Json]:
-    """Returns the schema of each body, and the schemas that these refer to."""
+    """Returns the schema of each body, and all schemas that it refers to."""
     schemas, whole = TypeAdapter.json_schemas(
         [(body, "validation", TypeAdapter(body)) for body in bodies],
         ref_template="#/components/schemas/{model}",

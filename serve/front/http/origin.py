@@ -1,7 +1,7 @@
-"""The origin of a request: which Host it names, and whether a process on this host sent it.
+"""The origin of a request: the Host that it names, and whether a process on this host sent it.
 
-Without keys, these checks are all that keeps out web pages that point their own name at this server
-(DNS rebinding) and clients behind a proxy. The checks cannot recognise a plain TCP forwarder.
+Without keys, only these checks keep out web pages that point their own name at this server (DNS
+rebinding) and clients behind a proxy. The checks cannot recognise a plain TCP forwarder.
 """
 
 import ipaddress

@@ -1,4 +1,4 @@
-"""The files of the web page, and the headers that limit what it may do."""
+"""The files of the web page, and the headers that limit what the page may do."""
 
 import gzip
 import hashlib

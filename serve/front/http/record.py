@@ -23,9 +23,9 @@ _UNKNOWN_FIELD = "*"
 
 @dataclass(slots=True)
 class AccessRecord:
-    """The values of a request's log line; None if unknown. started is a time of perf_counter. path
-    is the route's, and param shows field_names only, so the id is the only text that a client can
-    choose."""
+    """The values of a request's log line; None if unknown. `started` is a time of perf_counter.
+    path is the route's, and param shows field_names only, so the id is the only text that a client
+    can choose."""
 
     request: str
     method: str
@@ -41,7 +41,7 @@ class AccessRecord:
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     ttft_seconds: float | None = None
-    total_seconds: float | None = None  # set when the line is written
+    total_seconds: float | None = None  # None until the line is written
     finish_reason: str | None = None
     code: str | None = None
     param: str | None = None
@@ -52,7 +52,7 @@ class AccessRecord:
         """Records why the request failed. A RequestError's message may quote the client."""
         self.code = error.code
         self.param = error.param and self._known(error.param)
-        is_internal = error.http_status == BrigadeError.http_status  # Its traceback is logged.
+        is_internal = error.http_status == BrigadeError.http_status  # Tracebacks are logged.
         if not isinstance(error, RequestError) and not is_internal:
             self.reason = str(error)[:_MAX_REASON_CHARACTERS]
 

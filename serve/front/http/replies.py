@@ -16,7 +16,7 @@ from serve.core.errors import (
 
 Json = dict[str, Any]
 
-_SLICE = 64  # items of a list that are encoded at a time
+_SLICE = 64  # the number of list items that are encoded at a time
 
 _STATUS_CODES = {status.value: status.name.lower() for status in HTTPStatus}
 _ANTHROPIC_TYPES = {

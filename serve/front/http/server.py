@@ -28,23 +28,23 @@ _PROBE_SECONDS = 0.1
 _MAX_PROBE_SECONDS = 5.0
 # While a read is parsed, no other client is served.
 MAX_READ_BYTES = 16 << 10
-# A body that was refused is dropped in larger reads with pauses, to spare the event loop.
-MAX_DISCARDED_BYTES = 128 << 10  # bytes that one read may drop
+# A refused body is dropped in larger reads with pauses, to spare the event loop.
+MAX_DISCARDED_BYTES = 128 << 10  # the most bytes that one read may drop
 DISCARD_PAUSE_SECONDS = 0.002
 MAX_HEADERS = 256
 _HEADER_TOO_LARGE = 431
 _MAX_REASON_CHARACTERS = 200
 _ABSOLUTE = re.compile(rb"https?://(?P<authority>[^/?#]*)(?P<rest>.*)", re.IGNORECASE)
 _TLS_HANDSHAKE = b"\x16\x03"
-# Parsing a chunk of a body takes as long as parsing some kilobytes.
+# How many chunks of a body may have any size. Parsing a chunk takes as long as some kilobytes.
 MAX_FREE_CHUNKS = 1024
-MIN_CHUNK_BYTES = 64  # the average size that further chunks must have
-# A client must read this many bytes, and this share, of its waiting output in SEND_SECONDS.
+MIN_CHUNK_BYTES = 64  # the least average size of chunks beyond MAX_FREE_CHUNKS
+# In SEND_SECONDS, a client must read both this number and this share of the bytes that wait for it.
 MIN_SENT_BYTES = 4096
 MIN_SENT_SHARE = 0.1
-_CANCEL_SECONDS = 2  # to end what runs after the drain
+_CANCEL_SECONDS = 2  # how long requests that outlast a drain may take to end
 _NUM_OTHER_FILES = 256
-_MAX_CROWD = 2  # more than this times max_connections are closed unanswered
+_MAX_CROWD = 2  # Beyond so many times max_connections, connections are closed unanswered.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class RefusedError(h11.RemoteProtocolError):
 
 
 class BoundedConnection(h11.Connection):
-    """h11's connection, with bounds on headers and chunks, each of which takes time to parse."""
+    """h11's connection, with limits for headers and chunks, each of which takes time to parse."""
 
     _num_chunks = 0
     _num_bytes = 0
@@ -135,9 +135,9 @@ class Protocol(H11Protocol):
     config: Config
     _probing: asyncio.TimerHandle | None = None
     _deadline: asyncio.TimerHandle | None = None
-    _is_refused = False  # Further input is dropped.
-    _is_tls = False  # The latest input begins like a TLS handshake.
-    _watched_state: object = None  # the client's state in h11 to which the deadline belongs
+    _is_refused = False  # whether further input is dropped
+    _is_tls = False  # whether the latest input begins like a TLS handshake
+    _watched_state: object = None  # the client's state in h11 for which the deadline was set
     _sending: asyncio.TimerHandle | None = None
     _pausing: asyncio.TimerHandle | None = None
 
@@ -264,7 +264,7 @@ class Protocol(H11Protocol):
             self._clear()
 
     def _is_discarding(self) -> bool:
-        """Whether the answer was complete before the body, whose rest is read and dropped."""
+        """Whether the rest of the body is dropped, because the answer was complete before it."""
         return self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
 
     def _arm(self, seconds: float) -> None:

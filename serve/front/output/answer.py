@@ -62,11 +62,11 @@ class Listing:
 
 class Job(msgspec.Struct, frozen=True, tag=True):
     """The decisions about a request; the client's body is not used after this. It can be sent to
-    another process. continues: the answer continues the prompt's text. grammar_param is the field
-    that demands the grammar; an optional grammar may be left out. not_enforced are the keywords of
-    schemas that the grammar does not enforce, tool_grammars the grammars of tools' inputs, which
-    must be valid in any case, enforced_inputs the tools whose input follows its grammar.
-    format_schema is JSON text."""
+    another process. `continues`: the answer continues the prompt's text. grammar_param is the field
+    that demands the grammar; an optional grammar may be left out. not_enforced are schema keywords
+    that the grammar does not enforce, tool_grammars the grammars of tools' inputs, which must be
+    valid in any case, enforced_inputs the tools whose input follows its grammar. format_schema is
+    JSON text."""
 
     model: str
     prompts: list[Prompt]
@@ -170,13 +170,13 @@ class RunningAnswer(RunningRequest):
 
     @property
     def prompt_progress(self) -> tuple[int, int] | None:
-        """The numbers of computed and of all prompt tokens; None once the answer has begun."""
+        """How many prompt tokens are computed, and how many exist; None once an answer begins."""
         return None if self._num_tokens else self._generation.progress
 
     async def with_error_event(
         self, events: AsyncIterator[bytes], failed: Callable[[BrigadeError], bytes]
     ) -> AsyncIterator[bytes]:
-        """Yields the events. If anything fails, the last one is made by failed."""
+        """Yields the events. If anything fails, `failed` makes the last one."""
         try:
             async for event in events:
                 yield event

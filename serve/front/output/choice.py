@@ -43,7 +43,7 @@ class Piece:
 
 
 class Choice:
-    """One answer to prompt. continued are the tokens whose text the answer continues."""
+    """One answer to prompt. `continued` are the tokens whose text the answer continues."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 """Checks whole answers against schemas that their grammar enforces only in part: calls against
-their tool's schema, and text against that of a format."""
+their tool's schema, and text against a format's schema."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -114,4 +114,4 @@ def _collect(collected: _Collected, delta: Delta) -> None:
         case CallEnd():
             collected.calls[-1].is_whole = True
         case PromptProgress() | AnswerBegin() | Thought() | AnswerEnd():
-            pass  # No schema applies to these.
+            pass  # No schema applies to such deltas.

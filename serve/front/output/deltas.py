@@ -43,8 +43,8 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """The progress of a request's prompts: of total tokens, done are computed, of which cached came
-    from the prefix cache. seconds is the time since the submission."""
+    """The progress of a request's prompts: of `total` tokens, `done` are computed, and the prefix
+    cache gave `cached` of these. seconds is the time since the submission."""
 
     total: int
     done: int
@@ -78,7 +78,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """The last delta of an answer. stop is the stop string or token that ended it, if one did.
+    """The last delta of an answer. `stop` is the stop string or token that ended it, if one did.
     usage counts the whole request. violations are the rules of schemas that the answer breaks."""
 
     reason: Reason

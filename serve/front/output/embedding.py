@@ -13,7 +13,7 @@ from serve.front.pipeline.interface import Prompt
 
 
 class Embeddings(RunningRequest):
-    """Embeds prompts a few at a time, so that they do not fill the queue. submit starts a few."""
+    """Embeds prompts a few at a time, so that they do not fill the queue. `submit` starts a few."""
 
     def __init__(
         self,

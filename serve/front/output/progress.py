@@ -14,7 +14,7 @@ Given = TypeVar("Given")
 async def with_progress(
     events: AsyncIterator[Given], read: Callable[[], PromptProgress]
 ) -> AsyncIterator[Given | PromptProgress]:
-    """Yields the events, and before the first of them the progress: the cached tokens as soon as
+    """Yields the events. Before the first event, yields the progress: the cached tokens as soon as
     the prompt starts, then each increase, and at last the whole prompt."""
     first = asyncio.ensure_future(anext(events, None))
     shown: PromptProgress | None = None

@@ -22,11 +22,11 @@ Part = Text | Thought | CallBegin | CallText | CallEnd
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How the text of answers is split. Without reads_marks, as in completions, the only calls are
-    those that a grammar enforces as JSON: of forced_tool, or of any tool if forces_calls.
-    finds_calls: the model may call tools. is_thinking: the prompt ends in an open thought. declared
-    are the request's tools as JSON. demands_call: the answer must be a call; names_tool: the
-    request names its tool. Calls after the first one are dropped unless is_parallel."""
+    """How the text of answers is split. Without reads_marks, as in completions, only JSON that a
+    grammar enforces is a call: of forced_tool, or of any tool if forces_calls. finds_calls: the
+    model may call tools. is_thinking: the prompt ends in an open thought. `declared` are the
+    request's tools as JSON. demands_call: the answer must be a call; names_tool: the request names
+    its tool. Calls after the first one are dropped unless is_parallel."""
 
     reads_marks: bool = False
     finds_calls: bool = False

@@ -8,9 +8,9 @@ _MAX_KNOWN_STOPS = 256  # A request's stop strings are prepared once for all ans
 
 class StopMatcher:
     """Passes text on as soon as it cannot be part of a stop string. However the text is cut into
-    deltas, it ends before the first complete stop string; of two that end at the same character,
-    the longer counts. A character costs amortized constant time for each stop string (Knuth, Morris
-    and Pratt's algorithm)."""
+    deltas, it ends before the first complete stop string; if two end at the same character, the
+    longer counts. A character costs amortized constant time for each stop string (Knuth, Morris and
+    Pratt's algorithm)."""
 
     def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
         if not all(stops):
@@ -55,11 +55,11 @@ class _StopSearch:
         self._borders = borders(stop)
 
     def feed(self, delta: str) -> int | None:
-        """Returns how many characters of delta complete the string; None if it stays incomplete."""
+        """Returns the place in delta where the string ends; None if it is incomplete."""
         stop, matched = self.stop, self.num_matched
         position = 0
         while position < len(delta):
-            if not matched:  # Skip to a possible beginning at the speed of C.
+            if not matched:  # `find` skips to a possible beginning at the speed of C.
                 position = delta.find(stop[0], position)
                 if position < 0:
                     break

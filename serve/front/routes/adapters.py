@@ -95,7 +95,7 @@ class AdapterCalls:
 
 
 async def _read(request: Request, kind: type[Parsed], missing: str) -> Parsed:
-    """Returns the validated body. missing is vLLM's message for a body without a name or path."""
+    """Returns the validated body. `missing` is vLLM's message for a body without a name or path."""
     fields = json_object(await middleware.read_body(request.scope, request.receive))
     for name, field in kind.model_fields.items():
         if field.is_required() and fields.get(name) in (None, ""):

@@ -34,7 +34,7 @@ from serve.front.text.pooling import PoolingKind, pooling_of
 from serve.front.text.schema_check import SchemaChecker
 from serve.front.text.tokens import Tokenizer
 
-# Each thread checks a client's grammars with a process of its own.
+# Each thread checks a client's grammars with its own process.
 _NUM_GRAMMAR_THREADS = 2
 _MAX_WAITING_GRAMMARS = 256
 WARM_UP_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -70,8 +70,8 @@ class Answering:
         self._answers: weakref.WeakSet[RunningRequest] = weakref.WeakSet()
 
     def warm_up(self) -> None:
-        """Reads two made-up requests, so that validators, the template and the checker of grammars
-        are ready for the first real one. Also starts a process for large bodies."""
+        """Reads two made-up requests, so that validators, the template and the grammar checker are
+        ready for the first real one. Also starts a process for large bodies."""
         self._body_readers.warm_up()
         chat = {"model": self._model, "messages": [{"role": "user", "content": "Hello!"}]}
         formats = {"type": "json_schema", "json_schema": {"name": "a", "schema": WARM_UP_SCHEMA}}
@@ -80,7 +80,7 @@ class Answering:
                 job = self._reader.chat(json.dumps(body).encode())
                 if job.grammar is not None:
                     self.tokenizer.grammars.check(job.grammar, "response_format")
-            except RequestError as error:  # The model may have no template for this.
+            except RequestError as error:  # The model may have no template for chats.
                 _logger.info("event=warm_up_refused reason=%s", json.dumps(str(error)))
 
     def open_answers(self) -> list[RunningRequest]:
@@ -104,7 +104,7 @@ class Answering:
     async def read(
         self, request: Request, kind: BodyKind[Reading], *given: middleware.Parts
     ) -> Reading:
-        """Reads a request as this kind of body: the texts in given, or else its body."""
+        """Reads a request as this kind of body: the texts in `given`, or else its own body."""
         held = list(given) or [await middleware.read_parts(request.scope, request.receive)]
         client = self._keys.client_of(request.scope)
         reader = replace(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 STEP_SECONDS = 1.0
 MAX_SAMPLES = 600
-_SIGNIFICANT = 4  # digits of a number: the charts show three
+_SIGNIFICANT = 4  # the digits of a number; the charts show three
 
 _logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class SampleHistory:
                 return
 
     def add_sample(self, now: float, seconds: float) -> None:
-        """Adds the sample of the last seconds, which end now."""
+        """Adds the sample of the seconds up to now."""
         if self._samples and now < self._samples[-1].time:
             self._samples.clear()  # The clock was set back.
         before, self._last = self._last, self._totals()

@@ -25,7 +25,7 @@ _PAGE = 20
 
 
 class ServerCalls:
-    """The calls about the server. `describe` must be called with all routes before them."""
+    """The calls about the server. `describe` must be called first, with all routes."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class ServerCalls:
     async def model(self, request: Request) -> Response:
         """Describes the model or an adapter."""
         name = request.path_params["name"]
-        if not name:  # The path of the list, with a slash at its end.
+        if not name:  # The request is for the list, with a slash at the path's end.
             return await self.models(request)
         found = self._engine.adapters.registry.served.meant(name)
         if middleware.error_format_of(request.scope) is ErrorFormat.ANTHROPIC:
@@ -185,7 +185,7 @@ class ServerCalls:
 
 def _page(names: list[str], query: Mapping[str, str], limit: int) -> tuple[list[str], bool]:
     """Returns the names between after_id and before_id, and whether there are more of them. limit
-    applies to a query without one. Raises RequestError."""
+    applies to a query without its own. Raises RequestError."""
     if "limit" in query:
         limit = _limit(query["limit"])
     start, end = 0, len(names)

@@ -32,7 +32,7 @@ class Space(ServerSentEvent):
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How an API's events are sent: encode returns bytes, end follows the last, ping fills gaps."""
+    """How an API's events are sent: `encode` makes bytes, `end` comes last, `ping` fills gaps."""
 
     encode: Callable[[Event], bytes]
     end: bytes = b""
@@ -166,8 +166,8 @@ class Stream(EventSourceResponse):
 
 
 class _Probe:
-    """Writes comments into a stream whose client has closed its sending side, because writing is
-    the only way to learn that it has left."""
+    """Writes comments into a stream whose client has closed its sending side, because only writing
+    shows whether the client has left."""
 
     def __init__(self, send: middleware.Send, half_closed: asyncio.Event, comment: bytes) -> None:
         self._send, self._half_closed, self._comment = send, half_closed, comment

@@ -21,7 +21,7 @@ from serve.front.routes.history import Sample
 PERIOD_SECONDS = 0.25  # the pace at which engines report
 MAX_WATCHERS = 16
 MAX_FRAMES = 8  # frames that one watcher may leave unread
-_SHOWN_SECONDS = 20.0  # A new watcher gets the spans of this time.
+_SHOWN_SECONDS = 20.0  # how far back the spans go that a new watcher gets
 _NUM_SHOWN_SPANS = 6000
 _END = 6  # the place of a span's end in its row
 
@@ -29,8 +29,8 @@ _logger = logging.getLogger(__name__)
 
 
 class Watcher:
-    """One reader of the stream. It is behind at first, and whenever it has lost frames: then it
-    needs the whole state."""
+    """One reader of the stream. While the reader is behind, at first or after it has lost frames,
+    it needs the whole state."""
 
     def __init__(self) -> None:
         self.is_behind = True
@@ -55,7 +55,7 @@ class Watcher:
 
 
 class Watchers:
-    """All readers of the stream. observe returns the sections of the state, spans_after is the
+    """All readers of the stream. `observe` returns the sections of the state, spans_after is the
     engine's method of that name, and samples returns the history behind the charts."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Watchers:
             watcher.end()
         elif self._observing is None:
             self._start()
-        self._watchers.add(watcher)  # Last, because nobody would remove it if the start failed.
+        self._watchers.add(watcher)  # last: after a failed start, nobody would remove it
         return watcher
 
     def remove(self, watcher: Watcher) -> None:
@@ -118,7 +118,7 @@ class Watchers:
             yield frame
 
     def _start(self) -> None:
-        # Without these numbers, the stages return all their recent spans again.
+        # Without span numbers, the stages return all their recent spans again.
         self._numbers.clear()
         self._recent.clear()
         self._sections = {}

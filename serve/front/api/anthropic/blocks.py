@@ -128,7 +128,7 @@ ResultBlock = Annotated[
 
 
 class ToolUseBlock(Tolerant):
-    """A call, of a tool that the client runs or of one that another server ran."""
+    """A call of a tool that the client runs, or that another server ran."""
 
     type: Literal["tool_use", "server_tool_use", "mcp_tool_use"]
     id: str
@@ -190,7 +190,7 @@ def _plain_text(content: Any) -> str:
 
 
 class ThinkingBlock(Tolerant):
-    """A thought of an earlier answer. Its signature is not checked, but may contain the thought."""
+    """A thought of an earlier answer. The signature is not checked, but may contain the thought."""
 
     type: Literal["thinking"]
     thinking: str

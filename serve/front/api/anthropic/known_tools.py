@@ -87,8 +87,8 @@ KNOWN_TOOLS = {
     "text_editor_20250728": _EDITOR,
 }
 
-# Prefixes of types: of tools that run on Anthropic's servers, and of sets of tools whose calls have
-# another form. These tools are not offered to the model.
+# Prefixes of the types of tools that are not offered to the model: they run on Anthropic's servers,
+# or are sets of tools whose calls have another form.
 HOSTED_PREFIXES = (
     "web_search_",
     "web_fetch_",

@@ -1,4 +1,4 @@
-"""Tools as Anthropic's requests declare them, and which of them the model is offered."""
+"""Tools as Anthropic's requests declare them, and the choice of those that the model is offered."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -130,7 +130,7 @@ class ToolChoice(Body):
 
 @dataclass(frozen=True, slots=True)
 class ToolSelection:
-    """The tools that the model is offered, and the names of those that this server cannot run."""
+    """The tools that the model is offered, and the names of tools that this server cannot run."""
 
     tools: list[Tool]
     left_out: tuple[str, ...]

@@ -1,7 +1,7 @@
 """Decides where the bodies of requests are read, so that large bodies do not delay small ones.
 
-Small bodies are read in threads; requests that need no answer of the model have a thread of their
-own. Helper processes read larger bodies, which wait in two queues: up to a megabyte, and above.
+Small bodies are read in threads; requests that need no answer from the model have their own thread.
+Helper processes read larger bodies, which wait in two queues: up to a megabyte, and above.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from serve.front.http.middleware import Parts
 from serve.front.text.helpers import HelperEnded, Helpers
 
 MAX_SMALL_BYTES = 32 << 10
-# The limit for requests that need no answer of the model: a client may send many of them.
+# The size limit for requests that need no answer from the model: a client may send many.
 MAX_SMALL_TEXT_BYTES = 4 << 10
 MAX_MEDIUM_BYTES = 1 << 20
 MAX_MEDIUM_WAITING = 256
@@ -49,8 +49,8 @@ class BodyReaders:
         )
 
     def warm_up(self) -> None:
-        """Starts a helper process, and does not wait for it. Otherwise the first large body would
-        wait until the process has loaded the tokenizer, which takes seconds."""
+        """Starts a helper process, without waiting for it: loading the tokenizer takes seconds, for
+        which the first large body would wait."""
         self._helpers.warm_up()
 
     def close(self) -> None:

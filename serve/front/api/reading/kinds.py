@@ -11,8 +11,8 @@ Reading = TypeVar("Reading", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class BodyKind(Generic[Reading]):
-    """A kind of body. name identifies it in messages, and read is the Reader's method for it. There
-    may be many bodies that the model does not answer, so they are read after the others."""
+    """A kind of body. name identifies it in messages, and read is the Reader's method for it.
+    Bodies that the model does not answer may be many, so they are read after others."""
 
     name: str
     read: Callable[..., Reading]

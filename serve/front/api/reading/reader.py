@@ -53,8 +53,8 @@ class ReadResponse(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadMessage(msgspec.Struct, frozen=True, tag=True):
-    """A message to generate. left_out are the names of declared tools that the model is not
-    offered. omits_thoughts says that thinking blocks come without their text."""
+    """A message to generate. left_out names the declared tools that the model is not offered.
+    omits_thoughts says that thinking blocks come without their text."""
 
     job: Job
     left_out: tuple[str, ...]
@@ -113,8 +113,8 @@ class Reader:
         return ReadMessage(job, body.offer.left_out, body.omits_thoughts)
 
     def response(self, data: bytes, earlier: bytes | None = None) -> ReadResponse | NeedsEarlier:
-        """Reads a response. earlier is the result of `Store.earlier` for it; without it, a response
-        that continues another one or refers to stored items is not read."""
+        """Reads a response. `earlier` is the result of `Store.earlier` for it. Without this result,
+        a response that continues another one or refers to stored items is not read."""
         read = self._conversation(ResponsesBody, data, earlier)
         if isinstance(read, NeedsEarlier):
             return read
@@ -131,7 +131,7 @@ class Reader:
     def input_tokens(
         self, data: bytes, earlier: bytes | None = None
     ) -> FinishedReply | NeedsEarlier:
-        """Returns the reply with the number of tokens in the prompt of a response. earlier is as
+        """Returns the reply with the number of tokens in the prompt of a response. `earlier` is as
         for `response`."""
         read = self._conversation(InputTokensBody, data, earlier)
         if isinstance(read, NeedsEarlier):
@@ -220,7 +220,7 @@ class Reader:
 
     def _object(self, data: bytes, param: str = "messages") -> Json:
         """Parses a body, and replaces the requested model by the served one. Each entry of param
-        makes at least one token, so more entries than the context has tokens raise RequestError."""
+        makes at least one token, so more entries than fit into the context raise RequestError."""
         body = json_object(data)
         model = body.get("model")
         if model is None or isinstance(model, str):

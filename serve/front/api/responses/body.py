@@ -73,7 +73,7 @@ Value = Annotated[str, Field(max_length=512)]
 Metadata = Annotated[dict[Name, Value], Field(max_length=16)]  # the limits are OpenAI's
 
 
-# null is the same as leaving the model out.
+# A null model is the same as none.
 _MODEL_TYPE = WithJsonSchema({"type": ["string", "null"], "default": DEFAULT_MODEL})
 
 
@@ -271,8 +271,8 @@ class ResponsesBody(InputTokensBody):
         return Listing(logprobs=self.top_logprobs or 0)
 
     def request(self, messages: list[ChatMessage], tokenizer: Tokenizer) -> ChatRequest:
-        """Converts this body to the request of a chat. messages are those of the response that this
-        one continues, and then its own. Raises RequestError, which names the fields of a chat."""
+        """Converts this body to the request of a chat. messages are the continued response's
+        messages and then this one's own. Raises RequestError, which names the fields of a chat."""
         listing = self._listing()
         grammars = self.grammars()
         samplings = self.samplings(tokenizer, grammars, listing.logprobs)

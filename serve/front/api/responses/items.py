@@ -79,7 +79,7 @@ class _Item(Tolerant):
 
     @property
     def call(self) -> str:
-        """The id that joins a call and its result."""
+        """The id that a call and its result share."""
         return self.call_id or self.id or "call"
 
     def _result(self, text: str) -> ChatMessage:
@@ -90,7 +90,7 @@ class _Item(Tolerant):
         raise NotImplementedError
 
 
-# null is the same as leaving the type out.
+# A null type is the same as none.
 _MESSAGE_TYPE = WithJsonSchema({"enum": ["message", None], "default": "message"})
 
 
@@ -308,7 +308,7 @@ def item_ids(given: Any) -> list[str]:
 
 
 def with_items(given: list[Any], stored: Json) -> list[Any]:
-    """Returns an input with stored items in place of its references. stored maps ids to items."""
+    """Returns an input with stored items in place of its references. `stored` maps ids to items."""
     return [stored[item["id"]] if _is_reference(item) else item for item in given]
 
 

@@ -1,5 +1,5 @@
-"""The tools of a response: which of them the model is offered, under which names, and how calls of
-them become items.
+"""The tools of a response: those that the model is offered, their names, and how their calls become
+items.
 
 A model knows functions only. A tool that OpenAI defines (a shell, a patch) is offered as a function
 with the parameters of its call's item.
@@ -94,8 +94,8 @@ ToolDeclaration = Annotated[
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
     """A tool that the model may call. name and namespace are the client's. A call of a custom tool
-    is the plain input if is_raw, else JSON that contains the input and follows grammar unless
-    is_lark."""
+    is the plain input if is_raw, else JSON that contains the input and, unless is_lark, follows
+    grammar."""
 
     kind: Kind
     name: str
@@ -124,7 +124,7 @@ class OfferedTools:
                 self._names.setdefault((offered.kind, offered.name, namespace), known)
 
     def model_name(self, kind: Kind, name: str, namespace: str | None = None) -> str:
-        """Returns the name under which the model knows a tool; name itself if it is not offered."""
+        """Returns the model's name for a tool; `name` itself if the tool is not offered."""
         return self._names.get((kind, name, namespace), name)
 
     def name_of_choice(self, kind: Kind, name: str, namespace: str | None = None) -> str:
@@ -140,7 +140,7 @@ class OfferedTools:
 
 
 def offer_of(declared: Iterable[ToolDeclaration]) -> OfferedTools:
-    """Returns the offered tools. Of tools with one name, the last counts. Raises RequestError."""
+    """Returns the offered tools. The last one with a name counts. Raises RequestError."""
     found: dict[tuple[str, str, str | None], tuple[OfferedTool, Function]] = {}
     hosted: dict[str, None] = {}
     for each in declared:
@@ -179,7 +179,7 @@ def _offered(declared: ToolDeclaration) -> Iterable[tuple[OfferedTool, Function]
             about = declared.description
             for inner in declared.tools:
                 yield _member(inner, declared.name, about)
-                about = None  # One description is enough.
+                about = None  # One function's description is enough.
         case FunctionTool() | CustomTool():
             yield _member(declared, None, None)
         case SearchTool():

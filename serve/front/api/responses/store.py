@@ -30,13 +30,13 @@ class Stored:
 
 
 class Store:
-    """The responses that were used last, bounded in number and bytes. Nobody can guess an id."""
+    """The latest used responses, limited in number and bytes. Nobody can guess a response's id."""
 
     def __init__(self, max_num: int = MAX_STORED, max_bytes: int = MAX_STORED_BYTES) -> None:
         self._max_num = max_num
         self._max_bytes = max_bytes
         self._stored: OrderedDict[str, Stored] = OrderedDict()
-        self._items: dict[str, bytes] = {}  # from the outputs of all stored responses
+        self._items: dict[str, bytes] = {}  # the items in all stored outputs, as JSON, by id
         self._num_bytes = 0
 
     def put(self, response: Json, messages: bytes) -> None:

@@ -37,7 +37,7 @@ class ChatWriter(ChunkWriter):
         self._names_tool = job.splitting.names_tool
         self._scores = ScoreWriter(tokenizer, job.listing.as_ids)
         self._num_calls = [0] * job.num_answers
-        self._inputs: dict[int, CustomInput] = {}  # the open calls of custom tools, by answer
+        self._inputs: dict[int, CustomInput] = {}  # the open call of a custom tool, by answer
 
     def chunks(self, update: Update) -> Iterator[Json]:
         number = update.number
@@ -114,7 +114,7 @@ class ChatWriter(ChunkWriter):
                 case AnswerEnd():  # A call that is still open was cut off: its rest is not input.
                     self._inputs.pop(update.number, None)
                 case PromptProgress() | AnswerBegin():
-                    pass  # These are not part of a choice's delta.
+                    pass  # Such deltas are not part of a choice's delta.
         if begun is not None:
             yield self._call(update.number, "", begun)
 

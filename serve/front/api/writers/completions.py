@@ -97,7 +97,7 @@ class _WholeText(WholeChoice):
         super().add(choice)
         self.text.write(choice["text"])
         for name in ("prompt_token_ids", "prompt_logprobs"):
-            if name in choice:  # These fields come once, if at all.
+            if name in choice:  # Such fields come once, if at all.
                 self.fields[name] = choice[name]
 
     def choice(self) -> Json:

@@ -62,7 +62,7 @@ class ScoreWriter:
         }
 
     def _by_text(self, score: Score) -> dict[str, float]:
-        """Returns log-probabilities by text; of tokens with equal texts, the likeliest counts."""
+        """Returns log-probabilities by text; if tokens have equal texts, the likeliest counts."""
         by_text: dict[str, float] = {}
         for token, logprob in (*score.top, (score.token, score.logprob)):
             by_text.setdefault(self._text(token), _finite(logprob))

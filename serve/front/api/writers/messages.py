@@ -67,7 +67,7 @@ class MessagesWriter(Writer):
                 self._block["input"] = invalid_arguments("")
             case CallText(text):
                 self._arguments += text
-                self._block["input"] = invalid_arguments(self._arguments)  # replaced at the end
+                self._block["input"] = invalid_arguments(self._arguments)  # until the end
                 yield self._delta("input_json_delta", "partial_json", text)
             case CallEnd():
                 self._block["input"] = arguments_object(self._arguments)

@@ -34,7 +34,7 @@ class OllamaWriter(Writer):
         self._model = model
         self._is_chat = is_chat
         self._score_writer = ScoreWriter(tokenizer)
-        self._scores: list[Score] = []  # for tokens whose line is still to come
+        self._scores: list[Score] = []  # the scores of tokens whose line is still to come
         self._started = time.monotonic()
         self._first: float | None = None  # the time of the first token
         self._name = ""

@@ -51,9 +51,9 @@ class ResponsesWriter:
         }
         self._num_events = 0
         self._open: Json | None = None
-        self._input: CustomInput | None = None  # the input of the custom tool's open call
+        self._input: CustomInput | None = None  # the input of a custom tool's open call
         self._defined: tuple[CallBegin, OfferedTool, list[str]] | None = None
-        self._scores: list[Score] = []  # for tokens whose text is still to come
+        self._scores: list[Score] = []  # the scores of tokens whose text is still to come
         self._is_cut = False
 
     def begin(self) -> Iterator[Json]:
@@ -96,7 +96,7 @@ class ResponsesWriter:
             yield from self._text("message", "")
         yield from self._end_items(status)
         if status == "incomplete":
-            # OpenAI has no reason for a call that a stop string or the model itself cuts off.
+            # OpenAI has no reason that fits a call cut off by a stop string or by the model itself.
             reason = "max_output_tokens" if self._is_cut else None
             self.response["incomplete_details"] = {"reason": reason}
         self._end(status)

@@ -9,7 +9,7 @@ from serve.front.output.deltas import Update
 
 
 class WholeChoice:
-    """The sum of the chunks of one choice: its fields, and its text, which is joined at the end."""
+    """One choice's chunks, added up: its fields, and its text, which is joined at the end."""
 
     def __init__(self, number: int) -> None:
         self.text = StringIO()
@@ -42,8 +42,8 @@ class WholeChoice:
 
 
 class WholeChunks(WholeWriter):
-    """Combines the chunks of all choices; make returns an empty choice. A chunk's other fields
-    become the reply's."""
+    """Combines the chunks of all choices; `make` returns an empty choice. The reply gets the
+    chunks' other fields."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""The interface of the APIs' writers, which turn the updates of a request's answers into JSON
-events, and the common part of OpenAI's."""
+"""The interface of the APIs' writers, which turn updates of answers into JSON events, and the
+common part of OpenAI's writers."""
 
 import secrets
 import time
@@ -17,8 +17,8 @@ Event = Mapping[str, Any]
 
 
 class Writer(Protocol):
-    """Writes the events of a stream from updates. begin comes first, and finish last; failed takes
-    the place of all later events."""
+    """Writes the events of a stream from updates. `begin` comes first, and finish last; `failed`
+    takes the place of all later events."""
 
     def begin(self) -> Iterable[Event]:
         return ()
@@ -32,7 +32,7 @@ class Writer(Protocol):
 
 
 class WholeWriter(Protocol):
-    """Builds a reply from updates; finish completes the reply. The events of both are not used."""
+    """Builds a reply from updates; `finish` completes it. The returned events are not used."""
 
     def feed(self, update: Update) -> Iterable[Event]: ...
 
