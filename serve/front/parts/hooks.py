@@ -8,7 +8,7 @@ from serve.front.parts.interface import SchedulerPart
 
 
 class Hooks:
-    """The parts' overrides of each of these methods, in the order of the parts."""
+    """For each of these methods, the parts' overrides in the parts' order."""
 
     def __init__(self, parts: ReadableList[SchedulerPart]) -> None:
         base = SchedulerPart

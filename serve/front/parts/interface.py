@@ -15,8 +15,8 @@ from serve.front.pipeline.status import StageStatus
 from serve.front.prefixes.index import Admission, Reuse
 from serve.front.prefixes.kv_budget import KvBudget
 
-# Each sequence of a warm-up samples this many tokens in steps without the shapes of any part.
-# Further steps would have the shapes of the second.
+# How many tokens each sequence of a warm-up samples in steps without the shapes of any part.
+# Further steps would have the second step's shapes.
 NUM_PLAIN_STEPS = 2
 
 
@@ -52,18 +52,18 @@ class SchedulerPart:
     its facts about a sequence by the sequence's id, from `added` to `ended`, and counts those for
     the client in `Sequence.usage`.
 
-    A part overrides the methods that it needs: the others do nothing. hears lists the types of
+    A part overrides the methods that it needs: the others do nothing. `hears` lists the types of
     engine messages that it takes.
     """
 
-    # How many more tokens the sequences of a warm-up sample for this part.
+    # How many tokens the sequences of a warm-up sample in addition, for this part.
     num_warm_up_steps: ClassVar[int] = 0
     hears: ClassVar[tuple[type, ...]] = ()
-    budget: KvBudget  # the scheduler's, which sets it after __init__
+    budget: KvBudget  # the scheduler's budget, set after __init__
 
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
-        self.is_on = True  # If False, no step calls the methods in `Hooks`. Read once.
+        self.is_on = True  # whether steps call the methods in `Hooks`; read once
 
     @property
     def reads_tokens(self) -> bool:
@@ -73,14 +73,14 @@ class SchedulerPart:
     # --- the engines
 
     def start(self, ranks: ReadableList[int], reuse: Reuse) -> PartReady:
-        """Begins with engines of these ranks, which hold nothing of new sequences."""
+        """Begins with the engines of these ranks, which hold no tokens of new sequences."""
         return NOTHING
 
     def stop(self) -> None:
-        """Forgets the engines, which have ended. `reset` comes after it, for each sequence."""
+        """Forgets the engines, which have ended. `reset` is called next, for each sequence."""
 
     def on_message(self, rank: int, message: Any) -> PartReady:
-        """Takes a message of the engine of a rank, of a type in hears."""
+        """Takes a message from a rank's engine. Its type is in `hears`."""
         return NOTHING
 
     # --- the stages
@@ -101,7 +101,7 @@ class SchedulerPart:
 
     def takes(self, prompt: Prompt) -> bool:
         """Whether the part handles a prompt that asks for no answer. Raises RequestError if the
-        model or the stages cannot do what it asks for."""
+        model or the stages cannot make the output that it asks for."""
         return False
 
     def added(self, sequence: Sequence, prompt: Prompt) -> None:
@@ -118,9 +118,9 @@ class SchedulerPart:
         after a failure. `ended` comes after the last tokens."""
 
     def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int | None) -> None:
-        """Takes how many drafts of a row the stages have verified, and how many of them became
-        part of the answer. num_accepted is None if the row got no token, because its drafts may
-        have spoilt its numbers."""
+        """Takes the number of a row's drafts that the stages have verified, and the number that
+        became part of the answer. num_accepted is None if the row got no token, because its drafts
+        may have spoilt its numbers."""
 
     def reset(self, sequence: Sequence) -> None:
         """Called when the stages have dropped a sequence. The stages will compute it again."""
@@ -140,8 +140,8 @@ class SchedulerPart:
 
     def blocks(self, admission: Admission, num_free: int | None) -> PartReady | None:
         """Makes a sequence that could begin wait for the part, and returns the work that it waits
-        for. Returns None if it need not wait. num_free is the number of tokens that fit beside it
-        (None: no limit)."""
+        for. Returns None if the sequence need not wait. num_free is the number of tokens that fit
+        beside it (None: no limit)."""
         return None
 
     def kept(self, sequence: Sequence) -> None:

@@ -73,7 +73,7 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True)
 class HalveChunks:
-    """Makes later chunks of prompts smaller than those that Interrupt has stopped."""
+    """Makes later chunks of prompts smaller than the chunks that Interrupt has stopped."""
 
 
 @dataclass(frozen=True, slots=True)

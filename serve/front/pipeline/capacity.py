@@ -12,13 +12,13 @@ from serve.front.pipeline.status import StageStatus
 from serve.front.prefixes.index import PrefixIndex
 
 # The time that a chunk of a long prompt may take without --max-inter-token, in decode steps. With
-# 2.2, a token takes 2.1 times as long as before on two or more stages.
+# 2.2, tokens take 2.1 times as long meanwhile, on two or more stages.
 _CHUNK_BY_DECODE = 2.2
 # A single stage runs one chunk for each decode step. A smaller chunk would mostly read weights.
 _CHUNK_BY_DECODE_ALONE = 1.6
-# The time that a chunk may take while nobody decodes, even if _WAIT_SECONDS allow less. Reading the
-# weights is then a tenth of it.
-_CHUNK_WITHOUT_DECODING = 10.0  # in decode steps
+# The time that a chunk may take while nobody decodes, even if _WAIT_SECONDS allow less. A tenth of
+# this time is spent on reading the weights.
+_CHUNK_WITHOUT_DECODING = 10.0  # times a decode step
 _WAIT_SECONDS = 1.0  # how long chunks of other prompts may delay a new prompt
 _MIN_CHUNK_BESIDE_DECODING = 8
 _UNKNOWN_CHUNK = 32
@@ -36,7 +36,7 @@ def chunk_beside_decoding(
     at most max_inter_token seconds between two tokens, or about twice the usual time."""
     decode_seconds = [stage.pace.decode_seconds or 0.0 for stage in stages]
     by_decode = _CHUNK_BY_DECODE if len(stages) > 1 else _CHUNK_BY_DECODE_ALONE
-    chunks = []  # one for each stage whose speed is known
+    chunks = []  # the chunk for each stage whose speed is known
     for stage, seconds in zip(stages, decode_seconds, strict=True):
         seconds_per_token = stage.pace.prefill_seconds_per_token
         if not seconds or not seconds_per_token:
@@ -140,8 +140,8 @@ def _free_beside_scoring(stage: StageStatus, prefill_chunk: int) -> int:
 
 def better_split(stages: list[StageStatus]) -> list[int] | None:
     """Returns the number of layers for each rank that would make the slowest stage faster, by the
-    measured times of decode steps. Returns None while these are unknown, and if there is nothing
-    to gain."""
+    measured times of decode steps. Returns None while the times are unknown, and if there is
+    nothing to gain."""
     if len(stages) < 2:
         return None
     if not all(stage.pace.num_decode_steps >= _WARM_STEPS for stage in stages):
@@ -171,7 +171,7 @@ def _stage_costs(num_layers: list[int], seconds: list[float]) -> list[_StageCost
     """Derives the cost of each rank from the seconds of its decode steps."""
     pairs = zip(seconds, num_layers, strict=True)
     layer_seconds = [stage_seconds / num for stage_seconds, num in pairs]
-    # Rank 0 has the head too. Its layers take about as long as those of other ranks.
+    # Rank 0 has the head too. Its layers take about as long as other ranks' layers.
     mean_of_others = fmean(layer_seconds[1:])
     first_layer_seconds = min(layer_seconds[0], mean_of_others)
     head_seconds = seconds[0] - num_layers[0] * first_layer_seconds
@@ -183,7 +183,7 @@ def _fastest_split(costs: list[_StageCost], num_layers: int) -> list[int]:
     """Returns the numbers of layers, at least 1, with which the slowest rank is fastest."""
     split = [1] * len(costs)
     for _ in range(num_layers - len(costs)):
-        # The next layer goes to the rank that is the fastest with it.
+        # The next layer goes to the rank that would be the fastest with one more layer.
         pairs = zip(costs, split, strict=True)
         with_one_more = [cost.seconds(num + 1) for cost, num in pairs]
         fastest = with_one_more.index(min(with_one_more))

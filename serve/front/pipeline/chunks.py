@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from serve.core.types import Sequence
 from serve.front.prefixes.checkpoints import Stops
 
-MAX_CHUNK_SHARE = 1.25  # of the intended size, for a chunk that includes a prompt's short rest
+MAX_CHUNK_SHARE = 1.25  # the largest chunk with a short rest, as a share of the intended size
 MIN_CHUNK = 64
-_CHUNKS_PER_STAGE = 4  # chunks of the waiting prompts; with fewer, stages idle
-SHORT_PROMPT = 128  # tokens; cutting a shorter prompt costs more than it helps
+_CHUNKS_PER_STAGE = 4  # how many chunks prompts make for each stage; with fewer, stages idle
+SHORT_PROMPT = 128  # in tokens: cutting a shorter prompt costs more than it helps
 # The most tokens of short prompts in one step while sequences decode. One step for several prompts
 # costs less than a step for each, but all streams wait for it.
 _SHORT_PROMPTS = 132
@@ -31,8 +31,8 @@ class PrefillBudget:
 
     def chunk(self, first: Sequence, prefilling: Iterable[Sequence]) -> int:
         """Returns the number of tokens that the next prefill step may have, which begins with the
-        prompt of first. While sequences decode, it is so small that their streams keep their pace.
-        Otherwise it is so small that all stages are busy."""
+        prompt of `first`. The step is small enough for streams to keep their pace while sequences
+        decode, and otherwise for all stages to be busy."""
         if self.beside_decoding is not None:
             if self.cuts_short_prompts or is_long(first):
                 return min(self.max_tokens, self.beside_decoding)
@@ -65,9 +65,9 @@ def next_chunk(sequence: Sequence, chunk: int, stops: Stops) -> int:
 
 
 def batchable(prefilling: Iterable[Sequence], chunk: int, stops: Stops) -> Iterator[Sequence]:
-    """Yields the prompts that can share a step with the first one. All of them, the first included,
-    have to be new and without a stop before their end. Rows are padded to the longest prompt, which
-    must be less than twice as long as the shortest."""
+    """Yields the prompts that can share a step with the first one. All these prompts, the first
+    included, have to be new and without a stop before their end. Rows are padded to the longest
+    prompt, which must be less than twice as long as the shortest."""
     first, *others = prefilling
     longest = first.num_to_prefill
     shortest = longest

@@ -58,7 +58,7 @@ class Receiver(Protocol):
         """The types of the messages that the receiver takes."""
 
     def on_message(self, rank: int, message: Any) -> None:
-        """Takes a message of the engine of a rank."""
+        """Takes a message from a rank's engine."""
 
 
 class Driver:
@@ -103,14 +103,14 @@ class Driver:
         for task in (*self._tasks, self._preparing):
             if task:
                 await cancelled(task)
-        async with AsyncExitStack() as stack:  # Copies of adapters go even if an engine stays.
+        async with AsyncExitStack() as stack:  # Copies are removed even if `close` raises.
             stack.callback(self._copies.cleanup)
             await self._engines.close()
 
     # --- messages and events
 
     def hear(self, rank: int, heard: Heard) -> None:
-        """Hands a message of this life to its receiver, and all else to the life cycle."""
+        """Hands a message of this life to its receiver, and any other to the life cycle."""
         with self._failing_by_bugs():
             if isinstance(heard, Report) and (to := self._receivers.get(type(heard.message))):
                 if self._lifecycle.is_current(heard.life):
@@ -300,8 +300,8 @@ def _as_bug(error: Exception) -> BrigadeError:
 
 
 async def cancelled(task: "asyncio.Task[None]") -> None:
-    """Cancels a task until it has ended. Once may not be enough: before Python 3.12, wait_for loses
-    a cancellation that comes together with its result."""
+    """Cancels a task until it has ended. One cancellation may not be enough: before Python 3.12,
+    wait_for loses one that comes together with its result."""
     while not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=0.1)

@@ -37,8 +37,8 @@ from serve.parent.engines import Engines
 class Engine:
     """The engines of all ranks. Requests that come while engines restart wait for them.
 
-    folder contains the model's config, facts are those of this rank, and view shows the progress of
-    the start.
+    folder contains the model's config, facts describe this rank, and view shows the progress of the
+    start.
     """
 
     def __init__(
@@ -190,8 +190,8 @@ class Engine:
         }
 
     def spans_after(self, numbers: Mapping[int, int], seconds: float) -> list[StageSpan]:
-        """Returns the spans of the last seconds, the latest first: for each rank those whose number
-        is higher than the rank's entry in numbers. Their times are seconds since 1970."""
+        """Returns the spans of the last seconds, the latest first. For each rank, only spans with a
+        higher number than the rank's entry in numbers count. Their times are seconds since 1970."""
         now = time.monotonic()
         since_1970 = time.time() - now
         found = spans_after(

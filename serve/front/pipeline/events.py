@@ -36,9 +36,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class LinksMeasured(Answer):
-    """The slowest link from rank 0 to another rank was measured. link is None if this failed:
-    because of the rank `silent`, whose parent did not answer in time, or because a rank was lost
-    (then silent is None, too)."""
+    """The slowest link from rank 0 to another rank was measured. link is None if the measurement
+    failed: because of the rank `silent`, whose parent did not answer in time, or because a rank was
+    lost (then `silent` is None, too)."""
 
     link: Link | None
     silent: int | None = None
@@ -84,7 +84,7 @@ class Probed(Answer):
     silent: frozenset[int]
 
 
-# Answers that count only in one state. In any other state they come too late.
+# Answers that count only in one state. In any other state such an answer comes too late.
 EXPECTED_IN: dict[type[Answer], State] = {
     LinksMeasured: State.PLANNING,
     NoRoom: State.PREPARING,

@@ -2,8 +2,8 @@
 
 A request that crashes an engine would crash the next one too, until no restart is left. A request
 is a suspect after two faults without a token for it. Then it runs alone until it gets a token. If
-the engines end twice more, it is given up. A single fault may have another cause, such as a kill or
-a broken link. (`serve.front.pipeline.watch` finds out which rank delays a step.)
+the engines end twice more, the request is given up. A single fault may have another cause, such as
+a kill or a broken link. (`serve.front.pipeline.watch` finds out which rank delays a step.)
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ MAX_FAULTS_ALONE = 2
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """The sequence that ended the engines num_faults times. It is the first explanation of
+    """The sequence that ended the engines num_faults times. No earlier blame has explained
     num_explained of these faults."""
 
     sequence: int
@@ -75,7 +75,7 @@ class FaultBlame:
             self._explained.clear()
 
     def on_fault(self, running: Iterable[int]) -> Blame | None:
-        """Counts a fault. running lists the sequences in the stages' caches, the oldest first.
+        """Counts a fault. `running` lists the sequences in the stages' caches, the oldest first.
         Returns the sequence to give up, which the caller ends and removes, or None."""
         ids = self._latest = list(running)
         self._num_faults += 1
@@ -86,7 +86,7 @@ class FaultBlame:
             self._num_faults_alone += 1
             is_proved = self._num_faults_alone >= self._max_faults_alone
             return self._blame(ids[0]) if is_proved else None
-        # The youngest first, because the others did no harm before it came.
+        # The youngest sequence first, because older ones did no harm before it came.
         for id in reversed(ids):
             is_suspect = self._num_since_token[id] >= self._max_shared_faults
             if is_suspect and id not in self._queue:
@@ -97,7 +97,7 @@ class FaultBlame:
         """Takes the latest fault back: no request is to blame for it."""
         for id in self._latest:
             if id not in self._faults:
-                continue  # It was given up.
+                continue  # The sequence was given up.
             self._faults[id].pop()
             self._num_since_token[id] -= 1
             if id in self._queue and self._num_since_token[id] < self._max_shared_faults:

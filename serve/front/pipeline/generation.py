@@ -14,8 +14,8 @@ from serve.front.pipeline.interface import Phase
 class Generation:
     """An async iterator over (number of the sequence, event). The last event of a sequence has a
     finish reason. Sequences are numbered in the order of prompts and, within a prompt, of
-    samplings. Raises the BrigadeError that ended the request, after all earlier events. drop ends a
-    sequence on all ranks, if it still runs."""
+    samplings. Raises the BrigadeError that ended the request, after all earlier events. `drop` ends
+    a sequence on all ranks, if it still runs."""
 
     def __init__(self, sequences: list[Sequence], drop: Callable[[int], None]) -> None:
         self._sequences = sequences
@@ -48,8 +48,8 @@ class Generation:
         self._events.put_nowait(event)
 
     def _scored(self, event: Event) -> Event:
-        """Returns the event with its token's score, if there is one. The position of the token
-        cannot be taken from the sequence, which may already have later tokens."""
+        """Returns the event with its token's score, if there is one. The sequence does not tell the
+        token's position, because it may already have later tokens."""
         id = event.sequence
         index = self._num_put[id]
         self._num_put[id] += event.token is not None
@@ -92,7 +92,7 @@ class Generation:
 
     @property
     def adapter_version(self) -> int:
-        """The adapter version of all its sequences."""
+        """The adapter version of all sequences."""
         return self._sequences[0].adapter_version
 
     @property
@@ -110,7 +110,7 @@ class Generation:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The numbers of computed and of all prompt tokens. A prompt counts once."""
+        """How many prompt tokens are computed, and how many there are. A prompt counts once."""
         num_done = sum(sequence.num_prompt_done for sequence in self._originals)
         num_tokens = sum(len(sequence.prompt) for sequence in self._originals)
         return num_done, num_tokens

@@ -2,8 +2,8 @@
 
 macOS ends work of a GPU that takes about 5 s, or that holds up the screen. A step takes longer the
 more context it has, so its size is limited by measured times. A step that was ended all the same is
-tried again in half the size, and no later one is larger. The size of a step is its work, which
-counts a token for more the more context it has (`serve.front.pipeline.prefill_order`).
+tried again in half the size, and no later step is larger. The size of a step is its work: the more
+context a token has, the more it counts (`serve.front.pipeline.prefill_order`).
 """
 
 import math
@@ -17,13 +17,13 @@ from serve.front.pipeline.chunks import MAX_CHUNK_SHARE
 from serve.front.pipeline.prefill_order import work
 from serve.front.pipeline.status import StageStatus
 
-_FIRST_CHUNK = 128  # while nothing is known of a GPU's speed
+_FIRST_CHUNK = 128  # the chunk while a GPU's speed is unknown
 _MIN_CHUNK = 16
 
 
 class GpuSteps:
-    """The prefill steps of a cluster. max_chunk is the number of tokens that a step may have at
-    most: GPUs gain from larger ones than CPUs do."""
+    """The prefill steps of a cluster. max_chunk is the most tokens that a step may have: GPUs gain
+    from larger steps than CPUs."""
 
     def __init__(self, constants: Constants) -> None:
         self._constants = constants
@@ -34,7 +34,7 @@ class GpuSteps:
         self._max_work = math.inf
 
     def settle(self, stages: Sequence[StageStatus]) -> None:
-        """Adapts to other stages, which have the status given by these objects from here on."""
+        """Adapts to other stages, whose status is in these objects from here on."""
         self._stages = stages
         on_gpus = all(stage.loaded.section(StepLimit) for stage in stages)
         self.max_chunk = self._constants.prefill_chunk
@@ -67,8 +67,8 @@ class GpuSteps:
         return int(use.head_room_bytes / MAX_CHUNK_SHARE / use.bytes_per_token)
 
     def refusal(self) -> str | None:
-        """Returns why no prompt can be computed, if a rank has no memory left for a small chunk of
-        it. Keys and values have their own, so other programs have taken it."""
+        """Returns why no prompt can be computed, if a rank has no memory left for a small chunk.
+        Keys and values have reserved memory, so other programs have taken it."""
         for stage in self._stages:
             if stage.memory and self._tokens_in_memory(stage) < _MIN_CHUNK:
                 used, left = stage.memory.active_bytes, stage.memory.head_room_bytes
@@ -93,7 +93,7 @@ class GpuSteps:
     # --- faults
 
     def interrupt(self) -> bool:
-        """Takes note that no step comes back. Returns whether one of them can be halved."""
+        """Takes note that no step comes back. Returns whether one of the steps can be halved."""
         self._interrupted = max(self._under_way.values(), default=0.0)
         self._under_way.clear()
         return self._interrupted > work(0, _MIN_CHUNK)

@@ -1,8 +1,8 @@
 """The life of the engines: they start, join a ring, load and work until a fault. Pure.
 
 A state machine that answers each event with one `Reaction`. All engines live together, and the
-ranks' parents outlive a life, with the sequences and connections that they hold. So do engines that
-can leave a ring in time. `serve.front.pipeline.membership` decides who is in the ring.
+ranks' parents outlive a life, with the sequences and connections that they hold. Engines that can
+leave a ring in time outlive it too. `serve.front.pipeline.membership` decides who is in the ring.
 docs/design/lifecycle.md shows the states.
 """
 
@@ -59,7 +59,7 @@ class Lifecycle:
     # --- events
 
     def on(self, event: events.Event, now: float) -> Reaction:
-        """Returns the reaction to an event. now is a time of the monotonic clock."""
+        """Returns the reaction to an event. `now` is a time of the monotonic clock."""
         if self.state not in OVER:
             self._now = now
             self._on(event)
@@ -116,7 +116,7 @@ class Lifecycle:
     def _on_joined(self, rank: int, hello: Joined) -> None:
         membership = self.membership
         membership.add(rank, hello)
-        if self.state is not State.HANDLING_FAULT:  # After that, all engines are renewed.
+        if self.state is not State.HANDLING_FAULT:  # Later, all engines are renewed.
             self._renew_engine(membership.ranks[rank], keep=self.recovery.may_keep_engines)
         if self.state is State.GATHERING and not membership.missing:
             self._form(membership.decide())
@@ -129,7 +129,7 @@ class Lifecycle:
         if rank not in self.membership.ring or self.state in FORMING:
             return  # A rank that is awaited may come and go.
         if self.state in (State.PAUSING, State.STARTING):
-            self._form(self.membership.gather())  # Nothing is lost for the others.
+            self._form(self.membership.gather())  # The other ranks lose nothing.
         else:
             self._on_fault(ClusterError(reason))
 
@@ -261,7 +261,7 @@ class Lifecycle:
                 self._on_loaded()
 
     def _give_orders(self) -> None:
-        # By now, every engine that has stayed has said so.
+        # By now, every engine that has stayed has reported it.
         if self.membership.num_shards > 1 and self._have_engines_stayed:
             reason = "The new layout has shards: all engines are replaced."
             self.recovery.add(ClusterError(reason), self._now)
@@ -293,7 +293,7 @@ class Lifecycle:
     # --- faults of engines that work
 
     def _watch(self, waiting_seconds: float) -> None:
-        """Notices steps that do not come back, silent ranks, and ranks that have returned."""
+        """Notices silent ranks, ranks that have returned, and steps that do not come back."""
         assert self.deadline is not None
         has_stood_still = self._now - self.deadline > WATCH_SECONDS
         self.deadline = self._now + WATCH_SECONDS
@@ -320,8 +320,8 @@ class Lifecycle:
             self._do(actions.Probe(ranks))
 
     def _on_ring_lost(self, rank: int, error: ClusterError) -> None:
-        """Takes the report of an engine whose ring broke. Once all have reported it, all of them
-        live, so no better reason will come."""
+        """Takes the report of an engine whose ring broke. Once all engines have reported this, all
+        of them live, so no better reason will come."""
         self._do(warning(f"event=fault rank={rank}", error))
         self._on_fault(error)
         if self.state is State.HANDLING_FAULT:
@@ -335,7 +335,7 @@ class Lifecycle:
 
     def _on_fault(self, error: BrigadeError, stuck: frozenset[int] | None = None) -> None:
         """Takes the reason of a fault, which ends the life if the engines have orders. After a
-        stall, stuck holds the ranks whose engines are stuck."""
+        stall, `stuck` holds the ranks whose engines are stuck."""
         self.recovery.add(error, self._now)
         if self.state not in FORMING and self.state is not State.HANDLING_FAULT:
             self._end_life(stuck)
@@ -358,7 +358,7 @@ class Lifecycle:
             self._do(actions.Disconnect(rank, pid, is_silent))
 
     def _judge(self) -> None:
-        """Decides whether there is another life, once everything that this depends on is known."""
+        """Decides whether there is another life, once every fact for the decision is known."""
         if self.deadline is not None and self._now < self.deadline:
             return
         self.deadline = None
@@ -376,9 +376,9 @@ class Lifecycle:
             self._renew()
 
     def _renew(self) -> None:
-        """Begins the next life. Every rank gets an engine that is in no ring: its own if that can
-        leave its ring, or else another one. The requests, which Interrupt has returned to the
-        queue, wait there until the engines work."""
+        """Begins the next life. Every rank gets an engine that is in no ring: its present engine if
+        that can leave its ring, or else a new one. The requests, which Interrupt has returned to
+        the queue, wait there until the engines work."""
         self.life += 1
         self.membership.is_restart = True
         is_stall = self.recovery.judgement.stuck is not None
@@ -405,7 +405,7 @@ class Lifecycle:
         self._do(actions.Fail(error))
 
     def _enter(self, state: State, seconds: float | None = None) -> None:
-        """Changes the state. The deadline is after this many seconds, if any."""
+        """Changes the state. The deadline, if any, is after this many seconds."""
         self.state = state
         self.deadline = None if seconds is None else self._now + seconds
 

@@ -1,7 +1,7 @@
 """Who is in the ring: which ranks have joined, and the plan that gives each its layers. Pure.
 
-The life cycle asks this when ranks come and go, and when rank 0's engine has made a plan. Each
-answer is one value: the ring waits for something, is formed, or cannot be formed.
+The life cycle asks this module when ranks come and go, and when rank 0's engine has made a plan.
+Each answer is one value: the ring waits for something, is formed, or cannot be formed.
 """
 
 import json
@@ -54,7 +54,7 @@ AnyOutcome = TypeVar("AnyOutcome", NotYetFormed | Formed, Outcome)
 
 class Membership:
     """The ranks of a launch, and which of them take part. hosts gives the host of each rank; facts
-    are those of rank 0. is_launched says that `brigade launch` has started the ranks."""
+    describe rank 0. is_launched says that `brigade launch` has started the ranks."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Membership:
         self.unfit: set[int] = set()  # ranks whose engines can never work with the others
         self.is_restart = False  # whether an earlier life has ended
         self._link: Link | None = None  # the slowest link, if it decides the layout
-        self._choices: dict[tuple[int, ...], str] = {}  # for each ring, why its layout was chosen
+        self._choices: dict[tuple[int, ...], str] = {}  # the reason for the layout of each ring
         self._plans: dict[tuple[int, ...], list[StagePlan] | PlanError] = {}
         self._planned_ring: tuple[int, ...] = ()  # the ranks of the latest requested plan
         self._working_ring: tuple[int, ...] = ()  # the latest ring that worked
@@ -119,7 +119,7 @@ class Membership:
         return None
 
     def add(self, rank: int, hello: Joined) -> None:
-        """Adds a rank that has joined. If it was unfit, it is a new process that may be fit."""
+        """Adds a rank that has joined. An unfit rank is now a new process, which may be fit."""
         self.joined[rank] = hello
         self.unfit.discard(rank)
         self.ranks[rank].pid = hello.pid
@@ -132,7 +132,7 @@ class Membership:
     def begin(self) -> Outcome:
         """Decides the next step when rank 0's first engine is there."""
         if self._has_to_measure:
-            return self.gather()  # The links can be measured only with all.
+            return self.gather()  # Links are measured with all ranks.
         return self._ask_for_plan()
 
     def gather(self) -> Outcome:
@@ -147,7 +147,7 @@ class Membership:
         return NotYetFormed(State.GATHERING, seconds, (log,))
 
     def decide(self) -> Outcome:
-        """Decides the next step when the ranks of the ring are there, or are no longer awaited."""
+        """Decides the next step once the ranks of the ring have come or need not be awaited."""
         objection = self._objection()
         if self._config.replan and self.is_restart and self._plans:
             outcome = self.replan()
@@ -258,7 +258,7 @@ class Membership:
         return outcome
 
     def _follow(self, plan: Sequence[StagePlan]) -> Formed:
-        """Gives each rank of a plan its stage, and shows people what has changed."""
+        """Gives each rank of a plan its stage, and shows people the changes."""
         if self.stages[0].plan and tuple(stage.rank for stage in plan) == self.ring:
             return Formed()
         self.stages = [self.ranks[planned.rank] for planned in plan]

@@ -36,12 +36,12 @@ def replan_request(
     known: Sequence[int],
 ) -> PlanRequest:
     """Makes the request for a plan over these ranks, whose memory must hold the weights and one
-    conversation. known gives the measured memory of each rank in bytes, or 0 if it is unknown."""
+    conversation. `known` gives the measured memory of each rank in bytes, or 0 if it is unknown."""
     memory = _of_ranks(config.memory, ranks)
     if memory is None and all(known):
         memory = _amounts_text(known)
     adapter_memory = _of_ranks(config.adapter_memory, ranks)
-    # A list of layer counts was meant for the ranks of the first plan.
+    # A list of layer counts was meant for the first plan's ranks.
     split = "even" if config.split == "even" else "auto"
     request = plan_request(config, len(ranks))
     return replace(

@@ -7,7 +7,7 @@ of short prompts would stop a long one forever.
 Rule: the prompt with the least work left is next, and of equal ones the oldest. All short prompts
 are equal, because several of them share a step, and their order matters little. Work for a younger
 prompt before an older one is finished is overtaking. A prompt tolerates as much overtaking as its
-own work. When that is used up, only it and older prompts are read.
+own work. After that, only this prompt and older ones are read.
 
 So whatever arrives, a prompt waits for younger ones no longer than its own work takes, plus one
 step. Some prompt is always read, because the oldest one is never held back.
@@ -15,10 +15,10 @@ step. Some prompt is always read, because the oldest one is never held back.
 The unit of work is one token at the beginning of a prompt; the more context a token has, the more
 it counts. Tokens that are copied from the prefix cache are no work.
 
-Why not otherwise: with a limit by age, all prompts of a crowded server are too old, and the order
-becomes that of arrival just when it does most harm. Prompts that take turns when they tolerate no
-more all end late; in the simulation (tests/front/pipeline/arrivals.py) it is better to finish one.
-Counting plain tokens would underestimate the next turn of a long chat, and a long prompt.
+Alternatives are worse. With a limit by age, all prompts of a crowded server are too old, and the
+order becomes that of arrival just when it does most harm. Prompts that take turns when they
+tolerate no more all end late; in the simulation (tests/front/pipeline/arrivals.py) it is better to
+finish one. Counting plain tokens would underestimate long prompts and the next turn of a long chat.
 
 Prompts without a slot or room on the stages wait under the same rule. A younger prompt is admitted
 before an older one only if the older one tolerates all its work, because an admitted prompt is read
@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from serve.core.types import Sequence
 from serve.front.pipeline.chunks import SHORT_PROMPT
 
-# With this many tokens of context, a token takes twice as long as without. The number fits models
-# of 8 B parameters; it is larger for models with windows or states, and smaller for small models.
+# The tokens of context with which a token takes twice as long as without. The number fits models of
+# 8 B parameters; it is larger for models with windows or states, and smaller for small models.
 _CONTEXT_OF_DOUBLE_WORK = 30_000
 
 
@@ -55,7 +55,7 @@ class _Prompt:
 
 
 class PrefillOrder:
-    """The order of the prompts, and what it depends on besides the sequences themselves."""
+    """The order of the prompts, and the facts it depends on besides the sequences themselves."""
 
     def __init__(self) -> None:
         self._prompts: defaultdict[int, _Prompt] = defaultdict(_Prompt)
@@ -65,7 +65,7 @@ class PrefillOrder:
         self._prompts[sequence_id].num_copied = num_tokens
 
     def note_overtaking(self, read: Sequence, num_tokens: int, others: Iterable[Sequence]) -> None:
-        """Counts the next num_tokens of a prompt against older ones among others."""
+        """Counts the next num_tokens of a prompt as overtaking older ones in `others`."""
         start = read.num_computed
         amount = work(start, start + num_tokens)
         for sequence in others:
@@ -103,7 +103,7 @@ class PrefillOrder:
         return best
 
     def tolerance(self, sequence: Sequence) -> float:
-        """Returns how much more work for younger prompts this one tolerates before its end."""
+        """Returns the work for younger prompts that this prompt still tolerates before its end."""
         prompt = self._prompts[sequence.id]
         own = work(prompt.num_copied, sequence.num_to_prefill)
         return own - prompt.work_of_younger

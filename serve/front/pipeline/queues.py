@@ -10,9 +10,9 @@ from serve.front.pipeline.prefill_order import PrefillOrder
 
 
 class Waiting:
-    """The sequences that wait. Those that were put back come first, in this order. Two kinds are
-    blocked: copies, until the prompt of their original is prefilled, and sequences that wait for a
-    part of the scheduler."""
+    """The sequences that wait: first those that were put back, in their order, then new ones. Two
+    kinds are blocked: copies, until the prompt of their original is prefilled, and sequences that
+    wait for a part of the scheduler."""
 
     def __init__(self, order: PrefillOrder) -> None:
         self._order = order
@@ -100,7 +100,7 @@ def unfinished(group: Group) -> list[Sequence]:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A step whose result has not come back. group is None for prefill. ends lists, for each
+    """A step whose result has not come back. group is None for prefill. `ends` lists, for each
     sequence, the number of tokens that are computed once the step has run. num_drafts lists the
     number of drafts of each row; it is empty if there are none."""
 
@@ -111,7 +111,7 @@ class InFlight:
 
     @property
     def last_of(self) -> list[Sequence]:
-        """The sequences without an answer that end with the result."""
+        """The sequences without an answer that end with the step's result."""
         pairs = zip(self.sequences, self.ends, strict=True)
         return [s for s, end in pairs if not s.has_answer and end == s.num_to_prefill]
 
@@ -122,7 +122,7 @@ def common_position(
     can_rewind: bool,
 ) -> int:
     """Returns the position from which a sequence can go on after a fault, or 0 if it has to be
-    computed again. held gives, for each stage, the number of tokens that it holds of each sequence.
+    computed again. `held` gives, by stage, how many tokens of each sequence it holds.
 
     The newest token is fed again, because its result was lost. Stages that cannot forget tokens
     have to agree. A prompt is computed again if its output needs all its hidden states or logits.

@@ -1,4 +1,4 @@
-"""What follows a fault: the reason, whether there is another life, and the engines it keeps. Pure.
+"""What follows a fault: its reason, whether there is another life, and the engines that stay. Pure.
 
 The first report of a fault is often that a neighbour is gone, which explains little. So the life
 cycle waits for a better reason, and meanwhile finds out which parents answer, and whether a request
@@ -23,9 +23,9 @@ class LastFault:
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """The requests that a fault has stopped. One that was given up has caused num_explained faults,
-    including this one; else it is 0. can_halve_chunks says that a prefill step was under way that
-    can be divided into smaller ones."""
+    """The requests that a fault has stopped. If one was given up, it has caused num_explained
+    faults, including this one; otherwise num_explained is 0. can_halve_chunks says that a prefill
+    step was under way that can be divided into smaller ones."""
 
     num_explained: int
     can_halve_chunks: bool = False
@@ -33,10 +33,10 @@ class Interruption:
 
 @dataclass(slots=True)
 class Judgement:
-    """Facts that have to be known before a fault is judged. After a stall, stuck holds the ranks
-    whose engines are stuck; after other faults it is None. interruption is None until the
-    requests wait. let_go are ranks whose connection ends even if they answer a probe, and
-    without_ring those whose engine has reported that its ring broke."""
+    """Facts that have to be known before a fault is judged. After a stall, `stuck` holds the ranks
+    whose engines are stuck; after other faults it is None. interruption is None until the requests
+    wait. let_go are ranks whose connection ends even if they answer a probe, and without_ring those
+    whose engine has reported that its ring broke."""
 
     was_working: bool
     stuck: frozenset[int] | None = None
@@ -51,15 +51,15 @@ class Judgement:
 
 
 class Recovery:
-    """The faults of a cluster. reason is that of a fault after which no new life has begun. seconds
-    is the time of all recoveries so far."""
+    """The faults of a cluster. reason is the reason of a fault after which no new life has begun.
+    seconds is the time of all recoveries so far."""
 
     def __init__(self, config: ServeConfig) -> None:
         self.reason: BrigadeError | None = None
         self.last_fault: LastFault | None = None
         self.seconds = 0.0
         self.judgement = Judgement(was_working=False)
-        self.may_keep_engines = False  # the engines of the previous life
+        self.may_keep_engines = False  # whether the previous life's engines may stay
         self._stuck: frozenset[int] = frozenset()
         self._began_at: float | None = None
         self._restarts = Restarts(config.constants.max_restarts, config.constants.restart_window)
@@ -84,8 +84,8 @@ class Recovery:
 
     def pause_seconds(self, is_rank_dispensable: bool, now: float) -> float:
         """Returns for how many seconds the next engines have to wait. is_rank_dispensable says that
-        a rank is lost, and that the others can do without it. Raises the error for which the
-        cluster has to end."""
+        the other ranks can do without a lost rank. Raises the error for which the cluster has to
+        end."""
         assert self.reason is not None
         interruption = self.judgement.interruption
         num_explained = interruption.num_explained if interruption else 0
@@ -104,8 +104,8 @@ class Recovery:
 
     def renew(self, num_shards: int) -> BrigadeError:
         """Begins the next life, and returns its reason. Engines that worked until the fault may
-        stay. After a stall, those that are stuck are replaced, or all if none is: then the cause is
-        unknown. Layers of shards use MLX's group, so their engines are replaced, too."""
+        stay. After a stall, stuck engines are replaced; if none is stuck, the cause is unknown and
+        all are. Layers of shards use MLX's group, so their engines are replaced, too."""
         judgement, reason = self.judgement, self.reason
         assert reason is not None
         is_explained = judgement.stuck is None or bool(judgement.stuck)

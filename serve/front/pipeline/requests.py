@@ -75,7 +75,7 @@ class Requests:
         self._stages: list[StageStatus] = []  # one status for each stage
         self._generations: dict[int, Generation] = {}
         self._fault_blame = FaultBlame(config.constants.max_restarts)
-        # Not itertools.cycle, which keeps everything that it has yielded.
+        # itertools.cycle would keep everything that it has yielded.
         self._sequence_ids = (number % NUM_SEQUENCE_IDS for number in itertools.count())
         self._is_running = False
         self._warm_up: WarmUp | None = None  # set while a warm-up runs
@@ -141,7 +141,7 @@ class Requests:
     def _leave(self, sequence_id: int) -> None:
         """Ends a sequence whose client has disconnected, or whose answer has reached a stop string.
         A sequence that may have crashed the engines stays until its next token. Otherwise it would
-        never be identified, and clients that do not wait could use up the restarts."""
+        never be found, and clients that do not wait could use up the restarts."""
         if sequence_id not in self._generations or self._fault_blame.is_clear(sequence_id):
             self._drop(sequence_id, may_keep=True)
             return
@@ -171,7 +171,7 @@ class Requests:
             room.state_tokens,
         )
         if self._config.enable_prefix_caching:
-            # All stages get the same steps, so the one that can reuse the least decides.
+            # All stages get the same steps, so the stage that can reuse the least decides.
             reuses: list[Reuse] = [cast(Reuse, stage.loaded.reuse) for stage in stages]
             self.scheduler.reuse = min(reuses, key=get_args(Reuse)[::-1].index)
         for part in self.scheduler.parts:
@@ -192,8 +192,8 @@ class Requests:
         adapter_versions: ReadableList[int],
         progressed: Callable[[int, int], None],
     ) -> None:
-        """Warms the engines up, unless requests wait, because their steps do the same. progressed
-        is as for WarmUp. Raises ClusterError if a step does not come back."""
+        """Warms the engines up, unless requests wait, whose steps do the same. `progressed` is as
+        for WarmUp. Raises ClusterError if a step does not come back."""
         if not self._config.constants.warms_up or self._generations:
             return
         room = self.scheduler.budget.max_tokens
@@ -220,7 +220,7 @@ class Requests:
     def resume(self) -> None:
         """Starts sending steps to engines that hold only the sequences returned by `keep`."""
         self._is_running = True
-        self._adapt_to_pace()  # to the pace of the warm-up
+        self._adapt_to_pace()  # as measured in the warm-up
         self.scheduler.start(self._ranks)
         for sequence in self.scheduler.waiting:
             if sequence.is_held:
@@ -228,12 +228,11 @@ class Requests:
         self._pump()
 
     def keep(self, held: ReadableList[Mapping[int, int]]) -> dict[int, int]:
-        """Lets sequences go on from the last position that all stages hold. held gives the
+        """Lets sequences go on from the last position that all stages hold. `held` gives the
         positions of each stage, as in Left. Returns the number of tokens of each sequence that the
         stages have to keep for the next life. Everything else is computed again.
 
-        These sequences come first in the queue. Otherwise one that is computed again might wait for
-        the room that they take.
+        Sequences that go on come first in the queue: others might wait for the room that they take.
         """
         if not self._stages or self._fault_blame.alone is not None:
             return {}
@@ -269,14 +268,14 @@ class Requests:
         self._pump()
 
     def clear_prefixes(self) -> None:
-        """Drops everything that is kept for later prompts. Anything that only a restart can drop is
-        dropped after the next one."""
+        """Drops everything that is kept for later prompts. Data that only a restart can drop is
+        dropped after the next restart."""
         self.scheduler.clear_prefixes()
         self._pump()
 
     def halve_chunks(self) -> None:
-        """Takes note that the fault of the latest interrupt was a GPU's time-out: its prefill step
-        is tried in smaller ones before a request is blamed."""
+        """Takes note that the latest interrupt's fault was a GPU's time-out: the prefill step is
+        tried again in smaller ones before a request is blamed."""
         self._gpu_steps.halve()
         self._fault_blame.pardon()
         self.scheduler.run_alone(self._fault_blame.alone)
@@ -434,7 +433,7 @@ class Requests:
 
     def _admit(self, sequence: Sequence) -> None:
         """Tells rank 0's engine which outputs a sequence needs and how to choose its tokens. This
-        comes before its first step, and again whenever it begins again."""
+        happens before its first step, and whenever the sequence begins again."""
         for part in self.scheduler.parts:
             for message in part.begun(sequence):
                 self._engines.send(message)

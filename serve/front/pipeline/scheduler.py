@@ -1,8 +1,8 @@
 """Decides the next step. Pure: no clock, socket, array or asyncio.
 
 `schedule` is called until it returns None, and `update` with each result. Stages run steps that
-share a sequence in the order in which they are scheduled. So later steps can rely on what a step
-does to the caches (copy, drop, join, move) as soon as it is scheduled.
+share a sequence in the order of scheduling. So as soon as a step is scheduled, later steps can rely
+on its changes to the caches (copy, drop, join, move).
 
 A prompt is prefilled up to its last token, in steps that need no result. Then the sequence joins
 the smallest group, where it feeds the last token of the prompt first. When the stages have no room
@@ -47,8 +47,8 @@ from serve.front.prefixes.counts import PrefixCounts
 from serve.front.prefixes.index import Admission, Reuse, match_original
 from serve.front.prefixes.kv_budget import KvBudget
 
-_NUM_STEPS_OF_A_GROUP = 2  # one is computed, the next waits for its tokens
-_SPARE_TOKENS = 64  # so that a sequence is not sent back soon after it was admitted
+_NUM_STEPS_OF_A_GROUP = 2  # one step is computed, the next waits for its tokens
+_SPARE_TOKENS = 64  # room left at admission, so that no sequence is sent back soon after
 
 
 class Scheduler:
@@ -56,9 +56,9 @@ class Scheduler:
     fewer groups, a stage idles.
 
     Some things are known only when the stages run: the room for keys and values, what can be
-    reused, and how many tokens a prefill step may have, which is chunk_beside_decoding while
-    sequences decode and chunk_without_decoding while none does, but no more than max_chunk_after
-    says for a step after this many tokens.
+    reused, and the most tokens of a prefill step. That is chunk_beside_decoding while sequences
+    decode, otherwise chunk_without_decoding, but never more than max_chunk_after allows at the
+    step's position.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Scheduler:
         self._max_num_sequences = max_num_sequences
         self._max_queue = max_queue
         self._live: dict[int, Sequence] = {}
-        self._leaving: list[Sequence] = []  # those with steps under way that left their group
+        self._leaving: list[Sequence] = []  # sequences that left their group with steps under way
         self._in_flight: dict[int, InFlight] = {}
         self._outputs: deque[Step | ToPrefixCache] = deque()
         self._alone: int | None = None
@@ -197,7 +197,7 @@ class Scheduler:
             self._perform(part.start(ranks, self.reuse))
 
     def on_message(self, rank: int, message: object) -> None:
-        """Takes a message of the engine of a rank, for the part that hears it."""
+        """Takes a message from a rank's engine, for the part that hears it."""
         for part in self.parts:
             if isinstance(message, part.hears):
                 self._perform(part.on_message(rank, message))
@@ -320,7 +320,7 @@ class Scheduler:
                 for group in decoding:
                     group.num_chunks += 1
                 return self._read(sequences, num_tokens)
-            # Making room sent a sequence back, so others are next.
+            # Making room sent a sequence back, so other prompts are next.
         return None
 
     def _next_prompts(self, is_beside_decoding: bool) -> tuple[list[Sequence], list[int]]:
@@ -358,7 +358,7 @@ class Scheduler:
         if len(under_way) >= self._num_stages:
             return False
         max_chunks = chunks.max_chunks_between_steps(self._num_stages)
-        # Without a step under way, no result would ever change the answer.
+        # Without a step under way, no result would ever let one start.
         return not self._in_flight or all(group.num_chunks < max_chunks for group in decoding)
 
     def _emit(self, step: Step | None) -> None:
@@ -418,7 +418,7 @@ class Scheduler:
             group.num_in_flight += 1
             group.num_chunks = 0
         elif sequences:
-            # The rows of a prefill step are a group of their own, named by the first of them.
+            # The rows of a prefill step form their own group, named by the first row.
             group_id = len(self.groups) + sequences[0].id
         after = [op for ops_of in self._hooks.after for op in ops_of(fed)] if sequences else []
         return Step(
@@ -438,7 +438,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         while (sequence := self._next()) and self.num_running < self._num_at_once:
-            if not sequence.is_held:  # Otherwise the stages hold its beginning.
+            if not sequence.is_held:  # Otherwise the stages hold the sequence's beginning.
                 admission = self._admission(sequence)
                 if self._waits_for_part(admission):
                     continue
@@ -578,13 +578,13 @@ class Scheduler:
 
     def _make_room_for(self, admission: Admission) -> bool:
         """Makes room for a sequence beside all that run and the prompts that are prefilled. Kept
-        sequences are dropped only if that makes enough room, and its match after all others."""
+        sequences are dropped only if that makes enough room; its match is dropped last."""
         sequence = admission.sequence
         max_tokens = self.budget.max_tokens
         promised = sum(s.num_tokens - s.num_computed for s in self.prefilling)
         wanted = sequence.num_tokens + min(_SPARE_TOKENS, sequence.num_left) + promised
         running = self._num_running_tokens
-        # A sequence that is alone fits, even if there is nothing to spare.
+        # A sequence that is alone fits, even without spare tokens.
         if max_tokens is not None and running + promised and running + wanted > max_tokens:
             return False
         if admission.match:

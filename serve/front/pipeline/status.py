@@ -23,7 +23,7 @@ _NUM_SPANS = 20_000
 _NUM_LOGGED_STEPS = 4096
 _NEW_SHARE = 0.1  # the weight of the latest step in a running mean
 _NEW_CHUNK_SHARE = 0.4
-_CONTEXT_UNIT = 2000  # tokens; with it, StepCost's first guess is about right for 8 B parameters
+_CONTEXT_UNIT = 2000  # in tokens: StepCost's first guess is then about right for 8 B parameters
 _NUM_COMPARED_REPORTS = 64
 _SAME_CLOCK_SECONDS = 0.1
 
@@ -40,7 +40,7 @@ class Pace:
     num_decode_steps: int = 0
     decode_cost: StepCost = field(default_factory=StepCost)
     draft_cost: StepCost = field(default_factory=StepCost)
-    _context_cost: StepCost = field(default_factory=StepCost)  # of a prompt's token
+    _context_cost: StepCost = field(default_factory=StepCost)  # the cost of a prompt's token
     reading_seconds_per_token: float | None = None
 
     def update(self, spans: list[Span]) -> None:
@@ -91,7 +91,7 @@ def _mean(before: float | None, value: float, new_share: float = _NEW_SHARE) -> 
 
 
 class RemoteClock:
-    """Converts the times of a host's monotonic clock to those of rank 0's."""
+    """Converts times of a host's monotonic clock to times of rank 0's."""
 
     def __init__(self) -> None:
         self._differences: deque[float] = deque(maxlen=_NUM_COMPARED_REPORTS)
@@ -101,7 +101,7 @@ class RemoteClock:
         self._differences.append(now - sent_at)
 
     def convert(self, spans: list[Span]) -> list[Span]:
-        # Each difference includes the time that the report took, so the smallest is the most exact.
+        # Each difference includes the time that its report took, so the smallest is the most exact.
         offset = min(self._differences)
         if 0 <= offset < _SAME_CLOCK_SECONDS:  # An engine on rank 0's host has the same clock.
             return spans
@@ -132,7 +132,7 @@ class Timeline:
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=_NUM_SPANS))
     num_spans: int = 0
     _clock: RemoteClock = field(default_factory=RemoteClock)
-    _busy: deque[tuple[float, float]] = field(default_factory=deque)  # times and busy seconds
+    _busy: deque[tuple[float, float]] = field(default_factory=deque)  # (time, busy seconds)
 
     def take_spans(self, activity: Activity, now: float) -> None:
         """Adds the spans of a report that arrived now."""
@@ -171,8 +171,8 @@ class Timeline:
 @dataclass(slots=True)
 class Stays:
     """The number of faults that engines of a rank have outlived. positions maps each sequence to
-    the number of tokens that the engine held when it left its ring; None if it did not outlive the
-    latest fault."""
+    the number of tokens that the engine held when it left its ring. It is None if the engine did
+    not outlive the latest fault."""
 
     num: int = 0
     positions: Mapping[int, int] | None = None
@@ -180,9 +180,9 @@ class Stays:
 
 @dataclass(slots=True)
 class StageStatus:
-    """The status of one stage, as its engine last reported it. latest is that report; loaded and
-    activity are the latest that a report contained. activity has no spans, its waits_on names ranks
-    of the launch, and its kv_bytes are never None."""
+    """The status of one stage, as its engine last reported it. `latest` is that report; `loaded`
+    and activity are the latest that a report contained. activity has no spans, its waits_on names
+    ranks of the launch, and its kv_bytes are never None."""
 
     rank: int
     host: str
@@ -200,7 +200,7 @@ class StageStatus:
         return self.latest.state
 
     def update(self, status: Status, ring: Sequence[int], now: float) -> None:
-        """Takes over a report. ring lists the ranks that take part, in order; now is monotonic."""
+        """Takes over a report. ring lists the ranks that take part; `now` is monotonic."""
         self.latest = status
         if status.loaded:
             self._note_loaded(status.loaded)
@@ -345,8 +345,8 @@ def first_shards(stages: Sequence[StageStatus]) -> list[StageStatus]:
 
 def shard_disagreement(stages: Sequence[StageStatus]) -> PlanError | None:
     """Returns the error that names two shards of a stage whose layers are divided differently, or
-    None. Shards match their sums only by order, so such shards would compute wrong results without
-    any error."""
+    None. Shards match their sums only by order, so shards that differ would compute wrong results
+    without any error."""
     first: dict[int, StageStatus] = {}
     for stage in stages:
         assert stage.plan is not None
@@ -408,8 +408,8 @@ def spans_after(
     since: float,
     log: StepLog,
 ) -> list[StageSpan]:
-    """Returns the spans that end after `since`, the latest first: for each rank those whose number
-    is higher than the rank's entry in numbers. Times are those of rank 0's monotonic clock."""
+    """Returns the spans that end after `since`, the latest first. For each rank, only spans with a
+    higher number than its entry in numbers count. Times are of rank 0's monotonic clock."""
     found: list[StageSpan] = []
     for stage in stages:
         number = stage.timeline.num_spans

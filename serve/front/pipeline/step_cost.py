@@ -1,9 +1,9 @@
 """Estimates from past steps how long a step takes, by the number of tokens that it feeds, or how
 long a token takes, by the number of tokens before it."""
 
-_DECAY = 0.97  # the factor of the weight of earlier steps, for each new step
-_PRIOR_SHARE = 0.06  # cost of one more token, as a share of a step, until measured
-_PRIOR_WEIGHT = 4.0  # the weight of _PRIOR_SHARE, in squares of tokens
+_DECAY = 0.97  # the factor by which each new step reduces the weight of earlier ones
+_PRIOR_SHARE = 0.06  # the cost of one more token, as a share of a step, until it is measured
+_PRIOR_WEIGHT = 4.0  # _PRIOR_SHARE counts like measured steps whose _variance is this number
 
 
 class StepCost:
@@ -13,7 +13,7 @@ class StepCost:
         self._weight = 0.0
         self._tokens = 0.0  # the weighted mean of tokens
         self._seconds = 0.0
-        self._variance = 0.0  # weighted sums of squares and products of deviations from the means
+        self._variance = 0.0  # weighted sum of squared deviations from the mean
         self._covariance = 0.0
 
     def add_step(self, num_tokens: float, seconds: float) -> None:

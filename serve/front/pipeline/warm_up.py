@@ -1,7 +1,7 @@
 """Runs a few steps before clients come, so that every rank has its graphs and kernels.
 
 The steps are ordinary ones, from a scheduler that is used for nothing else. Their sequences belong
-to no request, and all ranks drop these at the end.
+to no request, and all ranks drop the sequences at the end.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from serve.front.parts.interface import NUM_PLAIN_STEPS, SchedulerPart
 from serve.front.pipeline.scheduler import Scheduler
 from serve.front.text.grammars import of_schema
 
-_CHUNK = 64  # prompt tokens of a prefill step that occupies the stages fully
-_SHORT_PROMPT = 10  # tokens; several rows fit in one chunk
-_NUM_ROWS = 4  # rows of a group
-# A step with a whole chunk is run only if all steps before it took no longer than this. On slower
-# ranks such a step takes seconds, so its first-time costs hardly matter.
+_CHUNK = 64  # the prompt tokens of a prefill step that occupies the stages fully
+_SHORT_PROMPT = 10  # in tokens: several such prompts fit in one chunk
+_NUM_ROWS = 4  # the rows of each group
+# A step with a whole chunk runs only if no earlier step took longer. On slower ranks such a step
+# takes seconds, so its first-time costs hardly matter.
 _QUICK_SECONDS = 1.0
 _SAMPLED = Sampling(
     temperature=0.7,
@@ -34,7 +34,7 @@ _SAMPLED = Sampling(
     presence_penalty=0.1,
     logprobs=2,
 )
-# This makes rank 0 read the tokenizer. An answer of a few tokens cannot complete it.
+# This grammar makes rank 0 read the tokenizer. An answer of a few tokens cannot complete it.
 _GRAMMAR = of_schema(
     {
         "type": "array",
@@ -49,10 +49,10 @@ _logger = logging.getLogger(__name__)
 
 
 class WarmUp:
-    """One warm-up. send takes a step and the sequences that begin with it. adapters are the loaded
-    versions. room is the number of tokens whose keys and values the stages can hold. parts are
-    those of the scheduler that serves requests. progressed gets the number of tokens that the steps
-    have sampled and the total, and 0, 0 at the end."""
+    """One warm-up. `send` takes a step and the sequences that begin with it. adapters are the
+    loaded versions. room is the number of tokens whose keys and values the stages can hold. parts
+    belong to the scheduler that serves requests. `progressed` gets the number of sampled tokens and
+    the total, and 0, 0 at the end."""
 
     def __init__(
         self,

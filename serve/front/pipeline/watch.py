@@ -14,11 +14,11 @@ from serve.front.pipeline.status import StageStatus
 
 WATCH_SECONDS = 0.5  # the pause between two looks at engines that work
 # How long a parent may be silent: it waits until its engine leaves its ring or ends (15 s, see
-# serve.parent.engine), and starts another one. While the engine computes, the parent sends signs.
+# serve.parent.engine), and starts another. While the engine computes, the parent sends signs.
 RENEW_SECONDS = 20.0
 _SILENT_SECONDS = 1.5
-# For states that wait for all stages: the states of a stage that count as done, and the words for
-# the task that a late rank has not finished.
+# By state that waits for all stages: the stage states that count as done, and the words for the
+# task that a late rank has not finished.
 AWAITED = {
     State.STARTING: ({StageState.STARTING}, "start an engine"),
     State.JOINING: (
@@ -31,8 +31,8 @@ AWAITED = {
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A fault that no rank has reported. stuck holds the ranks whose engines are stuck, or None if
-    all are to be replaced anyway. The parents of suspects may hang: they are probed, and with
+    """A fault that no rank has reported. `stuck` holds the ranks whose engines are stuck, or None
+    if all are to be replaced anyway. The parents of suspects may hang: they are probed, and with
     disconnects they have to join again even if they answer."""
 
     error: ClusterError
@@ -64,7 +64,7 @@ def patience_seconds(state: State, stages: Sequence[StageStatus], config: ServeC
 def late_alarm(state: State, stages: Sequence[StageStatus], config: ServeConfig) -> Alarm:
     """Names the stage that has made no progress for too long."""
     late = late_stages(state, stages)
-    # The others may only be waiting for an engine that is still starting.
+    # Other ranks may only be waiting for an engine that is still starting.
     stage = next((stage for stage in late if stage.state is StageState.STARTING), late[0])
     _, what = AWAITED[state]
     seconds = patience_seconds(state, stages, config)
@@ -108,7 +108,7 @@ def is_silent(stage: StageStatus, now: float) -> bool:
 
 def stuck_ranks(stages: Sequence[StageStatus], now: float) -> frozenset[int]:
     """Returns the ranks whose engines are silent, wait for a tensor that does not arrive, or do not
-    finish a step. The others wait for a step, so they can leave their ring at once."""
+    finish a step. Other engines wait for a step, so they can leave their ring at once."""
     stuck: set[int] = set()
     for stage in stages:
         activity = stage.activity

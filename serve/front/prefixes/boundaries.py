@@ -1,5 +1,5 @@
-"""Finds where later prompts of a chat may begin to differ from this one, which is where
-checkpoints are worth their cost.
+"""Finds where a chat's later prompts may begin to differ from this one: there, checkpoints are
+worth their cost.
 
 Templates rewrite history. Many leave out the reasoning of earlier answers, and the marks at the end
 of a prompt that open an answer may not come again. So prompts that may come later are rendered too,
@@ -12,7 +12,7 @@ from serve.core.errors import RequestError
 from serve.front.prefixes.tree import common_length
 from serve.front.text.tokens import Tokenizer
 
-_MARGIN = 256  # Characters around a difference, in which the tokens of both texts are compared.
+_MARGIN = 256  # the characters around a difference in which both texts' tokens are compared
 
 
 def boundaries(

@@ -1,8 +1,7 @@
 """Knows the checkpoints that the stages keep, and which sequences they belong to. Pure.
 
-A checkpoint is a copy of those caches that cannot be cut, at one position of a sequence. With the
-keys and values of that sequence, or of another one that begins with the same tokens, a new
-sequence can begin there.
+A checkpoint is a copy of the caches that cannot be cut, at one position in a sequence. With the
+keys and values of any sequence that begins with the same tokens, a new one can begin there.
 """
 
 import itertools
@@ -15,10 +14,10 @@ from typing import NamedTuple
 from serve.core.types import FIRST_CHECKPOINT, Sequence
 from serve.front.prefixes.tree import PrefixTree
 
-EVERY_TOKENS = 2048  # The distance of checkpoints in a long prompt, wherever its messages end.
-# A checkpoint costs a step of its own, and memory. With fewer tokens it saves less than it costs.
+EVERY_TOKENS = 2048  # the distance of checkpoints in a long prompt, wherever its messages end
+# The fewest tokens before a checkpoint: it costs a step and memory, and must save more.
 MIN_TOKENS = 64
-# Each has up to four arrays for each layer; see MAX_KEPT.
+# A checkpoint has up to four arrays for each layer; see MAX_KEPT.
 MAX_CHECKPOINTS = 256
 
 
@@ -67,7 +66,7 @@ class Stops:
         return positions[0] if positions else sequence.num_to_prefill
 
     def reach(self, sequence_id: int, position: int) -> bool:
-        """Removes the next stop of a prompt if it is at this position. Returns whether it is."""
+        """Removes a prompt's next stop if it is at this position. Returns whether it was there."""
         positions = self._positions.get(sequence_id)
         if not positions or positions[0] != position:
             return False
@@ -128,13 +127,13 @@ class Checkpoints:
         return checkpoint in self._held.get(sequence_id, ())
 
     def share(self, sequence_id: int, source_id: int, num_tokens: int) -> None:
-        """Makes a sequence hold another one's checkpoints of their common first num_tokens."""
+        """Makes a sequence hold another one's checkpoints within num_tokens common tokens."""
         for id in self._held.get(source_id, ()):
             if self._checkpoints[id].num_tokens <= num_tokens:
                 self._hold(sequence_id, self._checkpoints[id])
 
     def leave(self, sequence_id: int) -> list[int]:
-        """Removes a sequence from the holders. Returns the checkpoints without any other."""
+        """Removes a sequence from the holders. Returns checkpoints that have no other holder."""
         gone: list[int] = []
         for id in sorted(self._held.pop(sequence_id, ())):
             checkpoint = self._checkpoints[id]

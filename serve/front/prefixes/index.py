@@ -13,8 +13,8 @@ from serve.core.types import FIRST_CHECKPOINT, Sequence
 from serve.front.prefixes.checkpoints import Checkpoints, PrefixKey
 from serve.front.prefixes.tree import PrefixTree
 
-# Which part of another sequence a new one can start as a copy of: any prefix; or only a prefix that
-# ends at a checkpoint or where the other sequence ends (some caches cannot be cut); or none.
+# The prefixes of another sequence that a new one can copy: any; or, if some caches cannot be cut,
+# those that end at a checkpoint or with the other sequence; or none.
 Reuse = Literal["any", "checkpoints", "none"]
 
 _SHARED = PrefixKey()
@@ -40,9 +40,9 @@ class Gone(NamedTuple):
     checkpoints: list[int]
 
     def still_wanted(self, saves: list[Save]) -> tuple[Save, ...]:
-        """Returns the saves of a step without those whose checkpoints were already dropped to make
-        room for others of the same step. The stages must not see such saves: they would drop a
-        checkpoint before they make it, and then keep it forever."""
+        """Returns a step's saves, except of checkpoints that were already dropped to make room for
+        others of the step. The stages must not see such saves: they would drop a checkpoint before
+        they make it, and then keep it forever."""
         never_made = {save.checkpoint for save in saves}.intersection(self.checkpoints)
         for checkpoint in never_made:
             self.checkpoints.remove(checkpoint)
@@ -53,22 +53,21 @@ def scope_of(salt: str | None, api_key: str) -> str:
     """Returns the cache scope of a request. Requests without salt and key share prefixes."""
     if not salt and not api_key:
         return ""
-    # api_key is a digest, which contains no slash, so the two cannot be mixed up.
+    # api_key is a digest, which contains no slash, so it cannot be taken for a part of the salt.
     return hashlib.sha256(f"{api_key}/{salt or ''}".encode()).hexdigest()
 
 
 class PrefixIndex:
     """The tokens of kept sequences, the prompts of sequences that are decoded, and the checkpoints
-    of both: a prompt can begin as a copy of any of them. The least recently used kept sequences and
-    checkpoints go first.
+    of both: a prompt can begin as a copy of any of them. The least recently used ones go first.
 
     state_tokens is the number of tokens whose keys and values take as much memory as the caches of
-    a sequence that cannot be cut. Each kept sequence and checkpoint counts that much in num_tokens.
+    a sequence that cannot be cut. Each kept sequence and checkpoint adds this number to num_tokens.
     """
 
     def __init__(self, state_tokens: int = 0) -> None:
         self._kept: OrderedDict[int, PrefixKey] = OrderedDict()
-        self._num_uses: dict[int, int] = {}  # for each kept sequence and checkpoint
+        self._num_uses: dict[int, int] = {}  # by kept sequence or checkpoint
         self._next_use = 0
         self._trees: dict[PrefixKey, PrefixTree] = {}
         self._running: dict[int, tuple[Sequence, PrefixKey]] = {}
@@ -193,8 +192,8 @@ class PrefixIndex:
         return match.source in self._kept or match.source in self._running
 
     def longest(self, tokens: ReadableList[int], key: PrefixKey = _SHARED) -> PrefixMatch | None:
-        """Finds the sequence with the longest common prefix with tokens. Of several, a kept one is
-        preferred, and of kept ones the least recently used one."""
+        """Finds the sequence with the longest common prefix with tokens. Among equals, a kept
+        sequence is preferred, and then the least recently used."""
         best: tuple[int, int] | None = None
         if tree := self._trees.get(key):
             best = tree.longest(tokens, self._num_uses.__getitem__)
@@ -237,7 +236,7 @@ class PrefixIndex:
 
 
 def _remove(trees: dict[PrefixKey, PrefixTree], key: PrefixKey, sequence_id: int) -> int:
-    """Removes a list, and its tree if that is empty then. Returns the list's number of tokens."""
+    """Removes a list, and then its tree if that is empty. Returns the list's number of tokens."""
     num_tokens = trees[key].remove(sequence_id)
     if not trees[key]:
         del trees[key]
@@ -249,12 +248,12 @@ def _if_long_enough(match: PrefixMatch) -> PrefixMatch | None:
 
 
 def may_begin_as_copy(sequence: Sequence) -> bool:
-    """Whether a sequence needs no outputs of its prompt. Scoring and embedding need them."""
+    """Whether a sequence needs no outputs of its prompt: scoring and embedding need some."""
     return sequence.sampling.prompt_logprobs is None and sequence.has_answer
 
 
 def match_original(sequence: Sequence, live: Collection[int]) -> PrefixMatch | None:
-    """Matches all that an original holds, if its prompt has just been prefilled."""
+    """Matches all tokens that an original holds, if its prompt has just been prefilled."""
     original, num_tokens = sequence.original, len(sequence.prompt) - 1
     if original and original.id in live and original.num_computed == num_tokens > 0:
         return PrefixMatch(original.id, num_tokens)
@@ -285,7 +284,7 @@ class Admission:
     @cached_property
     def match(self) -> PrefixMatch | None:
         if self._original:
-            return self._original  # This works with every kind of cache.
+            return self._original  # A whole sequence can be copied with every kind of cache.
         if self._reuse == "none" or not may_begin_as_copy(self.sequence):
             return None
         tokens = self.sequence.tokens[:-1]

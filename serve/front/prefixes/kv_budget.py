@@ -7,14 +7,14 @@ from serve.front.prefixes.checkpoints import NO_SHARING, PrefixKey, Sharing, Sto
 from serve.front.prefixes.counts import PrefixCounts
 from serve.front.prefixes.index import Gone, PrefixIndex
 
-_MAX_STATE_SHARE = 0.25  # share of the room: larger states would displace all sequences
+_MAX_STATE_SHARE = 0.25  # the largest share of the room: larger states would displace all sequences
 
 
 class KvBudget:
     """The budget in tokens, and the sequences and checkpoints that are kept within it.
 
     max_tokens is None without a limit. state_tokens is as for PrefixIndex. Running sequences come
-    first: num_running_tokens is always the number of tokens that they take or are about to take.
+    first: num_running_tokens always counts the tokens that they take or are about to take.
     """
 
     def __init__(self, counts: PrefixCounts) -> None:
@@ -59,7 +59,7 @@ class KvBudget:
         self.stops.plan(sequence, sharing.boundaries)
 
     def forget_prompt(self, sequence_id: int) -> None:
-        """Forgets all about a sequence that has ended."""
+        """Forgets everything about a sequence that has ended."""
         self._sharing.pop(sequence_id, None)
         self._discarded.discard(sequence_id)
         self.stops.forget(sequence_id)
@@ -74,7 +74,7 @@ class KvBudget:
         """Keeps a sequence that has ended if later prompts can use it, or else drops it. Returns
         whether it is kept."""
         may_keep = may_keep and sequence.id not in self._discarded
-        # If two more steps are under way, it is not known which token the last one feeds.
+        # If two more steps are under way, the token that the last one feeds is not known.
         is_known = 0 < sequence.num_computed <= sequence.num_tokens
         # Nobody continues a prompt without an answer.
         is_wanted = may_keep and sequence.has_answer
@@ -127,7 +127,7 @@ class KvBudget:
         num_running_tokens: int,
     ) -> tuple[Save, ...]:
         """Returns the checkpoints that the stages make after a step that feeds num_tokens tokens of
-        each sequence. Those that do not fit beside running sequences are left out."""
+        each sequence, as far as there is room beside running sequences."""
         saves: list[Save] = []
         num_running_tokens += sum(num_tokens)
         for sequence, count in zip(fed, num_tokens, strict=True):

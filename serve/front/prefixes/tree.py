@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ReadableList
 from dataclasses import dataclass, field
 
-_NUM_FIRST = 16  # Most lists that differ at all differ in their first tokens.
+_NUM_FIRST = 16  # the tokens compared first: lists that differ mostly differ there
 
 
 @dataclass(slots=True, eq=False)
@@ -79,9 +79,8 @@ class PrefixTree:
         order: Callable[[int], int],
         may_be: Callable[[int], bool] | None = None,
     ) -> tuple[int, int] | None:
-        """Finds the list with the longest common prefix with tokens, among those for which may_be
-        is true. If several have it, the first in order wins. Returns its id and the prefix's
-        length."""
+        """Finds the list with the longest common prefix with tokens, among lists for which may_be
+        is true. Among equals, the first in order wins. Returns its id and the prefix's length."""
         came_from: _Node | None = None
         path = list(self._path(tokens))
         for node, num_common in reversed(path):
@@ -94,7 +93,7 @@ class PrefixTree:
 
     def _path(self, tokens: ReadableList[int]) -> Iterator[tuple[_Node, int]]:
         """Yields the nodes that share a beginning with tokens, from the root down, each with the
-        number of common tokens up to its end or within it."""
+        number of common tokens up to and in this node."""
         node = self._root
         num_common = 0
         yield node, num_common

@@ -1,5 +1,5 @@
-"""Decides which prefixes the ranks write to their disks, read from there, and delete. Pure: it
-returns what is to be done."""
+"""Decides which prefixes the ranks write to their disks, read from their disks, and delete. Pure:
+it returns what is to be done."""
 
 import itertools
 from collections import deque
@@ -55,8 +55,8 @@ class DiskCounts:
 
 @dataclass(slots=True)
 class _Reading:
-    """A prefix that is being read. sequence waits for it. awaited holds the ranks that have not
-    answered yet; damaged is the name of a file that a rank could not read."""
+    """A prefix that is being read. sequence waits for it. `awaited` holds the ranks that have not
+    answered yet; `damaged` is the name of a file that a rank could not read."""
 
     sequence: Sequence
     found: Found
@@ -82,7 +82,7 @@ class NextWrite(NamedTuple):
 
 @dataclass(slots=True)
 class _Writing:
-    """A file that is being written. awaited holds the ranks that have not answered yet. is_wanted
+    """A file that is being written. `awaited` holds the ranks that have not answered yet. is_wanted
     is False if everything was cleared since the write began."""
 
     write: Write
@@ -92,10 +92,10 @@ class _Writing:
 
 
 class DiskCache:
-    """The prefix cache on disk in one life of the engines. stored lists each rank's files at the
+    """The prefix cache on disk in one life of the engines. `stored` lists each rank's files at the
     start. With has_states, sequences can begin only where there is a state.
 
-    contents identifies what keys and values depend on besides tokens and stages.
+    contents identifies everything besides tokens and stages that keys and values depend on.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class DiskCache:
     # --- reading
 
     def find(self, sequence: Sequence, contents: str) -> Found | None:
-        """Finds the longest prefix of a sequence that is worth reading if memory has none."""
+        """Finds a sequence's longest prefix that is worth reading if none is in memory."""
         root = root_name([*self._digests, contents])
         found = self._index.find(root, sequence.tokens[:-1], self.has_states)
         if found is None or found.num_tokens < self._rules.min_gain:
@@ -176,7 +176,7 @@ class DiskCache:
         return ReadPrefix(id, found.num_tokens, found.names, found.state)
 
     def on_read(self, rank: int, answer: PrefixRead) -> Read | None:
-        """Takes a rank's answer. Returns None until all have answered."""
+        """Takes a rank's answer. Returns None until all ranks have answered."""
         reading = self._readings.get(answer.sequence)
         if reading is None:
             return None
@@ -314,7 +314,7 @@ class DiskCache:
     def _states_of_found(
         self, sequence_id: int, checkpoints: Mapping[int, int], found: Found | None
     ) -> Iterator[Write]:
-        """Yields the states at the ends of segments that are on disk already."""
+        """Yields the states that end segments which are on disk already."""
         names = found.names if found else ()
         for name in names:
             end = self._index.end(name)
@@ -324,7 +324,7 @@ class DiskCache:
     def _ends(
         self, start: int, stops: Collection[int], checkpoints: Collection[int]
     ) -> Iterator[int]:
-        """Yields the ends of new segments: the stops, and between them every `segment` tokens."""
+        """Yields the ends of new segments: each stop, and every `segment` tokens between stops."""
         for stop in sorted(stops):
             while stop - start > self._rules.segment:
                 start += self._rules.segment

@@ -20,7 +20,7 @@ _NAME_BYTES = 16
 
 
 def root_name(contents: list[str]) -> str:
-    """Returns the name of the empty sequence, for all that keys and values depend on."""
+    """Returns the name of the empty sequence, made from all that keys and values depend on."""
     return _hash(b"root", json.dumps(contents).encode())
 
 
@@ -61,7 +61,7 @@ class _Entry:
 class DiskIndex:
     """The files by name, the least recently used one first. max_bytes gives the limit of each rank.
 
-    To use a file is also to use all files before it in its sequence. So no other file needs the
+    Whoever uses a file also uses all files before it in its sequence. So no other file needs the
     least recently used one.
     """
 
@@ -70,7 +70,7 @@ class DiskIndex:
         self.num_bytes = dict.fromkeys(max_bytes, 0)
         self._largest = dict.fromkeys(max_bytes, 0)
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        # By the name of each segment or root, the lengths of the segments that follow it.
+        # The lengths of the segments that follow a segment or a root, by its name.
         self._lengths: defaultdict[str, Counter[int]] = defaultdict(Counter)
 
     def __len__(self) -> int:
@@ -117,7 +117,7 @@ class DiskIndex:
             name = self._entries[name].file.parent
 
     def remove(self, name: str) -> list[str]:
-        """Removes a file, if it is there, and all files after it. Returns their names."""
+        """Removes a file and all files after it, if it is there. Returns the removed names."""
         if name not in self._entries:
             return []
         followers: defaultdict[str, list[str]] = defaultdict(list)
@@ -134,8 +134,8 @@ class DiskIndex:
 
     def make_room(self, parent: str) -> list[str] | None:
         """Removes the least recently used files until all ranks have room for a new file that
-        follows parent. Returns their names. If files before the new one would have to go, removes
-        nothing and returns None."""
+        follows parent. Returns the removed names. If files before the new one would have to go,
+        removes nothing and returns None."""
         needed = set(self._chain(parent))
         removed: list[str] = []
         freed: Counter[int] = Counter()
@@ -151,7 +151,7 @@ class DiskIndex:
         return removed
 
     def find(self, root: str, tokens: ReadableList[int], with_state: bool) -> Found | None:
-        """Finds the longest prefix of tokens. With with_state, it has to end at a state."""
+        """Finds the longest prefix of tokens. If `with_state`, the prefix has to end at a state."""
         best: Found | None = None
         for names, num_tokens in self._prefixes(root, tokens):
             state = state_name(names[-1]) if with_state else None

@@ -35,11 +35,11 @@ class DiskPrefixes(SchedulerPart):
         self.counts = DiskCounts()
         self._rules = rules
         self._cache: DiskCache | None = None
-        self._stored: dict[int, PrefixFiles] = {}  # the files that each rank has at the start
+        self._stored: dict[int, PrefixFiles] = {}  # each rank's files at the start
         self._must_clear = False
         # Sequences whose prefix is not looked for again in this life of the engines.
         self._tried: set[int] = set()
-        # The number of tokens that may be written of each running sequence.
+        # By running sequence, the number of tokens that may be written.
         self._written: dict[int, int] = {}
 
     # --- the engines
@@ -144,7 +144,7 @@ class DiskPrefixes(SchedulerPart):
 
     def reset(self, sequence: Sequence) -> None:
         self._tried.discard(sequence.id)
-        # When the sequence begins again, the stages hold less of it than these files need.
+        # After the sequence begins again, the stages hold too few tokens for the files that wait.
         if self._written.pop(sequence.id, None) and self._cache:
             self._cache.forget_writes(sequence.id)
 

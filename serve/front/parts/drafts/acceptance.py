@@ -3,21 +3,21 @@
 from bisect import bisect_left
 from collections.abc import Iterable
 
-# Guesses are counted in classes by the length of their match: up to each of these lengths,
-# and above the last one.
+# Guesses are counted in classes by the length of their match: one class up to each length in this
+# list, and one above the last.
 _LENGTHS = (3, 6, 12, 24)
 _PRIOR_SHARES = (0.45, 0.6, 0.75, 0.85, 0.9)
 _PRIOR_WEIGHT = 4.0
-_DECAY = 0.95  # the factor of the earlier counts, for each new guess
+_DECAY = 0.95  # the factor by which each new guess reduces earlier counts
 _FIRST_HIT_SHARES = (0.15, 0.4)  # Short answers often repeat words of the prompt.
 _FIRST_GUESS_SHARES = (0.25, 0.6)
 _NEW_SHARE = 0.08  # the weight of the latest token in a sequence's means
-_NEW_SHARE_OF_ALL = 0.005  # the same in the means of all sequences
+_NEW_SHARE_OF_ALL = 0.005  # the weight of the latest token in the means of all sequences
 
 
 class Acceptance:
-    """The share of right guesses, by the length of the match behind them. prior, the Acceptance of
-    more sequences, gets the same counts, and dominates until enough guesses are counted here."""
+    """The share of right guesses, by the length of their match. prior, the Acceptance of more
+    sequences, gets the same counts, and dominates until enough guesses are counted here."""
 
     def __init__(self, prior: "Acceptance | None" = None) -> None:
         self._prior = prior
@@ -49,7 +49,7 @@ class Acceptance:
 
 
 class HitShares:
-    """Recent shares of tokens with a right guess and of tokens with any guess, each by whether the
+    """Recent shares: tokens with a right guess, and tokens with any guess, each by whether the
     token before had a match. The shares start at the values of prior, which counts the same
     tokens."""
 
@@ -72,5 +72,5 @@ class HitShares:
 
 def net_gain(gains: Iterable[float], token_cost: float) -> float:
     """Returns the expected tokens from drafts minus their cost, if only drafts that pay are fed.
-    gains are the chances of the drafts; token_cost is the cost of one, in tokens."""
+    gains are the chances of the drafts; token_cost is the cost of one draft, in tokens."""
     return sum(max(0.0, chance - token_cost) for chance in gains)

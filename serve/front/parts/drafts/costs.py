@@ -6,7 +6,7 @@ from serve.core.sections import DraftCosts
 from serve.front.parts.drafts.model_guesses import ModelCosts
 from serve.front.pipeline.status import StageStatus
 
-_UNKNOWN_READING_COST = 0.1  # the cost of reading a token, as a share of a guess
+_UNKNOWN_READING_COST = 0.1  # the cost of reading a token, as a share of a guess's
 
 
 def token_cost(stages: ReadableList[StageStatus]) -> float | None:

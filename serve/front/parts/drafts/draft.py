@@ -4,7 +4,7 @@ verifies."""
 from collections.abc import Sequence as ReadableList
 from typing import Literal, NamedTuple
 
-# What made a draft: the text so far, the answer that the client predicts, or the draft model.
+# The source of a draft: the text so far, the client's predicted answer, or the draft model.
 Drafter = Literal["suffixes", "prediction", "model"]
 
 

@@ -24,8 +24,8 @@ _REJECTED = "rejected_prediction_tokens"
 
 @dataclass(slots=True)
 class Drafted:
-    """What is known about the drafts of a sequence. drafter made the latest ones. guesses are the
-    draft model's, for the tokens after the newest one. text and model are None until they are
+    """What is known about the drafts of a sequence. drafter made the latest drafts. guesses are the
+    draft model's, for the tokens after the newest token. text and model are None until they are
     needed."""
 
     prediction: tuple[int, ...] = ()
@@ -44,7 +44,7 @@ class Drafting(SchedulerPart, ABC):
         super().__init__(config)
         self.is_on = config.draft_model != "none"
         self.counts = DraftCounts()
-        self.drafted: dict[int, Drafted] = {}  # what is known of each sequence, by its id
+        self.drafted: dict[int, Drafted] = {}  # the drafts of each sequence, by its id
         self._awaited: set[int] = set()  # sequences with drafts or guesses under way
         self._guessed: set[int] = set()  # sequences with guesses
 

@@ -5,9 +5,9 @@ from serve.front.parts.drafts.acceptance import Acceptance, HitShares, net_gain
 from serve.front.parts.drafts.draft import Draft, Drafter
 from serve.front.parts.drafts.suffixes import Match, Suffixes
 
-_MAX_INDEXED = 32_768  # tokens of a prediction, and last tokens of a prompt
-# Limits for the tokens that are learned between two steps, so that streams do not wait for this.
-# Comparing a token with its guess takes longer than adding it.
+_MAX_INDEXED = 32_768  # how many tokens of a prediction, or last tokens of a prompt, are searched
+# How many tokens are learned between two steps: few, so that streams do not wait. Comparing a token
+# with its guess takes longer than adding it.
 _MAX_ADDED_AT_ONCE = 4_096
 _MAX_COMPARED_AT_ONCE = 64
 _SEPARATOR = 0  # Drafts end where the prediction ends, so any token will do.
@@ -32,7 +32,7 @@ class TextGuesses:
         predicted = prediction[:_MAX_INDEXED]
         self._num_predicted = len(predicted)
         self._to_add = [*predicted, _SEPARATOR, *sequence.prompt[-_MAX_INDEXED:]]
-        self._num_learned = 0  # tokens of the answer
+        self._num_learned = 0  # the tokens of the answer that were learned
         self._match: Match | None = None
         self._guess: int | None = None
 

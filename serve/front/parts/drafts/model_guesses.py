@@ -8,15 +8,15 @@ from serve.core.types import Sequence
 MAX_GUESSES = 8
 _FIRST_SHARE = 0.7
 _NEW_SHARE = 0.06  # the weight of the latest guess in a sequence's share
-_NEW_SHARE_OF_ALL = 0.01  # the same in the share of all sequences
+_NEW_SHARE_OF_ALL = 0.01  # the weight of the latest guess in the share of all sequences
 # While nothing is guessed, each token moves the share back towards its first value, so that the
 # draft model gets another try after a few hundred tokens.
 _DECAY = 0.002
 _MIN_GAIN = 1.1  # With guesses, the next step cannot be sent before its tokens are known.
-_READ_TOGETHER = 4  # The draft model reads a few new tokens in no extra time.
-_NUM_TOKENS_READ = 256  # the most that are read of a text that is new to the draft model
+_READ_TOGETHER = 4  # So few new tokens take the draft model no extra time.
+_NUM_TOKENS_READ = 256  # the most tokens that the draft model reads of a new text
 _EXPECTED_TOKENS = 64  # Most answers end before their limit.
-_MIN_RETURN = 2.0  # the least time saved, per time spent on reading a text
+_MIN_RETURN = 2.0  # the least time saved, as a multiple of the time spent on reading a text
 
 
 class ModelCosts(NamedTuple):

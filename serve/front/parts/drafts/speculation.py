@@ -24,7 +24,7 @@ from serve.front.pipeline.status import StageStatus, first_shards
 
 MAX_DRAFTS = 16
 _MIN_GAIN = 1.05
-_WAITING_GAIN = 0.1  # gain in tokens per step and row that is worth a wait for the front end
+_WAITING_GAIN = 0.1  # the gain, in tokens per step and row, that is worth a wait for the front end
 # Drafts cannot pay if one more token in each row costs more than this share of a step.
 _MAX_ROWS_COST = 0.5
 _UNKNOWN_TOKEN_COST = 0.06

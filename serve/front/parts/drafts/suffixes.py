@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 _MAX_MATCH = 32  # A longer match does not improve the guess.
 _MAX_PLACES = 8
-_DRAFTS_BY_MATCH = 2  # drafts per token of a match: a longer match predicts more
+_DRAFTS_BY_MATCH = 2  # drafts for each token of a match: a longer match predicts more
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """An earlier occurrence of the last `length` tokens of a text. It ends before `place`."""
+    """An earlier occurrence of the last `length` tokens of a text. The occurrence ends before
+    `place`."""
 
     length: int
     place: int
@@ -21,7 +22,7 @@ class Suffixes:
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._last_place: dict[int, int] = {}  # the latest place after each pair of tokens
-        self._earlier_places: list[int] = []  # for each, the one before it after the pair
+        self._earlier_places: list[int] = []  # by place, the previous place after the same pair
 
     def add(self, token: int) -> None:
         place = len(self._tokens)

@@ -1,4 +1,4 @@
-"""Gives the steps of a warm-up the shapes that drafts give to those of requests."""
+"""Gives the steps of a warm-up the shapes that requests' steps have with drafts."""
 
 from collections.abc import Sequence as ReadableList
 

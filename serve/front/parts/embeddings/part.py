@@ -18,7 +18,7 @@ class EmbeddedPrompts(SchedulerPart):
 
     def __init__(self, config: ServeConfig) -> None:
         super().__init__(config)
-        self._hidden_size = 0  # numbers of an embedding; 0 if the model cannot make any
+        self._hidden_size = 0  # the length of an embedding; 0 if the model cannot make any
         self._poolings: dict[int, Pooling] = {}
 
     def settle(self, stages: ReadableList[StageStatus]) -> None:
