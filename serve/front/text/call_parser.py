@@ -15,10 +15,10 @@ from serve.front.text.helpers import HelperEnded, Helpers, answer_questions
 from serve.front.text.tool_formats import parsed_calls, tool_format
 
 MAX_SECONDS = 0.5  # the CPU time for one text
-# Even quadratic parsers read this much in a tenth of a second, and few real calls are longer.
+# Even quadratic parsers read so much in a tenth of a second, and few real calls are longer.
 MAX_SHORT_CHARACTERS = 2048
 
-# Shared by all models of this process, and used for nothing else. Many long calls that end at the
+# Threads that all models of this process share, for parsing only. Many long calls that end at the
 # same time do not delay short ones.
 _threads_of_short_calls = ThreadPoolExecutor(2, "short-calls")
 _threads_of_long_calls = ThreadPoolExecutor(2, "long-calls")
@@ -39,8 +39,8 @@ class CallParser:
         self._helpers = Helpers(CallsParsed | CallUnreadable, __name__, name)
 
     def __call__(self, text: str, tools: Tools = ()) -> tuple[ParsedCall, ...]:
-        """Returns the calls in a text. tools are the declared ones as OpenAI's JSON. Raises
-        ValueError if the text takes too long or cannot be read: then it is content."""
+        """Returns the calls in a text. tools are the declared tools as OpenAI's JSON. Raises
+        ValueError if the text takes too long or cannot be read: then the text is content."""
         declared = msgspec.json.encode(tools).decode()
         try:
             answer = self._helpers.call(ParseCall(text, declared))

@@ -21,9 +21,9 @@ from serve.front.text import grammar_check
 from serve.front.text.helpers import HelperEnded, Helpers
 from serve.front.text.schemas import GUIDANCE, Schema, closed_text, expressible_text
 
-# Each takes about 150 bytes. With so many, one client cannot displace the grammars of others.
+# The number of cached results, of about 150 bytes each. One client cannot displace so many.
 _MAX_KNOWN = 4096
-# Why a grammar ended its helper process, by the exit code.
+# The reasons why a grammar ended its helper process, by the exit code.
 _REASONS = {
     -signal.SIGPROF: f"it takes more than {CHECK_SECONDS:g} s to prepare",
     -signal.SIGKILL: "it takes too much memory to prepare",
@@ -35,7 +35,7 @@ _REASONS = {
 }
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _MAX_REASON_CHARACTERS = 500
-# Translating GBNF takes time that is quadratic in the number of rules.
+# The time to translate GBNF is quadratic in the number of rules.
 _MAX_GBNF_RULES = 500
 _MAX_GBNF_CHARACTERS = 64 << 10
 

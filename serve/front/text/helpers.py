@@ -1,6 +1,6 @@
-"""Helper processes do slow work for the server outside its process, so that the work does not hold
-its GIL and can be stopped. This module contains both ends of the connection. Questions and answers
-are messages of serve.core.helper_messages in JSON, in frames over standard input and output."""
+"""Helper processes do slow work for the server: such work does not hold the server's GIL, and can
+be stopped. This module contains both ends of the connection. Questions and answers are messages of
+serve.core.helper_messages in JSON, in frames over standard input and output."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from serve.core.errors import stopping
 from serve.core.helper_messages import HelperMessage, ToHelper
 
 _LENGTH = struct.Struct(">Q")
-_NICENESS = 10  # The processes that compute answers come first.
+_NICENESS = 10  # Processes that compute answers have priority.
 
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
@@ -38,9 +38,9 @@ class HelperEnded(Exception):
 
 
 class Helpers(Generic[Answer]):
-    """Processes that run module with these arguments. expected is the type of their answers, or a
-    union. A process starts when all others are busy, and runs until this object ends. If it ends
-    earlier, only its own question fails."""
+    """Processes that run module with these arguments. `expected` is the type of their answers, or a
+    union. A process starts when all others are busy, and runs until this object ends. If a process
+    ends earlier, only its own question fails."""
 
     def __init__(self, expected: Any, module: str, *arguments: str) -> None:
         self._decoder: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(expected)
@@ -126,7 +126,7 @@ def answer_questions(
     answer: Callable[[Question, bytes], HelperMessage],
     max_seconds: float,
 ) -> None:
-    """Answers questions of the expected type from standard input; answer also gets their data.
+    """Answers questions of the expected type from standard input; `answer` also gets their data.
     SIGPROF ends the process if an answer takes more than max_seconds of CPU time."""
     os.nice(_NICENESS)
     decoder = msgspec.json.Decoder(expected)

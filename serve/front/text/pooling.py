@@ -27,8 +27,8 @@ _FIELDS = ("pooling_mode", "pooling", "emb_pooler")
 
 
 def pooling_of(folder: Path) -> PoolingKind:
-    """Returns the pooling of the model in a folder; the last token's if its files do not say.
-    Raises ModelError for any but the three kinds."""
+    """Returns the pooling of the model in a folder; the last token's if its files name none. Raises
+    ModelError unless it is one of the three kinds."""
     modules = folder / "modules.json"
     if not modules.exists():
         config = _read(folder / "config.json") if (folder / "config.json").exists() else {}

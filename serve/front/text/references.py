@@ -7,13 +7,13 @@ from typing import Any
 from urllib.parse import quote, unquote, urldefrag, urljoin
 
 IN_NAMES = ":?@!$&'()*+,;="  # characters that need no % in a reference
-# With longer URIs or paths, a client's short schema could take much time and become very long,
-# because each of its many references can stand for a long one.
+# The limits of URIs and paths: with many references that stand for long ones, a client's short
+# schema could become very long, and take much time.
 _MAX_URI_CHARACTERS = 256
 _MAX_PATH_CHARACTERS = 256
 _MAX_IDENTIFIED = 1000
-_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")  # the index of an item of a list
-_VALUES = ("const", "enum", "default", "examples")  # These contain no schemas.
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")  # the index of an item in a list
+_VALUES = ("const", "enum", "default", "examples")  # keywords that contain no schemas
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
@@ -67,8 +67,8 @@ def moved(schema: Any, place: str) -> Any:
 
 def bundled(document: Any) -> Any:
     """Returns the schema without `$id` and `$anchor`. References that depend on these (relative to
-    an `$id`, or by URI) become paths in the document. References that cannot be resolved, or have a
-    long target, are unchanged."""
+    an `$id`, or by URI) become paths in the document. References without a target, or with a long
+    one, are unchanged."""
     paths: dict[str, str] = {}
     for uri, path in islice(_identified(document, "", ""), _MAX_IDENTIFIED):
         paths.setdefault(uri, path)

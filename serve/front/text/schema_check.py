@@ -13,9 +13,9 @@ import msgspec
 from serve.core.helper_messages import CheckClaims, Claim, ClaimsChecked, Violation
 from serve.front.text.helpers import HelperEnded, Helpers, answer_questions
 
-MAX_SECONDS = 0.5  # CPU time for all texts of one question
-MAX_CHARACTERS = 1 << 20  # characters in one question
-MAX_VIOLATIONS = 5  # violations reported for one text
+MAX_SECONDS = 0.5  # the CPU time for all texts in one question
+MAX_CHARACTERS = 1 << 20  # the most characters in one question
+MAX_VIOLATIONS = 5  # the most violations reported for one text
 _MAX_MESSAGE_CHARACTERS = 300
 
 UNCHECKED = "unchecked"

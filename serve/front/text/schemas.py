@@ -1,7 +1,7 @@
 """JSON schemas whose objects are closed: they allow only the keys that the schema names.
 
 Few people write `additionalProperties: false` in their schemas, and a model that may invent keys
-does so: it then calls the function with arguments that the function does not take.
+does: it then calls the function with arguments that the function does not take.
 """
 
 import json
@@ -15,7 +15,7 @@ from serve.front.text.sound_schemas import sound_tools
 Schema = dict[str, Any]
 Kind = TypeVar("Kind")
 
-# The name of all tools' schemas in the list of keywords that a grammar does not enforce.
+# The entry for all tools' schemas in the list of keywords that a grammar does not enforce.
 TOOLS = "tools"
 
 # JSON printers write nothing, a blank, or an indented line end between tokens. A
@@ -30,7 +30,7 @@ GUIDANCE: Any = {
     "coerce_one_of": True,
 }
 
-# Keywords that hold schemas of values inside an object or array.
+# Keywords that hold the schemas of values inside an object or array.
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("prefixItems", "items")
 _SINGLE = ("items", "additionalProperties", "contains", "additionalItems", "unevaluatedItems")
@@ -38,7 +38,7 @@ _SINGLE = ("items", "additionalProperties", "contains", "additionalItems", "unev
 _ALTERNATIVES = ("anyOf", "oneOf")
 _COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-# A schema with one of these keywords says itself which other keys are allowed.
+# Keywords with which a schema itself says which other keys are allowed.
 _SAYS_OTHER_KEYS = (
     "additionalProperties",
     "unevaluatedProperties",
@@ -63,7 +63,7 @@ _INEXPRESSIBLE = {
 _INEXPRESSIBLE_PATTERN = re.compile(r"\(\?<?[=!]|\\[bBAZzckK1-9]")
 _VALUES = ("const", "enum", "default", "examples")
 
-# A branch with only these keywords limits the keys, and names no new ones.
+# Keywords that limit keys: a branch with only these names no new keys.
 _ONLY_LIMITS = {"required", "type", "title", "description", "minProperties", "maxProperties"}
 
 
@@ -91,7 +91,7 @@ def expressible_text(schema: Schema) -> str:
 
 
 def schema_of(grammar: str) -> str | None:
-    """Returns the JSON text of the schema that a grammar of llguidance is made of, or None."""
+    """Returns the JSON text of the schema that llguidance's grammar is made from, or None."""
     try:
         parts = json.loads(grammar)
     except (ValueError, RecursionError):  # A client's own grammar may begin like JSON.
@@ -137,7 +137,7 @@ def without_inexpressible_patterns(schema: Any) -> Any:
 
 
 def omitted_keywords(tools: Sequence[Schema]) -> tuple[str, ...]:
-    """Returns the keywords of tools that `expressible_text` omits, besides those of llguidance."""
+    """Returns the tools' keywords that `expressible_text` omits; llguidance may omit more."""
     tools, left_out = sound_tools(tools)
     schemas = [tool["function"].get("parameters") or {} for tool in tools]
     is_whole = all(without_inexpressible_patterns(schema) == schema for schema in schemas)
@@ -178,7 +178,7 @@ class _Closing:
         return isinstance(schema.get("$id"), str) and schema is not self._document
 
     def _parts_to_close(self, schema: Schema) -> tuple[str, ...]:
-        """Returns the keyword whose parts each describe the whole object; empty without one."""
+        """Returns the keyword whose parts all describe the same object; empty without one."""
         if not schema.keys().isdisjoint(("properties", *_REFERENCES)):
             return ()
         if not schema.keys().isdisjoint(("not", "if", "dependentSchemas")):

@@ -18,7 +18,7 @@ Schema = dict[str, Any]
 Clean = Callable[[Any], Any]
 
 _TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
-# The keywords that hold schemas: one schema, a list of schemas, or several by name.
+# The keywords that hold one schema, a list of schemas, or schemas by name.
 _ONE = (
     "additionalItems",
     "additionalProperties",
@@ -36,7 +36,7 @@ _SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems")
 _NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 _HOLDING_SCHEMAS = {*_ONE, *_SEVERAL, *_NAMED}
 _MAX_NUMBER = 2**53  # A larger number is not exact in JSON.
-_MIN_STEP, _MAX_STEP = 1e-6, 1e9  # the limits of multipleOf in llguidance
+_MIN_STEP, _MAX_STEP = 1e-6, 1e9  # llguidance's limits of multipleOf
 _DRAFT = re.compile(r"https?://json-schema\.org/(draft-0[4-7]|draft/20(19-09|20-12))/schema#?")
 _CATEGORY = re.compile(r"\\[pP](?:\{[^}]*\}|[A-Z])")
 _URI = re.compile(r"[\w.~:/?#@!$&'()*+,;=%-]+", re.ASCII)
@@ -199,7 +199,7 @@ def _names(value: Any) -> Any:
 
 
 def _types(value: Any) -> Any:
-    """Returns the known ones of these types, in lower case (clients use capitals too), or None."""
+    """Returns the known types in `types`, in lower case (clients use capitals too), or None."""
     given = value if isinstance(value, list) else [value]
     names = [name.lower() for name in given if isinstance(name, str)]
     known = [name for name in names if name in _TYPES]

@@ -1,8 +1,8 @@
 """Converts text to token ids and back, with the tokenizer and the chat template of the model
 folder.
 
-The only module that knows transformers and tokenizers. Reads local files only and runs
-none of the folder's Python.
+The only module that knows transformers and tokenizers. Reads only local files, and runs no Python
+from the folder.
 """
 
 import functools
@@ -265,7 +265,7 @@ class Tokenizer:
         return ids
 
     def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        # As a batch, because encoding a single text holds the GIL all the time.
+        # Encodes a batch, because encoding a single text holds the GIL all the time.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
@@ -296,7 +296,7 @@ class Tokenizer:
         return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def _token_text(self, id: int) -> str:
-        """Returns the text that a token adds. Some decoders drop a first token's space."""
+        """Returns the text that a token adds. Some decoders drop the first token's space."""
         before = self.decode(self._text_before)
         text = self.decode([*self._text_before, id], skip_special_tokens=False)
         if text.startswith(before):
@@ -513,14 +513,14 @@ def _max_token_bytes(backend: Any) -> int | None:
         return None
     if any(token.lstrip or token.rstrip for token in added):
         return None
-    base_lengths = map(len, base)  # base has a character for each byte
+    base_lengths = map(len, base)  # `base` has one character per byte
     added_lengths = [len(token.content.encode()) for token in added]
     longest = max([1, *base_lengths, *added_lengths])
     return longest * _MAX_SHRINKAGE_OF_NFC if normalizers else longest
 
 
 def _splits_bytes_only(pre_tokenizers: list[dict[str, Any]]) -> bool:
-    """Whether these split text at the level of bytes, and remove nothing."""
+    """Whether these parts split text at the level of bytes, and remove nothing."""
     kinds = {part["type"] for part in pre_tokenizers}
     removes = any(part.get("behavior") == "Removed" for part in pre_tokenizers)
     return "ByteLevel" in kinds and kinds <= {"ByteLevel", "Split", "Digits"} and not removes
@@ -531,7 +531,7 @@ _BYTES = {character: byte for byte, character in enumerate(character_of)}
 
 
 def _parts(component: Any, name: str) -> list[dict[str, Any]]:
-    """Returns the JSON of a normalizer or pre-tokenizer: of each part of a sequence."""
+    """Returns the JSON of a normalizer or pre-tokenizer; for a sequence, of each part."""
     if component is None:
         return []
     state: dict[str, Any] = json.loads(component.__getstate__())

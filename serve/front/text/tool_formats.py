@@ -21,8 +21,8 @@ _PRIVATE = "brigade_mlx_lm_"
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A call between start and end ("": the answer's end). parse takes the text of a call and
-    OpenAI's tools, and returns {"name", "arguments"} or a list. parse may raise anything."""
+    """A call between start and end ("": the answer's end). `parse` takes the text of a call and
+    OpenAI's tools, and returns {"name", "arguments"} or a list. `parse` may raise anything."""
 
     start: str
     end: str
@@ -34,7 +34,7 @@ def tool_format(name: str) -> ToolFormat:
     if name not in tool_parsers():
         known = ", ".join(tool_parsers())
         raise UsageError(f"--tool-call-parser {name} is not known: give one of {known}.")
-    mlx_lm_module("tool_parsers")  # Some import others from the package.
+    mlx_lm_module("tool_parsers")  # Some parsers import others from the package.
     parser = mlx_lm_module(f"tool_parsers.{name}")
     return ToolFormat(parser.tool_call_start, parser.tool_call_end, parser.parse_tool_call)
 

@@ -21,8 +21,8 @@ from serve.front.text.calls.parts import (
 from serve.front.text.calls.value_rules import ValueRules, marked_name, parameters_grammar
 from serve.front.text.calls.values import Declared, is_text, stream_text, to_json
 
-# Reads the value of an argument, given the names of its function and parameter. Returns whether
-# it was complete.
+# Reads an argument's value, given the names of its function and parameter. Returns whether the
+# value was complete.
 ReadValue = Callable[[TextBuffer, str, str], Generator[CallText | None, None, bool]]
 
 
@@ -38,7 +38,7 @@ class NameMarks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ArgumentMarks:
-    """The marks of a format. Names end with `named`; with lines, values have their own lines."""
+    """The marks of a format. Names end with `named`; if `lines`, each value has its own lines."""
 
     start: str
     end: str
@@ -85,7 +85,7 @@ def read_calls(
         yield CallHeader(name)
         yield CallText("{")
         separator = ""
-        # The end comes first, because the other mark may be its beginning.
+        # The end mark comes first, because the other mark may be its beginning.
         while mark := (yield from source.first_of(marks.function_end, marks.parameter)):
             if mark == marks.function_end:
                 break

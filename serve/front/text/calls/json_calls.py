@@ -49,6 +49,6 @@ def tool_name(tool: dict[str, Any]) -> str:
 
 
 def parameters_of(tool: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema of a tool's arguments; without parameters they are `{}`."""
+    """Returns the schema of a tool's arguments; without parameters, it allows only `{}`."""
     function = tool.get("function") or tool
     return function.get("parameters") or {"type": "object", "properties": {}}

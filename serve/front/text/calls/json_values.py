@@ -7,7 +7,7 @@ from typing import Any
 
 from serve.front.text.calls.parts import CallEnd, CallHeader, CallPart, CallText, TextBuffer
 
-MAX_DEPTH = 200  # the same limit as for bodies of requests, in which calls come back
+MAX_DEPTH = 200  # the same limit as for requests' bodies, in which calls come back
 _MARKS = re.compile(r'["{}\[\]]|\\.?', re.DOTALL)
 _END_OF_SCALAR = re.compile(r"[,}\]\s]")
 _ARGUMENTS = ("arguments", "parameters")
@@ -28,7 +28,7 @@ class JsonValue:
         self._is_scalar: bool | None = None  # None before the first character
 
     def end(self, text: str) -> int | None:
-        """Returns the length of the text that belongs to the value; None if the value goes on."""
+        """Returns the length of the text that belongs to the value; None if it has not ended."""
         if not text:
             return None
         if self._is_scalar is None:
@@ -93,8 +93,8 @@ def read_json_calls(
     source: TextBuffer, names: Collection[str] = ()
 ) -> Generator[CallPart | None, None, None]:
     """Reads calls such as `{"name": ..., "arguments": {...}}`, or a list of them; "parameters"
-    means the same, and "id" is optional. Given names, only these are calls, because other JSON may
-    contain a name, too. Arguments are yielded as they are written."""
+    means the same, and "id" is optional. If `names` are given, only these tools can be called,
+    because other JSON may contain a name, too. Arguments are yielded as they are written."""
     num_calls = 0
     while (yield from source.skip_blanks()):
         mark = source.consume(1)

@@ -1,4 +1,4 @@
-"""Writes llguidance's variant of Lark: free text in which marks begin text that follows a rule."""
+"""Writes llguidance's variant of Lark: free text, and after each mark text that follows a rule."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -8,7 +8,7 @@ from serve.front.text.schemas import GUIDANCE, WHITE_SPACE, closed, without_inex
 
 _TEXT = "TEXT: /(.|\\n)*/"
 _MAX_BRANCHES = 1024
-# Between marks some models write an empty line too, which many vocabularies have as one token.
+# Some models write an empty line between marks, which many vocabularies have as one token.
 _BLANK = f"BLANK: /({WHITE_SPACE}|\\n\\n)?/"
 
 TokenId = Callable[[str], int | None]
@@ -16,9 +16,9 @@ TokenId = Callable[[str], int | None]
 
 class Lark:
     """Collects the rules of a grammar. token_id returns the id of a text that is a single added
-    token, or None. A model writes a mark as this token, or spells it in ordinary tokens. left_out
-    are the keywords of schemas that the rules do not enforce. Unless is_parallel, an answer
-    contains one call. inputs are grammars for tools that take a single text, by the tool's name."""
+    token, or None. A model writes a mark as this token, or spells the mark in ordinary tokens.
+    left_out are the keywords of schemas that the rules do not enforce. Unless is_parallel, an
+    answer contains one call. inputs are grammars, by name, for tools that take a single text."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Lark:
         self.token_id = token_id
         self.is_parallel = is_parallel
         self.left_out: set[str] = set()
-        self.enforced_inputs: dict[str, str] = {}  # the names of the tools and of their grammars
+        self.enforced_inputs: dict[str, str] = {}  # names of grammars, by tool
         self._num_branches = 0
         self._inputs = inputs
         self._added = sorted((each for each in added_tokens if each), key=len, reverse=True)
@@ -66,7 +66,7 @@ class Lark:
         self._rules["start"] = f"start: {body}"
 
     def mark(self, text: str) -> str:
-        """Returns the body of a rule for exactly this text, with added tokens or spelled out."""
+        """Returns the body of a rule for exactly this text, as added tokens or spelled out."""
         if not text:
             return ""
         return " ".join(self._one(piece) for piece in self._pieces(text))
@@ -108,12 +108,12 @@ class Lark:
         return self.rule(f"%json {body}")
 
     def calls(self, call: str) -> str:
-        """Returns a rule's body for a section's calls, each with the body call, after blanks."""
+        """Returns a rule's body for a section's calls: each has the body `call`, after blanks."""
         return f"( BLANK {call} )+" if self.is_parallel else f"BLANK {call}"
 
     def input_before(self, tool: str, mark: str) -> str:
-        """Returns the rule's body of a tool's input and the mark after it; "" if any text is
-        allowed, or if the mark begins with ordinary text, whose end would be recognised too
+        """Returns the body of a rule for a tool's input and the mark after it. Returns "" if any
+        text is allowed, or if the mark begins with ordinary text, which would be recognised too
         late."""
         first = self._pieces(mark)[0]
         is_text = first[0] != "\n" and self.token_id(first) is None

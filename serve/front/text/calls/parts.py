@@ -1,7 +1,7 @@
 """The parts of an answer: text, thoughts, and calls whose name comes before their arguments.
 
-Readers turn the text of an answer into parts while it is generated. How the text was cut into
-pieces changes only how the parts are cut.
+Readers turn the text of an answer into parts while it is generated. Cutting the text into other
+pieces changes only where the parts are cut.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -40,12 +40,12 @@ class CallText:
     text: str
 
 
-MAX_NAME = 512  # characters of the name of a function or parameter
+MAX_NAME = 512  # the most characters in the name of a function or parameter
 
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The end of the open call. A call that was cut off has none."""
+    """The end of the open call. A call that was cut off has no such part."""
 
 
 CallPart = CallHeader | CallText | CallEnd
@@ -65,7 +65,7 @@ class CallReader(Protocol):
 
 class TextBuffer:
     """Text that arrives in pieces; `text` is the part that was not consumed. A reading function
-    yields None when it needs more. A call in `named` is yielded even if the text is cut off."""
+    yields None to get more text. A call in `named` is yielded even if it is cut off."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -114,8 +114,8 @@ class TextBuffer:
         return before
 
     def first_of(self, *marks: str) -> Generator[None, None, str]:
-        """Skips blanks. Consumes and returns the mark that follows; of several, the first one
-        given. Returns an empty string if the text ends. Raises ValueError if something else
+        """Skips blanks. Consumes and returns the mark that follows; if several match, the first in
+        `marks`. Returns an empty string if the text ends. Raises ValueError if something else
         follows."""
         while (yield from self.skip_blanks()):
             follows = next(

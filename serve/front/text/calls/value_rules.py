@@ -12,12 +12,12 @@ from serve.front.text.schemas import closed, is_inexpressible
 
 _DEFINITIONS = ("$defs", "definitions")
 _TO_DEFINITIONS = tuple(f"#/{name}/" for name in _DEFINITIONS)
-_PLACE = "#/$defs/tool"  # the place of a tool's schema in the schema of each of its values
+_PLACE = "#/$defs/tool"  # the place of a tool's schema inside each value's schema
 _ANY_NAME = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 _TEXT_LIMITS = ("minLength", "maxLength", "pattern")
 _ANY_TEXT = r"(.|\n)*"
 _END = re.compile(r"(?<!\\)(?:\\\\)*\$$")  # a $ at the end that is not escaped
-# An escape, a character class, or a character with a meaning outside of classes.
+# An escape, a character class, or a character that has a meaning outside of classes.
 _TOKEN = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[\^$|()/]", re.DOTALL)
 
 
@@ -87,7 +87,7 @@ class ValueRules:
         return is_text, self._lark.mark(f"{self._line}{text}{self._line}{self._end}")
 
     def _json(self, schema: Json) -> str:
-        """Returns the rule of a JSON value. It contains the definitions: it is compiled alone."""
+        """Returns the rule of a JSON value, with the definitions: it is compiled alone."""
         if self._is_moved:
             schema = moved(schema, _PLACE)
         beginning = self._lark.mark(self._line)
@@ -149,7 +149,7 @@ def _choices(schema: Json) -> list[Any]:
 
 
 def _types(schema: Json) -> list[str]:
-    """Lists the types that a schema names, or the one that its keywords imply."""
+    """Lists the types that a schema names, or the type that its keywords imply."""
     types = schema.get("type")
     if isinstance(types, str):
         return [types]
@@ -175,7 +175,7 @@ def searching(pattern: str) -> str | None:
     for found in _TOKEN.finditer(core):
         mark = found[0]
         depth += {"(": 1, ")": -1}.get(mark, 0)
-        # In a|b$, for example, the end belongs to b alone.
+        # In a|b$, for example, $ belongs to b alone.
         is_ambiguous = mark == "|" and not depth and (at_start or at_end)
         if mark in "^$" or is_ambiguous:
             return None
@@ -188,12 +188,12 @@ def searching(pattern: str) -> str | None:
     return f"{before}(?:{inner}){after}"
 
 
-# Makes the rule of one argument from its name (None: any name) and its schema.
+# Makes the rule of one argument from the argument's name (None: any name) and schema.
 Argument = Callable[[str | None, Any], str]
 
 
 def parameters_grammar(document: Json, lark: Lark, argument: Argument) -> str:
-    """Returns the rule of a tool's arguments, in their schema's order. argument makes each rule."""
+    """Returns the rule of a tool's arguments, in the schema's order. `argument` makes each."""
     whole = resolved(document, document)
     properties = whole.get("properties")
     if not isinstance(properties, dict):
@@ -216,7 +216,7 @@ def parameters_grammar(document: Json, lark: Lark, argument: Argument) -> str:
 
 
 def marked_name(lark: Lark, before: str, name: str | None, after: str) -> str:
-    """Returns the marks around a name, with a rule for any name if it is None."""
+    """Returns the marks around a name, or around a rule for any name if `name` is None."""
     if name is not None:
         return lark.mark(before + name + after)
     return f"{lark.mark(before)} {_ANY_NAME} {lark.mark(after)}"

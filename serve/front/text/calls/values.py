@@ -49,7 +49,7 @@ def types_of(schema: Any, document: Json) -> frozenset[str] | None:
 
 
 def part_schema(schema: Any, document: Json, key: str | None) -> Any:
-    """Returns the schema of an object's key, or of a list's items (None); {} if there is none."""
+    """Returns the schema of an object's key, or of a list's items (key None); {} without one."""
     waiting = [schema]
     seen: set[int] = set()
     while waiting:
@@ -67,7 +67,7 @@ def part_schema(schema: Any, document: Json, key: str | None) -> Any:
 
 
 def _own_part(schema: Json, key: str | None) -> Any:
-    """Returns a part's schema from the schema itself; None if only its branches may contain it."""
+    """Returns a part's schema from the schema itself; None if only branches may have it."""
     if key is None:
         return schema.get("items")
     properties = schema.get("properties")
@@ -107,7 +107,7 @@ def _types(schema: Any, document: Json) -> Iterator[str]:
 
 
 def _branches(schema: Json) -> list[Any]:
-    """Lists the alternatives and the parts of a schema: what is in its anyOf, oneOf and allOf."""
+    """Lists the alternatives and parts of a schema: the items of its anyOf, oneOf and allOf."""
     listed = [schema.get(name) for name in ("anyOf", "oneOf", "allOf")]
     return [part for parts in listed if isinstance(parts, list) for part in parts]
 

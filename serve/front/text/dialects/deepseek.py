@@ -32,7 +32,7 @@ _SECTION_END = "<｜tool▁calls▁end｜>"
 _FENCE = "```json"
 _FENCE_END = "```"
 
-# The text that describes tools to V3.1, whose template leaves it to the caller (model card, MIT).
+# The text (model card, MIT) that describes tools to V3.1, whose template has none.
 _V31_CALL = "tool_call_name<｜tool▁sep｜>tool_call_arguments"
 _V3_CALL = "function<｜tool▁sep｜>tool_call_name\n```json\ntool_call_arguments\n```"
 _SHOWN_TOOLS = """\
@@ -133,7 +133,7 @@ def _section(message: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Dsml:
-    """Calls between DSML's marks. A parameter's attribute `string` says if it is text or JSON."""
+    """Calls between DSML's marks. A parameter's attribute `string` tells text from JSON."""
 
     section: str
 

@@ -91,7 +91,7 @@ def _is_hermes(model: ModelTraits) -> bool:
     return has_calls and "<tool_calls>" not in model.template
 
 
-# The first rule that applies decides. Of similar rules the more specific one comes first.
+# The first rule that applies decides. The more specific one among similar rules comes first.
 _RULES: tuple[tuple[Callable[[ModelTraits], bool], Dialect], ...] = (
     (_is_harmony, HARMONY),
     (_has("]<]minimax[>["), MINIMAX_M3),
@@ -115,7 +115,7 @@ _RULES: tuple[tuple[Callable[[ModelTraits], bool], Dialect], ...] = (
 def dialect_of(tokenizer: Any, config: Mapping[str, Any], tool_parser: str | None) -> Dialect:
     """Returns the dialect of a tokenizer of transformers, with the fields of the model's
     config.json. tool_parser names another format of calls. Formats without a file here are detected
-    by mlx-lm's own function, which is private but better than a second list. Raises UsageError."""
+    by mlx-lm's own function: it is private, but saves a second list. Raises UsageError."""
     model = _model_of(tokenizer, config)
     found = _by_program(model) or _by_rules(model) or _by_mlx_lm(model, tokenizer)
     if tool_parser is not None:
@@ -209,7 +209,7 @@ def _reads(model: ModelTraits, variable: str) -> bool:
 def _variables(template: str) -> frozenset[str]:
     """Returns the variables that a template expects from outside."""
     environment = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
-    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # removes a tag of transformers
+    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # transformers' own tag
     try:
         return frozenset(meta.find_undeclared_variables(environment.parse(plain)))
     except TemplateError:

@@ -117,7 +117,7 @@ class _Values:
             name: self._lark.rule(f"{self._lark.mark(name + ':')} BLANK {self.rule_of(part)}")
             for name, part in properties.items()
         }
-        # Required keys first: then a comma stands before each optional one.
+        # Required keys come first: then a comma stands before each optional one.
         must = [pairs[name] for name in pairs if name in required]
         may = [pairs[name] for name in pairs if name not in required]
         body = ' BLANK "," BLANK '.join(must)

@@ -103,7 +103,7 @@ def describe(tools: Tools) -> str:
 
 
 def with_system(messages: Messages, text: str, *, keeps_empty: bool = False) -> Messages:
-    """Adds text to the system's message, or a new one. keeps_empty keeps a blank line before it."""
+    """Adds text to the system's message, or as a new one. keeps_empty keeps a blank line first."""
     if messages and messages[0].get("role") == "system":
         first, *rest = messages
     else:

@@ -26,7 +26,7 @@ from serve.front.text.calls.values import Declared
 from serve.front.text.dialects.interface import Dialect, ReasoningFormat
 
 _NAME = re.compile(r"[\w.:/-]+")
-_ENDED_NAME = re.compile(rf"{_NAME.pattern}(?=[\s<])")  # a complete name in a text that is cut off
+_ENDED_NAME = re.compile(rf"{_NAME.pattern}(?=[\s<])")  # a complete name in a cut text
 _KEY = "<arg_key>"
 _KEY_END = "</arg_key>"
 _VALUE = "<arg_value>"

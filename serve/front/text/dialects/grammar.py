@@ -1,5 +1,5 @@
-"""The grammar of an answer that may or must call tools: free text, unless it must, up to the mark
-that begins a call, and then text that the tool's schema allows."""
+"""The grammar of an answer that may or must call tools: free text (unless it must) up to the mark
+that begins a call, then text that the tool's schema allows."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from serve.front.text.schemas import TOOLS
 from serve.front.text.sound_schemas import sound_tools
 
 _CONTENT = "@content"  # how rules refer to the grammar of the content
-# How calls without a mark begin: other JSON is an ordinary answer.
+# The beginning of calls without a mark: other JSON is an ordinary answer.
 _UNMARKED = r"/[ \n\t]*\{[ \n\t]*\"name\"[ \n\t]*:(.|\n)*/"
 
 
@@ -87,7 +87,7 @@ def _free(dialect: Dialect, calls: CallFormat, body: str, lark: Lark) -> str:
 
 
 def _thought(dialect: Dialect, lark: Lark) -> str:
-    """Returns the rule's body for an optional thought before the text that must follow."""
+    """Returns the body of a rule for an optional thought before the text that must follow."""
     reasoning = dialect.reasoning
     if not reasoning or not all(_token_ids(reasoning, lark)):
         return ""

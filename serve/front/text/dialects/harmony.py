@@ -31,7 +31,7 @@ _RETURN = "<|return|>"
 _CONSTRAIN = "<|constrain|>"
 _ENDS = (_END, _CALL, _RETURN, _START)
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_ENDED_RECIPIENT = re.compile(rf"{_RECIPIENT.pattern}[\s<]")  # complete in a header that is cut off
+_ENDED_RECIPIENT = re.compile(rf"{_RECIPIENT.pattern}[\s<]")  # a recipient before the cut
 _NAMESPACE = "functions."
 
 
@@ -129,7 +129,7 @@ def _is_content(text: str) -> bool:
 
 
 def harmony_grammar(tools: Tools, lark: Lark, final: str | None = "TEXT") -> str:
-    """Returns the start rule's body: thoughts, then a call or, with final, a final message."""
+    """Returns the start rule's body: thoughts, then a call or, with `final`, a final message."""
     again = f"{lark.until(_END)} {lark.mark(_START)} {lark.mark('assistant')}"
     thought = lark.rule(f"{lark.mark(f'{_CHANNEL}analysis{_MESSAGE}')} {again}")
     preamble = lark.rule(f"{lark.mark(f'{_CHANNEL}commentary{_MESSAGE}')} {again}")

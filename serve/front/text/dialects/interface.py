@@ -20,7 +20,7 @@ class CallFormat(Protocol):
     def end(self) -> str: ...
 
     def reader(self, tools: Tools, /) -> CallReader:
-        """Returns a reader for one answer. tools are the declared ones as OpenAI's JSON."""
+        """Returns a reader for one answer. tools are the declared tools as OpenAI's JSON."""
 
     def grammar(self, tools: Tools, lark: Lark, /) -> str | None:
         """Returns a rule's body for the text after the start mark, up to the end mark, or None."""
@@ -47,7 +47,7 @@ class ReasoningFormat:
     start: str
     end: str
     switch: str | None = None
-    states: tuple[Any, Any] = (False, True)  # values for off and on
+    states: tuple[Any, Any] = (False, True)  # the switch's values for off and on
     effort: str | None = None
     efforts: tuple[str, ...] = ()
 
@@ -83,12 +83,12 @@ class Dialect:
     """The dialect of a family of models. calls or reasoning is None if the family has none.
 
     end_tokens end an answer, whatever the model's files say. other_marks are texts, besides the
-    marks of calls and reasoning, whose special tokens a reader needs. render makes prompts in place
-    of a chat template, from messages, tools, add_generation_prompt, continue_final_message and the
-    template's variables; it gets the arguments of earlier calls as JSON text. prepare changes
-    messages before a template gets them. Without shows_tools the template does not show tools, but
-    prepare does. has_messages says that an answer consists of messages with headers (harmony),
-    which marks alone cannot tell apart.
+    marks of calls and reasoning, whose special tokens a reader needs. `render` makes prompts in
+    place of a chat template, from messages, tools, add_generation_prompt, continue_final_message
+    and the template's variables; it gets the arguments of earlier calls as JSON text. `prepare`
+    changes messages before a template gets them. Without shows_tools the template does not show
+    tools, but `prepare` does. has_messages says that an answer consists of messages with headers
+    (harmony), which marks alone cannot tell apart.
     """
 
     name: str

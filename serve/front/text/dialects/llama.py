@@ -22,14 +22,14 @@ from serve.front.text.calls.parts import (
 )
 from serve.front.text.dialects.interface import Dialect
 
-_MAX_CALL = 1 << 16  # characters of calls in Python's syntax: they are read as a whole
+_MAX_CALL = 1 << 16  # the most characters of calls in Python's syntax, which are read as a whole
 _PYTHON_NAME = re.compile(r"\[?\s*([\w.]+)\(")
 _LITERALS = {"true": True, "false": False, "null": None}
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaCalls:
-    """JSON with "parameters". A call that begins with a character of unmarked needs no mark."""
+    """JSON with "parameters". A call that begins with a character in `unmarked` needs no mark."""
 
     start: str = "<|python_tag|>"
     end: str = ""

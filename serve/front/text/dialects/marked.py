@@ -20,8 +20,8 @@ from serve.front.text.calls.parts import (
 )
 from serve.front.text.dialects.interface import AnswerReader, CallFormat, ReasoningFormat
 
-# After this many texts that begin like calls but are not, the rest is read as text, because each
-# such text is read a second time.
+# After so many texts that begin like calls but are none, the rest is read as text: each such text
+# would be read twice.
 _MAX_FAILURES = 16
 
 _logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class _OpenCall:
 
 
 class MarkedReader:
-    """Splits an answer at marks; inner reads the content, which includes unreadable calls."""
+    """Splits an answer at marks; `inner` reads the content, which includes unreadable calls."""
 
     def __init__(
         self,

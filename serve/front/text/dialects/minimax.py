@@ -74,7 +74,7 @@ def _argument(lark: Lark, tool: dict[str, Any], name: str | None, schema: Any) -
     begin = lark.mark(f"{_M}<{name}>")
     end = f"{_M}</{name}>"
     types = Declared([tool]).types(tool_name(tool), name) or frozenset()
-    if types & {"object", "array"}:  # Such values are nested tags: any text.
+    if types & {"object", "array"}:  # Nested tags may be any text.
         lark.left_out.add("properties")
         return f"BLANK {begin} {lark.until(end)}"
     values = ValueRules(lark, parameters_of(tool), "", end, tool_name(tool))

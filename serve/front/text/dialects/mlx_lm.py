@@ -16,7 +16,7 @@ from serve.front.text.calls.parts import CallEnd, CallHeader, CallPart, CallRead
 from serve.front.text.dialects.interface import Dialect, ReasoningFormat
 from serve.front.text.tool_formats import tool_format
 
-MAX_CHARACTERS = 256 << 10  # the longest call
+MAX_CHARACTERS = 256 << 10  # the longest call that is read
 # Returns the calls in the text between two marks. Raises ValueError if the text cannot be read.
 Parse = Callable[[str, Tools], Iterable[ParsedCall]]
 
