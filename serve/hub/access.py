@@ -1,7 +1,6 @@
 """Errors of the Hugging Face Hub: which of them may be temporary, and how to explain them.
 
-huggingface_hub chooses the HTTP client (httpx or httpx2), and HfHubHTTPError derives from the
-errors of this client.
+huggingface_hub chooses the HTTP client (httpx or httpx2), from whose errors HfHubHTTPError derives.
 """
 
 import json
@@ -51,7 +50,7 @@ FAILURES: tuple[type[Exception], ...] = (
 )
 """All errors that a call of huggingface_hub or of its HTTP client raises, and Retry."""
 
-# The errors whose type is explanation enough; subclasses come before their bases.
+# Errors that are explained by their type; subclasses come before their bases.
 _REASONS = (
     (GatedRepoError, "licence", "{repo} is gated: accept its licence at {page} and set HF_TOKEN."),
     (RevisionNotFoundError, "not_on_hub", "{repo} has no such revision: see {page}."),
@@ -105,7 +104,7 @@ class Patience:
         self._num_tries = 0
 
     def wait(self, error: Exception) -> None:
-        """Sleeps before another try. Raises ModelError if that is useless, or no try is left."""
+        """Sleeps before another try. Raises ModelError if no try is left or would help."""
         self._num_tries += 1
         if not _may_pass(error) or self._num_tries >= self._max_tries:
             raise explain(error, self._repo) from error

@@ -26,14 +26,14 @@ from serve.hub.remote import RemoteFile
 Progress = Callable[[int, int], None]
 """A function called with the bytes done and the total, from any thread."""
 
-BLOCK_BYTES = 512  # of st_blocks, on all systems
+BLOCK_BYTES = 512  # the unit of st_blocks, on all systems
 _CLAIMED_ELSEWHERE_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of requests, and of the pieces after which each connection waits for the disk. A
-    kill loses at most sync_bytes for each connection."""
+    """The sizes of requests, and of pieces after which a connection waits for the disk. A kill
+    loses at most sync_bytes for each connection."""
 
     request_bytes: int = 64 << 20
     sync_bytes: int = 8 << 20
@@ -83,7 +83,7 @@ class Shard:
             yield False
             return
         except OSError:
-            # A file system without locks: two processes may fetch the same bytes.
+            # The file system has no locks: two processes may fetch the same bytes.
             yield True
             return
         try:
@@ -98,7 +98,7 @@ class Shard:
         sync_bytes: int,
         advance: Callable[[int], None],
     ) -> None:
-        """Writes pieces to the range, up to a failure if one comes. advance gets their sizes."""
+        """Writes pieces to the range, up to the first failure. `advance` gets the pieces' sizes."""
         position = wanted[0]
         synced = position
         try:

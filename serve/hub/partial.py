@@ -1,7 +1,7 @@
 """A partial folder of a model or adapter on the hub, which holds only what one rank needs.
 
 Small files are links into the hub's own cache, and so are weight files that are complete there. Any
-other weight file is sparse, of full length and with its real header, so that MLX can open it. Bytes
+other weight file is sparse, with its full length and real header, so that MLX can open it. Bytes
 that have not been fetched read as zeros, so `fetch` must come before any evaluation.
 """
 
@@ -42,7 +42,7 @@ _HOLE_BYTES = 1 << 20
 
 
 class PartialModel:
-    """A folder that can be filled tensor by tensor. tensors lists those of all weight files."""
+    """A folder that can be filled tensor by tensor. tensors covers all weight files."""
 
     def __init__(
         self,

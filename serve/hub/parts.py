@@ -1,5 +1,5 @@
-"""Reads a shard's part of a tensor: some ranges of one axis. Of the rest of the tensor, only small
-gaps between the ranges are read."""
+"""Reads a shard's part of a tensor: some ranges of one axis. Outside the ranges, only small gaps
+between them are read."""
 
 import math
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from serve.core.checkpoint import TensorRange
 from serve.core.errors import ModelError
 from serve.hub.ranges import Range
 
-_MAX_GAP_BYTES = 4096  # Reading this much more takes less time than another system call.
+_MAX_GAP_BYTES = 4096  # Reading so many bytes takes less time than a system call.
 _MAX_BLOCK_BYTES = 1 << 20
 _MIN_PIECE_BYTES = 1 << 20
 

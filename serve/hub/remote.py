@@ -97,7 +97,7 @@ class RemoteFile:
             requested_wait = wait_seconds(response.headers)
             raise Retry(f"{self.file.name}: the server answered {status}", requested_wait)
         if status >= 400 and not place.at_hub:
-            self._place = None  # A signed address that has expired; the hub gives another.
+            self._place = None  # The signed address has expired; the hub gives another.
             raise Retry(f"{self.file.name}: its address has expired ({status})")
         hf_raise_for_status(response)
 

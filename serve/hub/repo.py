@@ -31,7 +31,7 @@ STATE_FOLDER = ".brigade"
 LIBRARY = "mlx-brigade"
 _SMALL = frozenset({".json", ".jinja", ".txt", ".model", ".tiktoken", ".jsonl"})
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# The only file that is needed from a subfolder: it says how sentence-transformers pools.
+# The only file that is needed from a subfolder: the pooling of sentence-transformers.
 _POOLING = re.compile(r"[0-9]+_Pooling/config\.json", re.ASCII)
 
 _logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ ADAPTER = RepoKind("an adapter", "adapter_config.json", r"(adapters|adapter_mode
 
 class RepoFile(msgspec.Struct, frozen=True):
     """One file of a commit. etag is the sha256 of a large file and the git hash of a small one. An
-    etag cannot verify a part of the file, but another etag shows that the file has changed."""
+    etag cannot verify a part of the file, but a new etag shows that the file has changed."""
 
     name: str
     size: int
@@ -61,8 +61,8 @@ class RepoFile(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """The files of one commit. complete is False if they come only from the hub's own cache: then
-    the commit may contain more files."""
+    """The files of one commit. `complete` is False if the list comes from the hub's own cache: the
+    commit may contain more files."""
 
     repo: str
     commit: str
@@ -134,7 +134,7 @@ def resolve(
 ) -> Snapshot:
     """Returns the files of the commit to which a branch, tag or commit (None: main) points. If the
     hub cannot be reached, its last answer is used. A host that cannot even resolve the hub's name
-    is taken to be offline, without further tries. Raises ModelError."""
+    counts as offline, without further tries. Raises ModelError."""
     refs = cache / folder_name(repo) / "refs"
     ref = refs / quote(revision or "main", safe="")
     failure: ModelError | None = None

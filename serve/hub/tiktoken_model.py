@@ -1,7 +1,7 @@
 """Makes a tokenizer.json for Kimi, whose repositories contain a tiktoken file and a program.
 
 The program is not run. Known programs add two things to the file: how text is split, and names for
-ids without any.
+ids without one.
 """
 
 import base64

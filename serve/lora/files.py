@@ -78,19 +78,19 @@ _PEFT_HARMLESS = {
     "megatron_core",
     "merge_weights",
     "peft_version",
-    "qalora_group_size",  # Used only with use_qalora, which is refused.
+    "qalora_group_size",  # Only use_qalora, which is refused, uses this field.
     "revision",
     "runtime_config",
     "task_type",
 }
-# Any other field may change the answers: unless it is empty, it is refused by its name.
+# Any other field may change the answers: unless it is empty, an error names it.
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 _PEFT_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 # Files of older versions contain alpha, which mlx_lm does not read either.
 _MLX_LORA_FIELDS = {"rank", "scale", "dropout", "keys", "alpha"}
 
-# Whether the config promises an adapter for a module. Arguments: the module's full name, the number
-# of its layer and its name in that layer (None and "" outside of layers), the number of layers.
+# Whether the config promises an adapter for a module. Arguments: the module's full name, its
+# layer's number, its name in the layer (None and "" outside of layers), and the number of layers.
 Expects = Callable[[str, int | None, str, int], bool]
 
 
@@ -118,7 +118,7 @@ class AdapterFiles:
     tensors: dict[str, TensorRange]
     expects: Expects
     digest: str
-    stamp: tuple[int, ...] | None  # None where the rest of the file is still to be fetched
+    stamp: tuple[int, ...] | None  # None while the rest of the file has to be fetched
 
     @property
     def rank(self) -> int:
@@ -193,7 +193,7 @@ def _digest(
 ) -> str:
     header: list[tuple[Any, ...]] = []
     for name, tensor in sorted(tensors.items()):
-        _, *described = tensor  # all but the file's path, which differs between hosts
+        _, *described = tensor  # all fields but the path, which differs between hosts
         header.append((name, *described))
     fields = sorted(config.items())
     text = repr((fields, header, samples))
@@ -223,8 +223,8 @@ def _stamp(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _open(path: Path, given: str, root: str | None) -> BinaryIO:
-    """Opens a regular file: a pipe, for example, could block. No link is followed, because whoever
-    can write below the root could make one at any moment. Raises AdapterError."""
+    """Opens a regular file: a pipe, for example, could block. No link is followed, because anyone
+    who can write below the root could make one at any moment. Raises AdapterError."""
     resolved = _resolve(path, given, root)
     if not resolved.is_file():
         raise AdapterError(f"{path.name} of {given} is not a file.", code="not_a_file")

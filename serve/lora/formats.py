@@ -145,7 +145,7 @@ def _alpha(rank: int, scale: float) -> tuple[float, bool]:
 
 
 def _dividend(divisor: float, quotient: float) -> float | None:
-    """Returns a number, if possible an integer, that divided by divisor is exactly quotient."""
+    """Returns a number, if possible an integer, for which number / divisor == quotient."""
     product = divisor * quotient
     above = math.nextafter(product, math.inf)
     below = math.nextafter(product, -math.inf)

@@ -1,4 +1,4 @@
-"""Modules of a model that adapters add to. Each row of a batch can have a different adapter.
+"""Modules to whose outputs adapters add. Each row of a batch can have a different adapter.
 
 Each adapter has a slot. A module holds the matrices of all slots, and multiplies each row of a
 batch by the matrices of the row's slot. Slot 0 means no adapter: its matrices are always zero.
@@ -38,9 +38,9 @@ ModuleMatrices = dict[str, Matrices]
 
 @dataclass(slots=True)
 class Rows:
-    """The slots of the rows of the current batch: used is their set. If all rows have the same
-    slot, `alone` is that slot and index is None; otherwise index (B,) lists the slot of each row.
-    Inside a module of experts, routed (B, ..., M) lists the experts of each token."""
+    """The slots of the current batch's rows: `used` is the set of these slots. If all rows have the
+    same slot, `alone` is that slot and index is None; otherwise index (B,) lists the slot of each
+    row. Inside a module of experts, `routed` (B, ..., M) lists the experts of each token."""
 
     used: Set[int] = frozenset()
     alone: int | None = 0
@@ -99,7 +99,7 @@ class Adapted:
         self._empty()
         if isinstance(module, EMBEDDINGS):
             trace.open_seam(module, self._embed)
-            # A tied head calls as_linear, which a seam does not see.
+            # A seam does not see as_linear, which a tied head calls.
             as_linear = functools.partial(self._as_linear, module.as_linear)
             object.__setattr__(module, "as_linear", as_linear)
         elif isinstance(module, EXPERTS):
@@ -296,8 +296,8 @@ def dequantized(module: Any) -> mx.array:
 
 
 def record_routing(rows: Rows, call: trace.Call, args: Any, kwargs: Any) -> mx.array:
-    """Records the experts of each token. This is the seam of the module that calls the experts;
-    args[1] lists the experts."""
+    """Records the experts of each token. Called as the seam of the module that calls the experts;
+    args[1] lists them."""
     rows.routed = args[1]
     output: mx.array = call(*args, **kwargs)
     return output

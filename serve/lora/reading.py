@@ -23,9 +23,9 @@ _ADAPTABLE = (nn.Linear, nn.QuantizedLinear, *DIVIDED, *EMBEDDINGS, *EXPERTS)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A module of the stage. layer is the number of its layer and inside its name in that layer;
+    """A module of the stage. layer is the number of its layer, and `inside` its name in the layer;
     None and "" outside of layers. router chooses its experts. division is this shard's part of the
-    module, None if that is the whole."""
+    module; None means all of it."""
 
     module: nn.Module
     layer: int | None

@@ -1,9 +1,9 @@
-"""Trained modules of layers that are divided among shards: with LoRA or DoRA adapters, or with
+"""Trained modules in layers that are divided among shards: with LoRA or DoRA adapters, or with
 trained weights.
 
 A shard holds the same part of an adapter as when it serves (`serve.lora.reading`): columns of B
-where the outputs of a module are divided, rows of A where its inputs are. The other matrix is whole
-on every shard, and each shard computes only a part of its gradient."""
+where a module's outputs are divided, rows of A where its inputs are. The other matrix is whole on
+every shard, and each shard computes only a part of its gradient."""
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -110,8 +110,8 @@ class ShardedLoRALinear(nn.Module):
 
 class ShardedDoRALinear(ShardedLoRALinear):
     """This shard's part of a linear module with a DoRA adapter. The magnitudes m belong to the
-    outputs, as do the norms that they replace. Where the inputs are divided, the squares of the
-    norms are added up over the shards, and m is whole."""
+    outputs, as do the norms that they replace. Where the inputs are divided, the squared norms are
+    added up over the shards, and m is whole."""
 
     def __init__(
         self,

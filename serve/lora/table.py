@@ -1,4 +1,4 @@
-"""The adapters of a stage: puts them into its modules or removes them, between steps.
+"""The adapters of a stage: puts adapters into its modules, or removes them, between steps.
 
 `serve.lora.reading` checks and reads adapters, `serve.lora.layers` applies them.
 """
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from serve.hub.partial import PartialModel
 
 _MIN_SLOTS = 4
-_MAX_RANK = 512  # All slots are as large as the largest rank.
+_MAX_RANK = 512  # the largest rank: it sets the size of all slots
 
 
 class Adapters:
     """The adapters of a stage, by version, a number that rank 0 assigns. `read` may run in a
-    separate thread. cache_dir stores parts of hub adapters; copies is a folder that outlives this
+    separate thread. cache_dir stores parts of hub adapters; `copies` is a folder that outlives this
     process. divisions are the modules that are divided among shards."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Adapters:
         self._num_layers = len(stage.layers)
         self._read: dict[int, ModuleMatrices] = {}
         self._uncopied: tuple[int, ModuleMatrices, AdapterRead] | None = None
-        self._answers: dict[int, AdapterRead] = {}  # for rank 0, about the loaded versions
+        self._answers: dict[int, AdapterRead] = {}  # for rank 0, by loaded version
         self._slots: dict[int, int] = {}
         self._num_slots = 0
         self._adapted: dict[str, Adapted] = {}
@@ -75,7 +75,7 @@ class Adapters:
 
     @property
     def num_bytes(self) -> int:
-        # Another thread may read an adapter meanwhile, which changes the dictionary.
+        # Another thread may read an adapter meanwhile, and so change the dictionary.
         waiting = list(self._read.values())
         waiting_bytes = sum(num_bytes(matrices) for matrices in waiting)
         installed_bytes = sum(array.nbytes for array in self._arrays())

@@ -6,7 +6,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from serve.core.errors import PlanError
 
-# This many values share a scale and a bias. 32 divides more head sizes than 64.
+# The number of values that share a scale and a bias. 32 divides more head sizes than 64.
 _GROUP_SIZE = 32
 
 

@@ -1,7 +1,7 @@
 """Measures the bytes that a model's layers cost, without reading a weight.
 
 mlx-lm builds the model on lazy arrays. A run that evaluates nothing shows which caches each layer
-holds, and which layers need the weights outside of layers. serve.core.plan uses the numbers.
+holds, and which layers need weights outside of layers. serve.core.plan uses the numbers.
 """
 
 import re
@@ -33,7 +33,7 @@ from serve.model.trial import (
 _LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k")
 _SWITCHES = (SwitchLinear, QuantizedSwitchLinear)
-_NUM_TOKENS = 4  # tokens of the run
+_NUM_TOKENS = 4  # the tokens in the run of the model
 
 _Shapes = dict[Crossing, tuple[int, ...]]
 
@@ -95,7 +95,7 @@ def _fetch_bytes(
     outside: Collection[str],
     divisions: Divisions,
 ) -> tuple[list[int], dict[str, int]]:
-    """Returns the bytes of each layer, and of each tensor outside of layers, in the checkpoint."""
+    """Returns the bytes in the checkpoint: for each layer, and each tensor outside of layers."""
     of_layers = [0] * num_layers
     of_others: dict[str, int] = defaultdict(int)
     for name, tensor in checkpoint.tensors.items():

@@ -18,7 +18,7 @@ import mlx.nn as nn
 from serve.model.stage import Stage
 from serve.model.trial import Layers, modules_outside
 
-# The methods with which models compute logits. In modules of other types, an output may depend on
+# The methods that compute logits, by type of module. In other types, an output may depend on
 # several rows of the weights.
 _METHODS: dict[type, str] = {
     nn.Linear: "__call__",
@@ -52,10 +52,9 @@ class HeadCall:
 
 
 class SharedHead:
-    """The head of a last stage. Inside of `shared` a shard computes its part of the logits,
-    otherwise all logits. All shards evaluate the result of `pop_logits`, in the order of their
-    sums. Rank 0 shares only steps of at most max_tokens tokens: for more, gathering takes
-    longer."""
+    """The head of a last stage. Inside `shared`, a shard computes its part of the logits, otherwise
+    all logits. All shards evaluate the result of `pop_logits`, in the order of their sums. Rank 0
+    shares only steps of at most max_tokens tokens: for more, gathering takes longer."""
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class SharedHead:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Makes calls inside a with block compute the logits together with the other shards."""
+        """Inside a `with` block, calls compute the logits together with the other shards."""
         self._is_shared = True
         try:
             yield

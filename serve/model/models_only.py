@@ -1,6 +1,6 @@
-"""Imports mlx-lm's models without what it needs to generate text and to reach the hub.
+"""Imports mlx-lm's models without the modules that generate text and reach the hub.
 
-Whatever a program imports of mlx-lm, Python first runs the package's `__init__`, which imports
+Whatever a program imports from mlx-lm, Python first runs the package's `__init__`, which imports
 transformers and huggingface_hub. This takes most of the CPU time that an engine needs to start, and
 an engine reads no text, and no hub if its model is in a folder.
 """
@@ -42,7 +42,7 @@ class _Package(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         whole: ModuleType = self
-        whole.__class__ = ModuleType  # From here on, a missing name is an error.
+        whole.__class__ = ModuleType  # From here on, missing names are errors.
         assert whole.__spec__ is not None
         assert whole.__spec__.loader is not None
         whole.__spec__.loader.exec_module(whole)
@@ -71,7 +71,7 @@ class _Later:
         return getattr(self._real(), self._name)(*arguments, **options)
 
 
-# Modules from which mlx_lm.utils imports names that it calls in functions only.
+# Modules from which mlx_lm.utils imports names that only its functions call.
 _NEEDED_LATER: dict[str, Import] = {
     "huggingface_hub": lambda: importlib.import_module("huggingface_hub"),
     "mlx_lm.tokenizer_utils": lambda: importlib.import_module("mlx_lm.tokenizer_utils"),

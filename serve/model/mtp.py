@@ -27,7 +27,7 @@ from serve.model.weights import Progress, Variant, build_model, load_variant
 if TYPE_CHECKING:
     from serve.hub.partial import PartialModel
 
-_HEAD = "lm_head"  # the model's head, which its prediction head uses too
+_HEAD = "lm_head"  # the model's head, which the prediction head uses too
 _MAX_NAMED = 3  # the most missing tensors that an error names
 
 
@@ -57,7 +57,7 @@ _NEXTN = Family(
     norm="shared_head.norm",
     config={"first_k_dense_replace": 0},
 )
-# As vLLM and SGLang run them.
+# The families, as vLLM and SGLang run them.
 FAMILIES = {
     "deepseek_v3": _NEXTN,
     "glm4_moe": _NEXTN,
@@ -74,13 +74,13 @@ FAMILIES = {
 
 
 class PredictionHead:
-    """A head whose weights are lazy until they are loaded. whole is the model with one layer."""
+    """A head whose weights are lazy until they are loaded. `whole` is the model with one layer."""
 
     def __init__(self, whole: nn.Module, family: Family) -> None:
         self.before_norm = family.before_norm
         self._whole = whole
         self._family = family
-        self._inputs: mx.array | None = None  # a call's hidden states
+        self._inputs: mx.array | None = None  # the hidden states of the present call
         self._output: mx.array | None = None  # the layer's output
         whole.pop(_HEAD, None)
         trace.open_seam(whole.model.embed_tokens, self._join)
@@ -99,9 +99,9 @@ class PredictionHead:
         hidden: mx.array,
         caches: list[Any],
     ) -> tuple[mx.array, mx.array]:
-        """Runs the head lazily on tokens (B, L) and on the hidden state (B, L, D) of the position
-        before each of them. Returns two arrays (B, L, D): the input of the model's head, for the
-        logits of the token after each of these, and the hidden state for the next call."""
+        """Runs the head lazily on tokens (B, L) and, for each token, the hidden state before it (B,
+        L, D). Returns two arrays (B, L, D): the input of the model's head, for the logits of the
+        token after each, and the hidden state for the next call."""
         self._inputs = hidden
         normed = self._whole.model(tokens, caches)
         output = self._output
@@ -197,7 +197,7 @@ def load_head(
     progress: Progress,
     prepare: Callable[[nn.Module], None],
 ) -> PredictionHead:
-    """Loads a model's prediction head. prepare may look at the lazy model. Raises ModelError."""
+    """Loads a model's prediction head. `prepare` may look at the lazy model. Raises ModelError."""
     folder = model if isinstance(model, Path) else model.folder
     checkpoint = read_checkpoint(folder)
     family = family_of(checkpoint)
@@ -261,8 +261,8 @@ def _own_quantization(
 
 
 def _renamed(name: str, prefix: str, family: Family) -> str | None:
-    """Returns the name of a tensor in the model with one layer, None for other tensors. Others are
-    copies of the embedding and of the model's head, which some checkpoints contain."""
+    """Returns the name of a tensor in the model with one layer, None for other tensors. The others
+    copy the embedding and the model's head, in some checkpoints."""
     if name.startswith(("model.embed_tokens.", "lm_head.")):
         return name
     rest = name.removeprefix(prefix)

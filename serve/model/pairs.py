@@ -1,11 +1,11 @@
 """Finds out how the layers of any model can be divided among shards.
 
-A pair consists of a row-parallel matrix, of whose inputs each shard has a part, and of everything
-from which this part is computed: outputs of column-parallel matrices, and arrays. Gradients show on
-which outputs the part depends: those of a head, of an expert, or single ones. The code between the
-matrices is not interpreted. Runs with random numbers prove that each shard computes its part of the
-whole model's results; a pair without this proof is not divided. All ranks use the same random
-numbers, and so find the same pairs if their processors round in the same way.
+A pair is a row-parallel matrix, whose inputs are divided among the shards, with everything that a
+shard's part is computed from: outputs of column-parallel matrices, and arrays. Gradients show on
+which outputs the part depends: a head's, an expert's, or single ones. The code between the matrices
+is not interpreted. Runs with random numbers prove that each shard computes its part of the whole
+model's results; a pair without this proof is not divided. All ranks use the same random numbers,
+and so find the same pairs if their processors round in the same way.
 """
 
 import itertools
@@ -37,8 +37,8 @@ from serve.model.trial import named_arrays
 
 _MAX_CHANGED_NUMBERS = 6
 _MAX_TRIALS = 200
-_ALIGNED = 64  # numbers
-_MIN_ALIGNED_UNITS = 16  # units of each shard
+_ALIGNED = 64  # the size of an aligned unit, in numbers
+_MIN_ALIGNED_UNITS = 16  # the fewest aligned units for each shard
 
 _Options = list[tuple[tuple[str, str], tuple[int, ...]]]
 """The possible new values of one attribute, each with the attribute's module and name."""
@@ -47,7 +47,7 @@ _Options = list[tuple[tuple[str, str], tuple[int, ...]]]
 @dataclass(frozen=True, slots=True)
 class Pairs:
     """How layers are divided among shards, by names of modules. The shards add up the outputs of
-    the modules in summed, and of row-parallel matrices elsewhere (none with in_blocks)."""
+    the modules in `summed` and, without in_blocks, of row-parallel matrices elsewhere."""
 
     roles: Roles
     summed: tuple[str, ...]
@@ -74,7 +74,7 @@ class _PairSearch:
 
     def run(self) -> Pairs:
         known: dict[Any, list[Roles]] = {}
-        found: dict[str, list[Roles]] = {}  # by the row-parallel matrix, inside its layer
+        found: dict[str, list[Roles]] = {}  # by the row-parallel matrix's name in its layer
         for i, layer in enumerate(self.probe.layers):
             signature = _signature(layer)
             if signature not in known:
@@ -263,8 +263,8 @@ class _Layer:
         arrays: Mapping[str, mx.array],
     ) -> list[dict[str, mx.array]]:
         """Computes for each shard the derivatives of its part of a matrix's inputs with respect to
-        all matrices' outputs and to arrays. Where the part depends on one, its derivative is not
-        zero."""
+        all matrices' outputs and to arrays. A derivative is not zero where the part depends on the
+        array."""
         probe = self.probe
         names = [*self.names, *arrays]
         primals: list[mx.array] = []
@@ -316,7 +316,7 @@ class _Layer:
         return found
 
     def _is_worth_a_sum(self, matrix: str, column_parallel: Iterable[str]) -> bool:
-        """Whether dividing these weights is worth a sum: low-rank matrices have too few weights."""
+        """Whether it is worth a sum to divide these weights: low-rank matrices have too few."""
         num_weights = 0
         for name in (matrix, *column_parallel):
             call = self.probe.calls[name][0]
@@ -405,7 +405,7 @@ def _cut_off(prefix: str, name: str) -> str:
 
 
 def _is_not_of_heads(option: _Options) -> bool:
-    """A sort key that puts numbers of heads first: these are changed most often."""
+    """A sort key that puts numbers of heads first: such numbers change most often."""
     (_, attribute), _ = option[0]
     return "head" not in attribute
 

@@ -44,7 +44,7 @@ from serve.model.stage import shows_hidden_states
 from serve.model.trial import Crossing, Trial, crossings, named_arrays
 from serve.model.weights import build_model, open_model
 
-_MIN_DIVIDED_SHARE = 0.9  # below it, a warning names the share
+_MIN_DIVIDED_SHARE = 0.9  # the least divided share without a warning
 _MIN_SHOWN_SHARE = 0.01
 
 _Accept = Callable[[tuple[Crossing, ...]], bool]

@@ -24,9 +24,9 @@ LINEAR = (nn.Linear, nn.QuantizedLinear)
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 _MATRICES = (*LINEAR, *EXPERTS, nn.Embedding, nn.QuantizedEmbedding)
 
-_STEPS = (4, 1)  # tokens: a prompt, and the token after it
+_STEPS = (4, 1)  # the tokens of each step: a prompt, and the token after it
 _NUM_ROWS = 2
-_MAX_SIZE = 1 << 22  # Larger arrays outside of matrices stay NaN, so that nothing can be proved.
+_MAX_SIZE = 1 << 22  # Larger arrays outside of matrices stay NaN: nothing can be proved.
 _TINY = 1e-20
 TOLERANCE = 1e-4  # the largest difference, relative to the largest value
 
@@ -42,8 +42,7 @@ FAILURES = (*trial.FAILURES, MismatchError)
 
 
 Numbers = dict[tuple[str, str], tuple[int, ...]]
-"""The value of each attribute on each shard, by the name of the module and that of the
-attribute."""
+"""The value of each attribute on each shard, by the names of the module and the attribute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ class MatrixCall:
 
 
 class ModelProbe:
-    """A run of a whole lazy model, in a with block. Weights are blank, smaller arrays random."""
+    """A run of a whole lazy model, in a `with` block. Weights are blank, smaller arrays random."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -229,7 +228,7 @@ class ModelProbe:
         outputs: Mapping[str, mx.array],
         prefix: str,
     ) -> Iterator[list[MatrixCall]]:
-        """Makes the matrices below a module return these outputs inside a with block, and lists
+        """Inside a `with` block, makes the matrices below a module return these outputs, and lists
         their calls. Matrices without an entry return their recorded outputs."""
         calls: list[MatrixCall] = []
         numbers: dict[str, int] = defaultdict(int)
@@ -267,7 +266,7 @@ class ModelProbe:
             yield checks
 
     def _changed(self, roles: Roles, shard: int) -> AbstractContextManager[None]:
-        """Puts the numbers and arrays of a shard into modules inside a with block."""
+        """Puts a shard's numbers and arrays into modules, inside a `with` block."""
         changes: list[tuple[dict[str, Any], str, Any]] = []
         for (name, attribute), values in roles.numbers.items():
             changes.append((vars(self.modules[name]), attribute, values[shard]))
@@ -278,7 +277,7 @@ class ModelProbe:
         return _replaced(changes)
 
     def arrays_are(self, arrays: Mapping[str, mx.array]) -> AbstractContextManager[None]:
-        """Replaces arrays of the model, by their names, inside a with block."""
+        """Replaces arrays of the model, by their names, inside a `with` block."""
         changes: list[tuple[dict[str, Any], str, Any]] = []
         for path, array in arrays.items():
             name, _, key = path.rpartition(".")
@@ -332,7 +331,7 @@ class ModelProbe:
 
 @contextmanager
 def _replaced(changes: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Puts values under keys of dictionaries inside a with block."""
+    """Puts values under keys of dictionaries, inside a `with` block."""
     before = [(holder, key, holder[key]) for holder, key, _ in changes]
     try:
         for holder, key, value in changes:

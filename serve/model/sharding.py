@@ -1,6 +1,6 @@
 """Divides the layers of a model among shards: with mlx-lm's own `shard` if the parts are equal, and
-otherwise by `serve.model.pairs`. Arrays outside of the layers, and those that cannot be divided,
-are whole on every shard."""
+otherwise by `serve.model.pairs`. Arrays that cannot be divided, or are outside of the layers, are
+whole on every shard."""
 
 import copy
 import functools
@@ -107,7 +107,7 @@ whole."""
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A lazy array of a shard, and the weight of the whole model (source) of which it is a part."""
+    """A shard's lazy array, and the whole model's weight (source) of which it is a part."""
 
     array: mx.array
     source: mx.array
@@ -116,11 +116,11 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """The divisions of modules. made holds all arrays that were made, by their id. The caller must
-    clear made before the model is evaluated, because it keeps whole weights in memory. digest
-    covers all that is divided or summed. digest differs between shards if one has found other
-    pairs, because its processor rounds differently. blocks are the modules of which each shard
-    computes a summand: their outputs, and the gradients of their inputs, are added up."""
+    """The divisions of modules. `made` holds all arrays that were made, by their id. The caller
+    must clear `made` before the model is evaluated, because it keeps whole weights in memory.
+    digest covers everything that is divided or summed. It differs between shards if one has found
+    other pairs, because its processor rounds differently. blocks are the modules of which each
+    shard computes a summand: their outputs, and the gradients of their inputs, are added up."""
 
     divisions: Divisions
     made: dict[int, Made]
@@ -145,12 +145,12 @@ def shard(model: nn.Module, group: Any) -> Sharding:
 
 
 def shard_to_train(model: nn.Module, group: Any, trained: Set[str]) -> Sharding:
-    """Divides a model so that its shards can compute gradients. trained are the names of the
+    """Divides a model so that its shards can compute gradients. `trained` are the names of the
     trained arrays. MLX's own modules add up the gradients of their inputs. But a whole matrix
-    beside them, such as a router's, would get and pass on only a part of its gradient, and a
-    trained array beside them, such as a norm's, might do so too. If there is any of these, every
-    pair becomes part of a block, in which all gradients are partial. Raises PlanError if the
-    outputs of a pair do not belong to a block."""
+    beside such a module, such as a router's, would get and pass on only a part of its gradient, and
+    a trained array, such as a norm's, might do so too. If there is either, every pair becomes part
+    of a block, in which all gradients are partial. Raises PlanError if the outputs of a pair do not
+    belong to a block."""
     before = [_State(module) for module in model.modules()]
     sharding = shard(model, group)
     matrices = matrices_of_layers(model).values()
@@ -260,8 +260,8 @@ def _shard_pairs(model: nn.Module, pairs: Pairs, group: Any) -> Sharding:
 
 
 def _divide_matrices(model: nn.Module, pairs: Pairs, divider: "_Divider", group: Any) -> None:
-    """Reduces the matrices of pairs to the parts of this shard. Those inside of a module whose
-    outputs are summed keep their class; the others become modules of MLX."""
+    """Reduces the matrices of pairs to the parts of this shard. Matrices in a module whose outputs
+    are summed keep their class; others become modules of MLX."""
     modules: dict[str, Any] = dict(model.named_modules())
     roles = pairs.roles
     for name, slices in roles.column_parallel.items():
@@ -404,7 +404,7 @@ def sum_of_shards(x: mx.array, group: Any) -> mx.array:
 
 
 def with_summed_gradient(x: mx.array, group: Any) -> mx.array:
-    """Returns x. The gradient of the result is the sum of those on all shards of the group."""
+    """Returns x, whose gradient is then the sum of the gradients on all shards of the group."""
     same: mx.array = distributed.sum_gradients(group)(x)
     return same
 
@@ -413,7 +413,7 @@ class _Divider:
     """Divides weights as MLX's `shard_linear` and `shard_inplace` do, and records how."""
 
     def __init__(self) -> None:
-        self.made: dict[int, Made] = {}  # by the id of the array that was made
+        self.made: dict[int, Made] = {}  # by the id of each array that was made
 
     @contextmanager
     def in_place_of_mlx(self) -> Iterator[None]:
@@ -465,7 +465,7 @@ class _Divider:
 
 @contextmanager
 def without_sums() -> Iterator[None]:
-    """Lets a model that was sharded with a StandIn run inside a with block: shapes are right, but
+    """Inside a `with` block, a model that was sharded with a StandIn can run: shapes are right, but
     nothing is exchanged, nor compiled, because compiled functions would never exchange anything."""
 
     def all_sum(x: mx.array, **_: Any) -> mx.array:

@@ -122,7 +122,7 @@ def scaled(ranges: Ranges, size: int, num_whole: int) -> Ranges:
 
 
 def select(array: mx.array, axis: int, ranges: Ranges) -> mx.array:
-    """Returns the lazy concatenation of these ranges of an axis of an array."""
+    """Concatenates, lazily, these ranges of an array's axis."""
     before = [slice(None)] * (axis % array.ndim)
     parts = [array[(*before, slice(start, end))] for start, end in ranges]
     return mx.concatenate(parts, axis=axis)
@@ -149,8 +149,8 @@ def _segment_ends(size: int, segments: int | Sequence[int | float]) -> list[int]
 
 def slices_of(supports: Sequence[mx.array], axis: int, parts: Slices) -> Slices | None:
     """Returns the ranges of axis on which each shard's part of another axis (parts) depends: where
-    the shard's support is not zero. None if a shard's ranges are the whole axis or empty, or their
-    sizes are not in proportion to parts."""
+    the shard's support is not zero. Returns None if a shard's ranges are the whole axis or empty,
+    or if their sizes are not in proportion to parts."""
     num_whole = supports[0].shape[axis]
     ranges: list[Ranges] = []
     for support in supports:

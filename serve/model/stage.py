@@ -19,7 +19,7 @@ from serve.model.trial import Crossing, Layers, Trial, named_arrays
 
 _LAYERS_BETWEEN_SEAMS = 8
 _NOTHING = (0,)
-"""The shape of the array that is sent in place of None: the model has no array there yet."""
+"""The shape of the array that stands for None: the model has no array there yet."""
 AtSeam = Callable[[list[mx.array]], None]
 """Takes the lazy output of every eighth layer, which it may begin to evaluate: a GPU then computes
 while Python builds the graph of the other layers. All shards of a stage have the same seams."""
@@ -27,8 +27,8 @@ while Python builds the graph of the other layers. All shards of a stage have th
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The arrays that a stage receives, and those that it sends. given contains the values of the
-    layers in a trial with tokens: received arrays replace those in it."""
+    """The arrays that a stage receives, and those that it sends. `given` contains the values of the
+    layers in a trial with tokens: received arrays replace the trial's."""
 
     tokens: mx.array
     given: dict[int, Any]
@@ -270,8 +270,8 @@ class _Caching:
                 own.add(j)
             elif not users:
                 own.add(j)
-        # One cache of each kind represents the others: the first of an own layer, or else the first
-        # of all.
+        # One cache of each kind represents the others: the first one in the stage's layers, or else
+        # the first of all.
         representative: dict[tuple[Any, ...], int] = {}
         for j in (*used_here, *range(len(kinds))):
             representative.setdefault(kinds[j], j)
@@ -382,7 +382,7 @@ def _module_of(name: str) -> str:
 def _prune(tree: Any, keep: set[str], path: str = "") -> bool:
     """Blanks the arrays that are not in keep, and removes branches without an array of keep from
     the module tree. The contents of these branches can still be read as attributes. Returns whether
-    the tree contains an array of keep."""
+    the tree contains an array in `keep`."""
     is_any_kept = False
     dropped: list[tuple[Any, Any]] = []
     for key, value in trial.entries(tree):

@@ -1,8 +1,7 @@
 """Tools to analyse a forward pass, by running it on lazy arrays without evaluating them.
 
 Seams intercept the calls of single modules. A layer passes values to other layers: its result, and
-the objects among its arguments that it writes to. `Graph` finds the arrays from which others are
-computed.
+those arguments that it writes to. `Graph` finds the arrays from which others are computed.
 """
 
 import copy
@@ -26,7 +25,7 @@ Call = Callable[..., Any]
 Seam = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
 """A function called instead of a module, with the module's own call and its arguments."""
 
-_EXPORT_LIMIT = 1000  # mx.export_to_dot takes at most 1,024 names in one call
+_EXPORT_LIMIT = 1000  # the names in a call of mx.export_to_dot, which takes at most 1,024
 
 
 # --- seams
@@ -48,7 +47,7 @@ def close_seam(module: nn.Module) -> None:
 
 @contextmanager
 def seams(modules: Sequence[nn.Module], seam: Callable[..., Any]) -> Iterator[None]:
-    """Opens a seam at each module inside a with block. seam also gets the module's index, first."""
+    """Opens a seam at each module, inside a `with` block. `seam` gets the module's index first."""
     try:
         for i, module in enumerate(modules):
             open_seam(module, functools.partial(seam, i))
@@ -72,7 +71,7 @@ def _seamed(original: type[nn.Module]) -> type[nn.Module]:
 
 @contextmanager
 def attributes_read(modules: Sequence[nn.Module]) -> Iterator[list[set[str]]]:
-    """Collects the names of the attributes that are read of each module inside a with block."""
+    """Collects the names of the attributes that are read from each module inside a `with` block."""
     found: list[set[str]] = [set() for _ in modules]
     classes = [type(module) for module in modules]
 
@@ -97,8 +96,8 @@ _num_uncompiled = 0  # the number of open `with uncompiled()` blocks
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Disables mx.compile inside a with block. The graphs of all calls of a compiled function share
-    the same nodes, so everything would seem to depend on everything."""
+    """Disables mx.compile inside a `with` block. The graphs of all calls of a compiled function
+    share their nodes, so everything would seem to depend on everything."""
     global _num_uncompiled
     _num_uncompiled += 1
     mx.disable_compile()
@@ -124,7 +123,7 @@ def places_in(value: Any) -> Arrays:
 
 
 def with_arrays(value: Any, arrays: Mapping[str, Any], place: str = "") -> Any:
-    """Returns a copy of a value with its arrays replaced by those of the same place, or by None."""
+    """Returns a copy of a value, with its arrays replaced by the one for each place, or by None."""
     if isinstance(value, mx.array):
         return arrays.get(place)
     if isinstance(value, (list, tuple)):
@@ -204,7 +203,7 @@ class Graph(Generic[Key]):
             self._parents[child].append(parent)
 
     def used(self, known: Collection[Key], *, and_theirs: bool = False) -> set[Key]:
-        """Returns the sources that outputs use directly; and_theirs adds those that these use."""
+        """Returns the sources that outputs use directly; and_theirs adds the sources of these."""
         known_by_name: dict[str, set[Key]] = {}
         for name, keys in self._keys.items():
             known_by_name[name] = {key for key in keys if key in known}

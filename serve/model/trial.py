@@ -30,7 +30,7 @@ FAILURES = (
     TypeError,
     ValueError,
 )
-"""Errors that a model's code raises when it is run in a way that it was not made for."""
+"""Errors that a model's code may raise when it is run in an unexpected way."""
 
 _NUM_TOKENS = 4
 # Some layers pass on more arrays once they have seen a whole block of tokens.
@@ -76,7 +76,7 @@ class Trial:
         if used:
             keys = tuple(key for key in known if key in used)
         else:
-            # Code that evaluates hides its graph. Then assume the last layer's values.
+            # Code that evaluates hides its graph. Then the last layer's values are assumed.
             last_layer = cut - 1
             keys = tuple((i, place) for i, place in known if i == last_layer)
         self._check_rest(cut, keys)
@@ -123,8 +123,8 @@ class Trial:
                 self.users[j].add(i)
         targets = writable(args, kwargs, self.caches)
         value = (call(*args, **kwargs), targets)
-        # A layer may return an array of an earlier layer unchanged. Here the array gets another
-        # graph node, which shows which of the two layers' values later layers use.
+        # A layer may return an array of an earlier layer unchanged. A new graph node for the array
+        # shows whether later layers use the value of this layer or of the earlier one.
         nodes: trace.Arrays = {}
         for place, array in trace.places_in(value).items():
             nodes[place] = mx.stop_gradient(array)
@@ -241,7 +241,7 @@ def stand_in_for_weights(model: nn.Module) -> trace.Arrays:
 
 @contextmanager
 def without_weights(model: nn.Module) -> Iterator[None]:
-    """Blanks all weights inside a with block, then removes what modules have computed from them."""
+    """Blanks all weights inside a `with` block, then removes what modules computed from them."""
     before: list[tuple[nn.Module, set[str], dict[str, Any]]] = []
     for module in model.modules():
         keys = set(module)
@@ -260,7 +260,7 @@ def without_weights(model: nn.Module) -> Iterator[None]:
 
 
 def modules_outside(model: nn.Module, layers: Layers) -> list[nn.Module]:
-    """Returns the modules of a model outside of its layers, each of them once."""
+    """Returns a model's modules outside of its layers, each module once."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     outside: dict[int, nn.Module] = {}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Loads the weights of one stage out of a model folder, and never reads those of other stages.
+"""Loads one stage's weights from a model folder, and never reads other stages' weights.
 
 mlx-lm builds the model on lazy arrays, and only what the stage keeps is evaluated. In a partial
 folder of the hub, the missing bytes are fetched before that.
@@ -51,9 +51,9 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
-    """A stage with its weights, its divided modules, and bytes. sharding_digest is that of
-    Sharding, "" without shards. bytes_read were really read (None if the system does not count
-    that), bytes_fetched came from the hub, and bytes_kept of bytes_owned were in memory before."""
+    """A stage with its weights, its divided modules, and bytes. sharding_digest is Sharding's
+    digest, "" without shards. bytes_read were really read (None if the system does not count
+    reads), bytes_fetched came from the hub, and bytes_kept of bytes_owned were in memory before."""
 
     stage: Stage
     divisions: Divisions
@@ -87,9 +87,10 @@ def load_stage(
     prepare: Prepare = lambda _: None,
     loaded: Arrays | None = None,
 ) -> LoadedStage:
-    """Builds layers [start, end) and reads their weights. prepare may change the lazy model first.
-    loaded are the evaluated weights of an earlier stage without shards, by name: those needed are
-    not read again, and the dict is emptied to free the others. Raises ModelError or PlanError."""
+    """Builds layers [start, end) and reads their weights. `prepare` may change the lazy model
+    first. `loaded` are the evaluated weights of an earlier stage without shards, by name: those
+    needed are not read again; the dict is emptied to free others. Raises ModelError or
+    PlanError."""
 
     def cut(whole: nn.Module) -> _Cut:
         sharding = prepare(whole)
@@ -221,8 +222,8 @@ def load_changed(model: "Path | PartialModel", changed: Mapping[str, mx.array]) 
     return whole
 
 
-# What a constructor of mlx-lm may raise for absurd numbers in config.json: divisions by zero, sizes
-# beyond 32 bits, failed assertions.
+# Errors that mlx-lm's constructors may raise for absurd numbers in config.json: divisions by zero,
+# sizes beyond 32 bits, failed assertions.
 _BUILD_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -241,7 +242,7 @@ def build_model(
     raw: Arrays | None = None,
     variant: Variant | None = None,
 ) -> nn.Module:
-    """Builds the whole lazy model, or a variant of it. raw is filled with the arrays of the files
+    """Builds the whole lazy model, or a variant of it. `raw` is filled with the arrays of the files
     as they are before the model's `sanitize`. Raises ModelError."""
 
     def classes(config: dict[str, Any]) -> Any:
@@ -293,12 +294,11 @@ def _build(
     variant: Variant | None = None,
     own_parts: Callable[[Made, Arrays, Mapping[str, TensorRange]], Parts] = lambda *_: {},
 ) -> tuple[Made, int]:
-    """Builds the lazy model and applies make to it. raw is filled with the arrays of the files.
+    """Builds the lazy model and applies make to it. `raw` is filled with the arrays of the files.
     From a partial folder, fetches the tensors that the weights are computed from. For a weight in
-    own_parts, only a part of its tensor is fetched, if that part is in few pieces. Returns the
-    result of make, not evaluated, and the bytes fetched. If the model's code evaluates arrays
-    early, it reads bytes that are not there yet: then these are fetched too, and the model is built
-    again."""
+    own_parts, only the part of its tensor is fetched, if it is in few pieces. Returns the result of
+    make, not evaluated, and the bytes fetched. If the model's code evaluates arrays early, it reads
+    bytes that are not there yet: the bytes are then fetched too, and the model is built again."""
     if isinstance(model, Path):
         return make(build_model(model, raw, variant)), 0
     wanted: set[str] = set()
