@@ -3,8 +3,8 @@
 The connections exist before any engine starts, and stay when engines restart. Rank 0 waits for all
 other ranks, has them start engines, receives the engines' reports, and stops them.
 
-Both ends prove that they know the launch's secret, which itself is never sent. A report carries
-the life of its engine: the number of restarts of all engines before it.
+Both ends prove that they know the launch's secret, which is never sent. A report carries the life
+of its engine: the number of restarts of all engines before it.
 """
 
 import asyncio
@@ -94,7 +94,7 @@ class ControlServer:
 
     async def listen(self, address: Address) -> None:
         try:
-            # Without port sharing, a second cluster on the same ports is noticed here.
+            # Ports are not shared, so a second cluster on the same ports fails here.
             server = await asyncio.start_server(
                 self._serve,
                 address.host,
@@ -136,7 +136,7 @@ class ControlServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._connected) - len(self._links) >= MAX_STRANGERS:
-            writer.transport.abort()  # A rank of this launch tries again.
+            writer.transport.abort()  # A rank of this launch would try again.
             return
         link: Link[FromRank] = Link(reader, writer, FromRank, MAX_HELLO_BYTES)
         link.keep_alive()
@@ -249,7 +249,7 @@ async def join(
 ) -> Link[ToRank]:
     """Connects this rank to rank 0, which may start later, but must accept connections within
     refused_seconds (default: timeout_seconds) of the first attempt. A host that refuses connections
-    is up, so timeout_seconds count from its last refusal. Raises ClusterError."""
+    is up, so timeout_seconds count from the last refusal. Raises ClusterError."""
     started = silent_since = time.monotonic()
     if refused_seconds is None:
         refused_seconds = timeout_seconds

@@ -24,13 +24,13 @@ _END_SECONDS = 15.0 if sys.platform == "darwin" else 5.0
 _UNUSED_END_SECONDS = 1.0
 _KILLED_SECONDS = 10.0
 _LEAVE_SECONDS = 5.0
-# The step that an engine computes when its ring is lost has to end before the engine can leave. A
-# long prefill of a large model may take this long (as for the stall time-out).
+# How long an engine may compute after its ring is lost: it can leave only when its step ends. As
+# for the stall time-out, a long prefill of a large model may take so long.
 _COMPUTE_SECONDS = 30.0
 _LOOK_SECONDS = 0.25
-# Engines report four times a second, whatever they compute. One that has stopped cannot leave.
+# After this silence, an engine has stopped and cannot leave: others report four times a second.
 _SILENT_SECONDS = 2.0
-_FIRST_WORD_SECONDS = 0.5  # Reports may still be unread if this process was busy.
+_FIRST_WORD_SECONDS = 0.5  # time to read waiting reports, if this process was busy
 
 
 class EngineProcess:
@@ -59,7 +59,7 @@ class EngineProcess:
             except BaseException:
                 ours.close()
                 raise
-            # The process comes last: nobody would end it if the caller were cancelled after this.
+            # The process starts last: nobody would end it if the caller were cancelled later.
             try:
                 with _signals_blocked():
                     process = await asyncio.create_subprocess_exec(
@@ -96,8 +96,8 @@ class EngineProcess:
 
     async def leave(self, life: int) -> Left | None:
         """Asks the engine to leave its ring and to keep everything else. Returns its answer, or
-        None if it does not answer in time or has stopped reporting: then the caller has to stop it.
-        An engine that computes a step has more time. Another task has to call receive."""
+        None if it does not answer in time or has stopped reporting: in that case the caller has to
+        stop it. An engine that computes a step has more time. Another task has to call receive."""
         left: asyncio.Future[Left] = asyncio.get_running_loop().create_future()
         ended = asyncio.create_task(self._process.wait())
         either: set[asyncio.Future[Any]] = {left, ended}

@@ -1,4 +1,4 @@
-"""The engines of all ranks, as rank 0's parent reaches them: its own over a socket pair, and the
+"""The engines of all ranks, as rank 0's parent reaches them: its own engine over a socket pair,
 others through their parents."""
 
 import asyncio
@@ -24,7 +24,7 @@ from serve.parent.own_engine import OwnEngine
 
 
 class Engines:
-    """The engines of a launch. facts are those of rank 0. ring lists the ranks that got the latest
+    """The engines of a launch. facts describe rank 0. ring lists the ranks that got the latest
     orders, or all ranks before that."""
 
     def __init__(self, cluster: Cluster, facts: dict[str, str], keeps_spare: bool) -> None:
@@ -36,7 +36,7 @@ class Engines:
         self.ring = tuple(range(cluster.num_ranks))
 
     async def listen(self, hear: Callable[[int, Heard], None]) -> None:
-        """Starts to listen for the other ranks. hear takes their messages, and those of rank 0's
+        """Starts to listen for the other ranks. `hear` takes their messages, and those of rank 0's
         engine. Raises AddressError."""
         self._hear = hear
         for address in self._addresses:
@@ -105,7 +105,7 @@ class Engines:
         """Measures the links from rank 0 to these ranks. If a rank does not answer in time, returns
         that rank and no link; if a rank is lost, neither."""
         links: list[Link] = []
-        for rank in ranks:  # One after the other, so that they do not share a link.
+        for rank in ranks:  # One rank at a time, so that no measurements share a link.
             try:
                 link = await self._control.measure(rank)
             except ClusterError:  # The driver has heard which rank is gone, and why.

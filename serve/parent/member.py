@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 _LAST_WORD_SECONDS = 1.0
 _REFUSED_SECONDS = 2.0
 _NO_LIFE = -1
-_STOP_SECONDS = 3.0  # how long rank 0 may take once its streams are finished
+_STOP_SECONDS = 3.0  # how long rank 0 may take to send Stop after its streams are finished
 
 
 async def run_member(
@@ -43,8 +43,8 @@ async def run_member(
 ) -> None:
     """Runs this rank until rank 0 sends Stop or a signal arrives. Raises ClusterError. A launcher
     signals all ranks at once, and rank 0 may have streams to finish. So after a signal, a rank that
-    has joined waits for rank 0's Stop. If none comes, it ends by that signal: the launcher then
-    sees that the rank was lost."""
+    has joined waits for rank 0's Stop. If none comes, the rank ends by that signal, so the launcher
+    sees that it was lost."""
     if not cluster.control:
         raise ClusterError("A rank above 0 needs the control address of rank 0.")
     loop = asyncio.get_running_loop()
@@ -108,9 +108,9 @@ async def _unless_signalled(
 
 
 class _Member:
-    """Follows rank 0's messages. When its engine ends or loses its ring, it reports that and waits,
-    because all engines form the next ring together. The engine outlives the connection to rank
-    0."""
+    """Follows rank 0's messages. When the engine ends or loses its ring, this parent reports it and
+    waits, because all engines form the next ring together. The engine outlives the connection to
+    rank 0."""
 
     def __init__(self, config: ServeConfig, cluster: Cluster, copies: str) -> None:
         self._config = config
@@ -155,7 +155,7 @@ class _Member:
 
     def _localised(self, order: Order) -> Order:
         """Returns the order with this host's paths and addresses. Rank 0 decides what to load,
-        including the commit of a hub model; this host decides where it is kept."""
+        including a hub model's commit; this host decides where files are kept."""
         cache_dir = self._config.cache_dir
         prefix_dir = self._config.prefix_cache_dir
         return msgspec.structs.replace(
@@ -168,6 +168,6 @@ class _Member:
         )
 
     def _send(self, message: FromRank) -> None:
-        """Sends a message to rank 0. Without a connection, it is dropped: Renew comes next."""
+        """Sends a message to rank 0, or drops it without a connection: Renew comes next."""
         assert self._control is not None
         self._control.send(message)

@@ -1,8 +1,8 @@
-"""The engine of this rank, whichever process it is at the moment. Every parent has one.
+"""The engine of this rank, whichever process it is at the moment. Every parent has one engine.
 
-After a fault the parent renews it: it keeps the process if that leaves its ring in time, and
-otherwise starts another one. Everything that the engine says, and how it ended, is reported to rank
-0 together with the number of its life.
+After a fault, the parent keeps the process if it leaves its ring in time, and otherwise starts
+another one. Everything that the engine says, and how it ended, is reported to rank 0 together with
+the number of its life.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from serve.parent.engine import EngineProcess
 from serve.parent.spare import Spare
 
 _CAUSE_SECONDS = 0.05
-_SIGN_SECONDS = 2.0  # between signs of life to rank 0 while an engine computes before it leaves
+_SIGN_SECONDS = 2.0  # between signs of life to rank 0 while an engine finishes its step
 
 
 class EnginePhase(Enum):
@@ -31,7 +31,7 @@ class EnginePhase(Enum):
 
 
 class OwnEngine:
-    """The engine of a rank. report takes its messages, each with the number of its life."""
+    """The engine of a rank. `report` takes its messages, each with the number of its life."""
 
     def __init__(self, rank: int, keeps_spare: bool, report: Callable[[Report], None]) -> None:
         self._rank, self._report = rank, report
@@ -57,7 +57,7 @@ class OwnEngine:
 
     async def renew(self, message: Renew) -> None:
         """Finds an engine that is in no ring, and reports it as Renew says. Raises EngineError."""
-        # A new engine has nothing to show, and the signal would end one that still imports MLX.
+        # A new engine has no useful stacks, and the signal would end one that still imports MLX.
         if message.dump and self.process and self.phase is not EnginePhase.NEW:
             await self.process.dump()
         if message.keep and await self._try_to_keep(message.life):
@@ -79,7 +79,7 @@ class OwnEngine:
                 raise error
 
     async def _try_to_keep(self, life: int) -> bool:
-        """Has the engine leave its ring, unless it has left. Returns whether it is in no ring."""
+        """Has the engine leave its ring, unless it has left. Returns whether it is in none."""
         is_used = self.phase in (EnginePhase.BUSY, EnginePhase.LEFT)
         if not is_used or self.process is None or not self.process.is_alive:
             return False

@@ -15,7 +15,7 @@ from serve.core.layouts import Link as LinkSpeed
 from serve.core.messages import Ping, Pong
 from serve.parent.link import Link
 
-_MAX_SECONDS = 10.0  # the time for all Pings of one measurement
+_MAX_SECONDS = 10.0  # the longest time for all Pings of one measurement
 _NUM_PINGS = 32
 _NUM_LARGE_PINGS = 4
 _LARGE_PING_BYTES = 1 << 20
@@ -68,16 +68,16 @@ def link_speed(
     large: Sequence[float],
     own: Sequence[float],
 ) -> LinkSpeed:
-    """Computes the speed of a link from the seconds of Pings without padding, of Pings of 1 MiB,
-    and of Pings within this process. The fastest of each were disturbed the least."""
+    """Computes a link's speed from the seconds that Pings take without padding, with 1 MiB, and
+    within this process. The fastest of each were disturbed the least."""
     round_trip = max(min(small) - min(own), _MIN_SECONDS)
-    # The time in Python is in both, so it cancels out.
+    # Both times include the time in Python, so it cancels out.
     seconds = max(min(large) - min(small), _MIN_SECONDS)
     return LinkSpeed(round_trip, _LARGE_PING_BYTES / seconds)
 
 
 async def _own_seconds() -> list[float]:
-    """Returns the seconds of Pings that this process answers itself, spent in Python."""
+    """Returns the seconds that Python takes for Pings which this process answers itself."""
     near_socket, far_socket = socket.socketpair()
     near: Link[Pong] = Link(*await asyncio.open_connection(sock=near_socket), Pong)
     far: Link[Ping] = Link(*await asyncio.open_connection(sock=far_socket), Ping)

@@ -5,10 +5,10 @@ from serve.core.restart_window import RestartWindow
 
 _FIRST_WAIT_SECONDS = 0.5
 _MAX_WAIT_SECONDS = 15.0
-# How long to wait for a better reason for a fault, and the same while clients wait.
+# How long to wait for a better reason for a fault, without and with clients that wait.
 _REASON_SECONDS = 0.5
 _HURRIED_REASON_SECONDS = 0.1
-# A restart after less work than this counts even if every engine has outlived the fault.
+# The shortest work after which a restart does not count if every engine has outlived the fault.
 _MIN_WORK_SECONDS = 10.0
 
 
@@ -21,7 +21,7 @@ class Restarts:
         self._window = RestartWindow(max_restarts, window_seconds)
         self._num_not_ready = 0  # restarts in a row without ready engines in between
         self._ready_since = 0.0
-        self._ready_seconds = 0.0  # time of work before the latest fault that counts
+        self._ready_seconds = 0.0  # work before the latest fault; 0 if it does not count
 
     def wait_seconds(
         self,

@@ -10,13 +10,13 @@ from serve.parent.engine import EngineProcess
 
 _logger = logging.getLogger(__name__)
 
-# An import beside the first steps after a fault would slow them down.
+# The pause before a spare starts: its imports would slow down the first steps after a fault.
 _QUIET_SECONDS = 2.0
 
 
 class Spare:
     """An engine process that has imported MLX and waits for an order. It holds no weights. Without
-    is_on there is none, and every engine starts when it is needed."""
+    is_on there is no spare, and every engine starts when it is needed."""
 
     def __init__(self, is_on: bool) -> None:
         self._is_on = is_on

@@ -13,11 +13,11 @@ from serve.core.types import Row, Step
 from serve.model import trace, trial
 from serve.rank.cache import ForwardPass, GroupCaches
 
-# mlx-lm's architectures in which tokens see later tokens of the same forward pass.
+# mlx-lm's architectures in which tokens see later tokens in the same forward pass.
 _NOT_CAUSAL = {"phi3small"}
 
-# The number of tokens that each row feeds, in each step. Rows join, leave and run alone. The
-# numbers of rows are 2, 3 and 5, so that no number of heads can be broadcast to all of them.
+# The number of tokens that each row feeds, for each step. Rows join, leave and run alone. There are
+# 2, 3 or 5 rows, so that no number of heads can be broadcast to all three.
 _TRIAL_STEPS: tuple[dict[int, int], ...] = (
     {0: 3},
     {1: 1},
@@ -80,8 +80,8 @@ def _runs(model: nn.Module, step: Step, own: ForwardPass) -> bool:
 
 @contextmanager
 def _common_position_refused() -> Iterator[None]:
-    """Makes rope raise ValueError if all rows get one position. Rows at different positions need
-    their own; a single number comes from the shape of padded keys, not from the cache."""
+    """Makes rope raise ValueError if all rows get one position. Each row needs its own; a single
+    number comes from the shape of padded keys, not from the cache."""
     rope = mx.fast.rope
 
     def checked(*args: Any, **kwargs: Any) -> mx.array:

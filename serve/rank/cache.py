@@ -1,7 +1,7 @@
 """Keeps the key-value caches of a stage's sequences, and arranges them for each step.
 
-Rank 0 decides. This module follows its steps. A row that its group no longer lists is kept until a
-later step asks for it.
+Rank 0 decides. This module follows its steps. A row that its group does not list any more is kept
+until a later step asks for it.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ class ForwardPass:
     caches: list[Any]
 
     def tokens(self, step: Step, before: Drawing | None = None) -> mx.array:
-        """Returns the tokens (B, L). New rows are padded on the left, others on the right. before
+        """Returns the tokens (B, L). New rows are padded on the left, others on the right. `before`
         draws the tokens for which the step has LAST_TOKEN."""
         tokens_fed = step.tokens_fed
         own = [() if n is None else tokens_fed[n] for n in self.rows]
@@ -81,7 +81,7 @@ class ForwardPass:
 
 class GroupCaches:
     """The caches of all sequences of a stage. It decides which rows of a step share a batch (none,
-    unless can_batch), and which move for that. make_caches returns the caches of a new row."""
+    unless can_batch), and which rows move to do so. make_caches returns the caches of a new row."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class GroupCaches:
         self._key_of: dict[int, int] = {}  # the key of each sequence's batch
         self._keys_of_group: dict[int, list[int]] = {}
         self._positions: dict[int, int] = {}  # the number of held tokens by sequence
-        # The position of each sequence before the last step with drafts: it can be cut to there.
+        # The position of each sequence before the last step with drafts, to which it can be cut.
         self._floors: dict[int, int] = {}
         self._checkpoints: dict[int, SavedState] = {}
         self._moved: set[int] = set()  # keys of batches whose rows were copied
@@ -128,7 +128,7 @@ class GroupCaches:
 
     @property
     def reuse(self) -> str:
-        """Where a sequence can begin in another: in "any" place, or at "checkpoints" or its end."""
+        """Which prefixes of a sequence can be copied: "any", or up to "checkpoints" or its end."""
         return "any" if self._can_cut else "checkpoints"
 
     @property
@@ -177,9 +177,9 @@ class GroupCaches:
 
     def keep_only(self, positions: Mapping[int, int]) -> None:
         """Keeps the first tokens of these sequences, as many as positions says, and nothing else.
-        Raises EngineError if fewer are held, or if a sequence cannot be cut that far. Each gets a
-        batch of its own: when a ring is lost, ranks may have run different steps, and later steps
-        need the same rows in the same order on all of them."""
+        Raises EngineError if fewer are held, or if a sequence cannot be cut that far. Each sequence
+        gets its own batch: when a ring is lost, ranks may have run different steps, and later steps
+        need the same rows in the same order on all ranks."""
         for sequence in self._positions.keys() - positions.keys():
             self.drop(sequence)
         for sequence, num_tokens in sorted(positions.items()):
@@ -204,13 +204,13 @@ class GroupCaches:
         """Returns plain caches with the first num_tokens tokens of a sequence, lazily. The caches
         may contain later tokens, too. Raises EngineError if fewer are held."""
         self._check_held(sequence, num_tokens)
-        # A row that runs stays in its batch: to take it out and back in would copy all rows.
+        # A row that runs stays in its batch: removing and adding it would copy all rows.
         return self._batch_of(sequence).extract(sequence, num_tokens)
 
     def states_at(self, sequence: int, num_tokens: int, checkpoint: int) -> list[Any]:
         """Returns the states (`rank.checkpoints`) of a sequence after its first num_tokens tokens,
-        lazily: those of a checkpoint, or its current ones if it has no more tokens. Raises
-        EngineError if they are not held."""
+        lazily: a checkpoint's states, or the current states if the sequence has no more tokens.
+        Raises EngineError if they are not held."""
         self._check_held(sequence, num_tokens)
         if checkpoint != NO_CHECKPOINT:
             return self._states(checkpoint, num_tokens, 0)
@@ -219,9 +219,9 @@ class GroupCaches:
         return self._batch_of(sequence).states(sequence)
 
     def moved(self) -> list[list[mx.array]]:
-        """Returns each layer's arrays whose rows were copied. Evaluate these before the forward
-        pass: a lazy copy keeps MLX from writing in place. Evaluate one layer after the other, so
-        that only one holds old and new arrays at a time."""
+        """Returns each layer's arrays whose rows were copied. Evaluate the arrays before the
+        forward pass: a lazy copy keeps MLX from writing in place. Evaluate one layer after the
+        other, so that only one holds old and new arrays at a time."""
         keys = sorted(self._moved & self._batches.keys())
         self._moved.clear()
         batches = [self._batches[key].caches for key in keys]
@@ -279,7 +279,7 @@ class GroupCaches:
 
     def _assigned(self, step: Step) -> dict[int, list[int]]:
         """Divides the rows of a step among batches. Returns their indices by the batch's key. New
-        rows do not join old ones: to some models, an empty state is not the same as zeros."""
+        rows do not join old ones: for some models, an empty state differs from zeros."""
         if not step.rows:
             return {}
         new: list[int] = []
@@ -324,7 +324,7 @@ class GroupCaches:
                 del self._keys_of_group[group]
 
     def _gather(self, step: Step, rows: list[int], rows_of: dict[int, list[int]]) -> None:
-        """Gathers a group's rows: those of its last step stay, others join where there is room."""
+        """Gathers a group's rows: rows of its last step stay, others join where there is room."""
         known_keys = self._keys_of_group.get(step.group, [])
         keys = [key for key in known_keys if key in self._batches]
         index_of = {step.rows[n].sequence: n for n in rows}
@@ -389,7 +389,7 @@ class GroupCaches:
 
     def _begun(self, lengths: dict[int, int]) -> int:
         """Makes a batch of new rows, and returns its key. lengths lists the number of tokens that
-        each is about to be fed."""
+        each row is about to be fed."""
         if self._in_slots and len(lengths) > 1:
             batch: Batch = SlotBatch.of_new(lengths, self.make_caches())
         else:
@@ -407,8 +407,8 @@ class GroupCaches:
     def _set_apart(
         self, sequence: int, source: int, length: int, checkpoint: int = NO_CHECKPOINT
     ) -> None:
-        """Gives a sequence a batch of its own, with a copy of the first tokens of source, and with
-        the state of a checkpoint, if there is one."""
+        """Gives a sequence its own batch, with a copy of source's first tokens, and with a
+        checkpoint's state, if there is one."""
         caches = self._batch_of(source).extract(source, length)
         num_surplus = self._positions[source] - length
         if self._in_slots:

@@ -1,7 +1,7 @@
 """Copies of a sequence's caches that cannot be cut to an earlier position.
 
-Keys and values of plain attention are cut where a shared prefix ends. A window, a chunk or the
-state of a recurrent layer cannot return to an earlier position, so a copy of it is kept.
+Keys and values of plain attention are cut where a shared prefix ends. A window, a chunk or a
+recurrent layer's state cannot return to an earlier position, so a copy is kept.
 """
 
 import copy
@@ -46,8 +46,8 @@ def state_of(cache: Any, row: int | None) -> Any:
 
 
 def restored(cache: Any, state: Any, num_surplus: int) -> Any:
-    """Returns a plain cache that continues from a state. The parts that can be cut come from cache,
-    without its last num_surplus tokens. cache is a copy that the caller gives away."""
+    """Returns a plain cache that continues from a state. The parts that can be cut come from
+    `cache`, without its last num_surplus tokens. `cache` is a copy that the caller gives away."""
     parts = getattr(cache, "caches", None)
     if parts is not None:
         pairs = zip(parts, state or [None] * len(parts), strict=True)
@@ -94,7 +94,7 @@ def _cut_to_window(cache: Any) -> None:
         return
     num_held = cache.keys.shape[-2]
     num_surplus = num_held - cache.max_size
-    # Only a chunk of a prompt leaves more tokens than the window, and leaves them in order.
+    # Only a prompt's chunk leaves more tokens than the window, and these are in order.
     if num_surplus > 0 and cache._idx == num_held:
         cache.keys = cache.keys[..., num_surplus:, :]
         cache.values = cache.values[..., num_surplus:, :]

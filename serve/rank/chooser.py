@@ -31,9 +31,9 @@ from serve.rank.grammar import CONFLICT, GrammarCompiler
 from serve.rank.sampling import Sampler, sample, score
 from serve.rank.verification import Verification
 
-_ARRAYS_PER_SCORING = 3  # `score` returns this many
-_SCORED_AT_ONCE = 64  # positions of a prompt in one slice
-_PEAK_ARRAYS = 3  # `score` holds this many at a time, with 4 bytes for each logit
+_ARRAYS_PER_SCORING = 3  # how many arrays `score` returns
+_SCORED_AT_ONCE = 64  # the positions of a prompt in one slice
+_PEAK_ARRAYS = 3  # how many arrays `score` holds at a time, with 4 bytes for each logit
 
 _logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class _Scoring:
     """The tokens of a row to score, from a position on; None for the token that the step samples.
-    The logits of the first one are at index start among those of the row."""
+    The first token's logits are at index `start` among the row's logits."""
 
     row: int
     position: int
@@ -63,12 +63,12 @@ _NO_CHOICE = _Choice([])
 
 class Chooser:
     """Keeps a sampler for each sequence that the parent has admitted. Call choose and result from
-    one thread; admit and forget may be called from any. folder contains the model's tokenizer."""
+    one thread; `admit` and `forget` may be called from any. folder contains the tokenizer."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._grammars = GrammarCompiler(folder) if folder else None
         self._samplers: dict[int, Sampler] = {}
-        self._choices: dict[int, _Choice] = {}  # of the steps under way, by their numbers
+        self._choices: dict[int, _Choice] = {}  # by the number of each step under way
         self._num_begun: Counter[int] = Counter()
         self._lock = threading.Lock()
 
@@ -79,7 +79,7 @@ class Chooser:
         num_prompt: int,
         tokens: list[int],
     ) -> None:
-        """Begins a sequence. An earlier try of it may still be held, but samples no more tokens."""
+        """Begins a sequence. An earlier try of it may be held, but samples no more tokens."""
         with self._lock:
             self._samplers[sequence] = Sampler(sampling, num_prompt, tokens, self._grammars)
             self._num_begun[sequence] += 1
@@ -117,8 +117,8 @@ class Chooser:
             return any(self._samplers[row.sequence].reads_tokens for row in step.rows)
 
     def cut_drafts(self, step: Step) -> Step:
-        """Returns the step without the drafts that a grammar forbids. Call it while earlier steps
-        run, but not while a step runs whose tokens the drafts follow."""
+        """Returns the step without the drafts that a grammar forbids. Earlier steps may still run,
+        except the step that chooses the tokens before the drafts."""
         if not step.num_drafts:
             return step
         rows: list[Row] = []
@@ -268,8 +268,8 @@ def _sample_each(
     samplers: list[Sampler],
     positions: list[int],
 ) -> mx.array:
-    """Samples the next tokens (B,) from logits (B, vocabulary). If sampling a row fails, that is
-    the fault of its request: the row gets one of FAILURES, and the others get their tokens."""
+    """Samples the next tokens (B,) from logits (B, vocabulary). If sampling a row fails, its
+    request is at fault: the row gets one of FAILURES, and other rows get their tokens."""
     try:
         return sample(logits, samplers, positions).astype(mx.int32)
     except Exception as error:

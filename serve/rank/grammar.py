@@ -24,8 +24,8 @@ from serve.hub.tiktoken_model import tokenizer_source
 
 _NUM_THREADS = 2
 _MAX_COMPILED = 16
-# The CPU time that following a grammar may take for each token, and by how much it may exceed that
-# in all. There are limits because all rows of a step wait for a late mask.
+# How much CPU time a grammar may take for each token, and how far the sum may exceed this. There
+# are limits because all rows of a step wait for a late mask.
 _SECONDS_PER_TOKEN = 0.02
 _MAX_LATE_SECONDS = 2.0
 _MAX_BYTES_OF_A_CHARACTER = 4
@@ -63,8 +63,8 @@ class GrammarCompiler:
 
 def unforced(grammar: str) -> str:
     """Returns the grammar with an option that stops llguidance from tokenizing text that the
-    grammar prescribes. It tokenizes such text like a prompt, so the text of a special token becomes
-    that token. But the grammar wants ordinary tokens to spell it, and refuses that token."""
+    grammar prescribes. It tokenizes such text like a prompt, so a special token's text becomes that
+    token. But the grammar expects the text in ordinary tokens, and refuses the special one."""
     if not grammar.startswith("{"):
         return _NO_FORCING + grammar
     parts = json.loads(grammar)["grammars"]
@@ -98,8 +98,8 @@ def _deep_threads() -> ThreadPoolExecutor:
 
 class Constraint:
     """The grammar of one sequence, and its state after the output so far. With sampling.free_until,
-    the grammar begins after that token; before it, the answer cannot end, and that token takes the
-    place of an end. end_ids are allowed where the grammar is complete."""
+    the grammar begins after that token; before this token, the answer cannot end, and the token
+    takes the place of an end. end_ids are allowed where the grammar is complete."""
 
     def __init__(self, grammars: GrammarCompiler, sampling: Sampling, output: list[int]) -> None:
         self._grammars = grammars
@@ -133,9 +133,9 @@ class Constraint:
         return logits
 
     def num_allowed(self, tokens: tuple[int, ...]) -> int:
-        """Returns how many of these tokens, from the first, may come next; an end token counts."""
+        """Returns how many of `tokens`, from the first on, may come next; an end token counts."""
         try:
-            self._mask.result()  # The matcher must not be in use.
+            self._mask.result()  # A mask in progress uses the matcher.
         except RequestError:
             return len(tokens)  # The step reports the error.
         if self._is_free or self._matcher is None:
@@ -155,8 +155,8 @@ class Constraint:
 
     def accept(self, token: int) -> None:
         """Advances the grammar by the chosen token, and starts computing the next mask."""
-        # The matcher must not change while it computes a mask. If that failed, so will the next
-        # `apply`: a token that a reasoning budget forces was chosen without one.
+        # The matcher must not change while it computes a mask. If the mask failed, the next `apply`
+        # will fail too: a token that a reasoning budget forces was chosen without a mask.
         if self._mask.exception() is not None:
             return
         self._mask = self._grammars.threads.submit(self._advance, [token])
@@ -171,7 +171,7 @@ class Constraint:
             raise RequestError(f"The grammar of this request cannot be followed: {panic}") from None
 
     def _follow(self, tokens: list[int]) -> Mask | None:
-        _ = self._grammars.tokenizer  # Loading it does not count as time of this request.
+        _ = self._grammars.tokenizer  # Loading the tokenizer does not count as this request's time.
         began = time.thread_time()
         if self._matcher is None:
             assert self._sampling.grammar is not None
@@ -214,7 +214,7 @@ class Constraint:
             raise RequestError(
                 f"The grammar of this request cannot be followed: {reason}", code="grammar"
             )
-        mask[self._grammars.tokenizer.eos_token] = False  # This end is only llguidance's guess.
+        mask[self._grammars.tokenizer.eos_token] = False  # llguidance only guesses this end.
         ends = [id for id in self._sampling.end_ids if id < mask.size]
         # A stop token that the grammar allows may come before the grammar is complete, as in vLLM.
         mask[ends] |= matcher.is_accepting()

@@ -8,7 +8,7 @@ from serve.ring.grid import GridTransport
 from serve.ring.peers import grid_of, meet
 from serve.ring.transport import RingTransport, Streams, Transport, among, local_ring
 
-_PARENT_FIRST_SECONDS = 5.0  # The parent gives up first, because its reason is clearer.
+_PARENT_FIRST_SECONDS = 5.0  # The parent gives up this much earlier, because its reason is clearer.
 
 
 def join(order: Order, streams: Streams | None = None) -> Transport:

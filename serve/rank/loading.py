@@ -1,4 +1,4 @@
-"""Loads the layers and adapters of an order, and reuses those that the engine already holds."""
+"""Loads the layers and adapters of an order, except those that the engine already holds."""
 
 import gc
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from serve.ring.grid import GridTransport
 from serve.ring.regroup import objection
 from serve.ring.transport import Transport
 
-_MAX_GPU_STEP_SECONDS = 2.0  # macOS ends work that takes about 5 s.
+_MAX_GPU_STEP_SECONDS = 2.0  # macOS ends work after about 5 s.
 
 Send = Callable[[FromEngine], None]
 """Sends a message to the parent, from any thread."""
@@ -39,7 +39,7 @@ Send = Callable[[FromEngine], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts of a model. batchable: rows of different lengths can share a forward pass. causal:
+    """Facts of a model. `batchable`: rows of different lengths can share a forward pass. `causal`:
     tokens fed together give the same logits as one by one."""
 
     batchable: bool
@@ -93,8 +93,8 @@ def load(
 ) -> LoadedEngine:
     """Loads an order's layers, except those left over. progress is as for load_stage. Raises
     ModelError, PlanError, or ClusterError if the files have changed since."""
-    # The old stage is part of a reference cycle. Without a collection, its layers would stay in
-    # memory beside the new ones.
+    # The old stage is part of a reference cycle: without a collection, its layers would stay in
+    # memory beside the new layers.
     gc.collect()
     opened = open_model(order.model, order.commit, order.cache_dir)
     folder = opened if isinstance(opened, Path) else opened.folder
@@ -133,7 +133,7 @@ def load(
 
 
 def _shared_head(stage: Stage, transport: Transport) -> SharedHead | None:
-    """Lets shards of the last stage share its head if they can. Rank 0 finds out when that pays."""
+    """Lets the last stage's shards share its head if possible. Rank 0 finds out when this pays."""
     if not isinstance(transport, GridTransport) or not stage.is_last:
         return None
     head = share_head(stage, transport.shard, transport.num_shards, transport.gather)

@@ -1,8 +1,8 @@
 """The memory that MLX uses on this machine: how much it may still take, what stays in the GPU's
 reach, and what goes back to the system.
 
-macOS does not count what a GPU uses as it counts other memory. macOS pages weights out that are not
-wired, MLX's cache keeps freed arrays, and what a killed process had wired is lost until the next
+macOS counts a GPU's memory differently from other memory. It pages out weights that are not wired,
+MLX's cache keeps freed arrays, and memory that a killed process had wired is lost until the next
 boot. Written from documentation; no Mac has run it yet.
 """
 
@@ -14,14 +14,14 @@ import psutil
 
 from serve.core.sections import MemoryUse
 
-_MAX_SHARE = 0.8  # on a CPU; the rest is for other programs
-_MAX_GPU_SHARE = 0.9  # The rest is for activations, and for what MLX's cache holds.
+_MAX_SHARE = 0.8  # the share of a CPU's memory; the rest is for other programs
+_MAX_GPU_SHARE = 0.9  # the share of a GPU's memory; the rest is for activations and MLX's cache
 _MAX_CACHE_SHARE = 0.05
 _MAX_CACHE_BYTES = 2 << 30
-_KEPT_ALIVE_SECONDS = 300.0  # after a step, the weights stay wired
+_KEPT_ALIVE_SECONDS = 300.0  # how long the weights stay wired after a step
 _BEAT_SECONDS = 0.4
 _MIN_MEASURED_TOKENS = 64
-_NEW_SHARE = 0.5  # of the latest step in a running mean
+_NEW_SHARE = 0.5  # the weight of the latest step in a running mean
 
 
 def free_bytes() -> int:
@@ -36,27 +36,27 @@ def free_bytes() -> int:
 
 
 def limit_cache() -> None:
-    """Limits what MLX keeps of freed arrays. By default it may fill nearly the whole GPU."""
+    """Limits the freed arrays that MLX keeps. By default, they may fill nearly the whole GPU."""
     if mx.metal.is_available():
         mx.set_cache_limit(min(int(_MAX_CACHE_SHARE * _recommended()), _MAX_CACHE_BYTES))
 
 
 def wire(num_processes: int) -> None:
-    """Keeps what MLX uses within the GPU's reach, for one of num_processes engines on this host.
-    Large models decode 10 to 100 times slower without it."""
+    """Wires the memory that MLX uses, for one of num_processes engines on this host. Without this,
+    large models decode 10 to 100 times slower on a GPU."""
     if mx.metal.is_available():
-        mx.clear_cache()  # what loading has left
+        mx.clear_cache()  # frees the arrays that loading has left
         mx.set_wired_limit(_recommended() // num_processes)
 
 
 def tidy() -> None:
-    """Gives back what MLX keeps of freed arrays, after work whose arrays have many sizes."""
+    """Gives back the freed arrays that MLX keeps, after work with arrays of many sizes."""
     if mx.metal.is_available():
         mx.clear_cache()
 
 
 class StepMemory:
-    """The memory that prefill steps take on Apple's GPU beside what stays."""
+    """The memory that prefill steps take on Apple's GPU in addition to what stays."""
 
     def __init__(self) -> None:
         self.bytes_per_token = 0.0

@@ -19,7 +19,7 @@ class MergedBatch:
     def __init__(self) -> None:
         self.sequences: list[int] = []
         self.caches: list[Any] = []
-        self.has_grown = False  # Buffers grow when rows join, not later.
+        self.has_grown = False  # Buffers grow only when rows join.
         self._batched = False
 
     def staying(self, sequences: Collection[int]) -> list[int]:

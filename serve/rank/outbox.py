@@ -2,8 +2,8 @@
 
 The scheduler sends a group's next step before it has the result of the previous one: LAST_TOKEN
 stands for a token that the previous step samples. So no stage waits while the front end counts,
-decodes text and writes to its clients. A rank that has all layers need not know the token: it takes
-it from the array of the previous step.
+decodes text and writes to its clients. A rank that has all layers need not know the token: it uses
+the previous step's array.
 """
 
 import threading
@@ -30,7 +30,7 @@ class Outbox:
             self._send_ready()
 
     def drawing(self, step: Step) -> None:
-        """Lets steps go that feed the tokens which a step is drawing. LAST_TOKEN stays in them."""
+        """Sends steps that feed tokens which this step is drawing, with LAST_TOKEN in them."""
         with self._lock:
             for row in step.rows:
                 self._sampled[row.sequence] = (row.position + row.num_tokens, LAST_TOKEN)
@@ -52,7 +52,7 @@ class Outbox:
         with self._lock:
             for row, sampled in zip(step.rows, tokens_of_rows(tokens, num_accepted), strict=True):
                 if not sampled:
-                    continue  # The row's next step feeds the same token again, which is known.
+                    continue  # The row's next step feeds the same token again.
                 next_position = row.position + len(sampled)
                 self._sampled[row.sequence] = (next_position, max(sampled[-1], 0))
             self._send_ready()

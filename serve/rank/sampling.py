@@ -18,11 +18,11 @@ from serve.core.reasoning import ReasoningTracker
 from serve.core.types import OVERFLOWED_TOKEN, Sampling
 from serve.rank.grammar import Constraint, GrammarCompiler
 
-_GREEDY_BELOW = 1e-5  # as in vLLM: dividing by a lower temperature overflows
-# Tokens that are not allowed get -inf. A banned token gets this: it still comes if all allowed
-# tokens are banned, or unknown to the model.
+_GREEDY_BELOW = 1e-5  # A lower temperature would overflow: as in vLLM, such sampling is greedy.
+# The logit of a banned token. Tokens that are not allowed get -inf, so a banned token still comes
+# if all allowed tokens are banned, or unknown to the model.
 _BANNED = -1e30
-_MIN_TOP_P = 1e-30  # a top_p of 0 in float32 would leave no token
+_MIN_TOP_P = 1e-30  # With a top_p of 0 in float32, no token would be left.
 
 
 class Sampler:
@@ -126,7 +126,7 @@ class Sampler:
 
     @cached_property
     def _allowed(self) -> mx.array:
-        # Made once and not for each token, because it may be the whole vocabulary.
+        # Made only once, because the list may be the whole vocabulary.
         return mx.array(self.sampling.allowed_ids)
 
     def _ends_of_bad_words(self) -> list[int]:
@@ -176,7 +176,7 @@ def sample(
 ) -> mx.array:
     """Returns the next token ids (B,), lazily, from logits (B, vocabulary). positions are where
     these tokens will be. A row gets OVERFLOWED_TOKEN if a logit is NaN or the largest is infinite;
-    -inf is fine, and some models give it to tokens that do not exist."""
+    -inf is fine: some models give it to tokens that do not exist."""
     tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
     largest = _largest(logits, tokens)
     is_finite = mx.isfinite(largest)
@@ -211,7 +211,7 @@ def _draw(logits: mx.array, sampling: Sampling, position: int) -> mx.array:
         threshold = kept.min()
         scaled = mx.where(scaled < threshold, -math.inf, scaled)
     if sampling.top_p < 1:
-        # An array, because apply_top_p is compiled: it would be compiled again for each number.
+        # An array, because apply_top_p would be compiled again for each plain number.
         share = max(sampling.top_p, _MIN_TOP_P)
         top_p = mx.array(share)
         log_probabilities = scaled - mx.logsumexp(scaled)

@@ -36,12 +36,12 @@ _ALL = slice(None)
 Joining = tuple[int, list[Any], int]
 """A row that joins a batch: its sequence, its plain caches, and how many tokens these hold."""
 
-# Keys, or values: (B, heads, columns, D), or the three such arrays of quantised ones.
+# Keys, or values: (B, heads, columns, D), or three such arrays if quantised.
 Buffer = Any
 
 
 def _cut(held: Buffer, rows: slice, columns: slice) -> Buffer:
-    # Not by tree_map: this is done several times in each layer of each step.
+    # tree_map would be too slow: this runs several times in each layer of each step.
     if isinstance(held, tuple):
         return tuple(array[rows, :, columns] for array in held)
     return held[rows, :, columns]
@@ -106,14 +106,14 @@ class SlotCache(BatchKVCache):
     """One layer's buffers, (slots, heads, columns, D). The batch is their first rows. SlotBatch
     keeps the places of the rows, and sets offset and left_padding, each (B,), before each pass."""
 
-    keys: Buffer  # None before there are any
+    keys: Buffer  # None until keys are written
     values: Buffer
 
     def __init__(self, rows: int) -> None:
         super().__init__([0] * rows)
         self.feeds_padding = False  # whether the next pass feeds some rows padding
-        self.ends: mx.array | None = None  # (B,), the ends of rows, if they differ
-        self.num_cleared = 0  # columns to clear after those that the next pass writes
+        self.ends: mx.array | None = None  # the rows' ends (B,), if these differ
+        self.num_cleared = 0  # the columns to clear after those that the next pass writes
         self.clears_behind = False  # whether rows may be read further than they are written
 
     @staticmethod
@@ -189,12 +189,12 @@ class SlotCache(BatchKVCache):
 
     @property  # type: ignore[misc]
     def state(self) -> Any:
-        """The arrays to evaluate after a forward pass. Offsets are not among them: they are set
-        before each pass."""
+        """The arrays to evaluate after a forward pass, without offsets, which are set before each
+        pass."""
         return self.keys, self.values
 
     def reserve(self, rows: int, columns: int, keys: Buffer, values: Buffer) -> None:
-        """Makes room for rows and columns like these, and some more, because growing copies all."""
+        """Makes room for so many rows and columns, and some more: growing copies all."""
         held_rows, held = _size(self.keys)
         if rows <= held_rows and columns <= held:
             return
@@ -311,7 +311,7 @@ class SlotBatch:
         self._starts: dict[int, int] = {}
         self._ends: dict[int, int] = {}
         self._end = 0  # the largest end of a row
-        # The columns after the end of each row that may have numbers of wrong drafts or of padding.
+        # By row, the columns after its end that may hold numbers from wrong drafts or padding.
         self._num_stale: dict[int, int] = {}
         self._clears_behind = False
         self._num_steps_without_drafts = 0
@@ -321,7 +321,7 @@ class SlotBatch:
     @classmethod
     def of_new(cls, lengths: dict[int, int], plain: list[Any]) -> "SlotBatch":
         """Makes a batch of new rows. lengths lists the number of tokens that each of them is about
-        to be fed; shorter ones are padded on the left. plain are new caches of one row."""
+        to be fed; shorter ones are padded on the left. `plain` are new caches of one row."""
         batch = cls()
         batch._slots = list(lengths)
         longest = max(lengths.values())

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-_MEASURED_SHAPE = (1 << 14, 1 << 12)  # 256 MiB of float32 numbers: more than a cache holds
+_MEASURED_SHAPE = (1 << 14, 1 << 12)  # a matrix of 256 MiB in float32: more than a cache holds
 _NUM_MEASUREMENTS = 5
 _NUM_PRODUCTS = 4
 _NUM_FENCES = 100
@@ -16,7 +16,7 @@ _FENCED_SIZE = 256
 def memory_speed() -> float:
     """Measures the bytes per second at which MLX reads the weights of a decode step: it multiplies
     one row with a large matrix. On a CPU, other operations are slower than memory. Times many
-    products at once, minus an empty evaluation: a GPU's start takes as long as reading 100 MB."""
+    products at once, and subtracts an empty evaluation: a GPU's start costs as much as 100 MB."""
     weights = mx.ones(_MEASURED_SHAPE)
     rows = [mx.full((1, _MEASURED_SHAPE[1]), n) for n in range(_NUM_PRODUCTS)]
     mx.eval(weights, rows)

@@ -25,27 +25,27 @@ from serve.rank.shards import ShardSums
 from serve.rank.work_log import WorkLog
 from serve.ring.transport import LocalTransport, Transport
 
-_WAITING_SHARE = 0.25  # of a step: how long the next one is waited for
+_WAITING_SHARE = 0.25  # how long to wait for the next step, as a share of a step
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """What a step computes, not evaluated: arrays for the next stage or the chooser's, and others
-    that have to be evaluated with them."""
+    """The arrays of a step, not evaluated: outputs for the next stage or from the chooser, and
+    others to evaluate with them."""
 
     outputs: list[mx.array]
     others: list[mx.array]
 
     def begin(self) -> list[mx.array]:
-        """Begins to compute it. Returns the outputs."""
+        """Begins to compute the arrays. Returns the outputs."""
         mx.async_eval(self.outputs, self.others)
         return self.outputs
 
 
 class _FirstPart:
     """Begins to compute only the first arrays that it gets, for two reasons. MLX waits while many
-    operations are under way, and the tokens of the step before must not wait for that. And it
-    copies keys and values, instead of writing in place, while the step before reads them."""
+    operations are under way, and the tokens of the step before must not wait for that. And while
+    the step before reads keys and values, MLX copies them instead of writing in place."""
 
     def __init__(self) -> None:
         self._has_begun = False
@@ -150,8 +150,8 @@ class StepLoop:
         return not self.chooser.needs_tokens(step)
 
     def _run_without_pause(self, step: Step) -> Iterator[Result]:
-        """Runs a step, and begins the next one before it reads the tokens of the one before, as
-        long as such steps come: the device then computes while this thread builds and reports."""
+        """Runs steps, each begun before the tokens of the step before are read, as long as such
+        steps come: the device then computes while this thread builds and reports."""
         outputs = self._graph(step, [], self._at_seam).begin()
         seconds = 0.0
         while self._can_be_followed(step) and (following := self._following(step, seconds)):
@@ -188,7 +188,7 @@ class StepLoop:
         at_seam: AtSeam | None,
         before: Drawing | None = None,
     ) -> _Graph:
-        """Performs the operations before a step's rows, and returns the graph of the rows. before
+        """Performs the operations before a step's rows, and returns the graph of the rows. `before`
         draws the tokens for which the step has LAST_TOKEN."""
         self.sums.begin_step()
         for op in step.before:
@@ -240,7 +240,7 @@ class StepLoop:
         chosen: list[mx.array] = []
         for arrays in self.chooser.choose(step, passes, outputs):
             if not step.sample:
-                mx.eval(arrays)  # Before the next slice of scores is made, to save memory.
+                mx.eval(arrays)  # before the next slice of scores is made, to save memory
             chosen += arrays
         return chosen
 
@@ -262,7 +262,7 @@ class StepLoop:
         return self.parts.add_to(step, result)
 
     def _finish(self, step: Step) -> None:
-        """Performs the operations that come after the rows of a step. Its outputs have left, so no
+        """Performs the operations that come after the rows of a step. The outputs have left, so no
         stage waits. The next step must be received later, because it writes to the same buffers."""
         if not step.after:
             return
@@ -297,8 +297,8 @@ class StepLoop:
         self.sums.share_head()
 
     def _evaluate_moved(self) -> None:
-        """Evaluates rows that were copied, layer by layer: together, the old and the new arrays of
-        all layers would be in memory at the same time."""
+        """Evaluates rows that were copied, layer by layer: otherwise the old and new arrays of all
+        layers would be in memory at the same time."""
         for arrays in self.caches.moved():
             mx.eval(arrays)
 
@@ -316,7 +316,7 @@ class StepLoop:
             hop_seconds=transport.hop_seconds,
             waits_on=transport.waits_on,
             step=self.work.step,
-            # It changes only with steps, and counting looks at every cache.
+            # kv_bytes changes only with steps, and counting looks at every cache.
             kv_bytes=kv_bytes,
             spans=spans,
             sent_at=time.monotonic(),

@@ -44,7 +44,7 @@ class Verification:
     def tokens(self) -> list[list[int]]:
         """Returns the tokens of each row: its right drafts, and then one more token or one of
         FAILURES. The row's sampler takes note of all these tokens. A row has no tokens if its
-        numbers overflowed and its drafts may be the cause."""
+        numbers overflowed, perhaps because of its drafts."""
         drawn: list[int] = []
         if self._drawn is not None:
             drawn = self._drawn.tolist()  # type: ignore[assignment]

@@ -11,9 +11,9 @@ _NUM_SPANS = 4096
 
 
 class WorkLog:
-    """Work that a stage has done since it joined its ring, without warm-ups, whose times say
-    nothing about later steps. step is the number of the step that is being computed, or None. The
-    methods are called in one thread, except take_spans; the counts may be read in any."""
+    """Work that a stage has done since it joined its ring, without warm-ups, whose times do not
+    predict later steps. step is the number of the step that is being computed, or None. The methods
+    are called in one thread, except take_spans; the counts may be read in any."""
 
     def __init__(self) -> None:
         self._spans: deque[Span] = deque(maxlen=_NUM_SPANS)

@@ -11,7 +11,7 @@ layers, or kills it.
 from serve.model.models_only import import_models_only
 
 if __name__ == "__main__":
-    import_models_only()  # Before anything imports mlx-lm.
+    import_models_only()  # This must come before anything imports mlx-lm.
 
 import faulthandler
 import os
@@ -104,7 +104,7 @@ class Worker:
         try:
             loop.put(step)
         except RingLostError:
-            loop.transport.close()  # The other thread notices and reports this.
+            loop.transport.close()  # The other thread notices and reports the closed ring.
 
     def _leave(self, message: Leave) -> None:
         """Makes the other thread leave the ring, as soon as the step that it computes is done."""
@@ -157,7 +157,7 @@ class Worker:
             raise ClusterError(reason)
         if not self._leave_ring(loop, reason):
             return None
-        del loop  # The next order may name other layers: then its stage has to go.
+        del loop  # The next order may name other layers, and then the loop's stage has to go.
         return self._next_order()
 
     def _run_steps(self, loop: StepLoop) -> str:
@@ -188,7 +188,7 @@ class Worker:
         return True
 
     def _start(self) -> StepLoop:
-        """Joins the ring of the order, and loads everything in the order that is not loaded yet."""
+        """Joins the order's ring, and loads everything that is not loaded yet."""
         order = self.order
         transport = self.transport = join(order, self._streams)
         self.status = Status(StageState.LOADING)
@@ -245,7 +245,7 @@ class Worker:
             fail(self.parent, error, self.order.name)
 
     def _report(self) -> None:
-        with self._reports:  # A report of the time before Left would be taken for a later one.
+        with self._reports:  # A report from before Left would be taken for a later one.
             activity = self.loop.activity() if self.loop else None
             self.parent.send(msgspec.structs.replace(self.status, activity=activity))
 
@@ -253,7 +253,7 @@ class Worker:
 def main(argv: list[str]) -> None:
     """Runs an engine. argv[1] is the descriptor of the socket to the parent."""
     for interrupt in (signal.SIGINT, signal.SIGTERM):
-        # A terminal sends these to the whole group; the parent decides when this process ends.
+        # A terminal signals the whole group; the parent decides when this process ends.
         signal.signal(interrupt, signal.SIG_IGN)
     allow_files()
     faulthandler.enable()

@@ -49,7 +49,7 @@ def go_round(cluster: Cluster, streams: Streams) -> str | None:
 
 
 def _leave(transport: RingTransport) -> None:
-    """Leaves the ring, in a way that lets this process form another one if MLX can do that."""
+    """Leaves the ring so that this process can form another one, if MLX supports this."""
     if objection():
         transport.close()
     else:

@@ -31,8 +31,8 @@ from serve.ring.transport import (
     unpack,
 )
 
-_NUM_GATHERED = 1 << 17  # numbers of four bytes, about as many as the logits of a token
-# If the system delays one process, all others wait for it, so most measurements may be slow.
+_NUM_GATHERED = 1 << 17  # four-byte numbers, about as many as a token's logits
+# Many, because the fastest one counts: if the system delays one process, all others wait for it.
 _NUM_MEASUREMENTS = 24
 _MIN_GATHER_SECONDS = 1e-6
 
@@ -73,7 +73,7 @@ class GridTransport(Transport):
             raise
 
     def gather(self, own: mx.array) -> mx.array:
-        """Returns the lazy concatenation of the arrays (n, ...) of all shards of this stage."""
+        """Concatenates, lazily, the arrays (n, ...) of all shards in this stage."""
         gathered: mx.array = mx.distributed.all_gather(own, group=self.group)
         return gathered
 

@@ -17,7 +17,7 @@ from serve.core.wire import FrameReader, frame
 _RETRY_SECONDS = 0.05
 _MIN_WAIT_SECONDS = 0.01
 _LISTEN_SECONDS = 0.05
-_MAX_SILENT = 64  # connections that have not greeted yet
+_MAX_SILENT = 64  # the most connections that have not greeted yet
 _READ_BYTES = 1 << 16
 
 
@@ -31,8 +31,8 @@ class RingLostError(ClusterError):
 class Grid:
     """The place of this rank in a grid. Each row is a stage, and each column holds the same shard
     of all stages. A ring without shards is a single row. addresses lists where this rank finds each
-    rank, row by row, and own lists where they find it (by default, the one in addresses). nonce
-    distinguishes this start of the grid from others."""
+    rank, row by row, and `own` lists where each rank finds this one (by default, at its entry in
+    addresses). nonce distinguishes this start of the grid from others."""
 
     rank: int
     num_shards: int
@@ -179,9 +179,9 @@ class Neighbours:
 
 def meet(grid: Grid) -> Neighbours:
     """Connects this rank to its neighbours, at the ports of the hostfile. When it returns, all
-    ranks of the row are ready, and none listens on its port any more, so that MLX can use it. If
-    MLX itself waited for a late rank, it would hold the interpreter's lock, try again only after 1,
-    3, 7 and 15 seconds, and leak a descriptor each time. Raises ClusterError."""
+    ranks of the row are ready, and none listens on its port any more, so that MLX can use it.
+    Waiting for a late rank in MLX would hold the interpreter's lock, try again only after 1, 3, 7
+    and 15 seconds, and leak a descriptor each time. Raises ClusterError."""
     deadline = time.monotonic() + grid.timeout_seconds
     row_left, row_right = grid.left_in(grid.row), grid.right_in(grid.row)
     column_left, column_right = grid.left_in(grid.column), grid.right_in(grid.column)

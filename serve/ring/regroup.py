@@ -58,7 +58,7 @@ def closing_failed_connections() -> Iterator[None]:
 def _open_descriptors() -> set[int]:
     found: set[int] = set()
     for name in os.listdir("/dev/fd"):
-        with suppress(OSError):  # The descriptor of the listing itself, which is closed again.
+        with suppress(OSError):  # the listing's own descriptor, which is closed again
             os.fstat(int(name))
             found.add(int(name))
     return found
@@ -66,7 +66,7 @@ def _open_descriptors() -> set[int]:
 
 def _is_failed_connection(descriptor: int) -> bool:
     """Whether this is a socket that MLX has given up. MLX sets TCP_NODELAY on all connections of a
-    group, so one that the peer has closed meanwhile is not mistaken for a failed one."""
+    group, so a connection that the peer has closed meanwhile is not mistaken for a failed one."""
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return False

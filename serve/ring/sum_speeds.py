@@ -1,4 +1,4 @@
-"""Measures the sums of all ranks of a launch, as each rank runs it. Rank 0 prints the result.
+"""Measures sums over all ranks of a launch. Each rank runs this; rank 0 prints the result.
 
 Between two sums is a product, as in the layers of shards, so a GPU and the CPU wait for each other.
 """
@@ -16,14 +16,14 @@ from serve.core.errors import BrigadeError
 from serve.ring.peers import grid_of, meet
 from serve.ring.transport import form_group
 
-_SIZES = (8 << 10, 64 << 10, 1 << 20, 8 << 20)  # bytes
+_SIZES = (8 << 10, 64 << 10, 1 << 20, 8 << 20)  # the bytes of a sum
 _NUM_SUMS = 4
 _WIDTH = 256
 _JOIN_SECONDS = 30.0
 
 
 def milliseconds(group: mx.distributed.Group, num_bytes: int) -> float:
-    """Returns the time of one sum of this many bytes, in a chain of products and sums."""
+    """Measures a sum of num_bytes bytes within a chain of products and sums. Returns its time."""
     scale = mx.eye(_WIDTH, dtype=mx.float16) * (1 / group.size())
 
     def chain(num_sums: int) -> None:

@@ -16,8 +16,8 @@ import mlx.core as mx
 
 from serve.core.types import FIRST_WARM_UP_STEP, Step, SumCounts
 
-_MEASURED_EVERY = 32  # steps. A measured step is slower, because it waits for each sum.
-_MAX_COST_OF_WAITING = 1.2  # times the lazy graph, in decode; in prefill it hardly matters
+_MEASURED_EVERY = 32  # One in so many steps is measured, and is slower: it waits for each sum.
+_MAX_COST_OF_WAITING = 1.2  # as a multiple of the lazy graph's time, in decode
 _CHAIN_SIZE = 1024
 _CHAIN_LENGTH = 32
 _NUM_CHAINS = 8
@@ -25,7 +25,7 @@ _NUM_CHAINS = 8
 Collective = Callable[..., mx.array]
 Evaluate = Callable[[Sequence[mx.array]], None]
 Exchange = Callable[[float], Sequence[float]]
-"""Tells a number to all shards of the stage. Returns those of all shards, the first one's first."""
+"""Tells a number to all shards of the stage. Returns all their numbers, in their order."""
 
 
 class Sums:
@@ -58,7 +58,7 @@ class Sums:
 
     def choose(self, exchange: Exchange, group: mx.distributed.Group) -> None:
         """Chooses in which steps each sum is evaluated separately. All shards call this together,
-        and the first one's times decide, because the order of their sums depends on it."""
+        and the first shard's times decide, so that all make their sums in the same order."""
         if not has_gpu(exchange):
             return
         self._waits_in_prefill = True

@@ -35,9 +35,9 @@ Received = tuple[Step, list[mx.array]]
 class Transport(ABC):
     """The connection of one rank to its neighbours. The rank is number shard of the num_shards
     shards of its stage; num_shards is 1 except in GridTransport. waits_on is the hop (from rank, to
-    rank) whose tensor this rank waits to receive or to hand over; None while it waits for none.
-    num_hops counts received messages with tensors, hop_seconds is the time from their headers to
-    their tensors."""
+    rank) whose tensor this rank waits to receive or hand over; None if there is none. num_hops
+    counts received messages with tensors, hop_seconds is the time from their headers to their
+    tensors."""
 
     def __init__(self) -> None:
         self.shard = 0
@@ -67,7 +67,7 @@ class Transport(ABC):
         mx.eval(*arrays)
 
     def count(self, step: Step, started: float) -> None:
-        """Counts a received hop. started is the time.perf_counter() at which its header came."""
+        """Counts a received hop. `started` is the time.perf_counter() at which its header came."""
         if step.number < FIRST_WARM_UP_STEP:
             self.num_hops += 1
             self.hop_seconds += time.perf_counter() - started
@@ -132,10 +132,10 @@ def local_ring(num_ranks: int) -> list[LocalTransport]:
 
 class Streams:
     """The streams on which a process sends and receives. MLX ends a stream's thread only with the
-    process, so all rings of a process use the same streams, in the thread that made them."""
+    process, so all rings of a process share the streams, in the thread that made them."""
 
     def __init__(self) -> None:
-        # With one stream for both, no message could arrive while a sent one waits to be taken.
+        # With one stream for both ways, no message could arrive while a sent one waits to be taken.
         self.sends = mx.new_stream(mx.cpu)
         self.receives = mx.new_stream(mx.cpu)
 

@@ -25,8 +25,8 @@ LeftoverT = TypeVar("LeftoverT")
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """The parts of the engine that a feature can use. has_head is true on rank 0, whose chooser
-    chooses tokens. send sends a message to the parent, from any thread. progress is as for
-    load_stage. leftovers are those of an earlier engine's parts."""
+    chooses tokens. `send` sends a message to the parent, from any thread. progress is as for
+    load_stage. leftovers come from an earlier engine's parts."""
 
     order: Order
     stage: Stage
@@ -47,10 +47,10 @@ class Surroundings:
 
 
 class RankPart:
-    """The base of all parts, which does nothing. The thread that runs MLX calls its methods, except
-    those that say otherwise.
+    """The base of all parts, which does nothing. The thread that runs MLX calls all methods, unless
+    a method says otherwise.
 
-    ops are the operations that the part performs, messages those of the parent that it obeys, and
+    ops are the operations that the part performs, messages the parent's messages that it obeys, and
     row_fields the optional fields of a row that it reads.
     """
 
@@ -113,7 +113,7 @@ class RankPart:
         return ()
 
     def wait(self) -> None:
-        """Waits until nothing is under way that would send a message."""
+        """Waits for all work under way that would send a message."""
 
     def leftovers(self) -> Sequence[object]:
         """Ends the part, whose engine gets other layers. Returns data that the new engine's part
@@ -132,6 +132,6 @@ class RankPart:
         return ()
 
     def bytes_to_come(self) -> int:
-        """Returns how much less memory is free than it seems: bytes that the part will take, minus
-        those already taken from the amount that rank 0 reserves for it."""
+        """Returns by how many bytes free memory is less than it seems: bytes that the part has
+        still to take, minus bytes that it has taken from the amount that rank 0 reserves for it."""
         return 0

@@ -79,7 +79,7 @@ class AdapterPart(RankPart):
         return [AdapterMemory(self.adapters.num_bytes)]
 
     def bytes_to_come(self) -> int:
-        # Rank 0 reserves memory for all adapters, also for those that are here already.
+        # Rank 0 reserves memory for all adapters, even for those that are loaded already.
         return -self.adapters.num_bytes
 
     def _read(self, message: LoadAdapter) -> None:

@@ -1,8 +1,8 @@
 """Divides the caches of a sequence into arrays that files can hold, and restores caches from them.
 
 Caches that can be cut are divided into ranges of tokens. The others are written whole: their arrays
-as such, and their other attributes as JSON. A cache that consists of several is replaced by its
-parts. Each cache is known by its place.
+as such, and their other attributes as JSON. A cache that consists of several caches is replaced by
+these. A cache's name is its place.
 """
 
 import json
@@ -87,8 +87,8 @@ def restore(
     num_tokens: int,
 ) -> tuple[list[Any], list[mx.array]]:
     """Makes caches with the content of files: segments in order, and a state if some caches cannot
-    be cut. Returns the caches, and their arrays, which have to be evaluated. Raises KeyError if a
-    file lacks something that the caches need."""
+    be cut. Returns the caches, and their arrays to evaluate. Raises KeyError if a file lacks data
+    that the caches need."""
     caches = make_caches()
     restored: list[mx.array] = []
     for i, cache in enumerate(_leaves(caches)):
@@ -159,7 +159,7 @@ def _below(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(caches: Iterable[Any]) -> Iterator[Any]:
-    """Yields caches, or their states; in place of one that consists of several, its parts."""
+    """Yields caches, or their states; a cache that consists of several yields these instead."""
     for cache in caches:
         parts = cache if isinstance(cache, list) else getattr(cache, "caches", None)
         if parts is None:

@@ -57,7 +57,7 @@ class PrefixStore:
     """The files of a stage, in the folder of its rank.
 
     digest identifies all that the files depend on besides tokens and adapters. Files with another
-    digest are never read, and are the first to go when room is needed. report sends a message to
+    digest are never read, and are deleted first when room is needed. `report` sends a message to
     rank 0, and can be called from any thread. Raises OSError if the folder cannot be used.
     """
 
@@ -79,7 +79,7 @@ class PrefixStore:
         make_cache_folder(folder, 0o700)
         self._folder_lock = _locked(folder)
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        # The first files of both are the least recently used ones.
+        # Both dictionaries begin with the least recently used files.
         self._files: dict[str, StoredFile] = {}
         self._others: deque[tuple[Path, int]] = deque()  # files with other digests: path and bytes
         self._loaded: dict[int, list[Any]] = {}
@@ -106,8 +106,7 @@ class PrefixStore:
         self._writer.submit(self._report_failed, write, error)
 
     def obey(self, message: ReadPrefix | ForgetPrefixFiles) -> None:
-        """Reads a prefix or, after all earlier writes, deletes files. Both happen in the
-        background."""
+        """In the background, reads a prefix or, after all earlier writes, deletes files."""
         if isinstance(message, ReadPrefix):
             self._reader.submit(self._read, message)
         else:
@@ -204,7 +203,7 @@ class PrefixStore:
             stored = self._files.pop(name, None)
             if stored is None:
                 raise _DamagedFile(name)
-            self._files[name] = stored  # now the most recently used file
+            self._files[name] = stored  # as the most recently used file
         return _checked(stored)
 
     def _forget(self, message: ForgetPrefixFiles) -> None:

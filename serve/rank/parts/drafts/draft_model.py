@@ -23,13 +23,13 @@ from serve.rank.cache import ForwardPass, GroupCaches
 from serve.rank.chooser import Chooser
 from serve.rank.sampling import Sampler, sample
 
-# A new row reads only the last tokens of its text. More would delay the first guesses.
+# The last tokens of a text that a new row reads. More would delay the first guesses.
 NUM_TOKENS_READ = 256
-# A row with at most this many new tokens reads them in the step that makes its first guess, which
-# computes logits for all of them.
+# The most new tokens that a row reads in the step of its first guess, which computes logits for all
+# of them.
 _MAX_READ_WITH_GUESS = 4
 _NUM_TRIALS = 3
-_NUM_TRIED = 4  # guesses in a trial
+_NUM_TRIED = 4  # the guesses in a trial
 
 
 class GuessRequest(NamedTuple):
@@ -51,9 +51,9 @@ class _Row:
 
 
 class Drafter(ABC):
-    """Guesses each token with the random key that the model will use at that position: with equal
-    random numbers, both agree more often. make_cache returns plain caches of a row. Logits are cut
-    or padded to vocabulary_size. refusal is the error for caches that cannot forget tokens."""
+    """Guesses each token with the random key that the model will use at that position: equal random
+    numbers make both agree more often. make_cache returns plain caches of a row. Logits are cut or
+    padded to vocabulary_size. refusal is the error for caches that cannot forget tokens."""
 
     refusal: ClassVar[str]
 
@@ -178,7 +178,7 @@ class Drafter(ABC):
                 self._free(request.sequence)
                 row = None
             else:
-                # The last token is fed again if it is held, because its logits are not.
+                # A last token that is held is fed again, because its logits are not kept.
                 num_kept = min(num_same, len(text) - 1)
                 self._rewind(request.sequence, row, num_kept)
         if row is None:
@@ -205,7 +205,7 @@ class Drafter(ABC):
             return
         step, _ = self._fed(group, feeds)
         states = self._caches.states(step)
-        mx.eval(states)  # the logits are not evaluated, because nobody needs them
+        mx.eval(states)  # without the logits, which nobody needs
         self._note_run(group, len(feeds), len(step.tokens), 0, started)
 
     def _note_run(

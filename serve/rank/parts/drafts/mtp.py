@@ -1,7 +1,7 @@
 """Guesses with the model's multi-token-prediction head, which rank 0 holds beside the last stage.
 
 The head reads the hidden states of the model, so it guesses only after positions that were computed
-here. For that, it keeps the last hidden states of each sequence.
+here. So it keeps the last hidden states of each sequence.
 """
 
 from collections import OrderedDict
@@ -24,11 +24,11 @@ class HiddenStates:
     def __init__(self) -> None:
         self.start = 0
         self.end = 0
-        self._arrays: list[mx.array] = []  # (num_tokens, D) each
+        self._arrays: list[mx.array] = []  # arrays (num_tokens, D)
 
     def add(self, position: int, states: mx.array) -> None:
-        """Adds the states (num_tokens, D) of the tokens from a position on. They replace earlier
-        states from there on, or all states if there is a gap."""
+        """Adds the states (num_tokens, D) of the tokens from a position on. The added states
+        replace earlier ones from there on, or all if there is a gap."""
         if not self.start <= position <= self.end:
             self.start = self.end = position
         num_kept = position - self.start
@@ -56,7 +56,7 @@ class HiddenStates:
 
 class HeadDrafter(Drafter):
     """Guesses tokens with a prediction head. The keys and values of a row depend on its tokens and
-    on the hidden state before each of them. Before a guess, that state is the head's own, so the
+    on the hidden state before each of them. Before a guess, this state is the head's own, so the
     keys and values of guesses are always computed again."""
 
     refusal = (
@@ -74,10 +74,10 @@ class HeadDrafter(Drafter):
         super().__init__(head.make_cache, inputs.vocabulary_size, batchable=batchable)
         self._head = head
         self._inputs = inputs
-        self._hidden: OrderedDict[int, HiddenStates] = OrderedDict()  # the latest used one last
-        self._lengths: dict[int, int] = {}  # lengths of the texts to continue
+        self._hidden: OrderedDict[int, HiddenStates] = OrderedDict()  # the latest used entry last
+        self._lengths: dict[int, int] = {}  # the lengths of the texts to continue
         self._outputs: dict[int, mx.array] = {}  # the head's last hidden state (1, D) of each row
-        self._fed_hidden: mx.array | None = None  # (num_tokens, D) of a step of the head
+        self._fed_hidden: mx.array | None = None  # (num_tokens, D), in a step of the head
 
     def try_out(self) -> float:
         self._add(NUM_SEQUENCE_IDS, 0, self._inputs.example)

@@ -19,8 +19,8 @@ from serve.rank.parts.interface import RankPart, Surroundings
 
 
 class DraftsPart(RankPart):
-    """Guesses with a draft model or a prediction head. draft is either of these before it was bound
-    to the stage, and planned_bytes the memory for its weights, keys and values."""
+    """Guesses with a draft model or a prediction head. `draft` is either of these before it was
+    bound to the stage, and planned_bytes the memory for its weights, keys and values."""
 
     ops = (Guess,)
 

@@ -69,7 +69,7 @@ class EmbeddingsPart(RankPart):
         self._pools: dict[int, _Pool] = {}
         self._num_begun: Counter[int] = Counter()
         self._done: list[int] = []  # prompts that the step under way completes
-        self._embeddings: list[mx.array] = []  # theirs
+        self._embeddings: list[mx.array] = []  # in the order of _done
         self._lock = threading.Lock()
 
     @classmethod
