@@ -1,8 +1,8 @@
 """One stage in training: one lazy graph for each micro-batch.
 
-mx.vjp builds the outputs, the gradients of the inputs and those of the parameters at once, with a
-placeholder for the gradient of the outputs, which is received later. The caller evaluates these
-results one after another, and each operation is computed once."""
+mx.vjp builds the outputs and the gradients of inputs and parameters at once, with a placeholder for
+the gradient of the outputs, which is received later. The caller evaluates these results one after
+another, and each operation is computed once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from serve.tune.head import Head
 Arrays = dict[str, mx.array]
 SlotType = tuple[tuple[int, ...], mx.Dtype]
 """The shape and the type of a gradient."""
-# By the bytes of a number: an integer type of this size, and the bits of a NaN.
+# By a number's bytes: an integer type of this size, and the bits of a NaN.
 _BITS_AND_NAN = {
     2: (mx.uint16, 0x7FFF),
     4: (mx.uint32, 0x7FFFFFFF),
@@ -33,8 +33,8 @@ _BITS_AND_NAN = {
 @dataclass(slots=True)
 class Pass:
     """One micro-batch in one stage, not evaluated. outputs are the arrays for the next stage, or
-    the scaled sum of losses in the last stage. dx are the gradients of the received arrays of
-    floating type, gradients those of the parameters."""
+    the scaled sum of losses in the last stage. dx are the gradients of received floating-point
+    arrays, gradients the parameters' gradients."""
 
     outputs: list[mx.array]
     dx: list[mx.array]
@@ -143,7 +143,7 @@ class TrainedStage:
         pass that is never evaluated."""
         if self.stage.is_last:
             return []
-        # With and without caches, a model may pass different arrays to its next stage.
+        # Without caches, a model may pass other arrays to its next stage than with caches.
         kind = (*batch.inputs.shape, batch.segments is None)
         if kind not in self._slot_types:
             blank = [mx.zeros(a.shape, a.dtype) for a in received]
@@ -158,8 +158,8 @@ def loss_sum(
     batch: MicroBatch,
     learned: mx.array | None = None,
 ) -> mx.array:
-    """Returns the sum of the cross-entropies at the learned positions. logits are
-    (B, L, vocabulary), or (1, N, vocabulary) of the N learned positions alone."""
+    """Returns the sum of the cross-entropies at the learned positions. logits are (B, L,
+    vocabulary), or (1, N, vocabulary) for the N learned positions alone."""
     targets = batch.targets
     mask = batch.mask
     if learned is not None:
@@ -175,7 +175,7 @@ def _is_floating(array: mx.array) -> bool:
 
 class _Slot:
     """A placeholder for a gradient that comes after the graph is built: a buffer that is written in
-    place. It holds NaN until then, so a missing gradient is noticed."""
+    place. Until then it holds NaN, so a missing gradient is noticed."""
 
     def __init__(self, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
         # NumPy has no bfloat16, so arrays are written as integers with the same bits.
@@ -195,7 +195,7 @@ class _Slot:
 
 def _checkpoint(layer: nn.Module) -> None:
     """Makes a layer's forward pass store only inputs and outputs; the backward pass computes the
-    rest again. A seam that the layer already has encloses the new one."""
+    rest again. A seam that the layer already has encloses the new seam."""
     outer = vars(layer).get("_brigade_seam")
 
     def seam(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from serve.tune.layout import Layout, check_shares, layout_of
 from serve.tune.schedule import SCHEDULES
 
 OPTIMIZERS = ("adam", "adamw", "muon", "sgd", "adafactor")
-# Optimizers that compute with whole matrices: a shard holds only parts of them.
+# Optimizers that compute with whole matrices, of which a shard holds only parts.
 _NEED_WHOLE = ("muon", "adafactor")
 LEARNING_RATE_SCHEDULES = ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
 _LORA = {"rank": 8, "dropout": 0.0, "scale": 20.0}
@@ -320,19 +320,19 @@ class FineTuneConfig(ModelSource):
         return 2 if self.schedule == "interleaved" else 1
 
     def layout(self, num_ranks: int) -> Layout:
-        """Divides the ranks. Raises UsageError if that leaves a remainder."""
+        """Divides the ranks. Raises UsageError if this leaves a remainder."""
         return layout_of(num_ranks, self.tensor_parallel_size, self.data_parallel_size)
 
     def num_micro_batches(self, layout: Layout) -> int:
         """Returns the number of micro-batches of a batch. Raises UsageError if the replicas cannot
-        divide those of an update evenly."""
+        divide an update's micro-batches evenly."""
         num_batches = self.grad_accumulation_steps
         if self.micro_batches:
             count = self.micro_batches
         elif layout.pipeline_size > 1:
             count = self.batch_size
         else:
-            # One for each replica in an update.
+            # one micro-batch for each replica in an update
             count = layout.num_replicas // math.gcd(layout.num_replicas, num_batches)
         if self.batch_size % count:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""The events of a run for its user, on rank 0. It does not need MLX."""
+"""The events of a run for its user, on rank 0. This module does not need MLX."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from serve.tune.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Training begins. schedule is that of each replica. layers are the ranges of the stages, in
-    the order of the model. size says how many examples there are, and in how many rows."""
+    """Training begins. Each replica runs schedule. layers are the ranges of the stages, in the
+    order of the model. size says how many examples there are, and in how many rows."""
 
     schedule: Schedule
     layout: Layout
@@ -67,8 +67,8 @@ class Saved:
 @dataclass(frozen=True, slots=True)
 class Finished:
     """Training has ended: the forecast from its start, and the measurements. expected_utilisation
-    is that of the schedule with the measured costs. best is the batch with the lowest validation
-    loss, and this loss."""
+    is the schedule's utilisation with the measured costs. `best` is the batch with the lowest
+    validation loss, and the loss."""
 
     iteration: int
     is_early: bool
@@ -81,7 +81,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The run has written files for its user. `without` says which are left out, and why."""
+    """The run has written files for its user. `without` says which files are left out, and why."""
 
     paths: list[Path]
     without: str | None

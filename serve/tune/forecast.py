@@ -38,7 +38,7 @@ def spans(records: Sequence[OpRecord]) -> list[OpSpan]:
 
 
 class OpSeconds:
-    """The mean time of each kind of op in each of a rank's stages."""
+    """The mean time of each kind of op, for each stage on a rank."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[int, str], float] = defaultdict(float)
@@ -94,7 +94,7 @@ def probe_of(
     if clips:
         extra["update"] += gradients
     if sums:
-        # A sum over replicas holds the other replica's gradients and the result.
+        # A sum over replicas holds another replica's gradients, and the result.
         extra["update"] = max(extra["update"], 2 * gradients)
     return Probe(base, gradients, held, extra, seconds.means())
 
@@ -131,8 +131,8 @@ class TrainingForecast:
 
 
 def forecast(schedule: Schedule, probes: Sequence[Probe], layout: Layout) -> TrainingForecast:
-    """Makes the forecast of a schedule from the probes of all ranks, rank 0's first. The times of
-    the first pipeline stand for those of the others."""
+    """Makes the forecast of a schedule from the probes of all ranks, rank 0's first. The first
+    pipeline's times stand for the others'."""
     by_place = schedule.in_flight[::-1]
     in_flight = [by_place[layout.place(rank)] for rank in range(layout.num_ranks)]
     means = [mean for rank in layout.pipeline(0) for mean in probes[rank].means]

@@ -1,8 +1,8 @@
 """Computes norm and head only at the positions that are trained, which saves most of the head's
 work.
 
-In nearly every model, the modules after the last layer treat each position by itself. A trial with
-random numbers shows whether this is so."""
+In nearly every model, the modules after the last layer treat each position by itself, which a trial
+with random numbers checks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from serve.model import trace, trial
 from serve.model.stage import Stage
 
 _HALF = (mx.bfloat16, mx.float16)
-_NUM_TOKENS = 32  # every vocabulary has as many tokens
+_NUM_TOKENS = 32  # the tokens of a trial; every vocabulary has as many
 _HALF_TOLERANCE = 1e-2
 _TOLERANCE = 1e-4
 

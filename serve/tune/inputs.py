@@ -18,8 +18,8 @@ from serve.tune.transport import Links, announce, exchange
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The inputs of one rank. splits are the examples of each file, by its name. With packing,
-    each row of `train` contains several examples, and unpacked are the examples themselves."""
+    """The inputs of one rank. splits are the examples of each file, by its name. With packing, each
+    row of `train` contains several examples, and unpacked lists the single examples."""
 
     config: FineTuneConfig
     model: Path | PartialModel
@@ -46,7 +46,7 @@ def folder_of(model: Path | PartialModel) -> Path:
 def open_inputs(config: FineTuneConfig, links: Links) -> Inputs:
     """Opens the model and reads the examples. Raises BrigadeError.
 
-    Every rank reads the examples, because each needs their shapes and the number of labels.
+    Every rank reads the examples, because it needs their shapes and the number of labels.
     """
     if not config.trains:
         config = of_adapter(config)

@@ -11,8 +11,8 @@ class Layout:
     """The places of the ranks: num_replicas pipelines of pipeline_size stages (or groups of stages,
     with an interleaved schedule), each on num_shards ranks.
 
-    The shards of a stage have consecutive numbers, and so have the ranks of a replica. The first
-    ranks of a replica hold the last layers, as in a run of one pipeline.
+    A stage's shards have consecutive numbers, as do a replica's ranks. The first ranks of a replica
+    hold the last layers, as in a run of one pipeline.
     """
 
     pipeline_size: int = 1
@@ -48,7 +48,7 @@ class Layout:
         return list(range(first, first + self.num_shards))
 
     def replicas(self, rank: int) -> list[int]:
-        """Returns the ranks that hold the same weights: those at the same place of each replica."""
+        """Returns the ranks that hold the same weights: at the same place in each replica."""
         return list(range(rank % self.replica_size, self.num_ranks, self.replica_size))
 
     def peers(self, rank: int) -> set[int]:

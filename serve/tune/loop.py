@@ -26,12 +26,12 @@ from serve.tune.precision import HALF, LossScale, master_weights
 from serve.tune.schedule import Schedule, Shape, check, make_schedule
 from serve.tune.transport import Links, exchange, sum_arrays
 
-_FORWARD_ROUND = 8  # micro-batches for each rank that a validation starts at once
+_FORWARD_ROUND = 8  # how many micro-batches for each rank a validation starts at once
 _UPDATE_PARTS = 16
-_SUMMED_AT_ONCE = 16  # arrays whose parts are joined by one sum over the shards
+_SUMMED_AT_ONCE = 16  # how many arrays one sum over the shards joins from their parts
 Named = dict[tuple[str, str], mx.array]
 """Arrays of parameters, by the parameter's name and the array's."""
-_MASTER = "master"  # a name that no optimizer gives an array
+_MASTER = "master"  # the name of master weights, which no optimizer gives its arrays
 
 
 def _stages_of(notes: Sequence[TrainedNames]) -> dict[str, list[int]]:
@@ -55,7 +55,7 @@ def _sum_over(links: Links, gradients: Arrays, names: Sequence[str]) -> None:
 
 def _bytes_of(array: mx.array) -> memoryview:
     flat = array.reshape(-1).view(mx.uint8)
-    mx.eval(flat)  # One array at a time, so that there is no second copy of all.
+    mx.eval(flat)  # One array at a time: otherwise there would be a second copy of all arrays.
     return memoryview(cast(Any, flat))
 
 
@@ -80,8 +80,8 @@ class Trainer:
     """Makes the updates of a run. All ranks make the same updates, each to its own parameters.
 
     shared are the parameters that several ranks of a pipeline hold. Every parameter has one owner,
-    which saves it: the first shard of a stage of the first replica. counted are the parameters, or
-    parts of them, that this rank counts, so that each number is counted once over all ranks. parts
+    which saves it: the first shard of a stage in the first replica. `counted` are the parameters,
+    or their parts, that this rank counts, so that each number is counted once over all ranks. parts
     says how the shards of a stage divide parameters; None without shards.
     """
 
@@ -126,7 +126,7 @@ class Trainer:
         mx.eval(self.masters, self.optimizer.state)
         self.dtypes = self._shared_dtypes()
         self.loss_scale = LossScale.of_model(is_float16=mx.float16 in self.dtypes)
-        self._update_peak = 0  # peak of the previous update, exchanged before the next
+        self._update_peak = 0  # the previous update's peak, exchanged before the next
 
     def parameters(self) -> Arrays:
         """Returns the trained parameters of this rank, by their names."""
@@ -141,7 +141,7 @@ class Trainer:
         self._set_parameters(own)
 
     def _part_of(self, name: str, array: mx.array) -> mx.array:
-        """Returns this shard's part of a parameter, or of an array of its shape."""
+        """Returns this shard's part of a parameter, or of an array with the same shape."""
         part = self.parts.divided.get(name)
         return part.own_part(array) if part else array
 
@@ -157,8 +157,8 @@ class Trainer:
 
     @property
     def updated_bytes(self) -> int:
-        """The bytes that an update allocates while it still holds the old arrays: the weights in
-        the model's type, and one part at a time of the master weights."""
+        """The bytes that an update allocates before it frees the old arrays: all weights in the
+        model's type, and one part of the master weights."""
         masters = sum(array.nbytes for array in self.masters.values())
         weights = sum(array.nbytes for array in self.parameters().values())
         return weights + masters // _UPDATE_PARTS
@@ -170,8 +170,8 @@ class Trainer:
         return {name: array for (name, _), array in self._whole(counted).items()}
 
     def owned_state(self) -> Arrays:
-        """Returns the optimizer's arrays for the parameters that this rank saves, and their master
-        weights, as PARAMETER.ARRAY and whole. All shards of a stage have to call this."""
+        """Returns whole arrays, named PARAMETER.ARRAY: the optimizer's and the master weights, for
+        the parameters that this rank saves. All shards of a stage have to call this."""
         whole = self._whole(self._state(self.counted))
         return {f"{name}.{part}": array for (name, part), array in whole.items()}
 
@@ -219,7 +219,7 @@ class Trainer:
         for (name, part), array in self._state(arrays.keys()).items():
             arrays[f"{name}.{part}"] = array
         for name, array in arrays.items():
-            # One at a time, because the results of isfinite take memory too.
+            # One array at a time, because the results of isfinite take memory too.
             if not mx.issubdtype(array.dtype, mx.floating):
                 continue
             is_finite = mx.isfinite(array).all()
@@ -259,7 +259,7 @@ class Trainer:
         batches: Sequence[MicroBatch],
         schedule: Schedule,
     ) -> UpdateMetrics:
-        """Makes the update with this number. The schedule is that of this replica's share."""
+        """Makes the update with this number. The schedule is for this replica's share."""
         self._draw.update = number
         num_labels = sum(batch.num_labels for batch in batches)
         ran, notes, loss, norm = self._gradients(batches, num_labels, schedule)
@@ -291,9 +291,9 @@ class Trainer:
         num_labels: int,
         schedule: Schedule,
     ) -> tuple[ScheduleRun, list[UpdateNote], float, float]:
-        """Returns this rank's result, the notes of all ranks, the loss, and the norm of the
-        gradients of all ranks. Gradients that overflow in float16 are computed again with a lower
-        loss scale, so the batch is not lost. If no scale helps, the scale is restored."""
+        """Returns this rank's result, all ranks' notes, the loss, and the norm of all ranks'
+        gradients. Gradients that overflow in float16 are computed again with a lower loss scale, so
+        the batch is not lost. If no scale helps, the scale is restored."""
         before = self.loss_scale.value
         while True:
             ran = self.pipeline.run(
@@ -343,7 +343,7 @@ class Trainer:
             part = self._share(batches[start : start + size])
             schedule = self.schedule(len(part), "forward")
             ran = self.pipeline.run(schedule, part, 1.0)
-            # After each round all ranks wait for each other. Otherwise the first would run ahead.
+            # After each round all ranks wait for each other: otherwise the first would run ahead.
             notes = exchange(self.links, LossSum(self._counted_loss(ran)))
             total += sum(note.loss for note in notes)
         self._set_training(True)
@@ -351,7 +351,7 @@ class Trainer:
         return total / num_labels
 
     def _share(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Returns this replica's share of micro-batches, with short and long ones."""
+        """Returns this replica's share of micro-batches, a mix of short and long ones."""
         return batches[self.groups.replica :: self.groups.layout.num_replicas]
 
     def _shared_dtypes(self) -> set[mx.Dtype]:
@@ -375,7 +375,7 @@ class Trainer:
         """Adds up the gradients of each parameter that several ranks hold, such as an adapter of
         a tied embedding. Every rank passes the sum on, even a rank without this parameter."""
         for name in sorted(self.shared):
-            # An integer, because a float32 zero would turn a bfloat16 sum into float32.
+            # An integer 0, because a float32 zero would turn a bfloat16 sum into float32.
             zero = mx.array(0)
             own = gradients.get(name, zero)
             (total,) = sum_arrays(self.groups.pipeline, [own])
@@ -403,7 +403,7 @@ class Trainer:
         size = len(names) // _UPDATE_PARTS + 1
         for start in range(0, len(names), size):
             part = names[start : start + size]
-            # In parts, each of which frees what it replaces before the next one takes memory.
+            # In parts: each part frees the arrays that it replaces before the next takes memory.
             for name in part:
                 wide = made.pop(name)
                 parameters[name] = wide.astype(before[name].dtype)

@@ -1,6 +1,6 @@
 """The groups of ranks in a layout of stages, shards and replicas, and the links among them.
 
-MLX's ring is left to the shards of a stage, for the sums inside their layers: it has links to two
+MLX's ring is left to a stage's shards, for the sums inside their layers: a ring has links to two
 neighbours only, and a process can be in only one ring."""
 
 import faulthandler
@@ -45,9 +45,9 @@ class Subset:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The links of a rank to all ranks of the run and to those of its groups: its pipeline, the
-    shards of its stage, and the ranks with the same weights in other replicas. ring is MLX's group
-    of the shards, None if there is only one."""
+    """The links of a rank to all ranks of the run, and within its groups: its pipeline, the shards
+    of its stage, and the ranks with the same weights in other replicas. ring is MLX's group of the
+    shards, None if there is only one."""
 
     layout: Layout
     everybody: Links
@@ -75,7 +75,7 @@ def groups_of(
     ring: Any = None,
 ) -> Groups:
     """Makes the groups to which the rank of these links belongs in a layout. ring is MLX's ring of
-    the shards of its stage, None without shards."""
+    its stage's shards, None without shards."""
     rank = links.rank
     return Groups(
         layout,

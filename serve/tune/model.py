@@ -37,9 +37,9 @@ from serve.tune.results.run_folder import ADAPTERS, CONFIG
 
 @dataclass(slots=True)
 class DropoutKeys:
-    """The random keys of dropout masks. A mask depends only on these numbers and on the name of
-    its module: it is the same on any number of ranks, when layers are computed again for the
-    backward pass, and after a resume."""
+    """The random keys of dropout masks. A mask depends only on these keys and its module's name: it
+    is the same on any number of ranks, when layers are computed again for the backward pass, and
+    after a resume."""
 
     seed: int
     update: int = 0
@@ -62,7 +62,7 @@ class KeyedDropout(nn.Module):
         self._part: ArrayDivision | None = None
 
     def restrict_to(self, part: ArrayDivision) -> None:
-        """Applies only this part of the mask, which is the same as without a division."""
+        """Applies only this part of the mask, which division does not change."""
         self._part = part
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -140,8 +140,8 @@ def _check_keys(keys: Sequence[str], model: nn.Module) -> None:
 
 
 def load_adapter(weights: Arrays, name: str, model: nn.Module) -> None:
-    """Puts adapter weights into a model that is not cut yet, in the types of its parameters.
-    Raises UsageError unless they are all the trained parameters, by name and shape."""
+    """Puts adapter weights into a model that is not cut yet, in the types of its parameters. Raises
+    UsageError unless they match all trained parameters, by name and shape."""
     trained = dict(tree_flatten(model.trainable_parameters()))
     for key in sorted(trained.keys() | weights.keys()):
         is_in_both = key in trained and key in weights
@@ -247,7 +247,7 @@ def split_layers(
     model = build_model(folder)
     cost = measure(model, checkpoint)
     num_frozen = num_layers - config.num_trained_layers(num_layers)
-    # A backward pass costs as much as a forward pass, and gradients of all weights as much again.
+    # A backward pass costs as much as a forward pass; all weights' gradients cost as much again.
     trained = 3 if config.fine_tune_type == "full" else 2
     head = trained if num_frozen == 0 else 2
     layers = []

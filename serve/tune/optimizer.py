@@ -59,8 +59,8 @@ def make_optimizer(config: FineTuneConfig) -> Any:
 
 
 def _rate(config: FineTuneConfig, highest: float | None = None) -> Any:
-    """Returns the learning rate or its schedule. With `highest`, the schedule is scaled so that
-    this is its highest rate."""
+    """Returns the learning rate or its schedule. With `highest`, the schedule is scaled to this
+    highest rate."""
     if not config.lr_schedule:
         if highest is None:
             return config.learning_rate

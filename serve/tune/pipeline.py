@@ -37,7 +37,7 @@ class ScheduleRun:
 
 class Pipeline:
     """This rank's stages, by their number in the pipeline. With D replicas, each runs every D-th
-    of the micro-batches of an update."""
+    micro-batch of an update."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Pipeline:
             self._passes[op.micro_batch, op.stage] = made
         else:
             made = stage.forward(batch, given, scale)
-        # This evaluates the forward pass only. The graph keeps the arrays for the backward pass.
+        # Only the forward pass is evaluated. The graph keeps the arrays for the backward pass.
         mx.eval(made.outputs)
         if not stage.stage.is_last:
             return made.outputs
@@ -114,7 +114,7 @@ class Pipeline:
         made = self._passes[op.micro_batch, op.stage]
         made.set_output_gradients(dy)
         # dx is sent before the parameters' gradients are computed. With grad_checkpoint both need
-        # the layers computed again, and these arrays would be held from here to W.
+        # the layers computed again, and the results would be held from here to W.
         is_recomputed = self.stages[op.stage].grad_checkpoint
         gradients = made.gradients if is_recomputed else {}
         mx.eval(made.dx, gradients)

@@ -12,16 +12,16 @@ from serve.tune.backward import Arrays
 HALF = (mx.float16, mx.bfloat16)
 MAX_SCALE = 2.0**24
 _START_SCALE = 2.0**16
-_LOWER = 4  # Powers of two, so that scaling and its undoing only move the exponent.
+_LOWER = 4  # a power of two, so that scaling and unscaling only move the exponent
 _RAISE = 2
-_RAISE_AFTER = 500  # updates in a row without an overflow
+_RAISE_AFTER = 500  # after how many updates in a row without an overflow
 
 
 def master_weights(parameters: Mapping[str, mx.array]) -> Arrays:
     """Makes float32 copies of the parameters that a model holds in half precision, by their names.
 
     An update of 1e-5 is lost when it is added to a bfloat16 weight of 1, and the state of Adam
-    underflows in float16. So the optimizer updates these copies, and the model gets them rounded.
+    underflows in float16. So the optimizer updates these copies, and the model gets rounded ones.
     """
     half = {name: array for name, array in parameters.items() if array.dtype in HALF}
     return {name: array.astype(mx.float32) for name, array in half.items()}

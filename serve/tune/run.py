@@ -39,7 +39,7 @@ _RETURN_SECONDS = 600.0  # how long a rank that was started again waits for the 
 _ADVICE = (
     "If no launcher starts the run again, start it yourself, with --resume if it has a checkpoint."
 )
-# The share of a loss by which rounding may change it if an example moves within its row.
+# How far rounding may change a loss if its example moves within a row, as a share of the loss.
 _ROUNDING = 1e-4
 _HALF_ROUNDING = 1e-2
 
@@ -75,7 +75,7 @@ def _run_to_the_end(
     *,
     is_return: bool,
 ) -> Path:
-    """Returns what `run` does, once all ranks have done their parts. Raises LostRankError."""
+    """Returns `run`'s folder once all ranks have done their parts. Raises LostRankError."""
     try:
         folder = run_rank(config, groups, show, command, is_return=is_return)
         exchange(groups.everybody, Reached("the end"))
@@ -112,7 +112,7 @@ def run_rank(
             progress = saving.resume(session)
         else:
             progress = saving.start(session)
-        # A run may have been ended after its last batch and before the steps below.
+        # A run may have ended after its last batch, before the steps below.
         is_early = progress.history.has_stalled(session.config.early_stop)
         if progress.done < session.config.iters and not is_early:
             ran = train(session, progress)
@@ -166,7 +166,7 @@ def train(session: Session, progress: TrainingProgress) -> list[OpSpan]:
         if is_last and window.updates:
             _report(session, progress, window)
         must_save = must_save or is_last or _is_due(config, progress, config.save_every)
-        # The weights of a skipped update may be the reason why it failed, so saving waits.
+        # An update may be skipped because of its weights, so saving waits.
         if must_save and (is_last or not update.is_skipped):
             saving.check_sound(session, progress, update, window)
             saving.save(session, progress)
@@ -291,7 +291,7 @@ def _tell_end(
 ) -> list[OpSpan]:
     own = OpTimes([], [])
     if session.links.rank in session.groups.layout.pipeline(0):
-        # The times of one pipeline stand for those of the others, which do the same.
+        # One pipeline's times stand for those of the others, which do the same.
         own_spans = spans(window.last_records)
         own = OpTimes(window.ops.means(), [*own_spans])
     notes = exchange(session.links, own)

@@ -40,7 +40,7 @@ def start(session: Session) -> TrainingProgress:
     if config.peft:
         adapter = gather_adapter(session)
     if session.is_first:
-        if adapter:  # A trial, which fails now if PEFT's format cannot express this adapter.
+        if adapter:  # A trial: fails now if PEFT's format cannot express this adapter.
             with TemporaryDirectory() as folder:
                 save_adapter(session, Path(folder), adapter)
         checkpoint.make_folder(config.adapter_path, _adapter_config(session))
@@ -197,7 +197,7 @@ def _load_last(session: Session) -> checkpoint.TrainingCheckpoint:
     folder = config.adapter_path
     settings = _settings(session, new_progress(session).num_parts)
     if not config.micro_batches:
-        del settings["micro_batches"]  # The former run's number applies, with any number of ranks.
+        del settings["micro_batches"]  # The former run's number applies on any number of ranks.
     last = checkpoint.load_last(folder, settings)
     checkpoint.remove_metrics_after(folder, last.iteration)
     checkpoint.publish(folder)
@@ -228,7 +228,7 @@ def _settings(session: Session, num_parts: int) -> dict[str, Any]:
         "micro_batches": num_parts,
     }
     if valid := inputs.splits.get("valid"):
-        # Losses over other examples cannot be compared: `best` and --early-stop would do so.
+        # Losses over other examples cannot be compared, as `best` and --early-stop would do.
         settings["valid.jsonl"] = valid.digest
     return settings
 

@@ -3,11 +3,11 @@ be run, and how busy it keeps the ranks. Pure.
 
 A pipeline has S stages in the order of the layers, v on each of P ranks: stage g is on position g
 mod P, and position 0 is the last rank, which holds the first layers. Each micro-batch has three ops
-in a stage: F is the forward pass, B computes the gradient of the input, W those of the parameters.
+in a stage: F is the forward pass, B computes the input's gradient, W the parameters' gradients.
 Stages below the first trained one only have F.
 
-All schedules of training are 1F1B with two parameters for each position: how many F it runs before
-its first B, and how many B before its first W."""
+All training schedules are 1F1B with two parameters for each position: how many F it runs before its
+first B, and how many B before its first W."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -69,7 +69,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The ops of each position, in the order in which it runs them."""
+    """The ops of each position, in the order in which the position runs them."""
 
     kind: str
     shape: Shape
@@ -81,8 +81,8 @@ class Schedule:
 
     @cached_property
     def in_flight(self) -> list[int]:
-        """The maximum number of activations that each position holds at once. Those of one
-        micro-batch in one stage are held from F to W."""
+        """The maximum number of activations that each position holds at once. A micro-batch's
+        activations in a stage are held from F to W."""
         maxima = []
         for ops in self.ops:
             counts = _num_in_flight(ops, self.shape.first_trained)
@@ -96,7 +96,7 @@ SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
 def make_schedule(kind: str, shape: Shape) -> Schedule:
-    """Makes a schedule. Raises UsageError if there is none for these ranks and micro-batches."""
+    """Makes a schedule. Raises UsageError if none exists for these ranks and micro-batches."""
     if shape.num_chunks > 1 and kind not in ("interleaved", "forward"):
         raise UsageError(
             f"Several stages per rank need --schedule interleaved, not {kind}.", code="needs_flag"
@@ -173,8 +173,8 @@ def _op(kind: str, k: int, shape: Shape, position: int) -> PipelineOp:
 
 def _forward(shape: Shape, position: int) -> Iterator[PipelineOp]:
     """Yields the schedule of a validation: only forward passes. P micro-batches go through each
-    stage together, as in the interleaved schedule. Otherwise a rank would wait while each
-    micro-batch goes around the ring."""
+    stage together, as in the interleaved schedule. Otherwise a rank would wait while a micro-batch
+    goes around the ring."""
     for first in range(0, shape.num_micro_batches, shape.num_ranks):
         end = min(first + shape.num_ranks, shape.num_micro_batches)
         for stage in shape.stages_at(position):

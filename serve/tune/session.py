@@ -85,7 +85,7 @@ def load(inputs: Inputs, groups: Groups, show: Show) -> Session:
     for number in shape.stages(groups.pipeline.rank):
         start, end = layers[number]
         loaded = load_stage(inputs.model, start, end, lambda *_: None, make_trainable)
-        # Nothing here may wait for the other shards, because one of them may fail to load.
+        # Nothing here may wait for other shards, because one of them may fail to load.
         with without_sums() if groups.ring is not None else nullcontext():
             stages[number] = TrainedStage(loaded.stage, config.grad_checkpoint)
         digests.append(loaded.sharding_digest)

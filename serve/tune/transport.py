@@ -42,8 +42,8 @@ _FLUSH_SECONDS = 5.0
 _BEAT_SECONDS = 5.0
 _TICK_SECONDS = 1.0
 _STUCK_SECONDS = 15.0  # how long a rank that has lost another one may compute
-_PART_BYTES = 256 << 20  # bytes in one call of the system
-# The type with the same bits for each size of a number: NumPy has no bfloat16.
+_PART_BYTES = 256 << 20  # the most bytes in one system call
+# The integer type for each size of a number: NumPy has no bfloat16.
 _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 _logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Inbox(Generic[Message]):
 
     def get(self, tag: str) -> Message:
         """Waits for a message and removes it. Raises RingLostError if a neighbour is lost, a
-        neighbour's error if that has ended the run, and ClusterError if something else is wrong."""
+        neighbour's error if this has ended the run, and ClusterError if something else is wrong."""
         with self._changed:
             arrived = self._messages[tag]
             while not arrived:
@@ -126,8 +126,8 @@ def reduce(
     mine: Payload,
     add: Callable[[Payload, Payload], Payload],
 ) -> Payload:
-    """Adds up the payloads of all ranks on rank 0. Each other rank gets the sum of its own payload
-    and those of the ranks above it."""
+    """Adds up the payloads of all ranks on rank 0. Each other rank gets the sum from the last rank
+    down to itself."""
     if links.rank < links.num_ranks - 1:
         mine = add(mine, links.receive("reduce"))
     if links.rank:
@@ -165,8 +165,8 @@ def announce(links: Links, note: AnyKind | None, kind: type[AnyKind]) -> AnyKind
 
 
 def _expected(kind: type[AnyKind], note: AnyNote) -> AnyKind:
-    """Returns the note if it is of this kind. Otherwise raises ClusterError: the rank that has sent
-    it is at another point."""
+    """Returns the note if it is of this kind. Otherwise raises ClusterError: the sending rank is at
+    another point."""
     if isinstance(note, kind):
         return note
     found = type(note).__name__
@@ -226,7 +226,7 @@ class LocalLinks:
         self._inboxes = inboxes
 
     def send(self, to: int, tag: str, notes: Notes, arrays: Sequence[mx.array]) -> None:
-        mx.eval(arrays)  # Here: a lazy array cannot leave the thread that made it.
+        mx.eval(arrays)  # A lazy array cannot leave the thread that made it.
         self._inboxes[to].put(tag, (notes, list(arrays)))
 
     def receive(self, tag: str) -> Payload:
@@ -358,7 +358,7 @@ class TcpLinks:
             os._exit(LostRankError.exit_code if is_loss else error.exit_code)
 
     def _send_all(self, peer: int) -> None:
-        with suppress(OSError):  # The receiving thread learns why the peer is gone.
+        with suppress(OSError):  # the receiving thread learns why the peer is gone
             self._send_until_closed(peer)
 
     def _send_until_closed(self, peer: int) -> None:
@@ -370,7 +370,7 @@ class TcpLinks:
             for _, data in tensors:
                 for start in range(0, len(data), _PART_BYTES):
                     connection.sendall(data[start : start + _PART_BYTES])
-            del waiting, tensors  # Frees them before the wait for the next message.
+            del waiting, tensors  # frees them before waiting for the next message
         connection.sendall(frame(self._parting))
 
     def _next(self, peer: int) -> tuple[str, Encoded] | None:
@@ -411,7 +411,7 @@ class TcpLinks:
         """Reads some bytes, and returns how many. Raises RingLostError if the peer is lost."""
         connection = self._connections[peer]
         silent_seconds = 0.0
-        # Only seconds in which this process ran count: while it was stopped, nobody was silent.
+        # Only seconds in which this process ran count: while it was stopped, no peer was silent.
         while not select.select([connection], [], [], _TICK_SECONDS)[0]:
             silent_seconds += _TICK_SECONDS
             if silent_seconds >= self._stall_seconds:

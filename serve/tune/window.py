@@ -6,7 +6,7 @@ from serve.tune.events import Reported
 from serve.tune.forecast import OpRecord, OpSeconds
 from serve.tune.loop import UpdateMetrics
 
-_MAX_SKIPPED = 10  # updates in a row that are not finite
+_MAX_SKIPPED = 10  # the most updates in a row that are not finite
 
 
 class Window:

@@ -25,7 +25,7 @@ from serve.hub.model_config import config_for_tokenizer
 from serve.tune.config import FineTuneConfig
 from serve.tune.data.lines import read_lines
 
-# Errors that templates raise for a line of a form that they do not expect.
+# Errors that templates raise for a line in an unexpected form.
 _FAILURES = (
     jinja2.TemplateError,
     AttributeError,
@@ -98,9 +98,9 @@ class MicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """The examples of one file, or packed rows of them. num_cut counts examples that were cut
-    to --max-seq-length, num_dropped those left out: too long, or nothing to learn. Ranks compare
-    their digests to find out whether they have read the same."""
+    """The examples of one file, or packed rows of them. num_cut counts examples that were cut to
+    --max-seq-length, num_dropped examples that were left out: too long, or nothing to learn. Ranks
+    compare their digests to find out whether they have read the same examples."""
 
     examples: list[Example]
     num_cut: int
@@ -126,7 +126,7 @@ class Split:
 
 def read_tokenizer(folder: Path) -> Any:
     """Loads the tokenizer with mlx_lm. Raises ModelError."""
-    # transformers warns of texts longer than the model's context, but those are cut here.
+    # transformers warns of texts longer than the model's context, but such texts are cut here.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         config = config_for_tokenizer(folder)
@@ -261,7 +261,7 @@ def _opening(turn: Tokens, prompted: Tokens) -> Tokens:
     """Returns the tokens before the assistant's words in a chat that the assistant begins.
 
     A template may refuse to render an empty chat. But the same prompt precedes every turn, and
-    `prompted` is the first turn followed by the prompt for a second one."""
+    `prompted` is the first turn with the prompt for a second turn."""
     prompt = prompted[len(turn) :]
     for start in range(len(turn)):
         end = start + len(prompt)
@@ -276,8 +276,8 @@ def _opening(turn: Tokens, prompted: Tokens) -> Tokens:
 def batch_at(split: Split, number: int, batch_size: int, seed: int) -> list[int]:
     """Returns the examples of a batch, shortest first. Batches are counted from 0 over all epochs.
 
-    Each batch has examples of similar length, and an epoch has its batches in random order.
-    Examples that do not fill a batch are left out; they differ between epochs.
+    Each batch has examples of similar length, and an epoch has its batches in random order. Each
+    epoch leaves out other examples, which do not fill a batch.
     """
     count = len(split.examples)
     if count < batch_size:
@@ -326,7 +326,7 @@ def micro_batches(split: Split, chosen: Sequence[int], num_rows: int) -> list[Mi
 
 
 def largest(split: Split, num_rows: int) -> MicroBatch:
-    """Returns a micro-batch of the longest examples, which needs the most memory."""
+    """Returns a micro-batch with the longest examples, which needs the most memory."""
     by_length = np.argsort(split.lengths, kind="stable")
     longest = by_length[-num_rows:]
     batches = micro_batches(split, longest.tolist(), num_rows)

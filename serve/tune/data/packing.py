@@ -1,8 +1,8 @@
-"""Packs several examples into one row, in which none attends to another.
+"""Packs several examples into one row, in which no example attends to another.
 
-A model asks its caches for the attention mask. So the caches here store nothing, and return a mask
-that ends where an example begins. Positions continue along the row, which changes nothing if
-only their differences count, as with RoPE. A trial shows whether this is true for a model."""
+A model asks its caches for the attention mask. So the caches of this module store nothing and
+return a mask that ends where an example begins. Positions continue along the row, which changes
+nothing if only their differences count, as with RoPE. A trial shows whether they do."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
@@ -144,7 +144,7 @@ def check_exact(
         losses.append(loss_of([batch]))
     alone, one, other = losses
     max_difference = rounding * abs(alone)
-    # At the same position, rounding changes next to nothing.
+    # At the same position, rounding changes nearly nothing.
     if not abs(one - other) <= max_difference / 10:
         raise PlanError(
             f"--packing: in {name} an example attends to the one before it in its row "

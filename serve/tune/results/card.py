@@ -103,6 +103,6 @@ def _losses(metrics: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _finite_first(metrics: dict[str, Any]) -> tuple[bool, float]:
-    """Returns a sort key with which a loss that is not a number is never the best."""
+    """Returns a sort key by which a loss that is not a number is never the best."""
     loss = float(metrics["loss"])
     return math.isnan(loss), loss

@@ -1,5 +1,5 @@
 """Writes the files of a run, on rank 0: adapters as mlx_lm writes them, and checkpoints from which
-it can resume. Each file is complete or absent."""
+the run can resume. Each file is complete or absent."""
 
 import filecmp
 import json
@@ -34,9 +34,9 @@ from serve.tune.results.run_folder import (
 class TrainingCheckpoint:
     """Everything that a run needs to continue.
 
-    `iteration` counts batches, `step` the updates of the optimizer. `settings` must not change in
-    a resumed run. `losses` are those of LossHistory, `loss_scale` is LossScale's value and
-    num_finite, and `optimizer` includes the master weights.
+    `iteration` counts batches, `step` the updates of the optimizer. `settings` must not change in a
+    resumed run. `losses` come from LossHistory, `loss_scale` is LossScale's value and num_finite,
+    and `optimizer` includes the master weights.
     """
 
     iteration: int
@@ -74,7 +74,7 @@ def save(folder: Path, checkpoint: TrainingCheckpoint) -> Path:
             sync(part)
 
     with writing(folder):
-        # There are never more than two checkpoints on the disk: this one, and the one before.
+        # At most two checkpoints are on the disk: this one and the one before.
         _remove_all_but_last(folder, 1)
         _replace(folder_of(folder, checkpoint.iteration), write)
     return publish(folder)
@@ -82,7 +82,7 @@ def save(folder: Path, checkpoint: TrainingCheckpoint) -> Path:
 
 def publish(folder: Path) -> Path:
     """Copies the last checkpoint's adapter to where mlx_lm looks for it. The checkpoint before it
-    is kept, because only the next update shows whether training can continue from the last."""
+    is kept, because only the next update shows whether training can continue from the last one."""
     *_, final = whole_checkpoints(folder)
     adapters = final / ADAPTERS
     with writing(folder):
@@ -116,7 +116,7 @@ def save_adapter(
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _write_config(folder, config)
-        whole = folder / f"new.{ADAPTERS}"  # MLX requires this ending of the name.
+        whole = folder / f"new.{ADAPTERS}"  # MLX requires this suffix.
         _save_arrays(whole, adapter)
         _replace(folder / ADAPTERS, whole.replace)
     if peft:
@@ -130,7 +130,7 @@ def export_peft(folder: Path) -> None:
         shutil.rmtree(new, ignore_errors=True)
         convert(folder, new)
         final.mkdir(exist_ok=True)
-        for path in new.iterdir():  # One by one: only the weights change during a run.
+        for path in new.iterdir():  # File by file: only the weights change during a run.
             path.replace(final / path.name)
         new.rmdir()
 
@@ -155,7 +155,7 @@ def load_last(folder: Path, settings: dict[str, Any]) -> TrainingCheckpoint:
     as_json = json.loads(json.dumps(settings))
     differences = []
     for name, value in as_json.items():
-        before = former.get(name, value)  # A former run without valid.jsonl compared no losses.
+        before = former.get(name, value)  # a former run without valid.jsonl compared no losses
         if value != before:
             differences.append(f"{name} was {before}")
     if differences:

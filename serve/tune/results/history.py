@@ -1,4 +1,4 @@
-"""The validations of a run: which was the best, and when to stop early. Pure."""
+"""The validations of a run: which one was the best, and when to stop early. Pure."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ class LossHistory:
     losses: list[tuple[int, float]] = field(default_factory=list)
 
     def add(self, iteration: int, loss: float) -> bool:
-        """Adds a loss. Returns whether it is lower than all before; the first one never is."""
+        """Adds a loss. Returns whether it is lower than all before; never for the first one."""
         self.losses.append((iteration, loss))
         is_first = len(self.losses) == 1
         return not is_first and self.best == self.losses[-1]
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """The lowest finite loss, the first one of equal losses."""
+        """The lowest finite loss; among equal losses, the first."""
         lowest = None
         for iteration, loss in self.losses:
             if math.isfinite(loss) and (lowest is None or loss < lowest[1]):

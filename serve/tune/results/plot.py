@@ -13,7 +13,7 @@ _WORDS = {
     "B": "gradient of the input",
     "W": "gradients of the parameters",
 }
-_MIN_SHARE = 0.01  # share of the width: narrower ops have no room for a micro-batch's number
+_MIN_SHARE = 0.01  # share of the width; a narrower op has no room for its number
 
 
 def draw_curves(path: Path, metrics: Sequence[dict[str, Any]]) -> None:
