@@ -15,7 +15,7 @@ from serve.selftest.system import yes
 
 _KILLED = "event=engine_killed"
 _WIRED_PAGES = re.compile(r"Pages wired down: +(\d+)")
-_PAGE_BYTES = 16384  # of Macs with Apple's chips
+_PAGE_BYTES = 16384  # the size of a page on Macs with Apple's chips
 _WIRED_SECONDS = 10.0
 _LITTLE_GB = 0.5
 _POLL_SECONDS = 0.5

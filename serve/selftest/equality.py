@@ -1,5 +1,5 @@
-"""Compares results that have to be equal: of the embedded model's tokens alone, in a batch and in a
-prompt, and of random numbers on the CPU and the GPU."""
+"""Compares results that have to be equal: the embedded model's tokens alone, in a batch and in a
+prompt, and random numbers on the CPU and the GPU."""
 
 import math
 from collections.abc import Iterator

@@ -35,7 +35,7 @@ def rank_killed(context: Context) -> Iterator[Line]:
 
 
 def shard_stopped(context: Context) -> Iterator[Line]:
-    """Stops one of two shards for as long as a GPU does not wait for another."""
+    """Stops one of two shards for longer than a GPU waits for another."""
 
     def stop(server: Server) -> None:
         engine = _engine(server, 1)
@@ -47,7 +47,7 @@ def shard_stopped(context: Context) -> Iterator[Line]:
 
 
 def _resume(process: psutil.Process) -> None:
-    if process.is_running():  # It may have been replaced.
+    if process.is_running():  # The process may have been replaced.
         process.resume()
 
 

@@ -22,7 +22,7 @@ from serve.core.errors import ClusterError
 from serve.selftest.report import Line
 from serve.selftest.section import Context
 
-_READY_SECONDS = 280.0  # A large model is read from a disk.
+_READY_SECONDS = 280.0  # time to read a large model from a disk
 _END_SECONDS = 45.0
 _POLL_SECONDS = 0.1
 _QUESTION = "Tell me a story."
@@ -30,7 +30,7 @@ _BRIGADE = [sys.executable, "-m", "launcher.cli"]
 
 
 class RankStatus(msgspec.Struct, frozen=True):
-    """What /admin/pipeline says of a rank. pid is that of its parent process."""
+    """A rank in /admin/pipeline. pid is the id of its parent process."""
 
     rank: int
     pid: int | None
@@ -82,7 +82,7 @@ class Server:
         return msgspec.json.decode(text, type=_Ranks).stages
 
     def ask(self, max_tokens: int, after: int = 0, then: Callable[[], None] | None = None) -> Story:
-        """Asks for a story. After this many pieces it calls `then`."""
+        """Asks for a story, and calls `then` after this many pieces."""
         models = self._calls.get("/v1/models")
         body = {
             "model": models["data"][0]["id"],
@@ -118,7 +118,7 @@ class Server:
         folder = self._log.parent
         num_processes = 0
         for process in psutil.process_iter():
-            with suppress(psutil.Error):  # Those of other users tell nothing.
+            with suppress(psutil.Error):  # Other users' processes cannot be read.
                 num_processes += process.environ().get("TMPDIR") == str(folder)
         num_folders = len(list(folder.glob("brigade-*")))
         return [Line("endings.left", num_processes), Line("endings.folders", num_folders)]
@@ -130,7 +130,7 @@ def launched(
     where: Sequence[str],
     *flags: str,
 ) -> Iterator[Server]:
-    """Starts a server and waits until it is ready. where is `-n N`, or the words that name the
+    """Starts a server and waits until it is ready. `where` is `-n N`, or the words that name the
     hosts. Raises ClusterError."""
     first, *_ = context.hosts
     if not first.is_local:
@@ -146,7 +146,7 @@ def launched(
     for name in ("BRIGADE_API_KEY", "BRIGADE_ADMIN_KEY"):
         environment.pop(name, None)  # The calls of the self-test have no key.
     with tempfile.TemporaryDirectory() as folder:
-        environment["TMPDIR"] = folder  # so that what it leaves over is found
+        environment["TMPDIR"] = folder  # where anything left over is found
         log = Path(folder) / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(

@@ -43,7 +43,7 @@ def _of_host(facts: HostFacts) -> Iterator[Line]:
 
 
 def by_doctor(id: str, finding: Finding, where: str = "") -> Line:
-    """Returns a finding of doctor as a line. Its words stay on this machine."""
+    """Returns a finding of doctor as a line. The finding's words stay on this machine."""
     verdict = Verdict.EXPECTED if finding.status == "ok" else Verdict.WORSE
     line = Line(id, finding.status, where=where, verdict=verdict)
     return replace(line, detail=finding.what, advice=finding.fix)

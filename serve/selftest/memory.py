@@ -13,7 +13,7 @@ from serve.selftest.section import Context
 
 _NUM_LENGTHS = 200
 _NUM_WIDE = 4096
-_NUM_LAYERS = 32  # 2 GB
+_NUM_LAYERS = 32  # the layers of weights, 2 GB in all
 _PAUSES = (0.5, 2.0, 10.0, 60.0)
 
 

@@ -1,6 +1,6 @@
 """The lines of a self-test, how they are judged, and the file of them that a user sends back.
 
-A file holds figures and versions. Names, addresses, paths and what doctor says are left out.
+A file holds figures and versions. Names, addresses, paths and doctor's words are left out.
 """
 
 import enum
@@ -32,8 +32,8 @@ class Verdict(enum.Enum):
 
 
 class Expectation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What findings.toml says of an id: a limit, the value that is right, or none of these. by_chip
-    holds the figures of Apple's chips, of what the value is a share."""
+    """An entry of findings.toml: a limit, the right value, or neither. by_chip holds Apple's
+    figures by chip, of which the value is a share."""
 
     what: str
     unit: str = ""
@@ -54,7 +54,7 @@ class Expectation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.is_ or ""
 
     def verdict(self, value: float | str) -> Verdict:
-        """Judges a value. An infinite one is never as expected."""
+        """Judges a value. An infinite value is never as expected."""
         if not self.expected:
             return Verdict.NOTED
         is_right = value == self.is_
@@ -66,9 +66,9 @@ class Expectation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Line(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One finding. Its id is stable. where is a rank, a pair of ranks or a layout. series holds
-    several values, by what was varied. A line without a verdict is judged by findings.toml. detail
-    and advice are words of doctor, for the user only: they may name hosts."""
+    """One finding. Its id is stable. `where` is a rank, a pair of ranks or a layout. series maps
+    the varied quantity to values. A line without a verdict is judged by findings.toml. detail and
+    advice are words of doctor, for the user only: they may name hosts."""
 
     id: str
     value: float | str = ""
@@ -103,7 +103,7 @@ def _findings() -> dict[str, Expectation]:
 
 
 def expectation(id: str) -> Expectation:
-    """Returns what is known of an id. Of one that is not listed, only its name is known."""
+    """Returns the entry for an id in findings.toml, or one that contains only the id's name."""
     words = id.partition(".")[2].replace("_", " ")
     return _findings().get(id) or Expectation(words)
 
@@ -137,7 +137,7 @@ class SelftestReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Scrubber:
-    """Removes what says whose machines these are: names of hosts and users, paths, addresses."""
+    """Removes what identifies the machines: names of hosts and users, paths, addresses."""
 
     def __init__(self, names: Iterable[str]) -> None:
         here = socket.gethostname()

@@ -29,7 +29,7 @@ from serve.selftest.runner import OVER, run_section
 from serve.selftest.section import SECTIONS, Context, SectionRun
 
 _RUNNER = "serve.selftest.runner"
-_EXTRA_SECONDS = 30.0  # for the start and the end of a runner on another host
+_EXTRA_SECONDS = 30.0  # the time to start and end a runner on another host
 _ABOUT = (
     "It measures for at most {minutes:g} minutes. Other programs make the figures worse. The file "
     "at the end holds figures, versions, the chip and error messages. It holds no names, keys, "

@@ -24,7 +24,7 @@ from serve.selftest.report import Line, failed, not_tried
 from serve.selftest.section import SECTIONS, AllMeasured, Began, Context, Message, SectionRun
 
 _SECTION = "serve.selftest.section"
-_END_SECONDS = 20.0  # as long as engines may take to end by themselves
+_END_SECONDS = 20.0  # the time that engines may take to end by themselves
 _POLL_SECONDS = 0.1
 OVER = "the time was over"
 
@@ -56,7 +56,7 @@ def _run_from(job: SectionRun, deadline: float) -> Generator[Line, None, int | N
 def _listen(
     process: "_Process", max_seconds: float, deadline: float
 ) -> Generator[Line, None, tuple[Began | None, str]]:
-    """Yields what a process finds. Returns the latest measurement, and why there is no more."""
+    """Yields the lines of a process. Returns the latest measurement, and why no line follows."""
     began: Began | None = None
     while True:
         seconds = max(0.0, min(max_seconds, deadline - time.monotonic()))
@@ -83,7 +83,7 @@ class _Process:
         self._process = subprocess.Popen(
             [sys.executable, "-m", _SECTION, msgspec.json.encode(job).decode()],
             env=with_openblas(os.environ),
-            stdin=subprocess.PIPE,  # It ends when this process does.
+            stdin=subprocess.PIPE,  # Its end shows that this process has ended.
             stdout=subprocess.PIPE,
             stderr=self._errors,
             start_new_session=True,

@@ -1,6 +1,6 @@
 """A section of the self-test, which runs as a process: `python -m serve.selftest.section JOB`.
 
-A section is a module of this folder with a list MEASUREMENTS of functions. Each of them yields
+A section is a module of this folder with a list MEASUREMENTS of functions. Each function yields
 lines. This process writes every line as JSON to its standard output, and before each measurement
 its name, so that a hang or an abort can be told from others.
 """
@@ -25,7 +25,7 @@ from serve.selftest.report import Line, failed
 
 
 class Context(msgspec.Struct, frozen=True):
-    """What a self-test was asked for, as its processes need it. model is None for the embedded one.
+    """The settings of a self-test, for its processes. model is None for the embedded model.
     hostfile is None for one machine; ssh, python and folder are as in SshAccess."""
 
     model: str | None = None
@@ -81,7 +81,7 @@ class SelftestSection:
     on_each_host: bool = False
 
 
-# By the names of their modules.
+# The sections, by the names of their modules.
 SECTIONS = {
     "machine": SelftestSection("Machines, as `brigade doctor` sees them", 60.0),
     "system": SelftestSection("Python on this system", 30.0, on_each_host=True),
@@ -98,7 +98,7 @@ SECTIONS = {
 def main() -> int:
     job = msgspec.json.decode(sys.argv[1], type=SectionRun)
     channel = os.dup(1)
-    os.dup2(2, 1)  # What libraries print is no message.
+    os.dup2(2, 1)  # Output of libraries is no message.
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def say(message: Message) -> None:
@@ -129,4 +129,4 @@ def _end_with_parent() -> None:
 
 if __name__ == "__main__":
     code = main()
-    os._exit(code)  # MLX might wait for a GPU that hangs.
+    os._exit(code)  # A normal exit might wait for a GPU that hangs.

@@ -61,9 +61,9 @@ def layouts(context: Context) -> Iterator[Line]:
         except BrigadeError as error:
             if context.model is None:
                 raise
-            # It may be too large for one rank, or its layers may not be divisible.
+            # The model may be too large for one rank, or its layers may not be divisible.
             yield replace(not_tried("serving.ready", str(error)), where=name)
-    # They may differ where a model computes in 16 bits.
+    # Texts may differ where a model computes in 16 bits.
     id = "serving.own_text" if context.model else "serving.same_text"
     yield Line(id, yes(len(set(texts.values())) == 1))
     if _ONE in speeds:

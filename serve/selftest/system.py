@@ -1,4 +1,4 @@
-"""What Brigade needs from the operating system and from Python, tried out."""
+"""Tries out the features of the operating system and of Python that Brigade needs."""
 
 import fcntl
 import os
