@@ -151,10 +151,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_adapters_give_the_answers_of_the_whole_model_while_they_are_swapped_and_unloaded(
+def test_answers_with_adapters_stay_right_while_adapters_are_swapped_and_unloaded(
     folders: list[Path], answer: Whole, num_ranks: int
 ) -> None:
-    """One cluster for all of it, because its start takes the most time."""
+    """One cluster runs all checks, because its start takes the most time."""
     with running(folders, num_ranks, "--lora-modules", "first=lora/b") as server:
         check_mixed(server, answer)
         check_logits(server, answer)

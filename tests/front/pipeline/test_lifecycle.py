@@ -136,7 +136,7 @@ def test_only_restarts_within_the_window_are_counted(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seconds", [15.0, 2.0])
-def test_links_that_break_rarely_do_not_use_up_restarts(seconds: float) -> None:
+def test_occasional_broken_links_do_not_use_up_restarts(seconds: float) -> None:
     """Every engine stays. A link that hardly works still ends the cluster."""
     cluster = PlayedCluster(2, max_restarts=2)
     for life in range(8):

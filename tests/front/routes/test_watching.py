@@ -79,7 +79,7 @@ def test_a_watcher_gets_the_whole_state_and_then_only_changes(observed: Observed
     run(observed, test)
 
 
-def test_a_watcher_gets_each_span_once_but_none_of_steps_without_rows(observed: Observed) -> None:
+def test_a_watcher_gets_each_span_once_and_no_span_without_rows(observed: Observed) -> None:
     async def test(watchers: Watchers) -> None:
         observed.add_span(0)
         frames = watchers.frames(watchers.add())

@@ -16,7 +16,7 @@ def test_token_cost_is_a_share_of_a_step_and_unknown_until_all_stages_have_run_s
     assert token_cost([stage, StageStatus(1, "h")]) is None
 
 
-def test_costs_of_a_draft_model_are_shares_of_a_step_of_all_stages() -> None:
+def test_draft_model_costs_are_shares_of_one_step_through_all_stages() -> None:
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
     assert draft_model_costs(stages) is None
     load(stages[0], bytes_owned=1000, sections=(DraftCosts(100, 0.0),))
