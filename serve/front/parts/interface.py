@@ -58,6 +58,8 @@ class SchedulerPart:
 
     # How many tokens the sequences of a warm-up sample in addition, for this part.
     num_warm_up_steps: ClassVar[int] = 0
+    # How many tokens a warm-up's last row samples, after its plain steps, in steps that are timed.
+    num_timed_steps: ClassVar[int] = 0
     hears: ClassVar[tuple[type, ...]] = ()
     budget: KvBudget  # the scheduler's budget, set after __init__
 
@@ -96,6 +98,9 @@ class SchedulerPart:
         """Returns a part that gives a warm-up's steps the shapes that this part gives to requests'
         steps, or None if it changes no shapes."""
         return None
+
+    def timed(self, seconds: Mapping[int, float]) -> None:
+        """Takes the times of a warm-up's steps with one row, by their number of tokens."""
 
     # --- a sequence
 

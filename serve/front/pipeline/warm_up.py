@@ -7,6 +7,7 @@ to no request, and all ranks drop the sequences at the end.
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as ReadableList
@@ -25,6 +26,9 @@ _NUM_ROWS = 4  # the rows of each group
 # A step with a whole chunk runs only if no earlier step took longer. On slower ranks such a step
 # takes seconds, so its first-time costs hardly matter.
 _QUICK_SECONDS = 1.0
+# Steps are timed for so long, if at least so many fit in that are as quick as the quickest before.
+_TIMED_SECONDS = 1.0
+_MIN_TIMED_STEPS = 8
 _SAMPLED = Sampling(
     temperature=0.7,
     top_p=0.9,
@@ -72,7 +76,9 @@ class WarmUp:
         self._max_tokens = min(room, config.max_model_len or room)
         self._num_groups = config.constants.num_groups or num_stages
         self._num_stages = num_stages
+        self._parts = parts
         own = [twin for part in parts if (twin := part.for_warm_up())]
+        self._num_timed = sum(part.num_timed_steps for part in own)
         self._num_sampled_of_each = NUM_PLAIN_STEPS + sum(part.num_warm_up_steps for part in own)
         self._scheduler = Scheduler(
             num_stages,
@@ -90,6 +96,9 @@ class WarmUp:
         self._num_sampled = 0
         self._num_expected = 0
         self._is_stopped = False
+        self._ends_at = math.inf
+        self._sent: dict[int, tuple[int, float]] = {}  # tokens of each step with one row, and when
+        self._row_seconds: dict[int, float] = {}  # the shortest time of such a step, by its tokens
         self._progressed = asyncio.Event()
 
     async def run(self) -> None:
@@ -113,16 +122,36 @@ class WarmUp:
             self._num_expected += 1
             whole = self._sequence(self._constants.prefill_chunk + 1, _GREEDY, num_sampled=1)
             await self._run_round([whole])
+        if self._num_timed and not self._is_stopped:
+            await self._time_rows()
+
+    async def _time_rows(self) -> None:
+        """Times steps of one row alone, for the parts that choose its number of tokens. Of each
+        number the shortest time counts, because its first step may prepare kernels."""
+        if _MIN_TIMED_STEPS * min(self._row_seconds.values()) > _TIMED_SECONDS:
+            return
+        self._row_seconds.clear()  # A grammar may have removed drafts of those steps.
+        num_sampled = NUM_PLAIN_STEPS + self._num_timed
+        row = self._sequence(_SHORT_PROMPT, _GREEDY, num_sampled=num_sampled)
+        self._num_expected += row.max_tokens
+        self._ends_at = self._clock() + _TIMED_SECONDS
+        await self._run_round([row])
+        for part in self._parts:
+            part.timed(self._row_seconds)
 
     def stop(self) -> None:
         """Ends the warm-up as soon as the steps under way are back, because a request waits."""
         self._is_stopped = True
+        self._drop_live()
+        self._pump()
+
+    def _drop_live(self) -> None:
         for sequence_id in list(self._live):
             self._scheduler.drop(sequence_id)
         self._live.clear()
-        self._pump()
 
     def on_result(self, result: Result) -> None:
+        self._note_time(result.number)
         for event in self._scheduler.update(result):
             self._num_sampled += 1
             if event.finish_reason:
@@ -130,6 +159,15 @@ class WarmUp:
         self._show(self._num_sampled, self._num_expected)
         self._pump()
         self._progressed.set()
+
+    def _note_time(self, step: int) -> None:
+        now = self._clock()
+        if step in self._sent:
+            num_tokens, sent_at = self._sent.pop(step)
+            shortest = self._row_seconds.get(num_tokens, math.inf)
+            self._row_seconds[num_tokens] = min(shortest, now - sent_at)
+        if now > self._ends_at:
+            self._drop_live()
 
     def _rounds(self) -> list[list[Sequence]]:
         """Returns the sequences of each round: one row alone, with a chunk of a prompt; several
@@ -186,4 +224,6 @@ class WarmUp:
         while step := self._scheduler.schedule():
             assert isinstance(step, Step), "no part sends a message"
             self._num_steps += 1
+            if step.sample and len(step.rows) == 1:
+                self._sent[step.number] = len(step.tokens), self._clock()
             self._send(step, [self._live[id] for id in step.begun if id in self._live])

@@ -29,7 +29,7 @@ class Stages:
         num_stages: int = 2,
         room: int = 100_000,
         parts: tuple[SchedulerPart, ...] = (),
-        step_seconds: float = 0.0,
+        seconds_of: Callable[[Step], float] = lambda _: 0.0,
         is_log_seen: Callable[[], bool] = lambda: False,
         **flags: Any,
     ) -> None:
@@ -51,8 +51,10 @@ class Stages:
             self._send,
             parts,
             progressed=self._note,
-            clock=lambda: step_seconds * len(self.steps),
+            clock=lambda: self.seconds,
         )
+        self.seconds = 0.0
+        self._seconds_of = seconds_of
 
     def _note(self, done: int, total: int) -> None:
         assert not self._is_log_seen()
@@ -67,6 +69,7 @@ class Stages:
 
     def run_step(self) -> None:
         step = self.todo.popleft()
+        self.seconds += self._seconds_of(step)
         self.model.run(step)
         self.warm_up.on_result(result_of(step, next_token))
 
@@ -110,7 +113,7 @@ async def test_warm_up_takes_few_steps_and_tokens() -> None:
 async def test_a_whole_chunk_is_left_out_of_a_warm_up_if_it_would_take_seconds(
     num_stages: int,
 ) -> None:
-    stages = Stages(num_stages, step_seconds=0.2)
+    stages = Stages(num_stages, seconds_of=lambda _: 0.2)
     await stages.run()
     assert max(num_tokens for _, num_tokens in stages.shapes) == 64
 

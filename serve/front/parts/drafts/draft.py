@@ -4,6 +4,7 @@ verifies."""
 from collections.abc import Sequence as ReadableList
 from typing import Literal, NamedTuple
 
+MAX_DRAFTS = 16
 # The source of a draft: the text so far, the client's predicted answer, or the draft model.
 Drafter = Literal["suffixes", "prediction", "model"]
 

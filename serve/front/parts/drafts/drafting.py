@@ -105,7 +105,7 @@ class Drafting(SchedulerPart, ABC):
     def must_wait(self, group: Group, is_prefilling: bool) -> bool:
         if self._awaited and any(s.id in self._awaited for s in group.sequences):
             return True
-        if is_prefilling or not group.num_in_flight:
+        if is_prefilling or not group.num_in_flight or not group.sequences:
             return False
         return self.is_worth_waiting(group.sequences)
 

@@ -1,5 +1,6 @@
 """Decides how many tokens the draft model guesses, by how often it was right and what it costs."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as ReadableList
 from typing import NamedTuple
 
@@ -78,7 +79,8 @@ class ModelGuesses:
         num_new = min(_NUM_TOKENS_READ, sequence.num_tokens - self._num_read)
         if num_new <= _READ_TOGETHER:
             return True
-        _, rate = best_number([self.gains(MAX_GUESSES)], token_cost, costs.guess)
+        gains = [self.gains(MAX_GUESSES)]
+        _, rate = best_number(gains, lambda n: 1 + (n - 1) * token_cost, costs.guess)
         num_left = min(_EXPECTED_TOKENS, sequence.num_left)
         saved = num_left * (1 - 1 / rate)
         return saved > _MIN_RETURN * num_new * costs.reading
@@ -86,24 +88,24 @@ class ModelGuesses:
 
 def best_number(
     gains: ReadableList[ReadableList[float]],
-    token_cost: float,
+    step_cost: Callable[[int], float],
     guess_cost: float = 0.0,
     min_gain: float = _MIN_GAIN,
 ) -> tuple[int, float]:
     """Returns the number of guesses per row that gives the most tokens per time, and the speed as a
     multiple of that without guesses. Returns (0, 1.0) if that multiple is not above min_gain. gains
-    are the chances of each row's guesses. token_cost, to verify a guess, and guess_cost, to make
-    one for all rows, are shares of a step without guesses."""
+    are the chances of each row's guesses. step_cost gives the relative time of a step by its number
+    of tokens. guess_cost, to make one guess for all rows, is a share of a step without guesses."""
     num_rows = len(gains)
     tokens = float(num_rows)
-    seconds = 1.0
+    num_fed = num_rows
     best = 0, 1.0
     for number in range(1, max(map(len, gains), default=0) + 1):
-        seconds += guess_cost
         for chances in gains:
             if number <= len(chances):
                 tokens += chances[number - 1]
-                seconds += token_cost
+                num_fed += 1
+        seconds = step_cost(num_fed) / step_cost(num_rows) + number * guess_cost
         rate = tokens / seconds / num_rows
         if rate > max(min_gain, best[1]):
             best = number, rate

@@ -1,6 +1,7 @@
 """Decides how many drafts each row gets. Drafts have to pay off, which depends on how often the
 guesses about a row were right, and on what one more token costs on this cluster."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as ReadableList
 
 from serve.core.config import ServeConfig
@@ -8,8 +9,13 @@ from serve.core.errors import PlanError
 from serve.core.plan import MAX_DRAFT_ROWS
 from serve.core.types import Sequence
 from serve.front.parts.drafts.acceptance import Acceptance, HitShares, net_gain
-from serve.front.parts.drafts.costs import draft_model_costs, token_cost
-from serve.front.parts.drafts.draft import Draft
+from serve.front.parts.drafts.costs import (
+    MIN_TOKEN_COST,
+    draft_model_costs,
+    row_costs,
+    token_cost,
+)
+from serve.front.parts.drafts.draft import MAX_DRAFTS, Draft
 from serve.front.parts.drafts.drafting import Drafting
 from serve.front.parts.drafts.guesses import TextGuesses
 from serve.front.parts.drafts.model_guesses import (
@@ -22,24 +28,23 @@ from serve.front.parts.drafts.model_guesses import (
 from serve.front.parts.drafts.warm_up import WarmUpDrafts
 from serve.front.pipeline.status import StageStatus, first_shards
 
-MAX_DRAFTS = 16
 _MIN_GAIN = 1.05
 _WAITING_GAIN = 0.1  # the gain, in tokens per step and row, that is worth a wait for the front end
 # Drafts cannot pay if one more token in each row costs more than this share of a step.
 _MAX_ROWS_COST = 0.5
 _UNKNOWN_TOKEN_COST = 0.06
-_MIN_TOKEN_COST = 0.01  # Because of noise, the cost of a token can be measured as 0.
 
 
 class Speculation(Drafting):
     """Makes drafts. is_possible says whether the stages can forget drafts, token_cost is the cost
-    of one more token as a share of a one-token step, and model_costs is None without a draft
-    model."""
+    of one more token as a share of a one-token step, row_costs are the costs that a warm-up has
+    measured, and model_costs is None without a draft model."""
 
     def __init__(self, config: ServeConfig) -> None:
         super().__init__(config)
         self.is_possible = False
         self.token_cost = _UNKNOWN_TOKEN_COST
+        self.row_costs = [1.0]
         self.model_costs: ModelCosts | None = None
         self._acceptance = Acceptance()
         self._hit_shares = HitShares()
@@ -63,6 +68,9 @@ class Speculation(Drafting):
             self.token_cost = cost
         self.model_costs = draft_model_costs(stages)
 
+    def timed(self, seconds: Mapping[int, float]) -> None:
+        self.row_costs = row_costs(seconds)
+
     @property
     def reads_tokens(self) -> bool:
         return self.config.has_drafter
@@ -75,34 +83,37 @@ class Speculation(Drafting):
     # --- decisions
 
     def propose(self, sequences: ReadableList[Sequence]) -> list[Draft]:
-        if not self._can_pay(len(sequences)):
-            return [Draft() for _ in sequences]
         token_cost = self._relative_cost(len(sequences))
+        if not self._can_pay(len(sequences), token_cost):
+            return [Draft() for _ in sequences]
         drafts = [self._best(sequence, token_cost) for sequence in sequences]
         gains = [self._gains(*pair) for pair in zip(sequences, drafts, strict=True)]
-        num_drafts, _ = best_number(gains, token_cost, min_gain=_MIN_GAIN)
+        num_drafts, _ = best_number(gains, self._step_cost, min_gain=_MIN_GAIN)
         return [draft._replace(tokens=draft.tokens[:num_drafts]) for draft in drafts]
 
     def is_worth_waiting(self, sequences: ReadableList[Sequence]) -> bool:
         num_rows = len(sequences)
-        if not self._can_pay(num_rows):
+        token_cost = self._relative_cost(num_rows)
+        if not self._can_pay(num_rows, token_cost):
             return False
         # All rows wait for the draft of one row.
-        token_cost = num_rows * self._relative_cost(num_rows)
-        gains = [self._text_of(sequence).waiting_gain(token_cost) for sequence in sequences]
+        cost = num_rows * token_cost
+        gains = [self._text_of(sequence).waiting_gain(cost) for sequence in sequences]
         return sum(gains) > _WAITING_GAIN * num_rows
 
     def plan_guesses(self, sequences: ReadableList[Sequence], num_busy_groups: int) -> list[int]:
         num_rows = len(sequences)
         has_memory = num_rows * num_busy_groups <= MAX_DRAFT_ROWS
-        if self.model_costs is None or not has_memory or not self._can_pay(num_rows):
+        if self.model_costs is None or not has_memory:
+            return [0] * num_rows
+        token_cost = self._relative_cost(num_rows)
+        if not self._can_pay(num_rows, token_cost):
             return [0] * num_rows
         # While the draft model guesses for one group, rank 0 computes nothing for the others.
         share = num_busy_groups / self._step_cost(num_rows)
         costs = ModelCosts(*(share * cost for cost in self.model_costs))
-        token_cost = self._relative_cost(num_rows)
         gains = [self._model_gains(sequence, costs, token_cost) for sequence in sequences]
-        number, _ = best_number(gains, token_cost, costs.guess)
+        number, _ = best_number(gains, self._step_cost, costs.guess)
         return [min(number, len(chances)) for chances in gains]
 
     def took(self, sequence: Sequence, tokens: ReadableList[int]) -> None:
@@ -114,15 +125,23 @@ class Speculation(Drafting):
         if drafted.model:
             drafted.model.learn(sequence, drafted.guesses)
 
-    def _can_pay(self, num_rows: int) -> bool:
-        return self.is_possible and num_rows * self._relative_cost(num_rows) < _MAX_ROWS_COST
+    def _can_pay(self, num_rows: int, token_cost: float) -> bool:
+        return self.is_possible and num_rows * token_cost < _MAX_ROWS_COST
 
     def _relative_cost(self, num_rows: int) -> float:
-        """Returns the time that one more token takes, as a share of a step of num_rows rows."""
-        return max(_MIN_TOKEN_COST, self.token_cost) / self._step_cost(num_rows)
+        """Returns the time of a draft, as a share of a step of num_rows rows without any, if every
+        row has the number of drafts for which this is least."""
+        plain = self._step_cost(num_rows)
+        numbers = range(num_rows, max(num_rows + 1, len(self.row_costs)), num_rows)
+        cost = min((self._step_cost(num_rows + n) - plain) / n for n in numbers)
+        return max(MIN_TOKEN_COST, cost) / plain
 
-    def _step_cost(self, num_rows: int) -> float:
-        return 1 + (num_rows - 1) * max(_MIN_TOKEN_COST, self.token_cost)
+    def _step_cost(self, num_tokens: int) -> float:
+        """Returns the time of a step, as a multiple of one with one token. Beyond the measured
+        costs, each token adds token_cost."""
+        num_known = min(num_tokens, len(self.row_costs))
+        num_further = num_tokens - num_known
+        return self.row_costs[num_known - 1] + num_further * max(MIN_TOKEN_COST, self.token_cost)
 
     def _text_of(self, sequence: Sequence) -> TextGuesses:
         drafted = self.state_of(sequence)

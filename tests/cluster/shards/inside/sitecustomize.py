@@ -38,6 +38,7 @@ if "serve.cli.main" in sys.orig_argv:
     def _keep_whether_known(self, costs):
         self._has_model = costs is not None
 
+    Speculation.timed = lambda self, seconds: None
     Speculation.token_cost = property(lambda self: 0.01, lambda self, measured: None)
     Speculation.model_costs = property(
         lambda self: ModelCosts(0.01, 0.01) if self._has_model else None,

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from serve.core.types import Sampling, Sequence
+from serve.core.types import Group, Sampling, Sequence
 from serve.front.parts.drafts.acceptance import Acceptance, HitShares
 from serve.front.parts.drafts.counts import DraftCounts
+from serve.front.parts.drafts.draft import MAX_DRAFTS
 from serve.front.parts.drafts.guesses import TextGuesses
 from serve.front.parts.drafts.model_guesses import ModelCosts, best_number
-from serve.front.parts.drafts.speculation import MAX_DRAFTS, Speculation
+from serve.front.parts.drafts.speculation import Speculation
 from tests.configs import serve_config
 
 LOOP = [11, 12, 13, 14, 15, 16, 17, 18]
@@ -131,7 +132,7 @@ def test_an_ended_sequence_is_forgotten() -> None:
 def test_the_best_number_of_drafts_weighs_gains_against_costs(
     gains: list[list[float]], token_cost: float, expected: int
 ) -> None:
-    number, _ = best_number(gains, token_cost, min_gain=1.05)
+    number, _ = best_number(gains, lambda n: 1 + (n - 1) * token_cost, min_gain=1.05)
     assert number == expected
 
 
@@ -233,6 +234,20 @@ def test_no_drafts_are_planned_without_a_draft_model_or_memory_or_for_the_last_t
     cannot = new_text()
     speculation.verified(cannot, 2, None)
     assert speculation.plan_guesses([cannot], 1) == [0]
+
+
+def test_drafts_are_made_for_four_rows_if_they_make_a_step_shorter() -> None:
+    """A draft costs less than nothing, which must not make a step's time 0."""
+    speculation = make_with_model(guess=0.0)
+    speculation.row_costs = [1.0, 1.0, 1.0, 2.0, *[1.0] * 13]
+    rows = [make_sequence(id) for id in range(4)]
+    assert all(len(draft.tokens) >= 2 for draft in speculation.propose(rows))
+    assert speculation.is_worth_waiting(rows)
+    assert all(speculation.plan_guesses([new_text(id) for id in range(4, 8)], 1))
+
+
+def test_a_group_does_not_wait_after_all_its_rows_have_left() -> None:
+    assert not make_speculation().must_wait(Group(0, num_in_flight=1), is_prefilling=False)
 
 
 def test_planning_drafts_weighs_the_time_that_other_groups_lose() -> None:
