@@ -36,10 +36,13 @@ class GpuSteps:
     def settle(self, stages: Sequence[StageStatus]) -> None:
         """Adapts to other stages, whose status is in these objects from here on."""
         self._stages = stages
-        on_gpus = all(stage.loaded.section(StepLimit) for stage in stages)
         self.max_chunk = self._constants.prefill_chunk
-        if on_gpus:
+        if self.on_gpus:
             self.max_chunk = max(self.max_chunk, self._constants.gpu_prefill_chunk)
+
+    @property
+    def on_gpus(self) -> bool:
+        return all(stage.loaded.section(StepLimit) for stage in self._stages)
 
     def max_tokens(self, context: int) -> int:
         """Returns the number of tokens that a step may have which begins after this many tokens."""

@@ -205,6 +205,7 @@ class Requests:
             adapter_versions,
             self._send_step,
             self.scheduler.parts,
+            times_rows=self._gpu_steps.on_gpus,
             progressed=progressed,
         )
         try:

@@ -55,8 +55,9 @@ _logger = logging.getLogger(__name__)
 class WarmUp:
     """One warm-up. `send` takes a step and the sequences that begin with it. adapters are the
     loaded versions. room is the number of tokens whose keys and values the stages can hold. parts
-    belong to the scheduler that serves requests. `progressed` gets the number of sampled tokens and
-    the total, and 0, 0 at the end."""
+    belong to the scheduler that serves requests. times_rows says whether steps of several tokens
+    are timed for them: a GPU's kernels have limits, so their times are no straight line.
+    `progressed` gets the number of sampled tokens and the total, and 0, 0 at the end."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class WarmUp:
         send: Callable[[Step, list[Sequence]], None],
         parts: ReadableList[SchedulerPart] = (),
         *,
+        times_rows: bool,
         progressed: Callable[[int, int], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -78,7 +80,7 @@ class WarmUp:
         self._num_stages = num_stages
         self._parts = parts
         own = [twin for part in parts if (twin := part.for_warm_up())]
-        self._num_timed = sum(part.num_timed_steps for part in own)
+        self._num_timed = sum(part.num_timed_steps for part in own) if times_rows else 0
         self._num_sampled_of_each = NUM_PLAIN_STEPS + sum(part.num_warm_up_steps for part in own)
         self._scheduler = Scheduler(
             num_stages,

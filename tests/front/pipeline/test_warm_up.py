@@ -31,6 +31,7 @@ class Stages:
         parts: tuple[SchedulerPart, ...] = (),
         seconds_of: Callable[[Step], float] = lambda _: 0.0,
         is_log_seen: Callable[[], bool] = lambda: False,
+        times_rows: bool = True,
         **flags: Any,
     ) -> None:
         config = serve_config(model=Path("model"), **flags)
@@ -50,6 +51,7 @@ class Stages:
             versions,
             self._send,
             parts,
+            times_rows=times_rows,
             progressed=self._note,
             clock=lambda: self.seconds,
         )

@@ -107,3 +107,11 @@ async def test_a_warm_up_with_drafts_that_is_stopped_leaves_no_sequence(stop_aft
     stages = Stages(parts=(speculation,))
     await stages.run(stop_after)
     assert stages.model.held == {}
+
+
+async def test_a_warm_up_times_no_drafts_without_gpus() -> None:
+    speculation = Speculation(serve_config(model=Path("model")))
+    speculation.is_possible = True
+    stages = Stages(parts=(speculation,), seconds_of=lambda _: 0.001, times_rows=False)
+    await stages.run()
+    assert speculation.row_costs == [1.0]
