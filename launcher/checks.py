@@ -1,8 +1,8 @@
 """Finds problems of a cluster in the facts of its hosts. All functions are pure.
 
 Checks of macOS were written from other people's reports and have not run there yet: wired memory
-(mlx-lm#883), MLX_METAL_FAST_SYNCH (mlx#3142), Local Network privacy (mlx#3755), addresses of
-Thunderbolt links that go at a reboot (mlx#1902), kinds of ports.
+(mlx-lm#883, omlx#2184), MLX_METAL_FAST_SYNCH (mlx#3142), Local Network privacy (mlx#3755),
+addresses of Thunderbolt links that go at a reboot (mlx#1902), kinds of ports.
 """
 
 from collections import Counter
@@ -92,6 +92,22 @@ def check_memory(facts: HostFacts) -> Finding:
     if free < 0.1 * total:
         return Finding("warn", facts.host, what, "end other programs, or give --memory")
     return Finding("ok", facts.host, what)
+
+
+def check_wired(facts: HostFacts) -> Finding | None:
+    """Warns of wired memory that no rank holds. macOS wires less for itself: a few GB, and tables
+    that grow with the memory."""
+    if facts.mac is None or facts.mac.has_ranks:
+        return None
+    wired = facts.mac.wired_bytes
+    if wired <= 4 * GB + facts.memory_bytes // 8:
+        return None
+    what = (
+        f"{format_bytes(wired)} are wired although no rank runs: memory that a killed process had "
+        "wired may be lost until a restart"
+    )
+    fix = "end other programs that use the GPU; if that does not help, restart the Mac"
+    return Finding("warn", facts.host, what, fix)
 
 
 def check_disk(facts: HostFacts) -> Finding:
@@ -258,6 +274,7 @@ HOST_CHECKS: Sequence[Callable[[HostFacts], Finding | None]] = (
     check_addresses,
     check_blas,
     check_memory,
+    check_wired,
     check_disk,
     check_prefix_folder,
     check_files,

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -112,10 +113,7 @@ def strays() -> list[int]:
     a session's systemd. A rank that runs as a service of init has no BRIGADE_LEASH and does not
     count. In a container the launcher may be process 1."""
     found = []
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        modules = _RANK_MODULES.intersection(process.info["cmdline"] or ())
-        if not modules:
-            continue
+    for process, modules in _ranks():
         with suppress(psutil.Error):
             parent = process.parent()
             if parent and parent.pid != 1 and parent.name() != "systemd":
@@ -123,8 +121,16 @@ def strays() -> list[int]:
             if parent and _OURS.search(" ".join(parent.cmdline())):
                 continue
             if modules == {"serve.rank.worker"} or "BRIGADE_LEASH" in process.environ():
-                found.append(process.info["pid"])
+                found.append(process.pid)
     return found
+
+
+def _ranks() -> Iterator[tuple[psutil.Process, set[str]]]:
+    """Yields each rank and engine of this host with the module that it runs."""
+    for process in psutil.process_iter(["cmdline"]):
+        modules = _RANK_MODULES.intersection(process.info["cmdline"] or ())
+        if modules:
+            yield process, modules
 
 
 def kill_former(secret: str, rank: int) -> None:
@@ -210,7 +216,14 @@ def mac_facts() -> MacFacts:
         # Portable Macs have powermode, others only lowpowermode.
         power_mode=settings.get("powermode") or settings.get("lowpowermode", ""),
         has_firewall="enabled" in tool(_FIREWALL, "--getglobalstate"),
+        wired_bytes=wired_bytes() or 0,
+        has_ranks=any(_ranks()),
     )
+
+
+def wired_bytes() -> int | None:
+    """Returns the memory that is wired on this machine, or None where the system does not say."""
+    return getattr(psutil.virtual_memory(), "wired", None)
 
 
 def tool(*command: str) -> str:

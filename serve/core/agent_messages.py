@@ -94,7 +94,8 @@ class MacFacts(msgspec.Struct, frozen=True):
     """The facts of a Mac, each as its tool prints it, or "" if the tool failed. wired_limit is the
     limit of wired memory in units of 2**20 bytes ("0" is the system's default), `sleep` the minutes
     until it sleeps ("0" means never). power_mode is "1" for low power. machine is the processor
-    that Python was built for."""
+    that Python was built for. wired_bytes counts all that is wired, has_ranks says whether any rank
+    or engine runs on the host."""
 
     wired_limit: str
     sleep: str
@@ -102,6 +103,8 @@ class MacFacts(msgspec.Struct, frozen=True):
     machine: str = ""
     power_mode: str = ""
     has_firewall: bool = False
+    wired_bytes: int = 0
+    has_ranks: bool = False
 
 
 class PrefixFolder(msgspec.Struct, frozen=True):

@@ -1,21 +1,18 @@
 """Ends servers as users do: engines must end by themselves, and nothing may be left over."""
 
-import re
 import signal
 import time
 from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from launcher.facts import tool
+from launcher.facts import wired_bytes
 from serve.selftest.launched import launched, on_hosts, run_brigade
 from serve.selftest.report import Line, not_tried
 from serve.selftest.section import Context
 from serve.selftest.system import yes
 
 _KILLED = "event=engine_killed"
-_WIRED_PAGES = re.compile(r"Pages wired down: +(\d+)")
-_PAGE_BYTES = 16384  # the size of a page on Macs with Apple's chips
 _WIRED_SECONDS = 10.0
 _LITTLE_GB = 0.5
 _POLL_SECONDS = 0.5
@@ -23,9 +20,8 @@ _NUM_TOKENS = 8
 
 
 def wired_gb() -> float | None:
-    """Returns the memory that is wired on this machine, or None if vm_stat does not say it."""
-    pages = _WIRED_PAGES.search(tool("vm_stat"))
-    return int(pages[1]) * _PAGE_BYTES / 1e9 if pages else None
+    wired = wired_bytes()
+    return None if wired is None else wired / 1e9
 
 
 def by_signal(context: Context) -> Iterator[Line]:
@@ -53,7 +49,7 @@ def _ended(context: Context, how: str, number: signal.Signals) -> Iterator[Line]
 
 def _wired(before: float | None) -> Line:
     if before is None:
-        return not_tried("endings.wired", "this system has no vm_stat")
+        return not_tried("endings.wired", "this system does not say what is wired")
     deadline = time.monotonic() + _WIRED_SECONDS
     lost = (wired_gb() or 0.0) - before
     while lost > _LITTLE_GB and time.monotonic() < deadline:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +58,16 @@ def found(changes: Changes) -> list[Finding]:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, mac(), mac(version="26.2", machine="arm64"), {"model": None}, {"max_files": -1}]
+    "changes",
+    [
+        {},
+        mac(),
+        mac(version="26.2", machine="arm64"),
+        mac(wired_bytes=11 * 10**9),
+        mac(wired_bytes=60 * 10**9, has_ranks=True),
+        {"model": None},
+        {"max_files": -1},
+    ],
 )
 def test_a_host_without_problems_has_no_findings(changes: Changes) -> None:
     assert found(changes) == []
@@ -90,6 +100,7 @@ def versions(**changes: str) -> dict[str, Any]:
         ({"blas": None}, "warn", "no OpenBLAS", "libopenblas0-pthread"),
         ({"free_memory_bytes": 6 * 10**9}, "warn", "6.0 GB of 64.0 GB", "--memory"),
         (mac(wired_limit="60000"), "warn", "62.9 GB may be wired", "iogpu.wired_limit_mb=53405"),
+        (mac(wired_bytes=13 * 10**9), "warn", "13.0 GB are wired although", "restart the Mac"),
         (mac(version="26.1"), "fail", "this is 26.1", "update macOS to 26.2"),
         (mac(version="13.7.1"), "fail", "older than MLX", "update macOS to 14"),
         (mac(machine="x86_64"), "fail", "built for Intel", "PYTHON=/opt/homebrew"),
@@ -188,6 +199,21 @@ def test_facts_of_a_mac_are_read_from_the_output_of_its_tools(
     read = facts.mac_facts()
     assert (read.wired_limit, read.sleep, read.power_mode) == ("499712", "1", "1")
     assert read.has_firewall
+
+
+def test_wired_memory_is_read_and_an_engine_that_may_hold_it_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def processes(_: list[str]) -> Iterator[SimpleNamespace]:
+        return iter([SimpleNamespace(info={"cmdline": command}) for command in commands])
+
+    monkeypatch.setattr(facts.psutil, "virtual_memory", lambda: SimpleNamespace(wired=414 * 2**30))
+    monkeypatch.setattr(facts.psutil, "process_iter", processes)
+    commands = [None, ["python", "-m", "http.server"]]
+    read = facts.mac_facts()
+    assert (read.wired_bytes, read.has_ranks) == (414 * 2**30, False)
+    commands.append(["python", "-m", "serve.rank.worker", "5"])
+    assert facts.mac_facts().has_ranks
 
 
 def test_addresses_are_listed_with_the_kinds_of_their_ports(
