@@ -43,6 +43,7 @@ from serve.core.agent_messages import (
     ToAgent,
 )
 from serve.core.errors import BrigadeError, ClusterError
+from serve.core.open_files import allow_files
 from serve.core.wire import LineReader, line
 
 ALIVE_SECONDS = 5.0  # how often a launcher sends an empty line to say that it is alive
@@ -192,6 +193,7 @@ class Agent:
 
 def main() -> int:
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
+    allow_files()  # The rank inherits the limit.
     return Agent(sys.argv[1]).run()
 
 

@@ -1,5 +1,6 @@
 """The limit of open files. It belongs to a process, so each case has one of its own."""
 
+import re
 import resource
 import subprocess
 import sys
@@ -7,6 +8,9 @@ import sys
 import pytest
 
 from serve.core import open_files
+from serve.core.addresses import Addresses
+from serve.core.agent_messages import RunRank
+from serve.core.wire import line
 
 PROGRAM = """
 import resource, sys
@@ -14,6 +18,13 @@ from serve.core.open_files import allow_files
 soft, hard, wanted = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 print(allow_files(wanted), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+AGENT = """
+import resource, sys
+from launcher import agent
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+sys.exit(agent.main())
 """
 
 
@@ -44,3 +55,20 @@ def test_a_limit_that_macos_refuses_to_raise_is_kept(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(resource, "setrlimit", refuse)
     assert open_files.allow_files(10**9) == 256
+
+
+def test_a_rank_inherits_the_raised_limit_of_its_agent() -> None:
+    """sshd of macOS starts the agent with 256."""
+    shell = ["sh", "-c", "echo limit $(ulimit -Sn)"]
+    order = RunRank(0, 1, shell, {}, Addresses(0, (), ()), "", "", 1.0)
+    command = [sys.executable, "-c", AGENT, "token"]
+    agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with agent:
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        agent.stdin.write(line(order) + "\n")
+        agent.stdin.flush()
+        output = agent.stdout.read()
+    (limit,) = re.findall(r"^limit (\d+)$", output, re.MULTILINE)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert int(limit) == min(open_files.NUM_FILES, hard)
