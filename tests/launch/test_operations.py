@@ -180,3 +180,10 @@ def test_the_property_list_of_launchd_waits_longer_than_answers_take() -> None:
     service = plistlib.loads((SERVICE / "brigade.plist").read_bytes())
     config = understood(service["ProgramArguments"])
     assert service["ExitTimeOut"] > config.drain_timeout + 10
+
+
+def test_launchd_runs_the_service_unthrottled_and_as_a_user() -> None:
+    service = plistlib.loads((SERVICE / "brigade.plist").read_bytes())
+    assert service["ProcessType"] == "Interactive"
+    assert service["LegacyTimers"] is True
+    assert service["UserName"] == "brigade"
