@@ -188,7 +188,7 @@ def check_sleep(facts: HostFacts) -> Finding | None:
     if facts.mac is None:
         return None
     if facts.mac.sleep not in ("", "0"):
-        what = f"it goes to sleep after {facts.mac.sleep} minutes, which ends its connections"
+        what = f"it goes to sleep after {facts.mac.sleep} minutes in which no launched rank runs"
         return Finding("warn", facts.host, what, "sudo pmset -a sleep 0")
     return Finding("ok", facts.host, "it does not go to sleep")
 

@@ -3,9 +3,11 @@
 import codecs
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -67,6 +69,7 @@ class LocalProcess:
             start_new_session=True,
         )
         self.pid = self._process.pid
+        self._awake = _keep_awake(self.pid)
 
     @property
     def lost(self) -> bool:
@@ -97,7 +100,24 @@ class LocalProcess:
         # Kills processes that the rank left behind. The rank still has its id, so no other process
         # is hit.
         self.kill()
+        if self._awake:
+            self._awake.terminate()
+            self._awake.wait()
         return self._process.wait()
+
+
+def _keep_awake(pid: int) -> subprocess.Popen[bytes] | None:
+    """Keeps a Mac awake until a process has ended, even if nobody waits for its end."""
+    caffeinate = shutil.which("caffeinate") if sys.platform == "darwin" else None
+    if caffeinate is None:
+        return None
+    return subprocess.Popen(
+        [caffeinate, "-ims", "-w", str(pid)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C at a terminal does not end it.
+    )
 
 
 def is_loss(returncode: int) -> bool:

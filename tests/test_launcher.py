@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from launcher import cli
+from launcher import process as launcher_process
 from launcher.command import (
     Ring,
     exit_code,
@@ -275,6 +276,29 @@ def test_ranks_are_not_in_the_process_group_of_the_terminal(launch: Start) -> No
     """Ctrl-C at a terminal reaches the launcher alone, which then forwards it."""
     launched = launch(2, f"print('group', os.getpgrp() == os.getpid(), flush=True)\n{SLEEP}")
     launched.see("group True", 2)
+
+
+def test_a_mac_is_kept_awake_as_long_as_a_rank_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "told"
+    caffeinate = tmp_path / "caffeinate"
+    script = f'#!/bin/sh\necho "$$ $@" > {told}.new\nmv {told}.new {told}\nexec sleep 60\n'
+    caffeinate.write_text(script)
+    caffeinate.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with local_ranks(["sleep", "60"], 1) as (start,):
+        with monkeypatch.context() as on_a_mac:
+            on_a_mac.setattr(launcher_process.sys, "platform", "darwin")
+            rank = start()
+        wait_until(told.exists)
+        pid, *words = told.read_text().split()
+        assert words == ["-ims", "-w", str(rank.pid)]
+        assert alive(int(pid))
+        rank.kill()
+        rank.wait()
+        assert not alive(int(pid))
+        list(rank.lines())
 
 
 # --- what ranks leave behind
