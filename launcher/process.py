@@ -20,6 +20,7 @@ from serve.core.errors import AddressError, LostRankError
 from serve.core.folder import own_folder
 
 LONGEST_LINE_BYTES = 65536
+_AWAKE_SECONDS = 5.0  # how long `caffeinate` may take to end
 
 
 class Process(Protocol):
@@ -100,24 +101,30 @@ class LocalProcess:
         # Kills processes that the rank left behind. The rank still has its id, so no other process
         # is hit.
         self.kill()
+        code = self._process.wait()
         if self._awake:
             self._awake.terminate()
-            self._awake.wait()
-        return self._process.wait()
+            with suppress(subprocess.TimeoutExpired):  # It also ends with the rank by itself.
+                self._awake.wait(_AWAKE_SECONDS)
+        return code
 
 
 def _keep_awake(pid: int) -> subprocess.Popen[bytes] | None:
-    """Keeps a Mac awake until a process has ended, even if nobody waits for its end."""
+    """Keeps a Mac awake until a process has ended, even if nobody waits for its end. Returns None
+    where that is not possible."""
     caffeinate = shutil.which("caffeinate") if sys.platform == "darwin" else None
     if caffeinate is None:
         return None
-    return subprocess.Popen(
-        [caffeinate, "-ims", "-w", str(pid)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C at a terminal does not end it.
-    )
+    try:
+        return subprocess.Popen(
+            [caffeinate, "-ims", "-w", str(pid)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C at a terminal does not end it.
+        )
+    except OSError:
+        return None
 
 
 def is_loss(returncode: int) -> bool:

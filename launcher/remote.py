@@ -408,12 +408,6 @@ def remote_ranks(
         drain_seconds=drain_seconds,
     )
 
-    def control(rank: int) -> str:
-        ips = list(control_ports)
-        if rank:
-            ips = [routes[rank, 0].ips[0]]
-        return ",".join(f"{ip}:{control_ports[ip]}" for ip in ips)
-
     num_starts: Counter[int] = Counter()
     is_over = threading.Event()
 
@@ -430,7 +424,7 @@ def remote_ranks(
         place = order(
             rank=rank,
             addresses=addresses_of(rank, routes, ports),
-            control=control(rank),
+            control=control_addresses(rank, routes, control_ports),
             num_returns=num_returns,
         )
         return RemoteProcess(connections[rank], place)
@@ -439,6 +433,15 @@ def remote_ranks(
         yield [functools.partial(start, rank) for rank in range(len(connections))]
     finally:
         is_over.set()
+
+
+def control_addresses(rank: int, routes: Routes, ports: Mapping[str, int]) -> str:
+    """Returns where rank 0 listens for the others, for rank 0, and where a rank reaches it. In
+    training, a rank that is no neighbour of rank 0 has no route to it, and needs none."""
+    ips = list(ports)
+    if rank:
+        ips = list(routes[rank, 0].ips[:1]) if (rank, 0) in routes else []
+    return ",".join(f"{ip}:{ports[ip]}" for ip in ips)
 
 
 def _reserve_ports(routes: Routes, connection: AgentConnection) -> dict[str, int]:

@@ -54,15 +54,15 @@ def own_folder() -> OwnFolder:
 
 def make_cache_folder(folder: Path, mode: int = 0o777) -> None:
     """Makes a folder for files that can be fetched or computed again, if it is not there yet. On
-    macOS, Spotlight and Time Machine leave them out. Raises OSError."""
+    macOS, Spotlight and Time Machine are asked to leave them out. Raises OSError."""
     if folder.is_dir():
         return  # It may also hold files that need a backup.
     folder.mkdir(mode, parents=True, exist_ok=True)
     tmutil = shutil.which("tmutil")
     if tmutil is None:
         return
-    (folder / ".metadata_never_index").touch()
     with suppress(OSError, subprocess.SubprocessError):
+        (folder / ".metadata_never_index").touch()
         # With close_fds, Python would fork, which takes long in a process with much memory.
         subprocess.run(
             [tmutil, "addexclusion", str(folder)],

@@ -6,6 +6,8 @@ MLX's cache keeps freed arrays, and memory that a killed process had wired is lo
 boot. Written from documentation; no Mac has run it yet.
 """
 
+import json
+import logging
 import threading
 from collections.abc import Callable
 
@@ -13,6 +15,8 @@ import mlx.core as mx
 import psutil
 
 from serve.core.sections import MemoryUse
+
+_logger = logging.getLogger(__name__)
 
 _MAX_SHARE = 0.8  # the share of a CPU's memory; the rest is for other programs
 _MAX_GPU_SHARE = 0.9  # the share of a GPU's memory; the rest is for activations and MLX's cache
@@ -90,11 +94,15 @@ class StepMemory:
 
 def keep_wired(idle_seconds: Callable[[], float], is_ending: threading.Event) -> None:
     """Gives the GPU something to do now and then, until the process ends. idle_seconds says how
-    long there has been no step: macOS unwires what a GPU has not used for a second, and the next
-    step would wait for it."""
+    long there has been no step: by reports, macOS unwires what a GPU has not used for a second, and
+    the next step waits for it."""
     while not is_ending.wait(_BEAT_SECONDS):
         if _BEAT_SECONDS < idle_seconds() < _KEPT_ALIVE_SECONDS:
-            mx.eval(mx.ones(1) + 1)
+            try:
+                mx.eval(mx.ones(1) + 1)
+            except RuntimeError as error:  # A GPU that fails shows it in the next step too.
+                _logger.warning("event=not_kept_wired reason=%s", json.dumps(str(error)))
+                return
 
 
 def seconds_for_last_step() -> float:

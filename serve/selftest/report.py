@@ -19,8 +19,12 @@ from msgspec.structs import replace
 from serve.core.errors import UsageError
 
 FORMAT = 1
-_PATH = r"(?<![\w/])~?(?:/[^\s/:'\"]+)+/?"
-_ADDRESS = r"\b\d{1,3}(?:\.\d{1,3}){3}\b|\b[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){3,7}\b"
+_PATH = r"(?P<quote>['\"])[~/][^'\"]*(?P=quote)|(?<![\w/])~?(?:/[^\s/:'\"]+)+/?"
+_HEX = "[0-9a-fA-F]"
+_ADDRESS = (
+    r"\b\d{1,3}(?:\.\d{1,3}){3}\b|"
+    rf"\b{_HEX}{{0,4}}(?::{_HEX}{{0,4}}){{3,7}}\b|\b{_HEX}{{1,4}}::[0-9a-fA-F:]*"
+)
 _LONGEST_TEXT = 200
 
 
@@ -141,7 +145,8 @@ class Scrubber:
 
     def __init__(self, names: Iterable[str]) -> None:
         here = socket.gethostname()
-        words = {here, here.partition(".")[0], getpass.getuser(), Path.home().name, *names}
+        words = {here, getpass.getuser(), Path.home().name, *names}
+        words |= {word.partition(".")[0] for word in words}
         words -= {"", "localhost", "root"}
         named = [rf"\b{re.escape(word)}\b" for word in sorted(words, key=len, reverse=True)]
         self._pattern = re.compile("|".join([_PATH, _ADDRESS, *named]), re.IGNORECASE)
@@ -151,8 +156,12 @@ class Scrubber:
 
     def line(self, line: Line) -> Line:
         """Returns the line as it may be sent to others."""
-        value = self.text(line.value) if isinstance(line.value, str) else line.value
-        return replace(line, value=value, detail="", advice="")
+        return replace(self.value(line), detail="", advice="")
+
+    def value(self, line: Line) -> Line:
+        """Returns the line for the user, without names in its value."""
+        is_text = isinstance(line.value, str)
+        return replace(line, value=self.text(str(line.value))) if is_text else line
 
 
 def write(report: SelftestReport, folder: Path, scrubber: Scrubber) -> Path:

@@ -1,5 +1,6 @@
 """`brigade selftest`: runs all sections, shows a page, and writes the file to send back."""
 
+import os
 import platform
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from rich.prompt import Confirm
 from launcher.doctor import run_on_all
 from launcher.hostfile import Host
 from launcher.remote import AgentConnection, connected, on_each
-from serve.core.errors import BrigadeError
+from serve.core.errors import BrigadeError, UsageError
 from serve.core.facts import versions
 from serve.selftest.page import show
 from serve.selftest.report import (
@@ -40,6 +41,8 @@ _FAULTS = "--faults kills and stops processes of servers that it starts itself. 
 
 def selftest(context: Context, *, faults: bool, asks: bool) -> int:
     """Returns 0 if nothing is worse than expected, otherwise 1."""
+    if not os.access(Path(), os.W_OK):
+        raise UsageError(f"{Path.cwd()} cannot be written: run the self-test in another folder.")
     console = Console(highlight=False)
     console.print(_ABOUT.format(minutes=context.minutes))
     if faults and asks:

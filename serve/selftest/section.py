@@ -89,8 +89,8 @@ SECTIONS = {
     "memory": SelftestSection("Memory of the GPU", 90.0, on_each_host=True),
     "equality": SelftestSection("Equal results", 60.0, on_each_host=True),
     "links": SelftestSection("Links between ranks", 120.0),
-    "serving": SelftestSection("Brigade, serving", 300.0),
-    "endings": SelftestSection("How servers end", 120.0),
+    "serving": SelftestSection("Brigade, serving", 400.0),
+    "endings": SelftestSection("How servers end", 400.0),
     "faults": SelftestSection("Faults", 150.0),
 }
 
@@ -112,7 +112,7 @@ def main() -> int:
         say(Began(index, name))
         try:
             for line in measure(job.context):
-                say(line)
+                say(line.judged())  # JSON has no numbers that are not finite.
         except Exception as error:  # The top of the process. The next measurement may succeed.
             traceback.print_exc()
             say(failed(f"{job.section}.{name}", f"{type(error).__name__}: {error}"))

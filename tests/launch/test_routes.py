@@ -5,7 +5,16 @@ from collections.abc import Callable
 import pytest
 
 from launcher.hostfile import Host
-from launcher.routes import Network, Pair, addresses_of, choose, listening_ips, needed_pairs
+from launcher.remote import control_addresses
+from launcher.routes import (
+    HostRoute,
+    Network,
+    Pair,
+    addresses_of,
+    choose,
+    listening_ips,
+    needed_pairs,
+)
 from serve.core.agent_messages import NetworkAddress
 
 Reaches = Callable[[Pair, str], bool]
@@ -248,3 +257,10 @@ def test_errors_can_name_an_address_even_of_a_rank_without_a_route() -> None:
     del routes[1, 2], routes[2, 1]
     ports = [dict.fromkeys(listening_ips(routes, rank), 5000 + rank) for rank in range(3)]
     assert addresses_of(1, routes, ports).theirs[2] == ("192.168.0.6:5002",)
+
+
+def test_in_training_on_a_ring_of_cables_only_neighbours_of_rank_0_get_its_address() -> None:
+    routes = {(1, 0): HostRoute(("10.0.1.1",), "cable"), (3, 0): HostRoute(("10.0.4.1",), "cable")}
+    ports = {"10.0.1.1": 5001, "10.0.4.1": 5004}
+    found = [control_addresses(rank, routes, ports) for rank in range(4)]
+    assert found == ["10.0.1.1:5001,10.0.4.1:5004", "10.0.1.1:5001", "", "10.0.4.1:5004"]

@@ -110,13 +110,25 @@ def test_the_error_for_a_folder_that_cannot_be_written_asks_for_another(tmp_path
         "no model in ~/private/models",
         "STUDIO-2.local does not answer",
         "annabel@studio-2 asks for a password",
+        "cannot open '/Volumes/Annabels Disk/my models': no such file",
+        "fe80::1 is not reachable",
     ],
 )
 def test_names_and_addresses_and_paths_are_removed_from_reports(text: str, tmp_path: Path) -> None:
     line = Line("links.sum", text, detail="studio-2 in /Users/ann", advice="ssh annabel@studio-2")
     path = report.write(made(line), tmp_path, Scrubber(["studio-2", "annabel"]))
     written = path.read_text().lower()
-    for private in ("studio-2", "annabel", "users", "secret", "private", "10.1.2.3", "1c2d"):
+    for private in (
+        "studio-2",
+        "annabel",
+        "users",
+        "secret",
+        "private",
+        "10.1.2.3",
+        "1c2d",
+        "disk",
+        "fe80",
+    ):
         assert private not in written, written
 
 

@@ -129,6 +129,13 @@ def test_an_error_in_a_measurement_is_reported(run: Run) -> None:
     assert "system.timer" in lines
 
 
+def test_a_value_that_is_not_a_number_is_reported(run: Run) -> None:
+    """As of logits on a GPU that computes wrong ones. JSON has no word for it."""
+    measure = "lambda context: iter([Line('system.sparse', float('nan'))])"
+    lines = run("system", f"{SECTION} | serve.selftest.system:MEASUREMENTS = [{measure}]")
+    assert lines["system.sparse"].verdict is Verdict.WORSE
+
+
 @pytest.mark.long
 def test_a_section_whose_process_cannot_start_is_reported(run: Run) -> None:
     lines = run("system", f"{SECTION} | serve.selftest.system:MEASUREMENTS = 1 / 0")

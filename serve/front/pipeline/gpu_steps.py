@@ -2,12 +2,13 @@
 
 macOS ends work of a GPU that takes about 5 s, or that holds up the screen. A step takes longer the
 more context it has, so its size is limited by measured times. A step that was ended all the same is
-tried again in half the size, and no later step is larger. The size of a step is its work: the more
-context a token has, the more it counts (`serve.front.pipeline.prefill_order`).
+tried again in parts of half its work, and no later step has more. The more context a token has, the
+more work it is (`serve.front.pipeline.prefill_order`).
 """
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from serve.core.amounts import format_bytes
 from serve.core.constants import Constants
@@ -21,6 +22,11 @@ _FIRST_CHUNK = 128  # the chunk while a GPU's speed is unknown
 _MIN_CHUNK = 16
 
 
+class _PrefillStep(NamedTuple):
+    work: float
+    num_tokens: int
+
+
 class GpuSteps:
     """The prefill steps of a cluster. max_chunk is the most tokens that a step may have: GPUs gain
     from larger steps than CPUs."""
@@ -29,8 +35,8 @@ class GpuSteps:
         self._constants = constants
         self.max_chunk = constants.prefill_chunk
         self._stages: Sequence[StageStatus] = ()
-        self._under_way: dict[int, float] = {}  # the work of each prefill step, by its number
-        self._interrupted = 0.0
+        self._under_way: dict[int, _PrefillStep] = {}  # by the step's number
+        self._interrupted = _PrefillStep(0.0, 0)
         self._max_work = math.inf
 
     def settle(self, stages: Sequence[StageStatus]) -> None:
@@ -42,14 +48,20 @@ class GpuSteps:
 
     @property
     def on_gpus(self) -> bool:
-        return all(stage.loaded.section(StepLimit) for stage in self._stages)
+        return bool(self._stages) and all(s.loaded.section(StepLimit) for s in self._stages)
 
     def max_tokens(self, context: int) -> int:
         """Returns the number of tokens that a step may have which begins after this many tokens."""
-        sizes = [int(min(self.max_chunk, self._max_work / work(context, context + 1)))]
+        sizes = [self._tokens_in_work(context)]
         for stage in self._stages:
             sizes += [self._tokens_in_time(stage, context), self._tokens_in_memory(stage)]
         return max(min(_MIN_CHUNK, self.max_chunk), min(sizes))
+
+    def _tokens_in_work(self, context: int) -> int:
+        """Returns for how many tokens there is work, if each is as much as the last of them."""
+        max_work = self._max_work / MAX_CHUNK_SHARE
+        last = context + int(min(self.max_chunk, max_work / work(context, context + 1)))
+        return int(min(self.max_chunk, max_work / work(last, last + 1)))
 
     def _tokens_in_time(self, stage: StageStatus, context: int) -> int:
         """Returns for how many tokens a stage has time."""
@@ -69,12 +81,16 @@ class GpuSteps:
             return self.max_chunk
         return int(use.head_room_bytes / MAX_CHUNK_SHARE / use.bytes_per_token)
 
-    def refusal(self) -> str | None:
+    def refusal(self, *, is_idle: bool) -> str | None:
         """Returns why no prompt can be computed, if a rank has no memory left for a small chunk.
-        Keys and values have reserved memory, so other programs have taken it."""
+        Keys and values have reserved memory, so other programs have taken it. While nothing else
+        runs, a prompt may try: only prompts show whether they need less memory than the last."""
         for stage in self._stages:
-            if stage.memory and self._tokens_in_memory(stage) < _MIN_CHUNK:
-                used, left = stage.memory.active_bytes, stage.memory.head_room_bytes
+            use = stage.memory
+            if use is None or (is_idle and use.head_room_bytes):
+                continue
+            if self._tokens_in_memory(stage) < _MIN_CHUNK:
+                used, left = use.active_bytes, use.head_room_bytes
                 return (
                     f"Rank {stage.rank} on {stage.host} uses {format_bytes(used)} of memory and "
                     f"has {format_bytes(left)} left, too little for a prompt: close other programs "
@@ -87,7 +103,8 @@ class GpuSteps:
     def begin(self, step: Step) -> None:
         if not step.sample and step.rows:
             ends = [(row.position, row.position + row.num_tokens) for row in step.rows]
-            self._under_way[step.number] = sum(work(start, end) for start, end in ends)
+            whole = sum(work(start, end) for start, end in ends)
+            self._under_way[step.number] = _PrefillStep(whole, len(step.tokens))
 
     def end(self, number: int) -> None:
         """Takes the result of a step."""
@@ -96,12 +113,12 @@ class GpuSteps:
     # --- faults
 
     def interrupt(self) -> bool:
-        """Takes note that no step comes back. Returns whether one of the steps can be halved."""
-        self._interrupted = max(self._under_way.values(), default=0.0)
+        """Takes note that no step comes back. Returns whether the largest step can be halved."""
+        self._interrupted = max(self._under_way.values(), default=_PrefillStep(0.0, 0))
         self._under_way.clear()
-        return self._interrupted > work(0, _MIN_CHUNK)
+        return self._interrupted.num_tokens > MAX_CHUNK_SHARE * _MIN_CHUNK
 
     def halve(self) -> None:
-        """Limits later steps to half of the largest that was interrupted: a GPU did not survive
-        it."""
-        self._max_work = min(self._max_work, self._interrupted / 2)
+        """Limits the work of later steps to half of the largest step that was interrupted: a GPU
+        did not survive it."""
+        self._max_work = min(self._max_work, self._interrupted.work / 2)

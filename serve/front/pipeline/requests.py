@@ -91,7 +91,7 @@ class Requests:
     ) -> Generation:
         """Queues the sequences of a request. Raises OverloadedError, RequestError, or
         UnavailableError if a rank has no memory for it."""
-        if reason := self._gpu_steps.refusal():
+        if reason := self._gpu_steps.refusal(is_idle=not self._generations):
             raise UnavailableError(reason, code="no_memory")
         sequences: list[Sequence] = []
         of_sequence: dict[int, Prompt] = {}
@@ -275,8 +275,8 @@ class Requests:
         self._pump()
 
     def halve_chunks(self) -> None:
-        """Takes note that the latest interrupt's fault was a GPU's time-out: the prefill step is
-        tried again in smaller ones before a request is blamed."""
+        """Takes note that a GPU's limit of time or memory caused the latest interrupt: the prefill
+        step is tried again in smaller ones before a request is blamed."""
         self._gpu_steps.halve()
         self._fault_blame.pardon()
         self.scheduler.run_alone(self._fault_blame.alone)

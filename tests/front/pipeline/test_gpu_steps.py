@@ -120,18 +120,22 @@ def test_a_step_that_fails_halves_the_work_of_later_ones() -> None:
     steps.end(1)
     assert steps.interrupt()
     steps.halve()
-    assert 500 <= steps.max_tokens(30_000) <= 520
-    assert 1000 <= steps.max_tokens(0) <= 1040, "half of the work, with less context"
+    # A chunk may have a quarter more tokens, so that a prompt's last one is not small.
+    assert 390 <= steps.max_tokens(30_000) <= 410
+    assert 780 <= steps.max_tokens(0) <= 820, "half of the work, with less context"
     steps.begin(step(3, 90_000, 2048))
     assert steps.interrupt()
     steps.halve()
-    assert 1000 <= steps.max_tokens(0) <= 1040, "the smallest size that failed counts"
+    assert 780 <= steps.max_tokens(0) <= 820, "the smallest size that failed counts"
 
 
-def test_a_small_step_is_not_halved() -> None:
+@pytest.mark.parametrize(("position", "num_tokens"), [(0, 16), (0, 20), (60_000, 16)])
+def test_the_smallest_step_is_not_halved_so_that_its_request_is_blamed(
+    position: int, num_tokens: int
+) -> None:
     steps = GpuSteps(Constants())
     assert not steps.interrupt()
-    steps.begin(step(1, 0, 16))
+    steps.begin(step(1, position, num_tokens))
     assert not steps.interrupt()
     assert steps.max_tokens(0) == 512
 
@@ -146,14 +150,22 @@ def test_chunks_are_small_enough_for_the_memory_that_is_left() -> None:
     steps = GpuSteps(Constants())
     steps.settle([with_memory(10**9), with_memory(250 * 10**6)])
     assert steps.max_tokens(0) == 200
-    assert steps.refusal() is None
+    assert steps.refusal(is_idle=False) is None
+
+
+def test_a_prompt_may_try_with_little_memory_while_nothing_else_runs() -> None:
+    """Otherwise one prompt that needed much would shut out all others for good."""
+    steps = GpuSteps(Constants())
+    steps.settle([with_memory(10**7)])
+    assert "has 10.0 MB left" in (steps.refusal(is_idle=False) or "")
+    assert steps.refusal(is_idle=True) is None
 
 
 def test_prompts_are_refused_with_the_numbers_before_memory_runs_out() -> None:
     served = Served(Gpu(0.001, 30_000))
     served.read([1] * 100)
-    served.stage.activity = with_memory(10**7).activity
-    with fails(UnavailableError, "no_memory", "uses 90.0 GB of memory and has 10.0 MB left"):
+    served.stage.activity = with_memory(0).activity
+    with fails(UnavailableError, "no_memory", "uses 90.0 GB of memory and has 0 B left"):
         served.read([1] * 100)
 
 
@@ -167,7 +179,7 @@ def test_a_gpu_that_fails_in_a_chunk_gets_smaller_ones_and_no_request_is_blamed(
     asked = cluster.ask(20_000, 20)
     steps = cluster.requests._gpu_steps
     num_faults = 0
-    while steps.max_tokens(0) > 16:
+    while steps.max_tokens(0) > 40:
         num_faults += 1
         assert cluster.run(20, lambda: bool(steps._under_way))
         before = steps.max_tokens(0)
