@@ -136,7 +136,7 @@ def tell(text: str) -> None:
 
 
 def table(runs: Runs) -> Table:
-    """Returns one row for each load and server, and the reasons of errors below it."""
+    """Returns a table with a row for each load and server. Its caption gives reasons of errors."""
     # The table has to fit into 80 columns, so it is as narrow as its numbers.
     shown = Table(
         box=None,

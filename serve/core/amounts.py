@@ -28,7 +28,7 @@ def parse_memory(text: str, num_ranks: int, flag: str = "--memory") -> list[int]
 
 
 def memory_of(text: str, ranks: Iterable[int]) -> list[int]:
-    """Returns the bytes of some of the ranks, from a text that parse_memory accepts."""
+    """Returns the memory in bytes of each of `ranks`, from a text that parse_memory accepts."""
     amounts = _amounts(text)
     if len(amounts) == 1:
         return [amounts[0] for _ in ranks]

@@ -267,7 +267,7 @@ def _divide_in_block(name: str, lora: Any, division: Division, *, is_initial: bo
 
 
 def _axes(lora: nn.Module) -> tuple[int, int]:
-    """Returns the axes of lora_a's inputs and lora_b's outputs; experts' are transposed."""
+    """Returns the axes of lora_a's inputs and lora_b's outputs (transposed for experts)."""
     if isinstance(lora, LoRASwitchLinear):
         return -1, -2
     return 0, 1

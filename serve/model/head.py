@@ -36,7 +36,7 @@ Gather = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True, slots=True)
 class HeadCall:
-    """The call of a module that computes logits, not evaluated."""
+    """A call of the module that computes logits: its input, and its output, not yet evaluated."""
 
     module: nn.Module
     hidden: mx.array

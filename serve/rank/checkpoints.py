@@ -1,4 +1,4 @@
-"""Copies of a sequence's caches that cannot be cut to an earlier position.
+"""Copies of those caches of a sequence that cannot be cut to an earlier position.
 
 Keys and values of plain attention are cut where a shared prefix ends. A window, a chunk or a
 recurrent layer's state cannot return to an earlier position, so a copy is kept.

@@ -126,8 +126,8 @@ def reduce(
     mine: Payload,
     add: Callable[[Payload, Payload], Payload],
 ) -> Payload:
-    """Adds up the payloads of all ranks on rank 0. Each other rank gets the sum from the last rank
-    down to itself."""
+    """Adds up the payloads of all ranks on rank 0. Other ranks return the sum of their own payload
+    and those of all higher ranks."""
     if links.rank < links.num_ranks - 1:
         mine = add(mine, links.receive("reduce"))
     if links.rank:

@@ -204,12 +204,12 @@ def _steps(location: Location, body: Any, is_missing: bool) -> Location:
 
 
 def _is_field(step: str, rest: Location, body: dict[str, Any], is_missing: bool) -> bool:
-    """Whether a step leads to a field of body, and does not name a union's part."""
+    """Whether a step leads to a field of body, and does not name a member of a union."""
     if step not in body:
         return is_missing and not rest
     if not rest or isinstance(body[step], dict | list):
         return True
-    # A plain value contains no fields: if body has the next step, this one is a union's part.
+    # A plain value has no fields: if the next step is a field of body, this one names a member.
     return not is_missing and rest[0] not in body
 
 

@@ -608,7 +608,7 @@ class Scheduler:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Ends leaving sequences without steps under way, or returns them to the queue."""
+        """Ends each sequence in `_leaving` without steps under way, or queues it again if live."""
         for sequence in [s for s in self._leaving if not s.num_pending]:
             self._leaving.remove(sequence)
             if sequence.id in self._live:

@@ -130,7 +130,7 @@ class Watchers:
             await asyncio.sleep(PERIOD_SECONDS)
             try:
                 frame = self._change_frame()
-            except Exception as error:  # The top of the task: without it the streams would hang.
+            except Exception as error:  # Uncaught, it would leave the streams waiting forever.
                 _logger.error("event=bug trace=%s", trace_of(error))
                 self._end_all()
                 self._observing = None  # The next watcher starts a new observation.

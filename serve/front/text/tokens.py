@@ -179,7 +179,7 @@ class Tokenizer:
         )
 
     def grammar_of_answer(self, grammar: str) -> str:
-        """Returns the grammar of an answer whose content follows the given one."""
+        """Returns the grammar of a whole answer whose content has to match `grammar`."""
         if not self.dialect.has_messages:
             return grammar
         return content_grammar(grammar, self._added_ids.get, self._added_ids)
@@ -473,7 +473,7 @@ def _model_vocab_size(folder: Path, default: int) -> int:
 
 
 def _config_parts(file: Path) -> list[dict[str, Any]]:
-    """Returns a config, and its part about text if there is one; nothing without the file."""
+    """Returns a config (empty if there is no file), and its part about text if there is one."""
     config = _json_of(file)
     parts = config, config.get("text_config")
     return [part for part in parts if isinstance(part, dict)]
@@ -531,7 +531,7 @@ _BYTES = {character: byte for byte, character in enumerate(character_of)}
 
 
 def _parts(component: Any, name: str) -> list[dict[str, Any]]:
-    """Returns the JSON of a normalizer or pre-tokenizer; for a sequence, of each part."""
+    """Lists the JSON of a normalizer or pre-tokenizer, or of each part if it is a `Sequence`."""
     if component is None:
         return []
     state: dict[str, Any] = json.loads(component.__getstate__())

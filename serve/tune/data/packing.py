@@ -126,8 +126,8 @@ def check_exact(
     rounding: float,
 ) -> None:
     """Raises PlanError if the tokens before an example in its row, or its position there, change
-    its loss. At another position, rounding may change it by a share of `rounding`. loss_of runs
-    the whole model."""
+    its loss. Rounding may change the loss at another position, by at most the fraction `rounding`
+    of it. loss_of runs the whole model."""
     example = _half_a_row(split, length)
     num_before = max(_MIN_TOKENS_BEFORE, length - len(example.tokens))
     highest_ids = [max(each.tokens) for each in split.examples]

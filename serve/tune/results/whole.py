@@ -14,9 +14,9 @@ _WEIGHTS = (".safetensors", ".index.json", ".bin", ".gguf", ".npz", ".pt", ".pth
 
 
 def write(model: Path | PartialModel, trained: Path, final: Path) -> Path:
-    """Makes the folder `final`, with the model card that lies beside it. Tensors have mlx-lm's
-    names, which are those of the base model's files unless mlx-lm stacks or renames tensors.
-    Raises UsageError and ModelError."""
+    """Makes the folder `final`, and copies the model card from the folder above into it. Tensors
+    have mlx-lm's names, which are those of the base model's files unless mlx-lm stacks or renames
+    tensors. Raises UsageError and ModelError."""
     if isinstance(model, PartialModel):
         base = model.folder
     else:

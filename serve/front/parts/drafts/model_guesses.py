@@ -8,8 +8,8 @@ from serve.core.types import Sequence
 
 MAX_GUESSES = 8
 _FIRST_SHARE = 0.7
-_NEW_SHARE = 0.06  # the weight of the latest guess in a sequence's share
-_NEW_SHARE_OF_ALL = 0.01  # the weight of the latest guess in the share of all sequences
+_NEW_SHARE = 0.06  # the weight of the latest guess in a sequence's share of right guesses
+_NEW_SHARE_OF_ALL = 0.01  # the latest guess's weight in the share of right guesses of all sequences
 # While nothing is guessed, each token moves the share back towards its first value, so that the
 # draft model gets another try after a few hundred tokens.
 _DECAY = 0.002

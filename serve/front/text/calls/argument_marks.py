@@ -79,7 +79,7 @@ class ArgumentMarks:
 def read_calls(
     marks: NameMarks, read: ReadValue, source: TextBuffer
 ) -> Generator[CallPart | None, None, None]:
-    """Reads calls with these marks, and the values of their arguments through read."""
+    """Reads calls with these marks. `read` reads the value of each argument."""
     while (yield from source.first_of(marks.function)):
         name = (yield from source.name_until(marks.named)).strip("\"'")
         yield CallHeader(name)
