@@ -84,7 +84,7 @@ def test_a_change_of_the_engine_chooses_cluster_tests_but_no_format_tests() -> N
     assert apart <= sources.keys() - chosen
 
 
-def test_every_test_listed_for_other_files_exists() -> None:
+def test_every_test_listed_for_files_other_than_python_exists() -> None:
     listed = {test for tests in OTHER_FILES.values() for test in tests}
     assert not [test for test in listed if not (ROOT / test).exists()]
 
@@ -118,7 +118,7 @@ def run(folder: Path, command: str) -> None:
     subprocess.run(command, shell=True, cwd=folder, check=True, env=os.environ)
 
 
-def test_changed_files_are_those_of_the_branch_and_uncommitted_ones(repository: Path) -> None:
+def test_changed_files_are_those_of_the_branch_and_uncommitted_files(repository: Path) -> None:
     run(repository, "git mv moved here && git commit -qm three")
     write(repository, kept="4", new="5")
     assert default_base(repository) == "main"

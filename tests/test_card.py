@@ -132,7 +132,7 @@ def test_json_of_clients_and_files_is_not_taken_for_a_message(path: str, source:
 DOUBLED = {"Gone", "Link", "Probe"}
 
 
-def test_no_two_classes_share_a_name_except_listed_ones() -> None:
+def test_no_two_classes_share_a_name_except_listed_classes() -> None:
     doubled = {name for name, count in class_names(product()).items() if count > 1}
     assert not doubled - DOUBLED, "rename one of the classes"
     assert len(DOUBLED) <= 8

@@ -79,7 +79,7 @@ def test_an_adapter_root_that_is_not_a_folder_is_refused(tmp_path: Path, root: s
         ),
     ],
 )
-def test_errors_found_with_the_model_or_the_host_name_the_flag(
+def test_the_flag_is_named_in_errors_that_only_the_model_or_the_host_reveals(
     words: list[str], message: str
 ) -> None:
     model = Path(__file__).parents[1] / "examples" / "tiny-chat"
@@ -87,7 +87,7 @@ def test_errors_found_with_the_model_or_the_host_name_the_flag(
         check(["--model", str(model), *words], 2)
 
 
-def test_help_lists_the_tool_parsers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_lists_the_tool_parsers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         serve("--help")
     shown = " ".join(capsys.readouterr().out.split())
@@ -106,7 +106,7 @@ def test_text_that_is_no_name_or_address_is_refused_as_an_allowed_host(name: str
         serve("--allowed-host", name)
 
 
-def test_help_puts_flags_under_headings_and_names_their_values(
+def test_the_help_puts_flags_under_headings_and_names_their_values(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
@@ -120,7 +120,7 @@ def test_help_puts_flags_under_headings_and_names_their_values(
     assert "--host HOST" in text
 
 
-def test_help_is_short_and_begins_with_what_most_people_need(
+def test_the_help_is_short_and_begins_with_what_most_people_need(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -134,7 +134,7 @@ def test_help_is_short_and_begins_with_what_most_people_need(
     assert flags[:6] == first
 
 
-def test_quick_start_changes_constants_and_is_hidden_from_help(
+def test_the_flag_quick_start_changes_constants_and_is_hidden_from_help(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert serve().constants == Constants()
@@ -155,12 +155,12 @@ def test_quick_start_changes_constants_and_is_hidden_from_help(
         ("max_restarts=few", "usage"),
     ],
 )
-def test_quick_start_refuses_malformed_values(text: str, code: str) -> None:
+def test_the_flag_quick_start_refuses_malformed_values(text: str, code: str) -> None:
     with fails(UsageError, code):
         serve("--quick-start", text)
 
 
-def test_old_names_of_flags_work_and_the_new_ones_are_printed(
+def test_old_names_of_flags_work_and_the_new_names_are_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["--lora=a=/b", "--tensor-parallel", "2", "--mtp", "--no-prefix-cache"]

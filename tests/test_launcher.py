@@ -133,11 +133,11 @@ Start = Callable[[int, str], Launch]
 # --- ends
 
 
-def test_a_launch_ends_with_code_0_if_all_its_ranks_do(launch: Start) -> None:
+def test_a_launch_ends_with_code_0_if_all_its_ranks_end_with_code_0(launch: Start) -> None:
     assert launch(3, "print('done', rank)").end()[0] == 0
 
 
-def test_the_launch_returns_the_code_of_the_first_rank_that_fails_and_ends_the_others(
+def test_a_launch_returns_the_code_of_the_first_failed_rank_and_ends_the_other_ranks(
     launch: Start,
 ) -> None:
     launched = launch(3, f"if rank == 1: sys.exit(7)\n{SLEEP}")
@@ -145,7 +145,7 @@ def test_the_launch_returns_the_code_of_the_first_rank_that_fails_and_ends_the_o
     assert "event=killing" not in launched.text
 
 
-def test_a_rank_that_a_signal_ended_gives_the_launch_128_plus_its_number(launch: Start) -> None:
+def test_the_exit_code_of_a_launch_is_128_plus_the_signal_that_ended_a_rank(launch: Start) -> None:
     assert launch(2, f"if rank == 0: os.kill(os.getpid(), 9)\n{SLEEP}").end()[0] == 137
 
 
@@ -159,7 +159,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_a_grace_period(launch: Star
 
 
 @pytest.mark.long
-def test_a_rank_that_still_runs_after_another_has_ended_with_code_0_is_ended(launch: Start) -> None:
+def test_a_rank_that_runs_on_after_another_rank_exits_with_0_is_ended(launch: Start) -> None:
     launched = launch(2, f"if rank == 0: sys.exit(0)\n{SLEEP}")
     code, seconds = launched.end()
     assert code == 0
@@ -173,7 +173,7 @@ def test_a_program_that_does_not_exist_is_reported_with_its_rank() -> None:
         Supervisor(local_ranks(["/no/such/program"], 2), lines.append).run()
 
 
-def test_ranks_are_ended_if_another_one_cannot_start(
+def test_ranks_are_ended_if_another_rank_cannot_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[subprocess.Popen[bytes]] = []
@@ -223,7 +223,7 @@ def test_a_signal_while_ranks_start_gives_code_0_for_a_server_but_not_for_traini
 
 
 @pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGQUIT])
-def test_a_closed_terminal_and_its_quit_key_end_the_ranks(launch: Start, signum: int) -> None:
+def test_the_hangup_or_quit_signal_of_a_terminal_ends_ranks(launch: Start, signum: int) -> None:
     """SIGQUIT left the ranks to their leash, and the folder of the launch to the next one."""
     launched = launch(2, SLEEP).see("up", 2)
     launched.process.send_signal(signum)
@@ -244,7 +244,7 @@ def test_ranks_live_on_after_a_closed_terminal_under_nohup(
     assert launched.end()[0] == 0
 
 
-def test_a_second_signal_kills_at_once(launch: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_signals_kill_ranks_at_once(launch: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     text = LAUNCH.replace("drain_seconds=3.0", "drain_seconds=600.0")
     monkeypatch.setattr(sys.modules[__name__], "LAUNCH", text)
     launched = launch(2, DEAF + SLEEP).see("up", 2)
@@ -537,7 +537,7 @@ def meet(folder, num_ranks):
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_all_ranks_start_again_after_the_loss_of_one(
+def test_all_ranks_start_again_after_the_loss_of_one_rank(
     train: Start, tmp_path: Path, lost: int
 ) -> None:
     """Also one that does not end by itself, such as a shard in a sum."""
@@ -558,7 +558,7 @@ def test_the_only_rank_of_a_training_run_is_started_again(train: Start) -> None:
     assert launched.text.count("event=rank_started") == 2
 
 
-def test_a_rank_that_ends_because_another_one_is_lost_does_not_end_the_launch(
+def test_a_rank_that_ends_because_another_rank_is_lost_does_not_end_the_launch(
     train: Start, tmp_path: Path
 ) -> None:
     """It may end before the launcher hears of the other one, which can be on another host."""
@@ -581,7 +581,7 @@ def test_a_rank_that_decides_to_end_ends_the_training_run(train: Start) -> None:
     assert launched.text.count("event=rank_started") == 4
 
 
-def test_a_training_run_starts_again_if_rank_0_is_lost_after_the_others_have_ended(
+def test_a_training_run_starts_again_if_rank_0_is_lost_after_all_other_ranks_have_ended(
     train: Start, tmp_path: Path
 ) -> None:
     until_killed = f"if rank == 0 and not is_again:\n    {until_there(tmp_path / 'never')}"
@@ -715,7 +715,7 @@ def test_a_server_that_is_not_ready_ends_with_a_failed_rank_even_if_it_replans(
     assert "event=rank_left_out" not in launched.text
 
 
-def test_after_a_failed_rank_the_others_have_time_to_drain(tmp_path: Path) -> None:
+def test_after_a_failed_rank_the_other_ranks_have_time_to_drain(tmp_path: Path) -> None:
     """They were killed after 3 s, in the middle of answers."""
     asked, finish = tmp_path / "asked", tmp_path / "finish"
     program = f"""
@@ -811,7 +811,7 @@ def test_a_rank_that_did_not_learn_of_the_drain_does_not_fail_the_launch(
     assert launched.end()[0] == code
 
 
-def test_the_next_launch_removes_the_folder_of_a_killed_one(launch: Start, tmp_path: Path) -> None:
+def test_a_launch_removes_the_folder_of_a_killed_launch(launch: Start, tmp_path: Path) -> None:
     killed = launch(1, LEASHED + SLEEP).see("up")
     (folder,) = tmp_path.glob("brigade-*")
     killed.process.kill()
@@ -990,7 +990,7 @@ def cpu_seconds(pid: int) -> float:
 # --- the command line
 
 
-def test_launch_runs_serve_with_the_arguments_after_the_dashes(
+def test_brigade_launch_runs_brigade_serve_with_the_arguments_after_the_dashes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = save(tmp_path, "llama")
@@ -1018,7 +1018,7 @@ def test_launch_runs_serve_with_the_arguments_after_the_dashes(
         ("--status", "--status", ""),
     ],
 )
-def test_launch_finds_its_command_without_dashes_if_it_is_unambiguous(
+def test_brigade_launch_finds_its_command_without_dashes_if_it_is_unambiguous(
     words: str, own: str, command: str
 ) -> None:
     assert cli.split_at_command(words.split()) == (own.split(), command.split())
@@ -1038,7 +1038,7 @@ def test_a_training_run_that_a_signal_ends_early_does_not_exit_with_code_0(tmp_p
         launched.clean_up()
 
 
-def test_launch_reports_errors_before_any_rank_starts(
+def test_brigade_launch_reports_errors_before_any_rank_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = save(tmp_path, "llama")
@@ -1057,7 +1057,7 @@ def test_launch_reports_errors_before_any_rank_starts(
         assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_serve_gets_its_arguments_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_brigade_serve_gets_its_arguments_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     monkeypatch.setattr("serve.cli.main.main", lambda words: seen.append(words) or 4)
     assert cli.main(["serve", "--version", "--", "launch", "-h"]) == 4
@@ -1122,7 +1122,7 @@ def test_the_process_ends_with_the_exit_code_of_a_wrong_command_line() -> None:
         (["bench", "--uurl", "http://a"], "did you mean --url?"),
     ],
 )
-def test_a_misspelt_word_is_answered_with_a_similar_one(
+def test_a_misspelt_word_is_answered_with_a_similar_word(
     words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(words) == 2
@@ -1140,7 +1140,7 @@ def test_no_word_is_suggested_if_none_is_similar(
 
 
 @pytest.mark.parametrize("words", [["serve"], ["fine-tune"], ["bench"], ["plan"]])
-def test_help_begins_with_the_command_as_it_was_typed(
+def test_the_help_begins_with_the_command_as_it_was_typed(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with suppress(SystemExit):
@@ -1256,7 +1256,7 @@ assert signal.getsignal(signal.SIGINT) == signal.{handler}
     assert (run.returncode, run.stderr) == (code, b"")
 
 
-def test_version_and_help_exit_with_code_0(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_flags_version_and_help_exit_with_code_0(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--version"], ["--help"]):
         assert cli.main(words) == 0
     for words in (["launch", "--help"], ["demo", "--help"]):

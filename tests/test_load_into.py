@@ -54,7 +54,7 @@ def url_of(server: Any) -> str:
     return f"http://127.0.0.1:{server.server_port}"
 
 
-def test_curl_line_sends_the_same_request_as_load_into(
+def test_the_curl_line_sends_the_same_request_as_the_flag_load_into(
     server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BRIGADE_ADMIN_KEY", "secret")

@@ -70,13 +70,13 @@ def clone(tmp_path: Path) -> Clone:
         ),
     ],
 )
-def test_the_test_script_lints_before_all_tests_but_not_before_chosen_ones(
+def test_the_test_script_lints_before_all_tests_but_not_before_chosen_tests(
     clone: Clone, command: str, called: list[str]
 ) -> None:
     assert clone.run(command) == (0, called)
 
 
-def test_ci_runs_lint_and_all_tests_but_the_slow_ones(clone: Clone) -> None:
+def test_ci_runs_lint_and_all_tests_except_slow_tests(clone: Clone) -> None:
     code, called = clone.run(".ci/run")
     assert code == 0
     assert called.pop(0) == "install --dev"
@@ -93,7 +93,7 @@ def test_ci_fails_if_any_of_its_parts_fails(clone: Clone, failing: str) -> None:
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (1, 1), (5, 0)])
-def test_changed_tests_do_not_fail_if_none_was_run(
+def test_the_test_script_does_not_fail_if_no_test_of_the_changes_was_run(
     tmp_path: Path, code: int, expected: int
 ) -> None:
     """All chosen tests may be long: then pytest ends with 5."""
@@ -203,7 +203,7 @@ def of_chip(machine: str) -> str:
         ".local/bin/python3.11",
     ],
 )
-def test_install_finds_pythons_that_are_not_on_the_path_of_ssh(mac: Mac, program: str) -> None:
+def test_the_install_script_finds_pythons_outside_the_path_of_ssh(mac: Mac, program: str) -> None:
     mac.add("bin/python3", "#!/bin/sh\nexit 1  # as 3.9\n")
     mac.add("bin/python3.9", of_chip("arm64"))
     assert mac.install() == (2, "scripts/install: no Python 3.11 or newer found; set PYTHON to one")
@@ -213,14 +213,14 @@ def test_install_finds_pythons_that_are_not_on_the_path_of_ssh(mac: Mac, program
     assert (mac.folder / "installed").read_text() == ".\n"
 
 
-def test_install_prefers_pythons_for_the_chip_of_a_mac(mac: Mac) -> None:
+def test_the_install_script_prefers_pythons_for_the_chip_of_a_mac(mac: Mac) -> None:
     mac.add("bin/python3", of_chip("x86_64"))
     mac.add(".local/bin/python3.13", of_chip("arm64"))
     assert mac.install()[0] == 0
     assert (mac.folder / ".venv/bin/python").read_text() == of_chip("arm64")
 
 
-def test_install_refuses_pythons_and_macs_of_intel_before_pip_starts(mac: Mac) -> None:
+def test_the_install_script_refuses_pythons_and_macs_of_intel_before_pip_starts(mac: Mac) -> None:
     mac.add("bin/python3", of_chip("x86_64"))
     for environment in ({}, {"PYTHON": str(mac.folder / "bin" / "python3")}):
         code, said = mac.install(**environment)

@@ -52,7 +52,7 @@ def test_busy_shares_count_only_the_part_of_a_span_in_the_window() -> None:
     assert busy_shares(events, (1.0, 3.0)) == pytest.approx({0: 0.375, 1: 1.0})
 
 
-def test_ratio_divides_one_median_by_another() -> None:
+def test_ratio_divides_one_median_by_another_median() -> None:
     assert ratio([1.0, 2.0, 90.0], [4.0]) == 0.5
 
 
@@ -100,13 +100,13 @@ def test_a_training_result_has_a_figure_for_each_column() -> None:
     assert row["busy ÷ bound"] == "0.889"
 
 
-def test_each_training_case_differs_from_the_one_before_in_one_setting() -> None:
+def test_each_training_case_differs_from_the_previous_case_in_one_setting() -> None:
     rows = list(training.RUNS.values())
     apart = [sum(a != b for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(rows)]
     assert apart == [1] * (len(rows) - 1)
 
 
-def test_rounds_alternate_the_order_of_servers_and_skip_one_that_does_not_start() -> None:
+def test_rounds_alternate_the_order_of_servers_and_skip_a_server_that_does_not_start() -> None:
     ran: list[str] = []
 
     def run(name: str, round_: int) -> None:

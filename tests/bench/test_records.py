@@ -34,7 +34,7 @@ def test_a_failed_request_is_counted_with_its_reason_but_not_in_latencies() -> N
     assert summary.ttft_p99_seconds == pytest.approx(0.5)
 
 
-def test_tokens_are_counted_from_usage_if_chunks_hold_several() -> None:
+def test_tokens_are_counted_from_usage_if_chunks_hold_several_tokens() -> None:
     record = RequestRecord(start=0.0, end=3.0, times=(1.0, 3.0), tokens=9)
     summary = summarise([[record]])
     assert (summary.tokens, summary.chunks) == (9, 2)

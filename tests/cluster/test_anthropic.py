@@ -61,7 +61,7 @@ def test_pieces_of_a_streamed_message_add_up_to_the_whole_reply(server: Server) 
     assert start.message.usage.input_tokens == delta.usage.input_tokens
 
 
-def test_a_max_tokens_above_the_context_changes_nothing(server: Server) -> None:
+def test_a_value_of_max_tokens_above_the_context_changes_nothing(server: Server) -> None:
     assert message(server, max_tokens=10**6).content == message(server).content
 
 

@@ -65,7 +65,7 @@ def test_streamed_logprobs_equal_those_of_the_whole_reply(server: Server) -> Non
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_prompts_are_scored_as_evaluation_harnesses_ask_for(
+def test_prompts_are_scored_as_evaluation_harnesses_need(
     server: Server, whole: Whole, max_tokens: int
 ) -> None:
     """Several lists of token ids, longer than a chunk beside others, twice: the second time
@@ -178,7 +178,7 @@ def server_tokens(server: Server, text: str) -> list[int]:
     return list(reply["tokens"])
 
 
-def test_ignore_eos_and_min_tokens_and_stop_token_ids_are_obeyed(server: Server) -> None:
+def test_the_parameters_ignore_eos_min_tokens_and_stop_token_ids_are_obeyed(server: Server) -> None:
     short = chat(server, "Hi", extra_body={"return_token_ids": True}).choices[0]
     ids = short.model_extra["token_ids"]
     assert short.finish_reason == "stop"

@@ -179,7 +179,7 @@ def test_bad_input_for_embeddings_is_refused_with_the_name_of_its_field(
     assert reply.json()["error"]["param"] == param
 
 
-def test_an_input_that_is_too_long_is_truncated_if_asked(server: Server) -> None:
+def test_an_input_that_is_too_long_is_truncated_if_the_request_asks_for_it(server: Server) -> None:
     ids = [n % 50 + 3 for n in range(5000)]
     (cut,) = vectors(embed(server, ids, extra_body={"truncate_prompt_tokens": 20}))
     (short,) = vectors(embed(server, ids[-20:]))

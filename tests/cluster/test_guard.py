@@ -133,7 +133,7 @@ def at_once_again(server: Server) -> bool:
     return reply.choices[0].finish_reason == "length"
 
 
-def test_a_thousand_clients_above_the_limits_all_get_a_status() -> None:
+def test_a_thousand_clients_above_the_limits_all_get_an_http_status() -> None:
     with running(1, quick(max_connections=600), "--max-queue", "50", launch=alone) as server:
         found = at_once(server)
         assert found["HTTP/1.1 503 Service Unavailable"] > 0, found

@@ -47,7 +47,7 @@ def test_pieces_of_a_streamed_response_add_up_to_the_whole_reply(server: Server)
         assert stream.get_final_response().output_text
 
 
-def test_a_response_continues_an_earlier_one(server: Server) -> None:
+def test_a_response_continues_an_earlier_response(server: Server) -> None:
     first = respond(server, "Hello!", instructions="Be kind.")
     second = respond(server, previous_response_id=first.id)
     said = [

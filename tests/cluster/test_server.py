@@ -84,7 +84,7 @@ def test_a_second_turn_reuses_the_first_turn_as_a_prefix(
     assert float(re.findall(r"^brigade_prefix_cache_hits_total (\S+)", metrics, re.M)[0]) >= cached
 
 
-def test_max_tokens_and_a_stop_string_end_an_answer(server: Server) -> None:
+def test_reaching_max_tokens_or_a_stop_string_ends_an_answer(server: Server) -> None:
     create = server.client().chat.completions.create
     short = create(**CHAT, messages=user("Say the alphabet."), max_tokens=3)
     assert short.choices[0].finish_reason == "length"
@@ -151,7 +151,7 @@ def overlap(by_stage: dict[int, list[tuple[float, float]]]) -> tuple[float, floa
     return both, total - both
 
 
-def test_four_requests_keep_both_stages_busy_and_one_does_not(server: Server) -> None:
+def test_four_requests_keep_both_stages_busy_and_one_request_does_not(server: Server) -> None:
     # Made before: what making one takes would keep the requests apart.
     clients = [server.client() for _ in range(4)]
 

@@ -76,7 +76,7 @@ def test_text_follows_the_structured_outputs_of_vllm(
     assert re.fullmatch(pattern, text.choices[0].text)
 
 
-def test_answers_without_a_grammar_do_not_change_beside_one(server: Server) -> None:
+def test_answers_without_a_grammar_do_not_change_beside_an_answer_with_one(server: Server) -> None:
     """Rows with and without a grammar share their steps."""
     plain = ask(server, "Say who you are.", temperature=0).choices[0].message.content
 

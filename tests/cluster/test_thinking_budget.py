@@ -89,7 +89,7 @@ def expected(thinker: Server, end: int) -> list[Answered]:
     return answers
 
 
-def test_the_budget_ends_reasoning_exactly_and_changes_no_token_before(
+def test_the_budget_ends_reasoning_exactly_and_changes_no_earlier_token(
     thinker: Server, end: int
 ) -> None:
     """This model was never taught the end mark: without a budget it ends its answer within its
@@ -124,7 +124,7 @@ def test_an_unused_budget_changes_nothing(thinker: Server, end: int) -> None:
             assert limited.tokens == free.tokens
 
 
-def test_a_budget_does_not_change_tokens_sampled_before_its_end(thinker: Server, end: int) -> None:
+def test_a_budget_changes_no_token_sampled_before_it_is_used_up(thinker: Server, end: int) -> None:
     fields: dict[str, Any] = {"temperature": 1.5, "seed": 11, "ignore_eos": True}
     free = ask(thinker, **fields, logprobs=True)
     limited = ask(thinker, **fields, logprobs=True, thinking_token_budget=4)

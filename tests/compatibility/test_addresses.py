@@ -41,7 +41,7 @@ def test_paths_without_v1_give_the_same_form_of_errors(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/nothing", "/nothing", "/v1/v1/nothing", "/api/nothing"])
-def test_paths_that_do_not_exist_are_404(server: Server, path: str) -> None:
+def test_paths_that_do_not_exist_get_status_404(server: Server, path: str) -> None:
     assert server.client.get(path).status_code == 404
 
 
@@ -113,7 +113,7 @@ def usages(reply: httpx2.Response) -> list[Any]:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_continuous_usage_counts_tokens_in_each_chunk(server: Server, path: str) -> None:
+def test_continuous_usage_stats_count_tokens_in_each_chunk(server: Server, path: str) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     fields = {"stream": True, "stream_options": options}
     counted = usages(server.ask(path, fields, "one two three").reply)

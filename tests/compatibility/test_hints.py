@@ -225,7 +225,7 @@ def test_fields_that_change_an_answer_have_their_effect(
     assert check(server.ask(path, fields))
 
 
-def test_truncation_auto_leaves_out_the_oldest_items(server: Server) -> None:
+def test_a_truncation_of_auto_leaves_out_the_oldest_items(server: Server) -> None:
     long = [
         {"role": "user", "content": f"number {number} " + "word " * 20_000} for number in range(5)
     ]
@@ -234,7 +234,7 @@ def test_truncation_auto_leaves_out_the_oldest_items(server: Server) -> None:
     assert "number 0" not in asked.prompt
 
 
-def test_return_progress_reports_the_prefill_in_a_stream(server: Server) -> None:
+def test_the_field_return_progress_adds_progress_of_the_prefill_to_a_stream(server: Server) -> None:
     asked = server.ask(CHAT, {"stream": True, "return_progress": True})
     lines = [line[6:] for line in asked.reply.text.splitlines() if line.startswith("data: {")]
     first, second, *others = (json.loads(line) for line in lines)

@@ -201,7 +201,7 @@ def test_a_reply_has_null_for_fields_without_a_value(server: Server, client: ope
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_reply_gives_its_reasoning_under_both_names(server: Server, stream: bool) -> None:
+def test_a_reply_gives_its_reasoning_under_two_names(server: Server, stream: bool) -> None:
     asked = server.ask(CHAT, {"stream": stream}, "<think>\nThought.\n</think>\nDone.")
     if stream:
         data = [line[6:] for line in asked.reply.text.splitlines() if line.startswith("data: {")]

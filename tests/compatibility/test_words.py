@@ -197,7 +197,7 @@ def calls_of(path: str, body: Any) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("path", "fields"), FORCING, ids=name_of)
-def test_fields_that_demand_a_call_force_it(
+def test_fields_that_demand_a_call_force_a_call(
     server: Server, path: str, fields: dict[str, Any]
 ) -> None:
     asked = server.ask(path, fields, *WRITTEN)
@@ -219,7 +219,7 @@ def test_functions_of_the_old_form_are_called_like_tools(server: Server, choice:
     assert message["function_call"] == {"name": "weather", "arguments": ARGUMENTS}
 
 
-def test_a_function_call_of_none_allows_no_call(server: Server) -> None:
+def test_the_value_none_of_function_call_allows_no_call(server: Server) -> None:
     fields = {"functions": [WEATHER["function"]], "function_call": "none"}
     assert text_of(CHAT, server.ask(CHAT, fields, *WRITTEN).body) == ANSWER
 

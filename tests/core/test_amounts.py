@@ -6,7 +6,7 @@ from serve.core.amounts import format_bytes, memory_of, parse_memory
 from serve.core.errors import UsageError
 
 
-def test_memory_is_given_by_one_amount_for_all_ranks_or_one_for_each() -> None:
+def test_memory_is_given_by_one_amount_for_all_ranks_or_one_for_each_rank() -> None:
     assert parse_memory("24GB", 2) == [24 * 10**9] * 2
     assert parse_memory("1.5gib, 512MB", 2) == [int(1.5 * 2**30), 512 * 10**6]
 

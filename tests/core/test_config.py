@@ -241,7 +241,7 @@ def test_an_existing_folder_of_a_draft_model_is_not_taken_for_a_name_on_the_hub(
         ),
     ],
 )
-def test_tensor_parallel_sizes_that_are_not_a_number_or_auto_are_refused(
+def test_values_of_tensor_parallel_that_are_neither_a_number_nor_auto_are_refused(
     flags: list[str], code: str
 ) -> None:
     with fails(UsageError, code):

@@ -24,7 +24,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def test_folders_of_killed_processes_are_removed_and_no_others(
+def test_folders_of_killed_processes_are_removed_and_no_other_folders(
     tmp_path: Path,
 ) -> None:
     other = subprocess.Popen(
@@ -68,7 +68,7 @@ def test_removing_old_folders_follows_no_link_and_removes_no_file(tmp_path: Path
         assert (tmp_path / "brigade-own-file").exists()
 
 
-def test_a_folder_is_not_removed_by_others_that_start_at_the_same_time(tmp_path: Path) -> None:
+def test_a_folder_is_not_removed_by_processes_that_start_at_the_same_time(tmp_path: Path) -> None:
     lost: list[str] = []
 
     def start() -> None:
@@ -108,7 +108,7 @@ def test_a_new_folder_of_a_cache_is_left_out_of_the_backups_and_the_index_of_mac
     assert not list(old.iterdir()), "it is the user's, and may hold other files"
 
 
-def test_a_new_folder_of_a_cache_is_empty_elsewhere(
+def test_a_new_folder_of_a_cache_is_empty_on_other_systems_than_macos(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")

@@ -70,7 +70,7 @@ def every_split(num_layers: int, num_ranks: int) -> list[list[tuple[int, int]]]:
     st.integers(0, 60),
     st.sets(st.integers(1, 7), max_size=3),
 )
-def test_no_other_split_is_faster_than_the_balanced_one(
+def test_no_other_split_is_faster_than_the_balanced_split(
     weights: list[int], num_ranks: int, head: int, forbidden: set[int]
 ) -> None:
     def slowest(ranges: list[tuple[int, int]]) -> int:
@@ -196,7 +196,7 @@ def grows(stages: list[StagePlan]) -> bool:
     return any(stage.cache_bytes_per_token for stage in stages)
 
 
-def test_a_demand_is_reduced_in_steps_down_to_the_smallest() -> None:
+def test_a_demand_for_tokens_is_reduced_gradually_to_the_given_minimum() -> None:
     sizes = [demand.tokens for demand in Demand(8192, 32).smaller(256)]
     assert sizes[0] == 8192 * 32
     assert sizes[-1] == 256

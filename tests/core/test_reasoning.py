@@ -100,6 +100,6 @@ def test_tracker_ends_reasoning_at_once_if_no_budget_is_left() -> None:
     assert tracker.forced_token == END[0]
 
 
-def test_sampling_reads_tokens_only_with_a_reasoning_budget() -> None:
+def test_reasoning_makes_sampling_read_tokens_only_if_it_has_a_budget() -> None:
     assert not Sampling(reasoning=Reasoning(START, END)).reads_tokens
     assert Sampling(reasoning=Reasoning(START, END, budget=0)).reads_tokens

@@ -13,7 +13,7 @@ def test_restart_window_does_not_count_restarts_that_are_older_than_the_window()
     assert window.num_left(14.0) == 2
 
 
-def test_restart_window_also_counts_more_restarts_than_are_allowed() -> None:
+def test_restart_window_also_counts_restarts_above_its_limit() -> None:
     window = RestartWindow(1, 10.0)
     for now in (0.0, 1.0, 2.0):
         window.add(now)

@@ -140,7 +140,7 @@ def test_unknown_fields_in_a_line_from_another_version_are_ignored() -> None:
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_every_type_of_message_is_the_same_after_a_frame(kind: type, data: st.DataObject) -> None:
+def test_a_frame_preserves_every_type_of_message(kind: type, data: st.DataObject) -> None:
     message = data.draw(built(kind))
     assert list(wire.FrameReader(AnyMessage).feed(wire.frame(message))) == [message]
 
@@ -148,7 +148,7 @@ def test_every_type_of_message_is_the_same_after_a_frame(kind: type, data: st.Da
 @pytest.mark.parametrize("kind", NOTES, ids=lambda kind: kind.__name__)
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_every_training_note_is_the_same_after_a_frame(kind: type, data: st.DataObject) -> None:
+def test_a_frame_preserves_every_training_note(kind: type, data: st.DataObject) -> None:
     message = messages.TaggedTensors("tag", (data.draw(st.builds(kind)),), ())
     assert list(wire.FrameReader(AnyMessage).feed(wire.frame(message))) == [message]
 

@@ -81,7 +81,7 @@ def chain_of_definitions(length: int) -> Json:
     return {"json": {"$ref": "#/$defs/d0", "$defs": definitions}}
 
 
-def test_chains_of_grammar_rules_around_the_stack_limit_end_no_engine(cluster: Server) -> None:
+def test_chains_of_grammar_rules_around_the_stack_limit_crash_no_engine(cluster: Server) -> None:
     """Chains for which 8 MB of stack are just too small are accepted; far longer ones are
     refused."""
     engines = cluster.engines()
@@ -132,7 +132,7 @@ def test_grammars_work_together_with_stop_tokens_and_allowed_tokens(cluster: Ser
 
 
 @pytest.mark.timeout(400)
-def test_grammars_generated_from_a_hundred_seeds_end_no_engine(cluster: Server) -> None:
+def test_grammars_generated_from_a_hundred_seeds_crash_no_engine(cluster: Server) -> None:
     check_seeds(cluster, range(NUM_SEEDS, NUM_SEEDS + 100))
 
 
@@ -145,13 +145,13 @@ def server() -> Iterator[Server]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_OF_A_TEST))
-def test_grammars_generated_from_all_seeds_end_no_engine(server: Server, first: int) -> None:
+def test_grammars_generated_from_all_seeds_crash_no_engine(server: Server, first: int) -> None:
     check_seeds(server, range(first, first + SEEDS_OF_A_TEST))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("limit", ["2048", "unlimited"])
-def test_grammars_end_no_engine_under_other_stack_limits(limit: str) -> None:
+def test_grammars_crash_no_engine_with_a_small_or_unlimited_stack(limit: str) -> None:
     with running(2, launch=under_stack_limit(limit)) as server:
         check_seeds(server, range(2 * NUM_SEEDS, 2 * NUM_SEEDS + SEEDS_OF_A_TEST))

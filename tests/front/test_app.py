@@ -695,7 +695,7 @@ def test_a_slow_parser_of_calls_delays_no_other_request(
     assert json.loads(call["function"]["arguments"]) == {"x": "hello world"}
 
 
-def test_long_calls_that_end_at_the_same_time_do_not_delay_a_short_one(
+def test_long_calls_that_end_at_the_same_time_do_not_delay_a_short_call(
     server: Running, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     going_on = threading.Event()

@@ -37,14 +37,14 @@ def test_a_chat_is_streamed_as_lines_of_json_by_default(
     assert all(isinstance(last[name], int) and last[name] >= 0 for name in DURATIONS)
 
 
-def test_a_chat_without_a_stream_is_the_sum_of_its_lines(shared: Running) -> None:
+def test_a_chat_without_a_stream_equals_the_sum_of_the_lines_of_a_stream(shared: Running) -> None:
     reply = post(shared, "/api/chat", **SAID, stream=False).json()
     streamed = lines(post(shared, "/api/chat", **SAID))
     assert reply["message"]["content"] == "".join(each["message"]["content"] for each in streamed)
     assert (reply["done"], reply["eval_count"]) == (True, streamed[-1]["eval_count"])
 
 
-def test_the_call_generate_answers_a_prompt_or_continues_a_raw_one(
+def test_the_call_generate_answers_a_prompt_or_continues_a_raw_prompt(
     server: Running, engine: FakeEngine
 ) -> None:
     answered = post(server, "/api/generate", prompt="hi", system="s", stream=False).json()
@@ -158,7 +158,7 @@ def test_logprobs_equal_those_of_openai_chats(
     assert "logprobs" not in post(server, path, **fields, stream=False, top_logprobs=2).json()
 
 
-def test_logprobs_are_kept_until_there_is_a_line(tokenizer: Tokenizer) -> None:
+def test_logprobs_are_kept_until_a_line_can_be_sent(tokenizer: Tokenizer) -> None:
     updates = list(scored([begin(Text("a")), update(), update(Text("bc")), end()]))
     writer = OllamaWriter("m", True, tokenizer)
     written = [line["logprobs"] for each in updates for line in writer.feed(each)]

@@ -76,7 +76,7 @@ def test_a_file_of_the_page_is_compressed_and_sent_again_only_if_it_changed(
     assert (again.status_code, again.content) == (304, b"")
 
 
-def test_the_page_needs_no_key_but_calls_do(keyed: Running) -> None:
+def test_the_page_needs_no_key_but_api_calls_need_one(keyed: Running) -> None:
     assert get(keyed, "/", accept=BROWSER).status_code == 200
     assert get(keyed, "/ui/app.js").status_code == 200
     assert get(keyed, "/", accept="application/json").status_code == 401
@@ -179,7 +179,7 @@ def test_events_begin_with_samples_from_before_the_connection(
             assert next(s["sample"] for s in states if "sample" in s)[0] > last[0]
 
 
-def test_events_contain_where_adapters_may_be_loaded_from(engine: FakeEngine) -> None:
+def test_events_contain_the_allowed_sources_of_adapters(engine: FakeEngine) -> None:
     flags: dict[str, Any] = {"adapter_root": pages.ROOT, "allow_hub_adapters": True}
     with (
         Running(engine, **flags) as server,
@@ -204,7 +204,7 @@ def test_events_contain_requests_while_they_run(server: Running, engine: FakeEng
     assert (request["prompt_tokens_done"], request["model"]) == (3, "tiny")
 
 
-def test_events_are_refused_to_more_watchers_than_allowed(
+def test_a_watcher_above_the_limit_is_refused(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watching, "MAX_WATCHERS", 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 from serve.hub.journal import Journal
 
 
-def test_ranges_added_to_a_journal_are_visible_to_others(tmp_path: Path) -> None:
+def test_ranges_added_to_a_journal_are_visible_to_its_other_users(tmp_path: Path) -> None:
     mine, other = Journal(tmp_path / "j", "etag 100"), Journal(tmp_path / "j", "etag 100")
     assert mine.present() == []
     mine.add(0, 10)

@@ -32,7 +32,7 @@ def test_sampling_defaults_are_read_from_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"temperature": 0.6}])
-def test_sampling_is_greedy_by_default_if_do_sample_is_false(
+def test_sampling_is_greedy_by_default_if_the_field_do_sample_is_false(
     tmp_path: Path, more: dict[str, Any]
 ) -> None:
     """As in transformers, whatever the temperature."""

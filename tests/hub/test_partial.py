@@ -373,7 +373,7 @@ def test_an_unknown_repository_is_refused(hub: FakeHub, home: Path) -> None:
     assert caught.value.exit_code == ModelError.exit_code
 
 
-def test_an_unreachable_hub_is_reported_as_such(
+def test_the_error_for_an_unreachable_hub_names_its_address(
     home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")

@@ -65,7 +65,7 @@ def test_a_part_of_a_file_that_ends_too_early_is_refused(file: Path, tmp_path: P
         part.read()
 
 
-def test_a_part_is_fetched_without_the_rest_if_its_pieces_are_large(file: Path) -> None:
+def test_a_part_of_a_tensor_is_fetched_alone_if_its_pieces_are_large(file: Path) -> None:
     tensors = read_header(file)
     assert TensorPart(tensors["wide"], 0, ((0, 2),)).is_in_few_pieces
     assert not TensorPart(tensors["wide"], 1, ((0, 2048),)).is_in_few_pieces

@@ -149,7 +149,7 @@ def of_kind(kind: str, num_hosts: int) -> list[Finding]:
     )
 
 
-def test_a_thunderbolt_bridge_is_accepted_for_two_macs_with_a_warning_for_three() -> None:
+def test_a_thunderbolt_bridge_is_accepted_for_two_macs_and_gets_a_warning_for_three() -> None:
     assert not of_kind("Thunderbolt Bridge", 2)
     warnings = of_kind("Thunderbolt Bridge", 3)
     assert sorted(each.where for each in warnings) == ["a and b", "a and c", "b and c"]
@@ -314,7 +314,7 @@ def test_hosts_may_differ_in_memory() -> None:
     assert {each.status for each in together({"memory_bytes": 1})} == {"ok"}
 
 
-def test_a_single_host_is_not_compared_with_others() -> None:
+def test_a_single_host_is_not_compared_with_other_hosts() -> None:
     assert not [each for each in check_hosts([GOOD]) if each.where == "all hosts"]
 
 

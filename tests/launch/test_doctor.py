@@ -250,7 +250,7 @@ def test_facts_describe_the_folder_of_prefixes(tmp_path: Path) -> None:
     assert "is not a folder" in (found.problem or "")
 
 
-def test_a_digest_differs_if_a_file_of_the_model_does(tmp_path: Path) -> None:
+def test_a_digest_differs_if_a_file_of_the_model_differs(tmp_path: Path) -> None:
     one, other = save(tmp_path / "a", "llama"), save(tmp_path / "b", "llama")
     assert model_facts(one)["config.json"] == model_facts(other)["config.json"]
     config = json.loads((other / "config.json").read_text())

@@ -107,7 +107,7 @@ def test_each_line_begins_with_its_rank_and_host(launch: Start) -> None:
     ]
 
 
-def test_the_launch_returns_the_code_of_the_first_rank_that_fails_and_ends_the_others(
+def test_a_launch_returns_the_code_of_the_first_failed_rank_and_ends_the_other_ranks(
     launch: Start,
 ) -> None:
     launched = launch(f"if rank == 1: sys.exit(7)\n{SLEEP}")
@@ -115,7 +115,7 @@ def test_the_launch_returns_the_code_of_the_first_rank_that_fails_and_ends_the_o
     assert "event=killing" not in launched.text
 
 
-def test_a_rank_that_a_signal_ended_gives_the_launch_128_plus_its_number(launch: Start) -> None:
+def test_the_exit_code_of_a_launch_is_128_plus_the_signal_that_ended_a_rank(launch: Start) -> None:
     assert launch(f"if rank == 1: os.kill(os.getpid(), 9)\n{SLEEP}").end()[0] == 137
 
 
@@ -136,7 +136,7 @@ def test_ranks_that_ignore_a_signal_are_killed_with_their_children(launch: Start
     assert len(launched.pids) == 4
 
 
-def test_a_second_signal_kills_at_once(launch: Start) -> None:
+def test_second_signals_kill_ranks_at_once(launch: Start) -> None:
     launched = launch(DEAF + SLEEP).see("up", 2).mark()
     launched.process.send_signal(signal.SIGINT)
     launched.see("event=ending").process.send_signal(signal.SIGINT)

@@ -130,7 +130,7 @@ START = ("starting", "")
         (["x INFO event=ready n=2", "x WARNING event=recovering life=1"], "recovering", ""),
     ],
 )
-def test_the_state_of_a_launch_is_the_last_one_that_rank_0_logged(
+def test_the_state_of_a_launch_is_the_last_state_that_rank_0_logged(
     launcher: Start, lines: list[str], state: str, url: str
 ) -> None:
     launcher(RANK + SAYS.format(lines=[*lines, "said"]))
@@ -188,7 +188,7 @@ def test_a_launch_that_ends_by_itself_counts_as_stopped(
     assert stop(None) is launch
 
 
-def test_stop_gives_up_after_a_while(launcher: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopping_gives_up_after_a_while(launcher: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     deaf = "import signal\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\n"
     process = launcher(f"{deaf}print('event=listening url=x', flush=True)\n{RANK}{SLEEP}")
     wait_until(lambda: the_only().url == "x")
@@ -244,7 +244,7 @@ def test_a_launch_is_listed_after_its_mac_has_got_another_name(
         assert the_only().words == ["serve"]
 
 
-def test_the_error_for_a_folder_that_cannot_be_made_says_how_to_choose_another(
+def test_the_error_for_a_folder_that_cannot_be_made_says_how_to_choose_another_folder(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "brigade").touch()
@@ -255,7 +255,7 @@ def test_the_error_for_a_folder_that_cannot_be_made_says_how_to_choose_another(
 # --- the command line
 
 
-def test_status_lists_every_rank(launcher: Start, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_status_lists_every_rank(launcher: Start, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["launch", "--status"]) == 0
     assert capsys.readouterr().out == "You have no running launch on this machine.\n"
     process = launcher(name="my model")
@@ -280,7 +280,7 @@ def test_status_and_stop_take_no_command(flag: str, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     "ignored", [["--env", "A=b"], ["--cwd", "/"], ["--ssh", "ssh"], ["--python", "python9"]]
 )
-def test_status_and_stop_refuse_flags_that_they_would_ignore(
+def test_the_flags_status_and_stop_refuse_flags_that_they_would_ignore(
     flag: str, ignored: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["launch", flag, *ignored]) == 2

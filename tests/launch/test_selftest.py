@@ -30,7 +30,7 @@ def places(lines: list[Line], id: str) -> list[str]:
     return [line.where for line in lines if line.id == id]
 
 
-def test_the_self_test_measures_each_host_and_names_none(
+def test_the_self_test_measures_each_host_and_names_no_host(
     sshd: Sshd, hostfile: Path, tmp_path: Path
 ) -> None:
     cli.main(["selftest", "--hostfile", str(hostfile), "--ssh", sshd.ssh, "--minutes", "4"])

@@ -200,7 +200,7 @@ def test_unloading_a_version_frees_its_slot_and_changes_no_other_row(tmp_path: P
     assert [own.num_bytes for own in pipeline.adapters] == empty
 
 
-def test_all_but_some_versions_are_freed_and_those_are_not_read_again(tmp_path: Path) -> None:
+def test_freeing_all_other_versions_keeps_the_given_versions_loaded(tmp_path: Path) -> None:
     """As an engine does that outlives a fault. Version 3 has not been used by a step so far."""
     own = Adapters(Stage(LLAMA(), 0, 4))
     answers = {}
@@ -620,7 +620,7 @@ def test_experts_in_pefts_format_are_refused_with_their_names(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("swapped", ["adapters.safetensors", "adapter_config.json", "folder"])
-def test_links_made_after_the_check_are_not_followed(
+def test_symbolic_links_made_after_the_check_of_an_adapter_are_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swapped: str
 ) -> None:
     outside = adapters.save_adapter(tmp_path / "outside", LLAMA())

@@ -260,7 +260,7 @@ def test_all_arrays_that_cross_a_cut_are_sent_in_one_message(
 
 
 @pytest.mark.parametrize("name", ["deepseek_v41"])
-def test_an_array_that_does_not_exist_yet_is_sent_as_an_empty_one(
+def test_an_array_that_does_not_exist_yet_is_sent_as_an_empty_array(
     name: str, model: nn.Module
 ) -> None:
     """Compressed keys exist only behind the first whole block of four tokens."""
@@ -283,7 +283,7 @@ def test_an_array_that_does_not_exist_yet_is_sent_as_an_empty_one(
 
 
 @pytest.mark.parametrize("name", ["gemma3n"])
-def test_an_impossible_cut_is_refused_with_the_nearest_ones(name: str, model: nn.Module) -> None:
+def test_the_refusal_of_a_cut_names_the_nearest_possible_cuts(name: str, model: nn.Module) -> None:
     with fails(PlanError, "no_cut", match=r"\[2, 4\].* 2\."):
         Stage(model, 0, 4)
 

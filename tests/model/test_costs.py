@@ -302,14 +302,14 @@ def test_cuts_that_would_send_data_of_the_whole_context_are_avoided(tmp_path: Pa
     assert [stage.layers for stage in plan.stages] == [(1, 4), (0, 1)]
 
 
-def test_cuts_that_send_data_of_the_whole_context_are_used_if_there_is_no_other(
+def test_cuts_that_send_data_of_the_whole_context_are_used_if_there_is_no_other_cut(
     tmp_path: Path,
 ) -> None:
     plan = make_plan(save_architecture(tmp_path, "gemma4_text"), PlanRequest(num_ranks=2))
     assert len(plan.stages) == 2
 
 
-def test_a_split_at_an_impossible_cut_is_refused_with_the_nearest(tmp_path: Path) -> None:
+def test_the_refusal_of_a_split_names_the_nearest_possible_cut(tmp_path: Path) -> None:
     folder = save_architecture(tmp_path, "gemma3n")
     with fails(PlanError, "no_cut", match="before layer 2"):
         make_plan(folder, PlanRequest(num_ranks=2, split="2,4"))
@@ -350,7 +350,7 @@ def test_weight_bytes_are_counted_for_each_shard(tmp_path: Path, name: str) -> N
             assert plan.cache_bytes_per_token == whole[plan.stage].cache_bytes_per_token // 2
 
 
-def test_memory_of_unequal_shards_is_that_of_the_largest(tmp_path: Path) -> None:
+def test_memory_of_unequal_shards_is_that_of_the_largest_shard(tmp_path: Path) -> None:
     """Two of three heads of keys and values, and their heads of queries, are on shard 0."""
     folder = save(tmp_path, "llama", num_attention_heads=6, num_key_value_heads=3)
     whole = make_plan(folder, PlanRequest(num_ranks=1)).stages[0]
@@ -391,7 +391,7 @@ def test_the_layout_that_is_fastest_for_the_link_is_chosen(tmp_path: Path) -> No
         (3, 4, "1 x 3", "stages of 4 shards are not possible with 3 ranks"),
     ],
 )
-def test_fewer_shards_are_planned_if_the_ranks_do_not_allow_as_many(
+def test_fewer_shards_are_planned_if_the_number_of_ranks_does_not_allow_as_many(
     tmp_path: Path,
     num_ranks: int,
     num_shards: int,

@@ -42,7 +42,7 @@ def test_slices_are_a_partition_if_each_number_is_on_exactly_one_shard(
     assert Slices(6, ranges).is_partition == is_partition
 
 
-def test_slices_cannot_be_scaled_to_an_axis_that_does_not_divide_there() -> None:
+def test_slices_cannot_be_scaled_to_an_axis_that_does_not_divide_at_their_ends() -> None:
     """A part that is rounded down would be a wrong part of an adapter."""
     assert scaled(((0, 2), (4, 6)), 12, 6) == ((0, 4), (8, 12))
     assert scaled(((2, 4),), 3, 6) == ((1, 2),)

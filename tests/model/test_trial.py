@@ -66,7 +66,7 @@ def test_a_model_whose_forward_pass_fails_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "deepseek_v3"])
-def test_these_architectures_can_compute_several_rows_in_one_forward_pass(name: str) -> None:
+def test_listed_architectures_can_compute_several_rows_in_one_forward_pass(name: str) -> None:
     assert can_batch(build(name))
 
 

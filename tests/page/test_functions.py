@@ -70,7 +70,7 @@ def test_axes_have_marks_at_round_numbers(page: Page, call: str, value: Any) -> 
     assert run(page, "plot.js", call) == value
 
 
-def test_a_line_has_gaps_for_missing_values_and_dots_for_single_ones(page: Page) -> None:
+def test_a_line_has_gaps_for_missing_values_and_dots_for_single_values(page: Page) -> None:
     points = "[[0, 1], [1, 2], [2, null], [3, 3], [9, 4]]"
     samples = f"{points}.map(([time, rate]) => ({{ time, rate }}))"
     path = run(page, "plot.js", f"m.pathOf({samples}, 'rate', 3, (x) => x, (y) => y)")
@@ -148,7 +148,7 @@ def test_svg_elements_are_drawn(page: Page) -> None:
     assert names == ["SVGSVGElement", "SVGPathElement", "HTMLParagraphElement"]
 
 
-def test_the_function_created_is_called_once_and_drawn_at_each_redraw(page: Page) -> None:
+def test_the_callback_created_runs_once_and_the_callback_drawn_at_each_redraw(page: Page) -> None:
     calls = shown(
         page,
         """const calls = [];

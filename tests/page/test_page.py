@@ -89,7 +89,7 @@ def settings(page: Page, **texts: str) -> None:
 
 
 @pytest.mark.long
-def test_the_view_of_the_pipeline_shows_overlapping_steps_for_four_clients_but_not_for_one(
+def test_the_view_of_the_pipeline_shows_overlapping_steps_only_for_several_clients(
     cluster: Server, tab: Tab
 ) -> None:
     page = tab.show(cluster.url)

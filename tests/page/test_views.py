@@ -44,7 +44,7 @@ def stored(page: Page) -> Any:
     return page.evaluate("JSON.stringify([{...sessionStorage}, {...localStorage}])")
 
 
-def test_the_chat_asks_for_no_key_if_it_needs_none(engine: ShownEngine, tab: Tab) -> None:
+def test_the_chat_asks_for_no_key_if_it_needs_no_key(engine: ShownEngine, tab: Tab) -> None:
     with Running(engine, admin_key=("boss",)) as server:
         page = tab.show(server.url, "adapters")
         expect(page.get_by_text("This view needs an admin key")).to_be_visible()

@@ -302,7 +302,7 @@ async def test_a_rank_that_disconnects_is_reported(last_words: bytes) -> None:
         assert message.reason
 
 
-async def test_closing_the_server_sends_stop_to_the_ranks() -> None:
+async def test_closing_the_server_sends_a_stop_message_to_the_ranks() -> None:
     async with control_server() as (centre, address, heard):
         link = await join(address, replace(MINE, rank=1), 5)
         await until(lambda: centre.joined == {1})
@@ -415,7 +415,7 @@ async def test_joining_is_tried_again_as_soon_as_a_host_has_power_again(
         each.close()
 
 
-async def test_measuring_a_link_times_pongs_and_not_reports() -> None:
+async def test_the_measured_speed_of_a_link_depends_on_pongs_and_not_on_reports() -> None:
     async with control_server() as (centre, address, _):
         link = await join(address, replace(MINE, rank=1, pid=1), 5)
 

@@ -128,7 +128,7 @@ def test_faults_after_some_work_do_not_count_if_every_engine_outlives_them() -> 
     ("have_all_stayed", "was_ready", "seconds"),
     [(False, True, 20), (True, False, 20), (True, True, 5)],
 )
-def test_faults_that_end_an_engine_or_come_early_count(
+def test_faults_count_if_they_end_an_engine_or_come_early(
     have_all_stayed: bool, was_ready: bool, seconds: int
 ) -> None:
     restarts = Restarts(5, 1000)

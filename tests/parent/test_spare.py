@@ -72,7 +72,7 @@ async def test_a_spare_engine_can_be_taken_only_once() -> None:
         await second.stop()
 
 
-async def test_a_spare_engine_stays_if_the_one_who_takes_it_is_cancelled() -> None:
+async def test_a_spare_engine_stays_if_the_task_that_takes_it_is_cancelled() -> None:
     own = Spare(is_on=True)
     own.prepare()
     while not own._is_there:
@@ -87,7 +87,7 @@ async def test_a_spare_engine_stays_if_the_one_who_takes_it_is_cancelled() -> No
     assert not processes()
 
 
-async def test_a_spare_engine_is_given_to_only_one_of_two_who_take_it() -> None:
+async def test_a_spare_engine_is_given_to_only_one_of_two_tasks_that_take_it() -> None:
     async with prepared() as (own, process):
         first, second = await asyncio.gather(own.take(), own.take())
         assert process.pid in (first.pid, second.pid)
@@ -106,7 +106,7 @@ async def test_a_spare_engine_that_was_killed_is_not_taken() -> None:
         await taken.stop()
 
 
-async def test_a_spare_engine_that_was_killed_leaves_no_connection_when_another_one_starts() -> (
+async def test_a_spare_engine_that_was_killed_leaves_no_connection_when_another_engine_starts() -> (
     None
 ):
     async with prepared() as (own, process):

@@ -224,7 +224,7 @@ def test_only_drafts_can_be_removed_from_a_row(rig: Rig) -> None:
     rig.step(0, {0: [5]})
 
 
-def test_keeping_only_some_sequences_shortens_them_and_drops_all_others(rig: Rig) -> None:
+def test_keeping_only_some_sequences_shortens_them_and_drops_all_other_sequences(rig: Rig) -> None:
     rig.step(0, {0: [1, 2, 3], 1: [4, 5], 2: [6]})
     rig.step(0, {0: [7], 1: [8], 2: [9]})
     rig.step(1, {3: [10, 11, 12, 13]})
@@ -322,7 +322,7 @@ def test_a_cache_that_cannot_rewind_raises_an_error() -> None:
         caches.arrange(Step(2, 0, (Row(0, 6, 1),), (1,), True))
 
 
-def test_a_sequence_can_begin_as_a_copy_of_another(rig: Rig) -> None:
+def test_a_sequence_can_begin_as_a_copy_of_another_sequence(rig: Rig) -> None:
     rig.step(0, {0: [1, 2, 3, 4, 5]})
     rig.step(0, {0: [6], 1: [7]})
     rig.step(0, {}, copies=(Copy(2, 0, 4),))
@@ -526,7 +526,7 @@ def test_keys_and_values_use_little_more_memory_than_needed() -> None:
     assert caches.num_bytes <= 1.5 * needed
 
 
-def test_growing_buffers_are_copied_one_layer_after_the_other() -> None:
+def test_growing_buffers_are_copied_layer_by_layer() -> None:
     """Together, the old and the new buffers of all layers would take twice the memory."""
     caches = GroupCaches(lambda: [KVCache() for _ in range(8)])
 

@@ -208,7 +208,7 @@ print((constraint.apply(mx.zeros(1000)) == 0).sum().item())
 
 
 @pytest.mark.parametrize("limit", ["2048", "8192", "unlimited"])
-def test_matching_threads_can_follow_deeper_grammars_than_are_accepted(limit: str) -> None:
+def test_threads_that_match_tokens_follow_grammars_twice_as_deep_as_the_limit(limit: str) -> None:
     num_rules = 2 * MAX_RULES
     rules = [f'r{n}: "a" r{n + 1}' for n in range(num_rules)]
     text = "\n".join(["start: r0", *rules, f'r{num_rules}: "b"'])

@@ -90,7 +90,7 @@ def test_free_memory_of_a_mac_leaves_out_what_other_programs_use(
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
-def test_engines_on_a_mac_together_wire_no_more_than_it_allows(
+def test_engines_on_a_mac_together_wire_no_more_memory_than_macos_allows(
     mac: StandIn, num_processes: int
 ) -> None:
     memory.wire(num_processes)

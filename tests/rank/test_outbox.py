@@ -30,7 +30,7 @@ def test_a_step_does_not_take_a_token_sampled_for_another_position() -> None:
     assert not sent
 
 
-def test_only_unrelated_steps_are_sent_before_a_waiting_one() -> None:
+def test_only_unrelated_steps_are_sent_before_a_waiting_step() -> None:
     sent: list[Step] = []
     outbox = Outbox(sent.append)
     outbox.put(decode(1, 0, (5, 10, LAST_TOKEN)))

@@ -83,7 +83,7 @@ def make_in_two_stages(name: str, monkeypatch: pytest.MonkeyPatch) -> Make:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_second_turn_begins_at_a_checkpoint_of_the_first(
+def test_a_second_turn_begins_at_a_checkpoint_of_the_first_turn(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pipeline(2, make_in_two_stages(name, monkeypatch)) as local:

@@ -195,7 +195,7 @@ def close(got: mx.array, wanted: mx.array) -> None:
         ("phi3small", False),
     ],
 )
-def test_rows_of_these_architectures_can_rewind_or_not_as_expected(
+def test_rows_of_listed_architectures_can_rewind_or_not_as_expected(
     name: str, can_go_back: bool
 ) -> None:
     assert check_architecture(name) == can_go_back

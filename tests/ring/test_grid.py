@@ -16,7 +16,7 @@ def grid(rank: int, num_ranks: int, num_shards: int) -> Grid:
     return Grid(rank, num_shards, addresses, 1, 1.0)
 
 
-def test_ranks_of_a_stage_form_a_row_and_equal_shards_form_a_column() -> None:
+def test_ranks_of_a_stage_form_a_row_and_ranks_with_the_same_shard_number_a_column() -> None:
     found = grid(4, 6, 3)
     assert (found.stage, found.shard, found.num_stages) == (1, 1, 2)
     assert (found.row, found.column) == ([3, 4, 5], [1, 4])
@@ -55,7 +55,7 @@ def test_a_shard_that_dies_during_a_sum_is_reported(tmp_path: Path) -> None:
     assert "ring of the shards broke" in first
 
 
-def test_a_rank_that_waits_for_a_step_gets_none_when_rank_0_ends(tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_a_step_gets_no_step_when_rank_0_ends(tmp_path: Path) -> None:
     _, second = run_ring(tmp_path, "rank_0_ends", 2, PROGRAMS)
     assert second == "None"
 

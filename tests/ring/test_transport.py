@@ -65,7 +65,7 @@ def test_messages_arrive_complete_and_in_order(tmp_path: Path, num_ranks: int) -
     assert run_ring(tmp_path, "around", num_ranks) == ["fine"] * num_ranks
 
 
-def test_a_message_can_arrive_while_another_waits_to_be_sent(tmp_path: Path) -> None:
+def test_a_message_can_arrive_while_another_message_waits_to_be_sent(tmp_path: Path) -> None:
     came_first, _, _ = run_ring(tmp_path, "one_ahead", 3)
     assert came_first == "True"
 
@@ -81,7 +81,7 @@ def test_a_peer_that_dies_raises_an_error_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_transport_that_leaves_its_ring_can_join_another_one(
+def test_a_transport_that_leaves_its_ring_can_join_another_ring(
     tmp_path: Path, num_ranks: int
 ) -> None:
     """A message of an earlier ring, which was on its way when the ring was left, never comes."""

@@ -96,7 +96,7 @@ def test_a_report_in_another_format_is_refused(tmp_path: Path) -> None:
         report.read(path)
 
 
-def test_the_error_for_a_folder_that_cannot_be_written_asks_for_another(tmp_path: Path) -> None:
+def test_the_error_for_an_unwritable_folder_asks_for_another_folder(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="another folder"):
         report.write(made(), tmp_path / "none", Scrubber([]))
 

@@ -103,7 +103,7 @@ def test_the_self_test_includes_the_checks_of_doctor(
 # --- hangs and aborts
 
 
-def test_an_abort_in_one_measurement_is_reported_and_others_are_made(run: Run) -> None:
+def test_an_abort_in_one_measurement_is_reported_and_other_measurements_are_made(run: Run) -> None:
     lines = run("system", f"{SECTION} | serve.selftest.system:keep_alive = lambda c: os.abort()")
     found = lines["system.keep_alive_options"]
     assert found.verdict is Verdict.WORSE

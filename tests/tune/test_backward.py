@@ -33,7 +33,7 @@ def all_of(made: Pass) -> list[mx.array]:
     return [*made.dx, *made.gradients.values()]
 
 
-def test_no_operation_is_computed_twice_unless_asked_for() -> None:
+def test_no_operation_is_computed_twice_without_checkpointing() -> None:
     made = middle()
     whole, forward = num_ops([*made.outputs, *all_of(made)]), num_ops(made.outputs)
     mx.eval(made.outputs)

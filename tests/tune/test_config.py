@@ -228,7 +228,7 @@ def test_invalid_flags_about_the_adapter_are_refused(words: list[str], said: str
     assert said in str(error.value)
 
 
-def test_known_flags_of_other_trainers_do_not_exist_here() -> None:
+def test_flags_of_other_trainers_are_unknown_and_their_hints_name_known_flags() -> None:
     ours = {"--" + field.name.replace("_", "-") for field in fields(FineTuneConfig)}
     assert not ours & _OTHER_NAMES.keys()
     named = {name.split()[0] for name in _OTHER_NAMES.values() if name.startswith("--")}
@@ -286,7 +286,7 @@ def test_an_unreachable_server_is_reported_before_training_starts(tmp_path: Path
 
 
 @pytest.mark.parametrize(("asked", "found"), [("-1", 8), ("0", 8), ("3", 3), ("8", 8)])
-def test_a_num_layers_of_zero_means_all_layers_as_in_mlx_lm(asked: str, found: int) -> None:
+def test_zero_for_num_layers_means_all_layers_as_in_mlx_lm(asked: str, found: int) -> None:
     assert _parse([*BASE, "--num-layers", asked]).num_trained_layers(8) == found
     model = build("llama")
     linear_to_lora_layers(model, int(asked), LORA)

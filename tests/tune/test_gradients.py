@@ -183,7 +183,7 @@ def test_training_all_weights_of_a_four_bit_model_is_refused() -> None:
 
 
 @pytest.mark.long
-def test_stages_below_the_first_trained_layer_run_only_forward() -> None:
+def test_stages_below_the_first_trained_layer_compute_only_the_forward_pass() -> None:
     """The last layer is trained alone, so three of four ranks only go forward."""
     config = config_of(num_layers=1)
     assert error_of(split(config, 4), unsplit(config)) < TOLERANCE
@@ -274,7 +274,7 @@ def test_gradient_sums_over_ranks_keep_the_type_of_the_weights(num_ranks: int) -
     assert run_ranks(num_ranks, rank) == [{mx.bfloat16}] * num_ranks
 
 
-def test_weights_outside_of_layers_are_trained_only_if_all_layers_are() -> None:
+def test_weights_outside_of_layers_are_trained_only_if_all_layers_are_trained() -> None:
     for num_layers, trained in ((2, {2, 3}), (4, {0, 1, 2, 3}), (-1, {0, 1, 2, 3})):
         model = tuned(config_of(fine_tune_type="full", num_layers=num_layers))
         names = dict(tree_flatten(model.trainable_parameters()))

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.long
 __all__ = ["tiny_hub"]  # a fixture of others
 
 
-def test_initial_adapters_of_all_stages_equal_the_one_of_mlx_lm(tmp_path: Path) -> None:
+def test_initial_adapters_of_all_stages_equal_the_adapter_of_mlx_lm(tmp_path: Path) -> None:
     """Each rank draws all of it and keeps its own."""
     config, path = config_of(seed=5), save(tmp_path / "m", "llama")
     mx.random.seed(5)

@@ -44,7 +44,7 @@ def test_a_message_that_cannot_be_sent_raises_an_error_at_once(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_suspended_rank_is_given_up_by_name_but_a_slow_one_is_not(
+def test_a_suspended_rank_is_given_up_by_name_but_a_slow_rank_is_not(
     tmp_path: Path, num_ranks: int
 ) -> None:
     *others, last = run_ring(tmp_path, "silent", num_ranks, PROGRAMS)

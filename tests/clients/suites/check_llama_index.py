@@ -25,7 +25,7 @@ def llm() -> OpenAILike:
     )
 
 
-def test_a_streamed_chat_equals_the_whole_one(llm: OpenAILike) -> None:
+def test_a_streamed_chat_equals_the_whole_chat(llm: OpenAILike) -> None:
     whole = llm.chat(ALPHABET).message.content
     assert whole.startswith("a, b, c")
     assert "".join(part.delta or "" for part in llm.stream_chat(ALPHABET)) == whole

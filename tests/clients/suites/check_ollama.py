@@ -38,7 +38,7 @@ def test_a_prompt_is_continued_if_raw_and_answered_otherwise() -> None:
     assert "".join(chunk.response for chunk in chunks).startswith("a, b, c")
 
 
-def test_a_format_is_followed() -> None:
+def test_an_answer_follows_its_format() -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     reply = CLIENT.chat("tiny-chat", SAID, format=schema, options={"num_predict": 60})
     assert json.loads(reply.message.content) in ({"a": 1}, {"a": 2})
@@ -92,7 +92,7 @@ def test_loading_and_unloading_are_reported_but_the_model_stays() -> None:
     assert CLIENT.ps().models
 
 
-def test_ollama_raises_its_response_error() -> None:
+def test_the_client_of_ollama_raises_its_response_error() -> None:
     with pytest.raises(ollama.ResponseError, match="does not exist") as caught:
         CLIENT.chat("nobody", SAID)
     assert caught.value.status_code == 404

@@ -24,7 +24,7 @@ def model() -> OpenAIChatModel:
     return OpenAIChatModel("tiny-chat", provider=provider, settings=SETTINGS)
 
 
-async def test_a_streamed_text_equals_the_whole_one(model: OpenAIChatModel) -> None:
+async def test_a_streamed_text_equals_the_whole_text(model: OpenAIChatModel) -> None:
     agent = Agent(model)
     whole = (await agent.run("Say the alphabet.")).output
     assert whole.startswith("a, b, c")

@@ -293,7 +293,7 @@ def test_a_rank_ends_during_its_first_checks_when_mlx_launch_is_gone(
 
 
 @pytest.mark.parametrize("seconds", [0.3, 1.5])
-def test_a_signal_during_the_start_ends_it_without_an_error(seconds: float) -> None:
+def test_a_signal_ends_a_start_without_an_error(seconds: float) -> None:
     with started(brigade_launch(2, serve_flags(free_ports(1)[0]))) as server:
         server.wait_for_log("rank_started rank=1")
         time.sleep(seconds)

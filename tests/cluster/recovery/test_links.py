@@ -77,7 +77,7 @@ def num_restarts(server: Server) -> int:
 
 
 @pytest.mark.slow
-def test_a_slow_link_changes_no_token_and_a_broken_one_is_replaced(tmp_path: Path) -> None:
+def test_a_slow_link_changes_no_token_and_a_broken_link_is_replaced(tmp_path: Path) -> None:
     with two_ranks(tmp_path, quick(stall_timeout=3, max_restarts=9)) as (ranks, server, _):
         expected = run_streams(server)
         assert sum(proxy.num_bytes for proxy in ranks.proxies) > 1000, "the ring goes elsewhere"

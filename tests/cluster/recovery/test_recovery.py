@@ -239,7 +239,7 @@ def test_a_hundred_kills_change_no_token(first_seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300 + 30 * NUM_SPARE_KILLS)
-def test_spare_engines_that_replace_killed_ones_change_no_token() -> None:
+def test_spare_engines_that_replace_killed_engines_change_no_token() -> None:
     """Prints the figures of kills at which each rank has a spare engine, as after a quiet time."""
     with running(2, quick(max_restarts=1000, keeps_spare_engine=True)) as server:
         expected = run_streams(server)
@@ -329,7 +329,7 @@ def check_others_stayed(server: Server, before: dict[int, psutil.Process], lost:
 
 
 @pytest.mark.slow
-def test_engines_of_three_ranks_go_on_after_any_one_is_killed() -> None:
+def test_engines_of_three_ranks_go_on_after_any_of_them_is_killed() -> None:
     with running(3, WITHOUT_LIMIT) as server:
         expected = run_streams(server)
         for rank in range(3):

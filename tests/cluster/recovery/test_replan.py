@@ -138,7 +138,7 @@ def test_replanning_reads_only_layers_that_change_owner(tmp_path: Path, victim: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_an_engine_stays_when_its_rank_is_left_alone_and_when_others_return(tmp_path: Path) -> None:
+def test_an_engine_stays_when_all_other_ranks_leave_and_when_they_return(tmp_path: Path) -> None:
     """It leaves a ring, works without one, and joins one again."""
     with three_ranks(tmp_path) as cluster:
         expected = run_streams(cluster.server)

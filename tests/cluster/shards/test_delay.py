@@ -37,7 +37,7 @@ def two_hosts(folder: Path) -> Iterator[Server]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_auto_chooses_stages_if_messages_take_a_millisecond(tmp_path: Path) -> None:
+def test_auto_layout_consists_of_stages_if_messages_take_a_millisecond(tmp_path: Path) -> None:
     """A token would wait for two messages in each of the 16 sums of eight layers."""
     try:
         with two_hosts(tmp_path) as server:

@@ -303,7 +303,7 @@ def test_shards_verify_drafts_as_a_single_rank_does() -> None:
     assert sum(each["drafted"] for each in drafts.values()) > 0, drafts
 
 
-def test_serve_refuses_a_number_of_ranks_that_cannot_form_stages_of_two_shards() -> None:
+def test_brigade_serve_refuses_ranks_that_cannot_form_stages_of_two_shards() -> None:
     command = brigade_launch(3, ["--model", str(TINY_CHAT), *TWO_SHARDS])
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2

@@ -376,7 +376,7 @@ async def test_an_adapter_unloaded_while_adapters_are_restored_is_not_kept() -> 
     assert ranks.held == set()
 
 
-async def test_a_rank_that_does_not_restore_an_adapter_is_a_fault_and_loses_none() -> None:
+async def test_a_rank_that_does_not_restore_an_adapter_is_a_fault_and_loses_no_adapter() -> None:
     ranks = FakeRanks(load_timeout=1.0)
     await ranks.adapters.load("a", "a", in_place=False)
     ranks.adapters.interrupt()

@@ -42,7 +42,7 @@ class Registry:
         return adapter
 
 
-def test_idle_adapters_are_evicted_from_the_least_recently_used_on() -> None:
+def test_idle_adapters_are_evicted_beginning_with_the_least_recently_used() -> None:
     made = Registry("4KB")
     pinned, used, idle, last = (made.add(name) for name in "abcd")
     pinned.is_pinned = True

@@ -156,7 +156,7 @@ def test_each_choice_has_its_own_seed(tokenizer: Tokenizer) -> None:
         ({"min_tokens": 200}, "min_tokens"),
     ],
 )
-def test_values_that_only_the_tokenizer_can_check_are_refused(
+def test_invalid_values_that_only_the_tokenizer_can_detect_are_refused(
     tokenizer: Tokenizer, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(RequestError) as caught:

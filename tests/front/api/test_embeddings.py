@@ -90,7 +90,7 @@ def test_bad_input_is_refused_with_the_name_of_its_field(
     assert reply.json()["error"]["param"] == param
 
 
-def test_an_input_can_fill_the_context_and_a_longer_one_can_be_truncated(
+def test_an_input_can_fill_the_context_and_a_longer_input_can_be_truncated(
     server: Running, engine: FakeEngine
 ) -> None:
     ids = [n % 50 + 3 for n in range(600)]

@@ -70,7 +70,7 @@ def test_images_are_refused_with_a_clear_error() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["{", "5", "[1]", "NaN", "I do not know"])
-def test_arguments_that_are_not_a_json_object_are_wrapped_in_one(arguments: str) -> None:
+def test_arguments_that_are_not_a_json_object_are_wrapped_in_an_object(arguments: str) -> None:
     call = {**CALL, "function": {"name": "f", "arguments": arguments}}
     (message,) = messages({"role": "assistant", "tool_calls": [call]})
     assert message["tool_calls"][0]["function"]["arguments"] == {"INVALID_JSON": arguments}

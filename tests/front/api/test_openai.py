@@ -337,7 +337,7 @@ def test_every_parameter_of_the_official_client_is_known(given: Any, body: type[
 
 
 @pytest.mark.parametrize("body", [ChatBody, CompletionBody, ResponsesBody, MessagesBody])
-def test_a_null_field_is_the_same_as_one_left_out(body: type[Body], caplog: Any) -> None:
+def test_a_null_field_has_the_same_effect_as_a_missing_field(body: type[Body], caplog: Any) -> None:
     good: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [USER], "prompt": "hi"}
     good = {name: good[name] for name in good if name in body.model_fields} | (
         {"input": "hi"} if body is ResponsesBody else {}

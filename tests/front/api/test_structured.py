@@ -505,7 +505,7 @@ def test_the_same_grammar_is_checked_only_once(monkeypatch: pytest.MonkeyPatch) 
     assert [grammars.is_known(grammar) for grammar in written[1:]].count(True) == 19
 
 
-def test_a_slow_check_of_a_grammar_does_not_delay_another() -> None:
+def test_a_slow_check_of_a_grammar_does_not_delay_another_check() -> None:
     grammars, before = GrammarChecker(MODEL), checkers()
     grammars.check(of_schema(PERSON), "response_format")
     (checker,) = checkers() - before

@@ -35,7 +35,7 @@ def test_tool_names_with_the_characters_of_gateways_are_accepted(name: str) -> N
     assert offered(tools=[tool(name)])[0] == [name]
 
 
-def test_the_largest_allowed_number_of_tools_is_accepted_but_no_more() -> None:
+def test_the_largest_allowed_number_of_tools_is_accepted_and_one_tool_more_refused() -> None:
     assert len(offered(tools=[tool(f"f{n}") for n in range(MAX_TOOLS)])[0]) == MAX_TOOLS == 1024
     with pytest.raises(RequestError) as caught:
         body(tools=[tool("f")] * (MAX_TOOLS + 1))
@@ -99,7 +99,7 @@ def test_calls_are_returned_in_the_older_form_if_functions_were_sent(tokenizer: 
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_a_strict_tool_is_refused_if_its_grammar_would_leave_something_out(
+def test_a_strict_tool_is_refused_if_its_grammar_would_leave_out_a_keyword(
     choice: ToolChoice,
 ) -> None:
     def with_strict(strict: bool | None) -> Tool:

@@ -402,7 +402,7 @@ def test_no_origin_is_allowed_by_default(shared: Running) -> None:
     assert not allowed(get(shared, "/v1/models", **PAGE))
 
 
-def test_a_page_of_an_allowed_origin_can_call(engine: FakeEngine) -> None:
+def test_a_page_of_an_allowed_origin_can_call_the_server(engine: FakeEngine) -> None:
     with Running(engine, **KEYS, allowed_origins=("https://a.example",)) as server:
         preflight = httpx2.options(server.url + CHAT, headers=PREFLIGHT)
         assert preflight.status_code == 200, "a browser sends no key with it"

@@ -73,7 +73,7 @@ async def test_the_smallest_work_of_a_client_runs_first() -> None:
     assert await works.finish(*tasks) == ["a0", "a20", "a300", "a5000"]
 
 
-async def test_urgent_work_of_all_clients_runs_before_the_rest() -> None:
+async def test_urgent_work_of_all_clients_runs_before_other_work() -> None:
     works = Works()
     tasks = [works.send("a0", is_urgent=False)]
     await works.until_begun(1)
@@ -94,7 +94,7 @@ async def test_each_client_has_at_most_one_thread_at_a_time() -> None:
     await works.finish(*greedy, other)
 
 
-async def test_a_full_queue_refuses_work_of_the_client_that_has_the_most_waiting() -> None:
+async def test_a_full_queue_refuses_work_of_the_client_with_the_most_waiting_work() -> None:
     works = Works()
     first = works.send("b0")
     await works.until_begun(1)

@@ -177,7 +177,7 @@ async def test_clients_of_ollama_may_leave_out_the_content_type(
         (b"sec-fetch-site", b"same-origin"),
     ],
 )
-async def test_browsers_must_send_the_content_type_to_ollama_calls_too(
+async def test_browsers_must_send_the_content_type_even_to_ollama_calls(
     header: tuple[bytes, bytes],
 ) -> None:
     """They send forms and text to any server without asking it first."""

@@ -181,7 +181,7 @@ def test_only_loopback_names_are_accepted_on_a_loopback_address(bound: str) -> N
 
 
 @pytest.mark.parametrize("bound", ["0.0.0.0", "::", "192.168.1.5", "mac1.lan"])
-def test_addresses_and_the_machines_own_names_are_accepted_on_other_addresses(
+def test_addresses_and_the_machines_own_names_are_accepted_outside_of_loopback(
     monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "Mac1.lan")

@@ -133,7 +133,7 @@ async def test_reaching_the_token_limit_is_reported(
     assert record.completion_tokens == 2
 
 
-async def test_a_character_that_the_limit_cuts_off_is_sent_as_a_replacement(
+async def test_a_character_that_the_limit_cuts_off_is_sent_as_a_replacement_character(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     engine.answer = "👍"
@@ -358,7 +358,7 @@ async def test_stop_strings_are_ignored_before_min_tokens(
     assert (await answer(start(engine, record, ["one"])))[0] == ""
 
 
-async def test_special_tokens_are_shown_as_text_if_asked_for(
+async def test_special_tokens_are_shown_as_text_if_the_request_asks_for_it(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     engine.answer = "a<s>b"
@@ -424,7 +424,7 @@ async def test_all_choices_are_sent_in_one_stream(engine: FakeEngine, record: Ac
     assert chunks[-1]["usage"]["prompt_tokens"] == len(engine.prompts[0])
 
 
-async def test_a_choice_that_stops_does_not_end_the_others(
+async def test_a_choice_that_stops_does_not_end_the_other_choices(
     engine: FakeEngine, record: AccessRecord
 ) -> None:
     ids = engine.tokenizer.encode("one two three")

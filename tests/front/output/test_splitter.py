@@ -41,7 +41,7 @@ def test_splitter_hides_thoughts_that_the_request_does_not_want() -> None:
     ("rules", "text"),
     [(BOTH, CALL + CALL), (Splitting(forces_calls=True), LISTED)],
 )
-def test_splitter_drops_calls_after_the_first_unless_they_are_parallel(
+def test_splitter_drops_calls_after_the_first_call_unless_parallel_calls_are_allowed(
     rules: Splitting, text: str
 ) -> None:
     single = replace(rules, is_parallel=False)

@@ -74,7 +74,7 @@ def test_the_stop_string_that_matched_is_known(stops: list[str], which: str) -> 
     assert matcher.matched == which
 
 
-def test_a_stop_string_is_found_inside_the_beginning_of_a_longer_one() -> None:
+def test_a_stop_string_is_found_inside_the_beginning_of_a_longer_stop_string() -> None:
     assert cut_in_pieces(["xabc", "dX"], ["abcde", "cd"]) == ("xab", True)
 
 

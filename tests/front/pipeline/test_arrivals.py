@@ -14,7 +14,7 @@ def test_prompts_of_agents_wait_less_than_in_the_order_of_arrival() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
-def test_short_prompts_delay_a_long_one_by_about_as_long_as_it_takes_alone(num_stages: int) -> None:
+def test_short_prompts_delay_a_long_prompt_by_about_its_time_alone(num_stages: int) -> None:
     clients = arrivals.stream(0.8, num_requests=80)
     longest = arrivals.simulate(num_stages, clients).columns[2]
     # Its work, as much for others, and the steps in which these decode.
@@ -22,7 +22,7 @@ def test_short_prompts_delay_a_long_one_by_about_as_long_as_it_takes_alone(num_s
 
 
 @pytest.mark.parametrize(("num_stages", "long_slowdown"), [(1, 1.2), (2, 1.2), (4, 1.25)])
-def test_a_short_prompt_after_a_long_one_takes_little_longer_than_alone(
+def test_a_short_prompt_after_a_long_prompt_takes_little_longer_than_alone(
     num_stages: int, long_slowdown: float
 ) -> None:
     clients = arrivals.each_alone([(1.0, 3000), (1.5, 400)])

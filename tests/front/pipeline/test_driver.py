@@ -439,7 +439,7 @@ async def ring_after(
 
 
 @pytest.mark.long
-async def test_ranks_that_are_too_small_for_the_model_wait_for_others(
+async def test_ranks_that_are_too_small_for_the_model_wait_for_other_ranks(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MIN_RANKS", "3")
@@ -456,7 +456,7 @@ async def test_a_ring_is_formed_as_soon_as_enough_ranks_have_returned(
 
 
 @pytest.mark.long
-async def test_ranks_without_room_for_a_short_sequence_wait_for_others(
+async def test_ranks_without_room_for_a_short_sequence_wait_for_other_ranks(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def room(stages: list[Any], *_: Any) -> KvRoom:
@@ -680,7 +680,7 @@ async def test_an_error_in_a_task_of_the_driver_ends_the_cluster(
 
 
 @pytest.mark.long
-async def test_a_request_that_crashes_engines_is_ended_and_others_continue(
+async def test_a_request_that_crashes_engines_is_ended_and_other_requests_continue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("POISON", "996")

@@ -20,7 +20,7 @@ NUM_FAULTS = MAX_SHARED_FAULTS + MAX_FAULTS_ALONE
 FAULT = EngineError("The engine of rank 0 ended by signal 11.")
 
 
-def test_suspected_requests_run_alone_from_the_youngest_on() -> None:
+def test_suspected_requests_run_alone_beginning_with_the_youngest() -> None:
     fault_blame = FaultBlame(MAX_RESTARTS)
     assert fault_blame.on_fault([1, 2]) is None
     assert fault_blame.alone is None
@@ -212,7 +212,7 @@ def test_a_fatal_request_is_found_whenever_it_arrives(num_stages: int, fatal_at:
         pipeline.check()
 
 
-def test_other_requests_wait_while_a_suspected_one_runs_alone() -> None:
+def test_other_requests_wait_while_a_suspected_request_runs_alone() -> None:
     pipeline = Fragile(2, {0: 14})
     for id in range(3):
         pipeline.add(make_sequence(id, 12, 500))
@@ -238,7 +238,7 @@ def test_many_fatal_requests_are_given_up_without_ending_the_cluster() -> None:
     pipeline.check()
 
 
-def test_the_fatal_one_of_several_copies_of_a_prompt_is_found() -> None:
+def test_the_fatal_request_among_several_copies_of_a_prompt_is_found() -> None:
     for fatal in range(4):
         pipeline = Fragile(2, {fatal: 41})
         copies(pipeline, 0, 40, 4)

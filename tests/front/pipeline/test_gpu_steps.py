@@ -113,7 +113,7 @@ def step(number: int, position: int, num_tokens: int) -> Step:
     return Step(number, 0, (Row(1, position, num_tokens),), (0,) * num_tokens, False)
 
 
-def test_a_step_that_fails_halves_the_work_of_later_ones() -> None:
+def test_a_step_that_fails_halves_the_work_of_later_steps() -> None:
     steps = GpuSteps(Constants(prefill_chunk=2048))
     steps.begin(step(1, 0, 100))
     steps.begin(step(2, 30_000, 1024))
@@ -170,7 +170,7 @@ def test_prompts_are_refused_with_the_numbers_before_memory_runs_out() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_gpu_that_fails_in_a_chunk_gets_smaller_ones_and_no_request_is_blamed(
+def test_a_gpu_that_fails_in_a_chunk_gets_smaller_chunks_and_no_request_is_blamed(
     seed: int,
 ) -> None:
     """More often than a request may end the engines, and than they may be restarted."""

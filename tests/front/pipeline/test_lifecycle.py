@@ -110,7 +110,7 @@ def test_faults_caused_by_a_request_do_not_use_up_restarts(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_kills_that_no_request_causes_end_the_cluster_after_max_restarts(seed: int) -> None:
+def test_the_cluster_ends_after_its_last_restart_if_no_request_causes_the_kills(seed: int) -> None:
     cluster = PlayedCluster(seed, max_restarts=seed % 4, restart_window=100_000.0)
     while not cluster.failure:
         assert cluster.run(60, lambda: cluster.lifecycle.is_working or bool(cluster.failure))
@@ -206,7 +206,7 @@ def check_recovery(cluster: PlayedCluster, *asked: Asked) -> None:
     assert not any(check_answer(each) for each in asked)
 
 
-def test_a_fault_while_ranks_return_is_handled_once_they_are_there() -> None:
+def test_a_fault_while_ranks_return_is_handled_once_they_have_returned() -> None:
     cluster = begun()
     cluster.lose(1)
     assert cluster.run(60, lambda: cluster.lifecycle.state is State.GATHERING)
@@ -236,7 +236,7 @@ def test_rank_0s_engine_is_replaced_if_it_hangs_while_it_plans_for_fewer_ranks()
     assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
 
 
-def test_ranks_without_room_for_the_model_wait_for_others() -> None:
+def test_ranks_without_room_for_the_model_wait_for_other_ranks() -> None:
     cluster = begun(replan=True, roomy_ranks=3, join_timeout=2.0)
     cluster.lose(1)
     assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
@@ -274,7 +274,7 @@ def test_a_returning_rank_with_other_program_versions_is_refused() -> None:
 
 
 @pytest.mark.parametrize("replan", [True, False])
-def test_a_rank_that_is_lost_repeatedly_ends_the_cluster_only_without_replan(replan: bool) -> None:
+def test_a_rank_that_is_lost_repeatedly_ends_the_cluster_unless_it_replans(replan: bool) -> None:
     """Rank 0 gave up after max_restarts, although the others could do without that rank."""
     cluster = begun(replan=replan, max_restarts=3)
     for _ in range(8):
@@ -517,7 +517,7 @@ def test_layers_are_planned_again_if_a_rank_is_lost_while_a_plan_is_made() -> No
     check_recovery(cluster, asked)
 
 
-def test_the_engine_of_a_disconnected_rank_is_kept_with_replan() -> None:
+def test_the_engine_of_a_disconnected_rank_is_kept_with_the_flag_replan() -> None:
     """It moves layers back to it, and reads only those that it lacks."""
     cluster = begun(4, replan=True, join_timeout=2.0)
     asked = cluster.ask(10, 2000)
@@ -577,7 +577,7 @@ def test_kept_sequences_run_before_those_that_are_computed_again() -> None:
     assert step.rows[0].sequence == 1
 
 
-def test_all_engines_are_replaced_if_a_new_one_has_read_other_model_files() -> None:
+def test_all_engines_are_replaced_if_a_new_engine_has_read_other_model_files() -> None:
     """One half of a model would be the old one."""
     cluster = begun()
     asked = cluster.ask(10, 50)
@@ -592,7 +592,7 @@ def test_all_engines_are_replaced_if_a_new_one_has_read_other_model_files() -> N
 
 
 @pytest.mark.parametrize("seed", seeds(2, 6))
-def test_engines_are_kept_with_replan_when_layers_change_owner(seed: int) -> None:
+def test_engines_are_kept_with_the_flag_replan_when_layers_change_owner(seed: int) -> None:
     """They keep layers, and no sequence goes on with keys and values of other layers."""
     cluster = begun(seed, replan=True, join_timeout=2.0)
     asked = [cluster.ask(10, 2000) for _ in range(3)]
@@ -741,7 +741,7 @@ def test_auto_layout_is_planned_only_once_when_all_ranks_have_joined(is_killed: 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_auto_layout_is_planned_by_a_new_engine_if_the_first_ends_before_ranks_join(
+def test_auto_layout_is_planned_by_a_new_engine_if_the_first_engine_ends_before_ranks_join(
     seed: int,
 ) -> None:
     """The dead engine was asked for the plan, and the cluster failed after load_timeout."""
@@ -875,7 +875,7 @@ def test_planning_shards_again_comes_to_an_end_after_random_faults(
     assert seed >= 4 or not cluster.check_answers()
 
 
-def test_auto_layout_for_fewer_ranks_uses_the_link_measured_before() -> None:
+def test_auto_layout_for_fewer_ranks_uses_the_earlier_measurement_of_the_link() -> None:
     cluster = begun(tensor_parallel_size="auto", replan=True, join_timeout=2.0)
     cluster.disconnect(2, "Rank 2 is gone.", back_seconds=20.0)
     assert cluster.run(30, lambda: cluster.membership.ring == (0, 1))

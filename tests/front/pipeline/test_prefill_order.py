@@ -48,7 +48,7 @@ def test_short_prompts_keep_their_order_so_that_they_can_share_steps() -> None:
     check_all_ended(pipeline)
 
 
-def test_a_token_after_many_others_counts_as_more_work() -> None:
+def test_a_token_after_many_other_tokens_counts_as_more_work() -> None:
     assert work(0, 3000) == pytest.approx(3150)
     assert work(60_000, 61_000) > work(0, 2500)
     assert work(0, 1000) + work(1000, 9000) == pytest.approx(work(0, 9000))
@@ -59,7 +59,7 @@ def test_a_token_after_many_others_counts_as_more_work() -> None:
     assert ids(order.in_order([behind_a_prefix, prompt(1, 2000)])) == [1, 0]
 
 
-def test_younger_prompts_wait_once_they_have_delayed_an_older_one_enough() -> None:
+def test_younger_prompts_wait_once_they_have_delayed_an_older_prompt_enough() -> None:
     prompts = [prompt(2, 10), prompt(1, 400, 100), prompt(0, 900)]
     order = PrefillOrder()
     order.note_overtaking(prompt(3, 600), 499, prompts)
@@ -68,7 +68,7 @@ def test_younger_prompts_wait_once_they_have_delayed_an_older_one_enough() -> No
     assert ids(order.in_order(prompts)) == [1, 0]
 
 
-def test_a_prompt_is_admitted_before_older_ones_only_within_their_tolerance() -> None:
+def test_a_prompt_is_admitted_before_older_prompts_only_within_their_tolerance() -> None:
     waiting = [prompt(1, 1000), prompt(3, 500), prompt(4, 400)]
     order = PrefillOrder()
     assert order.next_to_admit(waiting, []) is waiting[2]
@@ -79,7 +79,7 @@ def test_a_prompt_is_admitted_before_older_ones_only_within_their_tolerance() ->
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
-def test_a_short_prompt_does_not_wait_for_a_long_one(num_stages: int) -> None:
+def test_a_short_prompt_does_not_wait_for_a_long_prompt(num_stages: int) -> None:
     pipeline = Pipeline(num_stages)
     pipeline.add(make_sequence(0, 3000, 1))
     for _ in range(20):
@@ -112,7 +112,7 @@ def test_only_tokens_after_its_prefix_count_in_the_order_of_a_prompt(is_waiting:
     check_all_ended(pipeline)
 
 
-def test_short_prompts_overtake_a_long_one_that_lacks_memory_within_its_tolerance() -> None:
+def test_short_prompts_overtake_a_long_prompt_that_lacks_memory_within_its_tolerance() -> None:
     """The first sequence leaves room for short prompts, but not for the long one."""
     pipeline = Pipeline(2)
     pipeline.scheduler.budget.max_tokens = 910

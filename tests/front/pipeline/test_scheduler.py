@@ -281,7 +281,7 @@ def test_every_stage_gets_a_chunk_of_a_prompt_that_is_alone(num_stages: int) -> 
     assert len(pipeline.queues[0]) == num_stages
 
 
-def test_short_prompts_share_a_step_while_others_decode() -> None:
+def test_short_prompts_share_a_step_while_other_sequences_decode() -> None:
     pipeline = Pipeline(2, prefill_chunk=512)
     pipeline.scheduler.chunk_beside_decoding = 8
     pipeline.add(make_sequence(0, 2, 100))
@@ -362,7 +362,7 @@ def test_few_chunks_are_scheduled_between_two_steps_of_a_group(
     check_all_ended(pipeline)
 
 
-def test_short_prompts_run_first_until_a_long_one_tolerates_no_more() -> None:
+def test_short_prompts_run_first_until_a_long_prompt_tolerates_no_more_delay() -> None:
     pipeline = Pipeline(2, prefill_chunk=512)
     pipeline.scheduler.chunk_beside_decoding = 8
     pipeline.add(make_sequence(0, 2, 1000))
@@ -399,7 +399,7 @@ def test_a_prompt_does_not_evict_the_prefix_that_it_continues() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_no_group_stays_empty_while_others_are_full(num_stages: int) -> None:
+def test_no_group_stays_empty_while_other_groups_are_full(num_stages: int) -> None:
     """Whoever leaves, rows move to a group that has run empty."""
     pipeline = Pipeline(num_stages)
     for id in range(4 * num_stages):
@@ -488,7 +488,7 @@ def test_all_copies_are_answered_even_if_few_fit_at_once() -> None:
     check_all_ended(pipeline)
 
 
-def test_either_all_sequences_of_a_request_are_queued_or_none() -> None:
+def test_either_all_sequences_of_a_request_are_queued_or_no_sequence() -> None:
     pipeline = Pipeline(2, max_num_sequences=2, max_queue=4)
     copies(pipeline, 0, 10, 4)
     with pytest.raises(OverloadedError):

@@ -52,7 +52,7 @@ def check_checkpoints(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_a_prompt_begins_at_the_boundary_of_the_previous_one(num_stages: int) -> None:
+def test_a_prompt_begins_at_the_boundary_of_the_previous_prompt(num_stages: int) -> None:
     """The answer is not part of the next prompt as it was generated."""
     pipeline = with_checkpoints(num_stages)
     shared = tokens(1, 300)
@@ -156,7 +156,7 @@ def test_no_checkpoint_is_made_that_would_evict_all_kept_sequences() -> None:
     assert not any(step.ops(Save) for step in pipeline.steps)
 
 
-def test_no_checkpoint_is_made_that_another_one_in_the_same_step_evicts() -> None:
+def test_no_checkpoint_is_made_that_another_checkpoint_of_the_same_step_evicts() -> None:
     """Two short prompts share a step, and there is room for one checkpoint."""
     pipeline = with_checkpoints(num_stages=1)
     pipeline.scheduler.settle(1, 480, state_tokens=120)

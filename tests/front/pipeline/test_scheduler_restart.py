@@ -73,7 +73,7 @@ def test_tokens_answered_before_a_kill_are_prefilled_and_not_sampled_again() -> 
     assert LAST_TOKEN not in fed
 
 
-def test_running_sequences_are_queued_before_waiting_ones_after_a_kill() -> None:
+def test_running_sequences_are_queued_before_waiting_sequences_after_a_kill() -> None:
     pipeline = Pipeline(2, max_num_sequences=2)
     for id in range(5):
         pipeline.add(make_sequence(id, 10, 3))

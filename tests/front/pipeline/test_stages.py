@@ -99,7 +99,7 @@ def room(stages: list[StageStatus], **flags: Any) -> int:
     return room_under_limits(stages, config, config.constants.prefill_chunk).num_tokens
 
 
-def test_room_for_tokens_is_that_of_the_rank_with_the_least() -> None:
+def test_room_for_tokens_is_that_of_the_rank_with_the_least_room() -> None:
     stages = [make_stage(0, (4, 8), 0.1), make_stage(1, (0, 4), 0.1)]
     # 300,000 bytes less half as much again, less 8 sequences of 1,000 bytes, by 10 a token.
     assert room(stages) == 19_200

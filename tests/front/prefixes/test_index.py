@@ -109,7 +109,7 @@ ACTIONS = st.lists(
 
 @settings(max_examples=300)
 @given(ACTIONS)
-def test_prefix_index_gives_the_same_as_comparing_every_sequence(
+def test_prefix_index_gives_the_same_result_as_comparing_every_sequence(
     actions: list[tuple[str, list[int], str]],
 ) -> None:
     fast, slow = PrefixIndex(), SlowIndex()
@@ -135,7 +135,7 @@ def test_prefix_index_gives_the_same_as_comparing_every_sequence(
 
 @settings(max_examples=300)
 @given(st.lists(SIMILAR, min_size=1, max_size=12), SIMILAR, st.data())
-def test_prefix_tree_gives_the_same_as_comparing_every_list(
+def test_prefix_tree_gives_the_same_result_as_comparing_every_list(
     lists: list[list[int]], tokens: list[int], data: st.DataObject
 ) -> None:
     """Also with equal lists, after some were removed, and if some are not allowed."""

@@ -43,7 +43,7 @@ def counted() -> Counted:
     return Counted()
 
 
-def test_a_sample_contains_the_activity_since_the_one_before(counted: Counted) -> None:
+def test_a_sample_contains_the_activity_since_the_previous_sample(counted: Counted) -> None:
     counted.add(generation_tokens_total=30, prefix_cache_queries_total=8)
     counted.add(prefix_cache_hits_total=2)
     counted.add(time_to_first_token_seconds_sum=3, time_to_first_token_seconds_count=2)

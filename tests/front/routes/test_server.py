@@ -58,7 +58,7 @@ def test_the_official_client_of_anthropic_reads_all_pages_of_models(
     assert sorted(before) == ["a", "b", "tiny"]
 
 
-def test_pages_of_models_end_before_before_id_and_begin_after_after_id(
+def test_pages_of_models_obey_the_parameters_before_id_and_after_id(
     claude: anthropic.Anthropic,
 ) -> None:
     page = claude.models.list(limit=2, before_id="c")
@@ -88,7 +88,7 @@ def test_wrong_parameters_of_a_page_are_refused_in_the_form_of_the_api(
     assert reply.json()["error"]["param"] == query.partition("=")[0]
 
 
-def test_without_the_header_of_anthropic_the_list_has_the_form_of_openai(adapted: Running) -> None:
+def test_without_anthropics_header_models_are_listed_in_openais_form(adapted: Running) -> None:
     page = httpx2.get(adapted.url + "/v1/models?after_id=tiny&limit=2").json()
     assert [model["id"] for model in page["data"]] == ["a", "b"]
     listed = httpx2.get(adapted.url + "/v1/models").json()

@@ -42,7 +42,7 @@ def test_deeply_nested_json_in_a_call_is_refused(parser: CallParser) -> None:
         parser('{"name": "f", "arguments": ' + "[" * 100_000)
 
 
-def test_a_parser_that_takes_too_long_is_stopped_and_others_continue() -> None:
+def test_a_parser_that_takes_too_long_is_stopped_and_other_parsers_continue() -> None:
     """This one took minutes, on a thread that everybody shares."""
     slow = CallParser("gemma4")
     with ThreadPoolExecutor(1) as threads:

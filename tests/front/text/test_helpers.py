@@ -23,7 +23,7 @@ def running() -> set[int]:
     return {child.pid for child in children if call_parser.__name__ in child.cmdline()}
 
 
-def test_no_helper_process_starts_after_close() -> None:
+def test_no_helper_process_starts_after_helpers_are_closed() -> None:
     before, helpers = running(), made()
     assert helpers.call(CALL).calls
     helpers.close()
@@ -34,7 +34,7 @@ def test_no_helper_process_starts_after_close() -> None:
     assert running() <= before
 
 
-def test_close_ends_a_call_that_is_being_parsed() -> None:
+def test_closing_helpers_ends_the_parsing_of_a_call() -> None:
     before, helpers = running(), made()
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(helpers.call, CALL)

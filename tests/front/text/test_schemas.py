@@ -92,7 +92,7 @@ def test_schemas_that_allow_unknown_keys_are_not_closed(schema: dict[str, Any]) 
         lambda inner: {"items": {"$id": "urn:tool:1", **inner}},
     ],
 )
-def test_schemas_inside_of_others_are_closed_too(around: Any) -> None:
+def test_schemas_inside_of_other_schemas_are_closed(around: Any) -> None:
     assert closed(around({"properties": A})) == around({"properties": A, **CLOSED})
     nested = around({"properties": {"x": {"properties": A}}, **CLOSED})
     assert closed(nested) == around({"properties": {"x": {"properties": A, **CLOSED}}, **CLOSED})
@@ -247,5 +247,5 @@ def test_names_of_properties_are_not_taken_for_keywords() -> None:
         "[]",
     ],
 )
-def test_other_grammars_that_begin_like_json_are_not_taken_for_schemas(grammar: str) -> None:
+def test_grammars_that_only_begin_like_json_are_not_taken_for_schemas(grammar: str) -> None:
     assert schema_of(grammar) is None

@@ -47,7 +47,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_of_streamed_text_add_up_to_the_whole(
+def test_pieces_of_streamed_text_add_up_to_the_whole_text(
     kind: Callable[[], Backend], tmp_path: Path
 ) -> None:
     tokenizer = load(kind(), tmp_path)
@@ -59,7 +59,7 @@ def test_pieces_of_streamed_text_add_up_to_the_whole(
 
 
 @pytest.mark.parametrize("kind", [byte_level, metaspace])
-def test_pieces_of_text_from_random_ids_add_up_to_the_whole(
+def test_pieces_of_text_from_random_ids_add_up_to_the_whole_text(
     kind: Callable[[], Backend], tmp_path: Path
 ) -> None:
     """Random bytes are mostly not UTF-8; special and unknown ids come in between."""
@@ -222,7 +222,7 @@ def test_a_broken_tokenizer_folder_gives_an_error_of_one_line(
 
 
 @pytest.mark.parametrize("normalizer", [None, normalizers.NFC()])
-def test_min_tokens_is_never_more_than_the_number_of_tokens(
+def test_estimated_minimum_of_tokens_is_never_above_the_number_of_tokens(
     normalizer: object, tmp_path: Path
 ) -> None:
     backend = byte_level()
@@ -249,7 +249,7 @@ def swallow_spaces(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("change", [drop_spaces, drop_letters, swallow_spaces])
-def test_min_tokens_is_0_if_a_text_may_have_no_tokens(
+def test_estimated_minimum_of_tokens_is_0_if_a_text_may_have_no_tokens(
     change: Callable[[Backend], None], tmp_path: Path
 ) -> None:
     """With each of these, a long text may have no tokens at all."""
@@ -258,7 +258,7 @@ def test_min_tokens_is_0_if_a_text_may_have_no_tokens(
     assert load(backend, tmp_path).min_tokens("x " * 100_000) == 0
 
 
-def test_min_tokens_is_0_for_unknown_kinds_of_tokenizers(tmp_path: Path) -> None:
+def test_estimated_minimum_of_tokens_is_0_for_unknown_kinds_of_tokenizers(tmp_path: Path) -> None:
     assert load(metaspace(), tmp_path).min_tokens("x" * 100_000) == 0
 
 
@@ -280,7 +280,7 @@ async def test_encoding_in_a_thread_does_not_block_the_event_loop(tokenizer: Tok
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_that_continues_another_keeps_its_first_space(
+def test_text_that_continues_another_text_keeps_its_first_space(
     kind: Callable[[], Backend], tmp_path: Path
 ) -> None:
     """Decoders that take the space of a first token away would join two words."""
@@ -294,7 +294,7 @@ def test_text_that_continues_another_keeps_its_first_space(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_of_single_tokens_add_up_to_the_whole(
+def test_texts_of_single_tokens_add_up_to_the_whole_text(
     kind: Callable[[], Backend], tmp_path: Path
 ) -> None:
     tokenizer = load(kind(), tmp_path)
@@ -304,7 +304,7 @@ def test_texts_of_single_tokens_add_up_to_the_whole(
 
 
 @pytest.mark.parametrize("kind", [byte_level, byte_fallback])
-def test_bytes_of_single_tokens_add_up_even_if_texts_do_not(
+def test_bytes_of_single_tokens_add_up_even_if_their_texts_do_not(
     kind: Callable[[], Backend], tmp_path: Path
 ) -> None:
     tokenizer = load(kind(), tmp_path)
@@ -351,7 +351,7 @@ def test_the_tokenizer_loads_even_if_the_rest_of_the_config_is_invalid(
 
 
 @pytest.mark.parametrize("model_type", REFUSED_BY_TRANSFORMERS)
-def test_transformers_refuses_the_configs_that_another_test_calls_refused(
+def test_transformers_refuses_each_config_listed_as_refused(
     tmp_path: Path, model_type: str
 ) -> None:
     """Else the test above shows nothing."""

@@ -138,7 +138,7 @@ class Forgetful:
         return tokens
 
 
-def test_only_the_last_turn_is_learned_if_the_template_hides_earlier_ones(
+def test_only_the_last_turn_is_learned_if_the_template_hides_earlier_turns(
     tokenizer: Any, write: Write
 ) -> None:
     config = config_of(mask_prompt=True)

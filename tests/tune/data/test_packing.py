@@ -128,7 +128,7 @@ def assert_packing_is_exact(name: str, make: Any, num_ranks: int, **changes: Any
 @pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v3"])
-def test_loss_and_gradients_of_packed_examples_equal_those_of_single_ones(
+def test_loss_and_gradients_of_packed_examples_equal_those_of_single_examples(
     name: str, num_ranks: int
 ) -> None:
     assert assert_packing_is_exact(name, build, num_ranks) < TOLERANCE

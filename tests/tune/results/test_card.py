@@ -85,7 +85,7 @@ def test_the_chart_of_the_schedule_is_kept_if_nothing_is_left_to_train(folder: P
     assert (folder / "schedule.svg").read_text() == "of the updates that were made"
 
 
-def test_a_run_without_validation_has_a_chart_without_that_curve(tmp_path: Path) -> None:
+def test_a_run_without_validation_has_a_chart_without_a_validation_curve(tmp_path: Path) -> None:
     for line in METRICS[1:3]:
         checkpoint.add_metrics(tmp_path, line)
     card.write(config_of(adapter_path=tmp_path), FACTS, spans()[:1])
@@ -102,7 +102,7 @@ def test_a_constant_learning_rate_has_no_chart(folder: Path) -> None:
     assert "<!-- learning rate -->" in (folder / "curves.svg").read_text()
 
 
-def test_a_loss_that_is_not_a_number_is_not_reported_as_the_best(folder: Path) -> None:
+def test_a_loss_that_is_not_a_number_is_not_reported_as_the_best_loss(folder: Path) -> None:
     (folder / "metrics.jsonl").unlink()
     for iteration, loss in enumerate((math.nan, 2.0, math.nan, 3.0)):
         line = {"iteration": iteration, "name": "valid", "loss": loss}

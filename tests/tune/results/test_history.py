@@ -12,14 +12,14 @@ def added(*losses: float) -> tuple[LossHistory, list[bool]]:
     return history, [history.add(4 * n, loss) for n, loss in enumerate(losses)]
 
 
-def test_a_loss_is_the_best_only_if_it_is_lower_than_all_before() -> None:
+def test_a_loss_is_the_best_loss_only_if_it_is_lower_than_all_earlier_losses() -> None:
     history, is_best = added(3.0, 2.0, 2.5, 2.0, 1.5)
     assert is_best == [False, True, False, False, True]
     assert history.best == (16, 1.5)
     assert LossHistory().best is None
 
 
-def test_a_loss_that_is_not_a_number_is_never_the_best() -> None:
+def test_a_loss_that_is_not_a_number_is_never_the_best_loss() -> None:
     history, is_best = added(NAN, NAN, 2.0, NAN)
     assert is_best == [False, False, True, False]
     assert history.best == (8, 2.0)
@@ -38,7 +38,7 @@ def test_a_run_stalls_after_the_given_number_of_validations_without_progress(
     assert not added(*losses)[0].has_stalled(None)
 
 
-def test_a_run_without_a_finite_loss_has_no_best_one_and_does_not_stall() -> None:
+def test_a_run_without_a_finite_loss_has_no_best_loss_and_does_not_stall() -> None:
     history, is_best = added(NAN, NAN, float("inf"), NAN)
     assert not any(is_best)
     assert history.best is None

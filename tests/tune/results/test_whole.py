@@ -196,7 +196,7 @@ def test_layers_that_no_rank_has_trained_are_fetched_from_the_hub(
     assert num_bytes <= served < num_bytes + 100_000  # and the header
 
 
-def test_a_model_that_mlx_lm_cannot_load_does_not_replace_the_folder(
+def test_a_model_that_mlx_lm_cannot_load_does_not_replace_an_earlier_model(
     trained: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"

@@ -169,7 +169,7 @@ def test_a_run_that_fails_keeps_its_last_checkpoint(
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["0000004"]
 
 
-def test_a_checkpoint_is_kept_until_training_has_gone_on_well_after_the_next_one(
+def test_a_checkpoint_is_kept_until_training_has_gone_on_well_after_the_next_checkpoint(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Path
 ) -> None:
     """Its weights may be finite and still give no finite loss: then there is the one before."""
@@ -204,7 +204,7 @@ def test_an_initial_adapter_that_is_not_finite_is_reported_before_training(
 
 
 @pytest.mark.parametrize("losses", [[math.nan, 2.0, math.nan], [3.0, math.nan, math.nan]])
-def test_a_validation_loss_that_is_not_a_number_is_never_the_best(
+def test_a_validation_loss_that_is_not_a_number_is_never_the_best_loss(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: list[float]
 ) -> None:
     given = iter(losses)
@@ -330,7 +330,7 @@ def test_losses_of_packed_rows_fall_in_half_precision(
 # --- disks
 
 
-def test_a_disk_that_fills_during_a_save_leaves_the_checkpoint_before(
+def test_a_disk_that_fills_during_a_save_leaves_the_previous_checkpoint(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At each write in turn, of the arrays, the state, and what is published."""
@@ -362,7 +362,7 @@ def test_a_disk_that_fills_during_a_save_leaves_the_checkpoint_before(
     assert max(losses_of(out)) == 8
 
 
-def test_the_error_for_an_unreadable_checkpoint_names_the_one_before(
+def test_the_error_for_an_unreadable_checkpoint_names_the_previous_checkpoint(
     train: Train, tmp_path: Path, undisturbed: Path
 ) -> None:
     out = copied(undisturbed, tmp_path / "out")

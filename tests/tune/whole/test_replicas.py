@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 
 
 @pytest.mark.slow
-def test_a_run_on_two_replicas_equals_one_on_a_single_pipeline(
+def test_a_run_on_two_replicas_equals_a_run_on_a_single_pipeline(
     folder: Path, tmp_path: Path
 ) -> None:
     ran(folder, tmp_path / "one", micro_batches=2, peft=True)
@@ -89,7 +89,7 @@ LAYOUTS = [["--data-parallel-size", "2"], ["--tensor-parallel-size", "2"]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout[0])
-def test_all_ranks_start_again_after_one_was_suspended(
+def test_all_ranks_start_again_after_one_rank_was_suspended(
     folder: Path, tmp_path: Path, layout: list[str]
 ) -> None:
     """A shard waits for it in a sum of MLX, which cannot be interrupted."""

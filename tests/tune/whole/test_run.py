@@ -92,7 +92,7 @@ def test_mlx_lm_loads_the_trained_adapter_with_the_reported_loss(
     assert sum(loss_sum(base(b.inputs), b).item() for b in batches) > 2 * total
 
 
-def test_losses_on_two_ranks_equal_those_on_one(
+def test_losses_on_two_ranks_equal_those_on_one_rank(
     alone: tuple[Path, list[Event]], two_ranks: tuple[Path, str]
 ) -> None:
     first, second = losses_of(alone[0]), losses_of(two_ranks[0])

@@ -113,7 +113,7 @@ def test_losses_of_the_pipeline_equal_those_of_a_plain_loop(work: Path, models: 
     assert found != pytest.approx(other, rel=1e-4)
 
 
-def test_the_second_training_run_begins_with_the_model_of_the_first(models: list[Path]) -> None:
+def test_the_second_training_run_begins_with_the_model_of_the_first_run(models: list[Path]) -> None:
     first, second = (list(losses_of(model.parent).values()) for model in models)
     assert second[0] < first[0] - 0.2, "it did not begin with what the first has learned"
     card = (models[1] / "README.md").read_text()

@@ -328,7 +328,7 @@ def test_empty_content_is_accepted(nothing: Any) -> None:
     assert answered["content"] == ""
 
 
-def test_system_messages_meant_for_one_turn_are_left_out_later() -> None:
+def test_system_messages_meant_for_one_turn_are_left_out_of_later_turns() -> None:
     hint = {"role": "system", "content": "Be quick.", "clear_at": "next_user_message"}
     now = chat_messages(user(text("a")), hint)
     later = chat_messages(user(text("a")), hint, assistant(text("b")), user(text("c")))

@@ -207,7 +207,7 @@ async def test_a_large_body_can_name_an_adapter_loaded_after_the_process_started
         (kinds.COMPLETION, MAX_SMALL_BYTES, False),
     ],
 )
-async def test_texts_of_a_few_kilobytes_are_read_in_the_process_unless_they_get_an_answer(
+async def test_bodies_of_a_few_kilobytes_are_read_in_the_server_unless_they_ask_for_an_answer(
     body_readers: BodyReaders,
     reader: Reader,
     slow: Slow,
@@ -221,7 +221,7 @@ async def test_texts_of_a_few_kilobytes_are_read_in_the_process_unless_they_get_
     assert slow.sizes == ([] if is_read_here else [sum(map(len, padded(num_bytes)[0]))])
 
 
-async def test_a_large_body_does_not_delay_medium_and_small_ones(
+async def test_a_large_body_does_not_delay_medium_and_small_bodies(
     body_readers: BodyReaders, reader: Reader, slow: Slow
 ) -> None:
     """Encoding megabytes takes seconds, and cannot be interrupted to give others a turn."""

@@ -27,7 +27,7 @@ def test_the_least_recently_used_response_is_dropped_first() -> None:
     assert (caught.value.http_status, caught.value.param) == (400, "previous_response_id")
 
 
-def test_the_store_holds_no_more_bytes_than_allowed() -> None:
+def test_bytes_held_by_the_store_stay_within_its_limit() -> None:
     store = Store(max_bytes=1000)
     for number in range(9):
         put(store, str(number), 300)

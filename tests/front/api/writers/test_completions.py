@@ -103,7 +103,7 @@ def test_a_whole_completion_contains_all_choices(tokenizer: Tokenizer) -> None:
     assert ids == [5, 6], "the prompt's own list stays as it is"
 
 
-def test_a_whole_completion_can_contain_a_token_with_the_text_index(tokenizer: Tokenizer) -> None:
+def test_a_whole_completion_can_contain_a_token_whose_text_is_index(tokenizer: Tokenizer) -> None:
     """The likeliest tokens are listed by their text, which may be anything."""
     asked = job(tokenizer, logprobs=2)
     update_ = Update(0, (AnswerBegin(FIRST), Text("t")), (1,), (Score(1, -0.1, ((7, -2.0),)),))

@@ -197,7 +197,7 @@ def test_prefixes_are_shared_only_under_the_same_adapter_version() -> None:
     assert set(index.with_adapter(1)) == {3}
 
 
-def test_adapters_that_new_engines_never_loaded_are_not_unloaded_there() -> None:
+def test_new_engines_are_not_asked_to_unload_adapters_that_they_never_loaded() -> None:
     pipeline = Pipeline(2, parts=(AdapterVersions(serve_config()),))
     sequence = make_sequence(0, 10, 5)
     sequence.adapter_version = 3

@@ -137,7 +137,7 @@ def test_only_new_segments_of_a_prefix_are_written_to_disk() -> None:
     assert ranks.num_bytes(0) == BYTES_PER_TOKEN * (64 + 32 + 32)
 
 
-def test_a_segment_on_disk_ends_where_the_prompt_does() -> None:
+def test_a_segment_on_disk_ends_where_the_prompt_ends() -> None:
     ranks = Ranks()
     ranks.keep([*tokens(1, 56), *tokens(2, 20)], num_prompt=56)
     assert [file.end for file in ranks.files[0].values()] == [16, 32, 48, 55, 71, 76]

@@ -32,7 +32,7 @@ def test_prefixes_on_disk_are_used_only_if_all_shards_have_them() -> None:
     assert disk_state(requests)["num_files"] == 1
 
 
-def test_clearing_prefixes_during_a_restart_clears_the_disks_after_it() -> None:
+def test_clearing_prefixes_during_a_restart_clears_the_disks_after_the_restart() -> None:
     sent: list[ToPrefixCache] = []
     requests = two_shards(sent)
     requests.clear_prefixes()

@@ -46,7 +46,7 @@ def generate(speculation: Speculation, sequence: Sequence, tokens: list[int]) ->
     return counts
 
 
-def test_drafts_continue_a_text_as_at_its_earlier_occurrence() -> None:
+def test_drafts_repeat_what_came_after_an_earlier_occurrence_of_the_same_text() -> None:
     speculation = make_speculation()
     ((drafts, drafter),) = speculation.propose([make_sequence()])
     assert drafter == "suffixes"
@@ -67,7 +67,7 @@ def test_drafts_follow_a_prediction_from_its_start_and_after_a_deviation() -> No
     assert counts.drafted["suffixes"] == 0
 
 
-def test_rows_that_cannot_have_drafts_get_none() -> None:
+def test_rows_that_cannot_have_drafts_get_no_drafts() -> None:
     speculation = make_speculation()
     pending, new, ending = (make_sequence(id) for id in range(3))
     pending.num_pending = 1
@@ -79,7 +79,7 @@ def test_rows_that_cannot_have_drafts_get_none() -> None:
     assert speculation.propose([almost]) == [(LOOP[:2], "suffixes")]
 
 
-def test_random_text_gets_no_drafts_but_possible_ones_are_counted() -> None:
+def test_random_text_gets_no_drafts_but_possible_drafts_are_counted() -> None:
     speculation = make_speculation(token_cost=0.1)
     chance = random.Random(0)
     sequence = make_sequence(prompt=[chance.randrange(20) for _ in range(300)])
@@ -220,7 +220,7 @@ def test_more_drafts_are_planned_if_they_are_cheaper() -> None:
     assert cheap > dear > too_dear == 0
 
 
-def test_no_drafts_are_planned_without_a_draft_model_or_memory_or_for_the_last_token() -> None:
+def test_no_drafts_are_planned_for_the_last_token_or_without_a_draft_model_or_memory() -> None:
     assert make_speculation().plan_guesses([new_text()], 1) == [0]
     nine = [new_text(id) for id in range(9)]
     speculation = make_with_model(guess=0.001, reading=0.0)

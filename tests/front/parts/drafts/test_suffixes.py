@@ -30,7 +30,7 @@ def test_a_match_has_at_least_two_earlier_tokens(text: list[int]) -> None:
     assert suffixes_of(text).match() is None
 
 
-def test_the_longest_match_is_found_and_the_latest_of_equal_ones() -> None:
+def test_the_longest_match_is_found_and_the_latest_of_equally_long_matches() -> None:
     assert suffixes_of([1, 2, 3, 9, 2, 3, 8, 1, 2, 3]).match() == Match(3, 3)
     assert suffixes_of([7, 2, 3, 9, 6, 2, 3, 8, 5, 2, 3]).match() == Match(2, 7)
 

@@ -137,7 +137,7 @@ def test_rules_for_values_list_the_keywords_that_they_do_not_enforce(
 
 
 @marked
-def test_rules_for_values_allow_unknown_keys_if_the_schema_does(
+def test_rules_for_values_allow_unknown_keys_if_the_schema_allows_them(
     name: str, tokenizer: LLTokenizer
 ) -> None:
     """Otherwise, a tool with open parameters could only be called without any."""
@@ -180,7 +180,7 @@ def test_rules_for_values_follow_a_reference_for_all_parameters(
         ("a/b", ["a/b"], ["ab"]),
     ],
 )
-def test_a_pattern_is_turned_into_one_that_matches_whole_texts(
+def test_a_pattern_is_turned_into_a_pattern_that_matches_whole_texts(
     pattern: str, right: Any, wrong: Any
 ) -> None:
     found = searching(pattern)

@@ -123,7 +123,7 @@ def test_text_before_a_call_that_is_cut_off_is_kept() -> None:
     check_open_call(parts)
 
 
-def test_a_complete_call_before_one_that_is_cut_off_stays_complete() -> None:
+def test_a_complete_call_before_a_call_that_is_cut_off_stays_complete() -> None:
     whole = f"<tool_call>{json_call('now', {})}</tool_call>"
     parts = split(FREE, QWEN, [f'{whole}\n<tool_call>{{"name": "{NAME}", "ar'])
     kinds = [type(part) for part in parts]

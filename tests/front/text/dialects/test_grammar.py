@@ -137,7 +137,7 @@ CONTENTS = {
 
 @families
 @pytest.mark.parametrize("content", CONTENTS)
-def test_an_answer_with_tools_and_a_format_is_calls_or_follows_the_format(
+def test_an_answer_with_tools_and_a_format_consists_of_calls_or_follows_the_format(
     name: str, content: str, tokenizer: LLTokenizer, added: dict[str, int]
 ) -> None:
     dialect, write, _ = FAMILIES[name]

@@ -315,7 +315,7 @@ def test_arguments_are_given_as_text_only_to_templates_that_need_text(
     assert wanting == {"deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4"}
 
 
-def test_a_template_gets_a_description_even_if_the_tool_has_none(
+def test_a_template_gets_a_description_even_if_the_tool_has_no_description(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     """gpt-oss' template fails for a tool without a description."""

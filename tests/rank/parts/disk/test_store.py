@@ -345,7 +345,7 @@ def order(prefix_dir: Path | None) -> Order:
     )
 
 
-def test_no_prefix_store_is_opened_without_a_folder_or_for_one_that_is_in_use(
+def test_no_prefix_store_is_opened_without_a_folder_or_for_a_folder_in_use(
     tmp_path: Path, reports: queue.Queue, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert open_store(order(None), reports.put, make_caches) is None
