@@ -34,6 +34,7 @@ from launcher.remote import (
     SshAccess,
     connected,
     find_routes,
+    hop_speed,
     on_each,
     remote_ranks,
 )
@@ -41,11 +42,7 @@ from launcher.routes import Pair, Routes, needed_pairs
 from launcher.supervisor import Supervisor, event_line, write_line
 from serve.core.agent_messages import (
     DescribeHost,
-    EchoStarted,
-    HopSpeed,
     HostFacts,
-    MeasureHop,
-    StartEcho,
 )
 from serve.core.errors import ClusterError
 
@@ -179,15 +176,9 @@ def examine_hops(
 def examine_hop(here: AgentConnection, there: AgentConnection, ip: str) -> Finding:
     where = f"{here.host} → {there.host} ({ip})"
     try:
-        return check_hop(where, hop_speed(here, there, ip))
+        return check_hop(where, hop_speed(here, there, ip, HOP_SECONDS))
     except ClusterError as error:
         return broken_hop(where, str(error).rstrip("."))
-
-
-def hop_speed(here: AgentConnection, there: AgentConnection, ip: str) -> HopSpeed:
-    """Measures the hop to an address of a host. Raises HostError."""
-    port = there.request(StartEcho(ip), EchoStarted).port
-    return here.request(MeasureHop(ip, port, HOP_SECONDS), HopSpeed)
 
 
 def examine_ring(

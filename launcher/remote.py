@@ -345,7 +345,7 @@ def find_routes(connections: Sequence[AgentConnection], needed: Sequence[Pair]) 
     def reaches(pair: Pair, ip: str) -> bool:
         caller, called = (connections[rank] for rank in pair)
         try:
-            _try(caller, called, ip)
+            hop_speed(caller, called, ip, seconds=0.0)
         except HostError as error:
             failures[pair] = f"; {hosts[pair[0]]} tried {ip}: {error.what}"
             return False
@@ -366,9 +366,15 @@ def _list_addresses(connection: AgentConnection) -> AddressesListed:
     return connection.request(ListAddresses(), AddressesListed)
 
 
-def _try(caller: AgentConnection, called: AgentConnection, ip: str) -> None:
+def hop_speed(
+    caller: AgentConnection,
+    called: AgentConnection,
+    ip: str,
+    seconds: float,
+) -> HopSpeed:
+    """Measures the hop to an address of a host, by sending for some seconds. Raises HostError."""
     port = called.request(StartEcho(ip), EchoStarted).port
-    caller.request(MeasureHop(ip, port, 0.0), HopSpeed)
+    return caller.request(MeasureHop(ip, port, seconds), HopSpeed)
 
 
 def _no_route(one: Host, other: Host, networks: Sequence[Network], reason: str) -> HostError:

@@ -1,7 +1,8 @@
-"""Compares one rank with `mlx_lm.server` on a model of many layers, and with another checkout:
-tokens per second with each number of clients. It is meant for a GPU, where the model is made too.
+"""Compares one rank with `mlx_lm.server` on a model of many layers: tokens per second with each
+number of clients. It is meant for a GPU, where the model is made too. `scripts.measure.compare
+--one-rank` compares two checkouts.
 
-    .venv/bin/python -m scripts.measure.one_rank --other OTHER_CHECKOUT
+    .venv/bin/python -m scripts.measure.one_rank
 """
 
 import argparse
@@ -20,19 +21,17 @@ from mlx_lm.models import llama
 from scripts.measure.clients import asked_of
 from scripts.measure.model import CONFIG, FOLDER, SPREAD, TOKENIZER, VOCAB, is_word
 from scripts.measure.rounds import Settings, Table, in_turn, levels_of, markdown
-from scripts.measure.servers import BRIGADE_1, MLX_LM_1, ROOT, model_name, running
+from scripts.measure.servers import BRIGADE_1, MLX_LM_1, model_name, running
 from scripts.measure.sums import p50
 from serve.bench.records import tokens_per_second
 
 MAX_TOKENS = 256  # of an answer
 WARM_UP_TOKENS = 8
 GROUP_SIZE = 64
-AFTER, BEFORE = "Brigade", "Brigade before"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--other", type=Path, help="a checkout of the state before")
     parser.add_argument("--bits", type=levels_of, default="16,4", help="of the weights (16,4)")
     parser.add_argument("--levels", type=levels_of, default="1,16", help="clients (1,16)")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each server (2)")
@@ -44,7 +43,7 @@ def main() -> None:
     for bits in flags.bits:
         model = make_deep_model(flags.folder, bits, flags.layers, flags.hidden)
         settings = Settings(model, flags.levels, flags.rounds, requests_per_client=1, seed=0)
-        print(f"\n{model.name}\n\n{markdown(measure(settings, flags.other))}", flush=True)
+        print(f"\n{model.name}\n\n{markdown(measure(settings))}", flush=True)
 
 
 def make_deep_model(folder: Path, bits: int, num_layers: int, hidden: int) -> Path:
@@ -101,23 +100,20 @@ def random_model(config: dict[str, Any]) -> nn.Module:
     return model
 
 
-def measure(settings: Settings, other: Path | None) -> Table:
+def measure(settings: Settings) -> Table:
     """Starts each server in each round, one after the other. Returns the medians."""
-    servers = {AFTER: (BRIGADE_1, ROOT), MLX_LM_1: (MLX_LM_1, ROOT)}
-    if other:
-        servers[BEFORE] = (BRIGADE_1, other.resolve())
+    servers = [BRIGADE_1, MLX_LM_1]
     rates: dict[str, dict[int, list[float]]] = {
         name: {n: [] for n in settings.levels} for name in servers
     }
 
     def run(name: str, round_: int) -> None:
-        kind, checkout = servers[name]
-        with running(kind, settings.model, checkout=checkout) as url:
-            found = asyncio.run(_ask(settings, url, model_name(kind, settings.model), round_))
+        with running(name, settings.model) as url:
+            found = asyncio.run(_ask(settings, url, model_name(name, settings.model), round_))
         for n, rate in found.items():
             rates[name][n].append(rate)
 
-    in_turn(settings.rounds, list(servers), run)
+    in_turn(settings.rounds, servers, run)
     return table_of(rates, settings.levels)
 
 
@@ -131,17 +127,16 @@ async def _ask(settings: Settings, url: str, model: str, round_: int) -> dict[in
 
 
 def table_of(rates: dict[str, dict[int, list[float]]], levels: tuple[int, ...]) -> Table:
-    """Medians of tokens per second, and their quotients. A server that never answered has none."""
+    """Medians of tokens per second, and their ratio. A server that never answered has none."""
     measured = {
         name: {n: p50(values) for n, values in of_levels.items()}
         for name, of_levels in rates.items()
         if all(of_levels.values())
     }
     rows = [[name, *(f"{each[n]:.1f}" for n in levels)] for name, each in measured.items()]
-    for other in (MLX_LM_1, BEFORE):
-        if AFTER in measured and other in measured:
-            quotients = [f"{measured[AFTER][n] / measured[other][n]:.3f}" for n in levels]
-            rows.append([f"{AFTER} ÷ {other}", *quotients])
+    if len(measured) == len(rates):
+        own, other = measured[BRIGADE_1], measured[MLX_LM_1]
+        rows.append(["ratio", *(f"{own[n] / other[n]:.3f}" for n in levels)])
     return ["tokens/s, clients:", *map(str, levels)], rows
 
 

@@ -13,7 +13,7 @@ from serve.core.errors import BrigadeError, ClusterError, UsageError
 _PATH = "/v1/load_lora_adapter"
 _SECONDS = 60.0
 _SERVER = re.compile(r"https?://[^/?#@\s]+/?")
-_ABSENT = "asked-before-training"  # the name of the name of a folder that no run makes
+_ABSENT = "asked-before-training"  # the name of a folder that no run makes
 # The server asks for an API key if it has no admin key.
 _KEYS = ("BRIGADE_ADMIN_KEY", "BRIGADE_API_KEY")
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 
@@ -26,6 +25,7 @@ from serve.rank.chooser import Chooser, scoring_bytes
 from serve.rank.memory import free_bytes
 from serve.rank.parts.interface import Surroundings
 from serve.rank.parts.registry import build_parts
+from serve.rank.speeds import on_gpu
 from serve.rank.step_loop import StepLoop, has_head
 from serve.ring.grid import GridTransport
 from serve.ring.regroup import objection
@@ -204,4 +204,4 @@ def _what_is_loaded(order: Order, loaded: LoadedStage, loop: StepLoop, model: Mo
 
 
 def _step_limit() -> list[StepLimit]:
-    return [] if mx.default_device() == mx.cpu else [StepLimit(_MAX_GPU_STEP_SECONDS)]
+    return [StepLimit(_MAX_GPU_STEP_SECONDS)] if on_gpu() else []

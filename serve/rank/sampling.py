@@ -17,6 +17,7 @@ from mlx_lm.sample_utils import apply_top_p
 from serve.core.reasoning import ReasoningTracker
 from serve.core.types import OVERFLOWED_TOKEN, Sampling
 from serve.rank.grammar import Constraint, GrammarCompiler
+from serve.rank.speeds import on_gpu
 
 _GREEDY_BELOW = 1e-5  # A lower temperature would overflow: as in vLLM, such sampling is greedy.
 # The logit of a banned token. Tokens that are not allowed get -inf, so a banned token still comes
@@ -189,7 +190,7 @@ def sample(
 
 def _largest(logits: mx.array, likeliest: mx.array) -> mx.array:
     """Returns the largest logit of each row (B,), or NaN if one of its logits is NaN."""
-    if mx.default_device() == mx.Device(mx.gpu):
+    if on_gpu():
         # On a GPU, argmax ignores a NaN. max does not, and costs next to nothing.
         return logits.max(axis=-1)
     # On a CPU, argmax finds the NaN, and max takes as long as argmax.

@@ -25,6 +25,8 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 
+from serve.rank.speeds import on_gpu
+
 _ROUND_TOKENS = 256
 _GROWTH = 1.25
 _SMALL_TOKENS = 512
@@ -97,7 +99,7 @@ def num_slots(num_rows: int) -> int:
 def _num_rows(sequences: list[int], num_tokens: int) -> int:
     """Returns the number of rows to feed: on a CPU a multiple of four where that costs less."""
     num_rows = len(sequences)
-    if num_rows <= 2 or num_tokens > 1 or mx.default_device() == mx.gpu:
+    if num_rows <= 2 or num_tokens > 1 or on_gpu():
         return num_rows
     return -(-num_rows // 4) * 4
 

@@ -1,5 +1,5 @@
-"""Measures the speeds from which layouts are forecast: of reading memory, and of crossing between a
-GPU and the CPU."""
+"""The device on which MLX runs steps, and the speeds from which layouts are forecast: of reading
+memory, and of crossing between a GPU and the CPU."""
 
 import time
 from collections.abc import Callable
@@ -13,6 +13,10 @@ _NUM_FENCES = 100
 _FENCED_SIZE = 256
 
 
+def on_gpu() -> bool:
+    return bool(mx.default_device() == mx.gpu)
+
+
 def memory_speed() -> float:
     """Measures the bytes per second at which MLX reads the weights of a decode step: it multiplies
     one row with a large matrix. On a CPU, other operations are slower than memory. Times many
@@ -21,15 +25,15 @@ def memory_speed() -> float:
     rows = [mx.full((1, _MEASURED_SHAPE[1]), n) for n in range(_NUM_PRODUCTS)]
     mx.eval(weights, rows)
     num_bytes = weights.nbytes * _NUM_PRODUCTS
-    empty = _fastest(lambda: mx.eval(rows[0] + 1))
-    products = _fastest(lambda: mx.eval([row @ weights.T for row in rows]))
+    empty = fastest(lambda: mx.eval(rows[0] + 1))
+    products = fastest(lambda: mx.eval([row @ weights.T for row in rows]))
     return num_bytes / max(products - empty, 1e-6)
 
 
 def fence_seconds() -> float:
     """Measures how long a GPU and the CPU wait for each other where the CPU computes a sum between
     two products of the GPU. The result is about 0 where MLX runs on the CPU."""
-    if mx.default_device() == mx.cpu:
+    if not on_gpu():
         return 0.0
 
     def chain(device: mx.DeviceType) -> None:
@@ -39,15 +43,15 @@ def fence_seconds() -> float:
         mx.eval(row)
 
     matrix = mx.zeros((_FENCED_SIZE, _FENCED_SIZE))
-    crossing = _fastest(lambda: chain(mx.cpu))
-    staying = _fastest(lambda: chain(mx.gpu))
+    crossing = fastest(lambda: chain(mx.cpu))
+    staying = fastest(lambda: chain(mx.gpu))
     return max(0.0, crossing - staying) / _NUM_FENCES
 
 
-def _fastest(run: Callable[[], None]) -> float:
-    """Returns the seconds of the fastest of several runs: other programs only make it slower."""
+def fastest(run: Callable[[], object], num_runs: int = _NUM_MEASUREMENTS) -> float:
+    """Returns the seconds of the fastest of several runs: other programs only slow a run down."""
     times: list[float] = []
-    for _ in range(_NUM_MEASUREMENTS):
+    for _ in range(num_runs):
         started = time.perf_counter()
         run()
         times.append(time.perf_counter() - started)

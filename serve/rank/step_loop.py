@@ -22,6 +22,7 @@ from serve.rank.memory import StepMemory
 from serve.rank.outbox import Outbox
 from serve.rank.parts.dispatch import Parts
 from serve.rank.shards import ShardSums
+from serve.rank.speeds import on_gpu
 from serve.rank.work_log import WorkLog
 from serve.ring.transport import LocalTransport, Transport
 
@@ -76,8 +77,7 @@ class StepLoop:
         self.has_head = has_head(stage, transport)
         self.work = WorkLog()
         self.memory = StepMemory()
-        is_on_gpu = mx.default_device() == mx.gpu
-        self._at_seam: AtSeam | None = mx.async_eval if is_on_gpu else None
+        self._at_seam: AtSeam | None = mx.async_eval if on_gpu() else None
         self._performers: dict[type[Op], Callable[[Any], None]] = {
             Copy: caches.copy,
             Drop: self._drop,
@@ -154,7 +154,8 @@ class StepLoop:
         steps come: the device then computes while this thread builds and reports."""
         outputs = self._graph(step, [], self._at_seam).begin()
         seconds = 0.0
-        while self._can_be_followed(step) and (following := self._following(step, seconds)):
+        can_be_followed = True
+        while can_be_followed and (following := self._following(step, seconds)):
             started = time.monotonic()
             first = _FirstPart()
             graph = self._graph(following, [], first.begin, Drawing(step, outputs[0]))
@@ -162,6 +163,7 @@ class StepLoop:
             yield self._result(step, outputs)
             self.work.begin(following)
             step, outputs = following, graph.begin()
+            can_be_followed = self._can_be_followed(step)
             seconds = _WAITING_SHARE * (time.monotonic() - started)
         yield self._result(step, outputs)
         self._finish(step)

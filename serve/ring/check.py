@@ -4,13 +4,15 @@ import os
 import sys
 import time
 import zlib
+from collections.abc import Callable
+from typing import NoReturn
 
 import mlx.core as mx
 
 from serve.core.config import Cluster, read_cluster
 from serve.core.errors import BrigadeError, ClusterError
 from serve.core.types import Step
-from serve.ring.peers import grid_of, meet
+from serve.ring.peers import Grid, grid_of, meet
 from serve.ring.regroup import objection
 from serve.ring.transport import RingTransport, Streams
 
@@ -22,9 +24,7 @@ def go_round(cluster: Cluster, streams: Streams) -> str | None:
     """Runs this rank's part of the check, and leaves the ring. Returns a report on the last rank,
     None on the others. Each rank adds its rank plus one, and rank 0 sends the sum to the last rank,
     so that every hop is used. Raises ClusterError."""
-    nonce = zlib.crc32(cluster.secret.encode()) >> 1
-    ring = range(cluster.num_ranks)
-    grid = grid_of(ring, cluster.addresses, cluster.num_ranks, nonce, _JOIN_SECONDS)
+    grid = grid_of_all(cluster)
     transport = RingTransport(grid, meet(grid), streams)
     is_last = cluster.rank == cluster.num_ranks - 1
     started = time.perf_counter()
@@ -63,25 +63,40 @@ def _receive(transport: RingTransport) -> mx.array:
     return received[1][0]
 
 
-def main() -> int:
+def go_round_twice(cluster: Cluster) -> str | None:
+    """Returns a report on the last rank, None on the others. Raises ClusterError."""
     streams = Streams()
+    report = go_round(cluster, streams)
+    if reason := objection():
+        outcome = f"engines cannot outlive a fault: {reason}"
+    else:
+        go_round(cluster, streams)
+        outcome = "ring can be re-formed: engines survive a fault"
+    return f"{report}; {outcome}" if report else None
+
+
+# --- programs that run on all ranks of a launch
+
+
+def grid_of_all(cluster: Cluster) -> Grid:
+    """Returns this rank's place in a ring of all ranks of the launch."""
+    nonce = zlib.crc32(cluster.secret.encode()) >> 1
+    ring = range(cluster.num_ranks)
+    return grid_of(ring, cluster.addresses, cluster.num_ranks, nonce, _JOIN_SECONDS)
+
+
+def run_on_rank(measure: Callable[[Cluster], str | None]) -> NoReturn:
+    """Runs this rank's part of a measurement, prints its result, if there is one, and ends."""
+    code = 0
     try:
-        cluster = read_cluster(os.environ)
-        report = go_round(cluster, streams)
-        if reason := objection():
-            outcome = f"engines cannot outlive a fault: {reason}"
-        else:
-            go_round(cluster, streams)
-            outcome = "ring can be re-formed: engines survive a fault"
+        text = measure(read_cluster(os.environ))
     except BrigadeError as error:
-        sys.stdout.write(f"{error}\n")
-        return error.exit_code
-    if report is not None:
-        sys.stdout.write(f"{report}; {outcome}\n")
-    return 0
+        text, code = str(error), error.exit_code
+    if text is not None:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    os._exit(code)  # A normal exit would wait forever in MLX when the ring has lost a peer.
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # A normal exit would wait forever in MLX when the ring has lost a peer.
+    run_on_rank(go_round_twice)

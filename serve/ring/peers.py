@@ -248,11 +248,11 @@ class Reception:
         self._grid = grid
         self._silent: dict[socket.socket, PeerConnection] = {}
         self._selector = selectors.DefaultSelector()
-        self._listening: list[socket.socket] = []
+        self._listening: dict[int, socket.socket] = {}  # by their descriptors
         with ExitStack() as on_failure:
             for address in grid.listens_on:
                 listening = on_failure.enter_context(_listening(grid, address))
-                self._listening.append(listening)
+                self._listening[listening.fileno()] = listening
                 self._selector.register(listening, selectors.EVENT_READ)
             on_failure.pop_all()
 
@@ -263,7 +263,7 @@ class Reception:
         for connection in self._silent.values():
             connection.close()
         self._selector.close()
-        for listening in self._listening:
+        for listening in self._listening.values():
             listening.close()
 
     def answer(self, expected: Set[int], deadline: float) -> tuple[int, PeerConnection]:
@@ -299,10 +299,9 @@ class Reception:
                 code="missing_rank",
             )
         for key, _ in ready:
-            for listening in self._listening:
-                if key.fileobj is listening:
-                    self._accept(listening)
-            if key.fileobj in self._silent:
+            if listening := self._listening.get(key.fd):
+                self._accept(listening)
+            elif key.fileobj in self._silent:  # Otherwise a newer caller has taken its place.
                 yield self._silent[key.fileobj]
 
     def _accept(self, listening: socket.socket) -> None:

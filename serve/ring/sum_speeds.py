@@ -4,22 +4,18 @@ Between two sums is a product, as in the layers of shards, so a GPU and the CPU 
 """
 
 import json
-import os
-import sys
 import time
-import zlib
 
 import mlx.core as mx
 
-from serve.core.config import read_cluster
-from serve.core.errors import BrigadeError
-from serve.ring.peers import grid_of, meet
+from serve.core.config import Cluster
+from serve.ring.check import grid_of_all, run_on_rank
+from serve.ring.peers import meet
 from serve.ring.transport import form_group
 
 _SIZES = (8 << 10, 64 << 10, 1 << 20, 8 << 20)  # the bytes of a sum
 _NUM_SUMS = 4
 _WIDTH = 256
-_JOIN_SECONDS = 30.0
 
 
 def milliseconds(group: mx.distributed.Group, num_bytes: int) -> float:
@@ -38,25 +34,15 @@ def milliseconds(group: mx.distributed.Group, num_bytes: int) -> float:
     return (time.perf_counter() - started) / _NUM_SUMS * 1e3
 
 
-def main() -> int:
-    try:
-        cluster = read_cluster(os.environ)
-        nonce = zlib.crc32(cluster.secret.encode()) >> 1
-        ring = range(cluster.num_ranks)
-        grid = grid_of(ring, cluster.addresses, cluster.num_ranks, nonce, _JOIN_SECONDS)
-        neighbours = meet(grid)
-        group = form_group(grid, mx.new_stream(mx.cpu))
-        series = {f"{size >> 10} KB": milliseconds(group, size) for size in _SIZES}
-        neighbours.close()
-    except BrigadeError as error:
-        sys.stdout.write(f"{error}\n")
-        return error.exit_code
-    if cluster.rank == 0:
-        sys.stdout.write(f"sums {json.dumps(series)}\n")
-    return 0
+def measure(cluster: Cluster) -> str | None:
+    """Returns the milliseconds of a sum by its size, as JSON, on rank 0, None on the others."""
+    grid = grid_of_all(cluster)
+    neighbours = meet(grid)
+    group = form_group(grid, mx.new_stream(mx.cpu))
+    series = {f"{size >> 10} KB": milliseconds(group, size) for size in _SIZES}
+    neighbours.close()
+    return None if cluster.rank else f"sums {json.dumps(series)}"
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # A normal exit would wait forever in MLX when the ring has lost a peer.
+    run_on_rank(measure)

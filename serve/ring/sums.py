@@ -138,4 +138,4 @@ class Sums:
 
 def has_gpu(exchange: Exchange) -> bool:
     """Whether a shard of the stage runs its steps on a GPU."""
-    return any(exchange(float(mx.default_device() != mx.cpu)))
+    return any(exchange(float(mx.default_device() == mx.gpu)))

@@ -1,14 +1,14 @@
 """Measures MLX on the default device: what a step costs, and what it costs to start one."""
 
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
-from serve.rank.speeds import fence_seconds, memory_speed
+from serve.rank import speeds
+from serve.rank.speeds import fence_seconds, memory_speed, on_gpu
 from serve.selftest.report import Line, expectation, not_tried
 from serve.selftest.section import Context
 
@@ -24,10 +24,6 @@ _HEAD = 128
 _VOCABULARY = 1024
 
 
-def on_gpu() -> bool:
-    return bool(mx.default_device() == mx.gpu)
-
-
 def scaled(size: int) -> int:
     """Returns a size for this device: a CPU computes in a second what a GPU does in 10 ms."""
     return size if on_gpu() else size // 8
@@ -41,12 +37,7 @@ def dtype() -> mx.Dtype:
 def fastest(run: Callable[[], object], num_runs: int = _NUM_RUNS) -> float:
     """Returns the milliseconds of the fastest of several runs, after one that does not count."""
     run()
-    times = []
-    for _ in range(num_runs):
-        started = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started)
-    return min(times) * 1e3
+    return speeds.fastest(run, num_runs) * 1e3
 
 
 def for_each(sizes: Sequence[int], make: Callable[[int], Callable[[], None]]) -> dict[str, float]:

@@ -64,7 +64,7 @@ def by_command(context: Context) -> Iterator[Line]:
         pid = str(server.process.pid)
         shown = run_brigade("launch", "--status").stdout
         run_brigade("launch", "--stop", pid)
-        code = server.process.wait()
+        code = server.wait()
     is_right = f"launch {pid}:" in shown and code == 0
     yield Line("endings.listed", yes(is_right))
 

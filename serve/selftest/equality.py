@@ -11,7 +11,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from launcher.demo import DEFAULT_MODEL
-from serve.selftest.compute import ON_CPU, on_gpu
+from serve.rank.speeds import on_gpu
+from serve.selftest.compute import ON_CPU
 from serve.selftest.report import Line, not_tried
 from serve.selftest.section import Context
 from serve.selftest.system import yes

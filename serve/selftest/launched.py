@@ -108,6 +108,10 @@ class Server:
     def end(self, number: signal.Signals = signal.SIGTERM) -> int | None:
         """Asks the launch to end. Returns its exit code, or None if it does not end in time."""
         self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int | None:
+        """Waits until the launch has ended. Returns its exit code, or None if that takes long."""
         try:
             return self.process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import msgspec
 
 from launcher.checks import broken_hop, check_hop
-from launcher.doctor import examine_ring, hop_speed, run_on_all
-from launcher.remote import AgentConnection, connected, find_routes
+from launcher.doctor import HOP_SECONDS, examine_ring, run_on_all
+from launcher.remote import AgentConnection, connected, find_routes, hop_speed
 from launcher.routes import Routes, needed_pairs
 from serve.core.errors import ClusterError
 from serve.selftest.machine import by_doctor
@@ -38,7 +38,7 @@ def hops(context: Context) -> Iterator[Line]:
 def _hop(here: AgentConnection, there: AgentConnection, ip: str, where: str) -> Line:
     names = f"{here.host} → {there.host} ({ip})"
     try:
-        speed = hop_speed(here, there, ip)
+        speed = hop_speed(here, there, ip, HOP_SECONDS)
     except ClusterError as error:
         return by_doctor("links.hop", broken_hop(names, str(error).rstrip(".")), where)
     line = by_doctor("links.hop", check_hop(names, speed), where)

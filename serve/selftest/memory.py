@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from serve.rank import memory
-from serve.selftest.compute import ON_CPU, fastest, on_gpu, scaled
+from serve.rank.speeds import on_gpu
+from serve.selftest.compute import ON_CPU, fastest, scaled
 from serve.selftest.report import Line, not_tried
 from serve.selftest.section import Context
 
