@@ -90,7 +90,7 @@ def _candidates(
 def _shared(near_caller: Network, near_called: Network) -> list[HostRoute]:
     """Returns the routes over networks that both hosts have, best first. The link-local addresses
     of all cables look like one network, so a trial has to tell which lead to the other host."""
-    own = {address.ip for address in near_caller}  # both hosts may have the bridge of Docker
+    own = {address.ip for address in near_caller}  # Both may have the same, such as Docker's.
     routes = []
     for address in near_called:
         ip = ipaddress.IPv4Address(address.ip)

@@ -25,7 +25,7 @@ from scripts.measure.servers import BRIGADE_1, MLX_LM_1, model_name, running
 from scripts.measure.sums import p50
 from serve.bench.records import tokens_per_second
 
-MAX_TOKENS = 256  # of an answer
+MAX_TOKENS = 256  # the tokens of an answer
 WARM_UP_TOKENS = 8
 GROUP_SIZE = 64
 

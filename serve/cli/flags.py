@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{plain(message)}: see `{self.prog} --help`.")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Reports an unknown flag before a missing one, which it may be, misspelt."""
+        """Reports an unknown flag first: it may be the missing flag, misspelt."""
         unknown = unknown_flags(args or (), self)
         if unknown:
             hint = did_you_mean(unknown[0], self._option_string_actions)

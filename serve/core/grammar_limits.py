@@ -7,7 +7,7 @@ has a much smaller stack than the engine: a grammar that passes it cannot overfl
 from typing import Any
 
 MAX_GRAMMAR_CHARACTERS = 256 << 10
-# A chain of so many rules takes 9 to 12 MB of stack in llguidance 1.7 on x86-64. A longer chain is
+# A chain of MAX_RULES rules takes 9 to 12 MB of stack in llguidance 1.7 on x86-64. A longer one is
 # refused at once: it would crash the check, and some systems report each crash to the user.
 MAX_RULES = 4000
 MAX_REFERENCES = 1000

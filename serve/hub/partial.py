@@ -186,7 +186,7 @@ def _check_holes(folder: Path, snapshot: Snapshot, files: list[RepoFile]) -> Non
         raise ModelError(
             f"The file system of {folder} has no sparse files, so {snapshot.repo} needs "
             f"{needed / 1e9:.1f} GB there, but {free / 1e9:.1f} GB are free: choose a --cache-dir "
-            "on another one, such as APFS."
+            "on a file system that has them, such as APFS."
         )
 
 

@@ -11,7 +11,7 @@ from serve.core.checkpoint import TensorRange
 from serve.core.errors import ModelError
 from serve.hub.ranges import Range
 
-_MAX_GAP_BYTES = 4096  # Reading so many bytes takes less time than a system call.
+_MAX_GAP_BYTES = 4096  # Reading a gap of this size takes less time than a system call.
 _MAX_BLOCK_BYTES = 1 << 20
 _MIN_PIECE_BYTES = 1 << 20
 

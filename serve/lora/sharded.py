@@ -211,7 +211,7 @@ def shard_trained(
 
 
 def _detach_adapters(model: nn.Module) -> dict[str, Any]:
-    """Replaces modules with adapters by the plain modules. Returns the replaced ones by name."""
+    """Puts back the plain modules without adapters. Returns the replaced ones by name."""
     adapted: dict[str, Any] = {}
     for name, module in model.named_modules():
         if isinstance(module, (LoRALinear, LoRASwitchLinear, DoRALinear)):

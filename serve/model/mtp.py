@@ -261,8 +261,8 @@ def _own_quantization(
 
 
 def _renamed(name: str, prefix: str, family: Family) -> str | None:
-    """Returns the name of a tensor in the model with one layer, None for other tensors. The others
-    copy the embedding and the model's head, in some checkpoints."""
+    """Returns the name of a tensor in the model with one layer; None for other tensors, among them
+    the copies of the embedding and of the model's head that some checkpoints have."""
     if name.startswith(("model.embed_tokens.", "lm_head.")):
         return name
     rest = name.removeprefix(prefix)

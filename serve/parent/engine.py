@@ -25,7 +25,7 @@ _UNUSED_END_SECONDS = 1.0
 _KILLED_SECONDS = 10.0
 _LEAVE_SECONDS = 5.0
 # How long an engine may compute after its ring is lost: it can leave only when its step ends. As
-# for the stall time-out, a long prefill of a large model may take so long.
+# for the stall time-out, a long prefill of a large model may take all of this time.
 _COMPUTE_SECONDS = 30.0
 _LOOK_SECONDS = 0.25
 # After this silence, an engine has stopped and cannot leave: others report four times a second.

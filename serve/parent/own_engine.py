@@ -92,7 +92,7 @@ class OwnEngine:
             while not leaving.done():
                 await asyncio.wait({leaving}, timeout=_SIGN_SECONDS)
                 if not leaving.done() and self.phase is EnginePhase.BUSY:
-                    # The engine may compute for long, and rank 0 must know that this parent lives.
+                    # This may take long, and rank 0 must know that this parent lives.
                     self._report(Report(life, Status(StageState.LEAVING)))
         finally:
             leaving.cancel()

@@ -79,7 +79,7 @@ class Chooser:
         num_prompt: int,
         tokens: list[int],
     ) -> None:
-        """Begins a sequence. An earlier try of it may be held, but samples no more tokens."""
+        """Begins a sequence. The stages may still hold an earlier try, which samples no more."""
         with self._lock:
             self._samplers[sequence] = Sampler(sampling, num_prompt, tokens, self._grammars)
             self._num_begun[sequence] += 1

@@ -196,7 +196,7 @@ class SlotCache(BatchKVCache):
         return self.keys, self.values
 
     def reserve(self, rows: int, columns: int, keys: Buffer, values: Buffer) -> None:
-        """Makes room for at least this many rows and columns, because growing copies everything."""
+        """Makes room for these rows and columns, and for more: growing copies everything."""
         held_rows, held = _size(self.keys)
         if rows <= held_rows and columns <= held:
             return

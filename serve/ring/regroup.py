@@ -29,8 +29,8 @@ def clear_groups() -> None:
 
 
 def objection() -> str | None:
-    """Returns the reason why this process should not form another group, or None. It checks that
-    MLX has `clear_backends`; `brigade doctor` tests whether that works."""
+    """Returns the reason why this process should not form another group, or None. Whether
+    MLX has `clear_backends` is checked here, whether it works by `brigade doctor`."""
     num_open = len(os.listdir("/dev/fd"))
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and num_open > _MAX_SHARE_OF_DESCRIPTORS * limit:

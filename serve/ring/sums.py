@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from serve.core.types import FIRST_WARM_UP_STEP, Step, SumCounts
 
-_MEASURED_EVERY = 32  # One in so many steps is measured, and is slower: it waits for each sum.
+_MEASURED_EVERY = 32  # Every 32nd step is measured, and is slower: it waits for each sum.
 _MAX_COST_OF_WAITING = 1.2  # as a multiple of the lazy graph's time, in decode
 _CHAIN_SIZE = 1024
 _CHAIN_LENGTH = 32

@@ -1,4 +1,4 @@
-"""The lines of a self-test, how they are judged, and the file of them that a user sends back.
+"""The lines of a self-test, how they are judged, and the file that a user sends back.
 
 A file holds figures and versions. Names, addresses, paths and doctor's words are left out.
 """
@@ -36,8 +36,8 @@ class Verdict(enum.Enum):
 
 
 class Expectation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An entry of findings.toml: a limit, the right value, or neither. by_chip holds Apple's
-    figures by chip, of which the value is a share."""
+    """An entry of findings.toml: a limit, the right value, or neither. by_chip maps
+    Apple's chips to their figures, and the value is a share of the chip's figure."""
 
     what: str
     unit: str = ""

@@ -98,7 +98,7 @@ SECTIONS = {
 def main() -> int:
     job = msgspec.json.decode(sys.argv[1], type=SectionRun)
     channel = os.dup(1)
-    os.dup2(2, 1)  # Output of libraries is no message.
+    os.dup2(2, 1)  # What libraries print is not a message.
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def say(message: Message) -> None:

@@ -122,7 +122,7 @@ def _beside_mlx_lm(context: Context, own_speed: float) -> Iterator[Line]:
         process.terminate()
         process.wait()
     yield line
-    # The embedded model is so small that its speed is that of Python.
+    # The embedded model is so small that Python limits its speed.
     id = "serving.mlx_lm" if context.model else "serving.mlx_lm_embedded"
     yield Line(id, own_speed / float(line.value))
 

@@ -85,7 +85,7 @@ MaxTokens = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]
 
 
 def _num_listed(num: int) -> int:
-    """Replaces -1 by the largest number of likely tokens that the server lists."""
+    """Returns how many likely tokens to list: for -1, as many as the server allows."""
     return MAX_LOGPROBS if num < 0 else num
 
 

@@ -44,7 +44,7 @@ MIN_SENT_BYTES = 4096
 MIN_SENT_SHARE = 0.1
 _CANCEL_SECONDS = 2  # how long requests that outlast a drain may take to end
 _NUM_OTHER_FILES = 256
-_MAX_CROWD = 2  # Beyond so many times max_connections, connections are closed unanswered.
+_MAX_CROWD = 2  # Connections beyond this multiple of max_connections are closed unanswered.
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _logger = logging.getLogger(__name__)

@@ -51,20 +51,20 @@ class GpuSteps:
         return bool(self._stages) and all(s.loaded.section(StepLimit) for s in self._stages)
 
     def max_tokens(self, context: int) -> int:
-        """Returns the number of tokens that a step may have which begins after this many tokens."""
+        """Returns how many tokens a prefill step may have that begins after `context` tokens."""
         sizes = [self._tokens_in_work(context)]
         for stage in self._stages:
             sizes += [self._tokens_in_time(stage, context), self._tokens_in_memory(stage)]
         return max(min(_MIN_CHUNK, self.max_chunk), min(sizes))
 
     def _tokens_in_work(self, context: int) -> int:
-        """Returns for how many tokens there is work, if each is as much as the last of them."""
+        """Returns how many tokens the limit of work allows. All count as much as the last one."""
         max_work = self._max_work / MAX_CHUNK_SHARE
         last = context + int(min(self.max_chunk, max_work / work(context, context + 1)))
         return int(min(self.max_chunk, max_work / work(last, last + 1)))
 
     def _tokens_in_time(self, stage: StageStatus, context: int) -> int:
-        """Returns for how many tokens a stage has time."""
+        """Returns how many tokens a stage can compute in the time that a GPU has."""
         limit = stage.loaded.section(StepLimit)
         if limit is None:
             return self.max_chunk
@@ -75,7 +75,7 @@ class GpuSteps:
         return int(seconds / seconds_per_token)
 
     def _tokens_in_memory(self, stage: StageStatus) -> int:
-        """Returns for how many tokens a stage has memory, beside keys and values."""
+        """Returns how many tokens a stage has memory for, beside keys and values."""
         use = stage.memory
         if use is None or not use.bytes_per_token:
             return self.max_chunk
@@ -84,7 +84,7 @@ class GpuSteps:
     def refusal(self, *, is_idle: bool) -> str | None:
         """Returns why no prompt can be computed, if a rank has no memory left for a small chunk.
         Keys and values have reserved memory, so other programs have taken it. While nothing else
-        runs, a prompt may try: only prompts show whether they need less memory than the last."""
+        runs, a prompt may try: only a prompt shows whether it needs less memory than the last."""
         for stage in self._stages:
             use = stage.memory
             if use is None or (is_idle and use.head_room_bytes):

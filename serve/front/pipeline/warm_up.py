@@ -26,9 +26,8 @@ _NUM_ROWS = 4  # the rows of each group
 # A step with a whole chunk runs only if no earlier step took longer. On slower ranks such a step
 # takes seconds, so its first-time costs hardly matter.
 _QUICK_SECONDS = 1.0
-# Steps are timed for so long, if at least so many fit in that are as quick as the quickest before.
-_TIMED_SECONDS = 1.0
-_MIN_TIMED_STEPS = 8
+_TIMED_SECONDS = 1.0  # how long steps are timed
+_MIN_TIMED_STEPS = 8  # No step is timed if fewer of the quickest steps fit into that time.
 _SAMPLED = Sampling(
     temperature=0.7,
     top_p=0.9,
@@ -128,8 +127,8 @@ class WarmUp:
             await self._time_rows()
 
     async def _time_rows(self) -> None:
-        """Times steps of one row alone, for the parts that choose its number of tokens. Of each
-        number the shortest time counts, because its first step may prepare kernels."""
+        """Times steps of one row alone, for the parts that choose how many tokens a row feeds. For
+        each number of tokens, the shortest time counts: the first step may prepare kernels."""
         if _MIN_TIMED_STEPS * min(self._row_seconds.values()) > _TIMED_SECONDS:
             return
         self._row_seconds.clear()  # A grammar may have removed drafts of those steps.

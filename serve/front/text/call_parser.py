@@ -15,7 +15,7 @@ from serve.front.text.helpers import HelperEnded, Helpers, answer_questions
 from serve.front.text.tool_formats import parsed_calls, tool_format
 
 MAX_SECONDS = 0.5  # the CPU time for one text
-# Even quadratic parsers read so much in a tenth of a second, and few real calls are longer.
+# Even quadratic parsers read a call of this length in a tenth of a second. Few calls are longer.
 MAX_SHORT_CHARACTERS = 2048
 
 # Threads that all models of this process share, for parsing only. Many long calls that end at the

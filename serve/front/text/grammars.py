@@ -21,7 +21,7 @@ from serve.front.text import grammar_check
 from serve.front.text.helpers import HelperEnded, Helpers
 from serve.front.text.schemas import GUIDANCE, Schema, closed_text, expressible_text
 
-# The number of cached results, of about 150 bytes each. One client cannot displace so many.
+# The number of cached results, of about 150 bytes each: more than one client can displace.
 _MAX_KNOWN = 4096
 # The reasons why a grammar ended its helper process, by the exit code.
 _REASONS = {

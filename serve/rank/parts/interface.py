@@ -132,6 +132,6 @@ class RankPart:
         return ()
 
     def bytes_to_come(self) -> int:
-        """Returns by how many bytes free memory is less than it seems: bytes that the part has
-        still to take, minus bytes that it has taken from the amount that rank 0 reserves for it."""
+        """Returns how many bytes to subtract from the free memory: those that the part will still
+        take, minus those that it has taken already although rank 0 reserves them again."""
         return 0

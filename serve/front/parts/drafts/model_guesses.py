@@ -14,7 +14,7 @@ _NEW_SHARE_OF_ALL = 0.01  # the latest guess's weight in the share of right gues
 # draft model gets another try after a few hundred tokens.
 _DECAY = 0.002
 _MIN_GAIN = 1.1  # With guesses, the next step cannot be sent before its tokens are known.
-_READ_TOGETHER = 4  # So few new tokens take the draft model no extra time.
+_READ_TOGETHER = 4  # The draft model reads up to this many new tokens in no extra time.
 _NUM_TOKENS_READ = 256  # the most tokens that the draft model reads of a new text
 _EXPECTED_TOKENS = 64  # Most answers end before their limit.
 _MIN_RETURN = 2.0  # the least time saved, as a multiple of the time spent on reading a text

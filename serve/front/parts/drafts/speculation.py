@@ -129,8 +129,8 @@ class Speculation(Drafting):
         return self.is_possible and num_rows * token_cost < _MAX_ROWS_COST
 
     def _relative_cost(self, num_rows: int) -> float:
-        """Returns the time of a draft, as a share of a step of num_rows rows without any, if every
-        row has the number of drafts for which this is least."""
+        """Returns the time that one draft adds, as a share of a step of num_rows rows without
+        drafts. Every row is assumed to have the number of drafts that makes this time shortest."""
         plain = self._step_cost(num_rows)
         numbers = range(num_rows, max(num_rows + 1, len(self.row_costs)), num_rows)
         cost = min((self._step_cost(num_rows + n) - plain) / n for n in numbers)

@@ -13,8 +13,8 @@ _NUM_DRAFTS = 2
 
 class WarmUpDrafts(Drafting):
     """Guesses a few tokens of each row after its plain steps, right or wrong. Each further step has
-    fewer drafts, so that rows end in different columns. The row that is timed has 0 drafts, then 1
-    and so on up to MAX_DRAFTS, and back to 0, if all are wrong."""
+    fewer drafts, so that rows end in different columns. The row that is timed has 0 drafts, then 1,
+    and so on up to MAX_DRAFTS, and then fewer again, as long as all of them are wrong."""
 
     num_warm_up_steps = 3
     num_timed_steps = 2 * (MAX_DRAFTS + 1)

@@ -60,7 +60,7 @@ def _read(source: TextBuffer) -> Generator[CallPart | None, None, None]:
 
 
 def _with_own_ids(messages: Messages, _tools: Tools) -> Messages:
-    """Replaces the ids of calls by such as Kimi was trained on, which name and number the calls."""
+    """Replaces the ids of calls with Kimi's own: the name of the function, and a number."""
     ids: dict[str, str] = {}
     written: Messages = []
     for message in messages:

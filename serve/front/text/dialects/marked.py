@@ -20,8 +20,8 @@ from serve.front.text.calls.parts import (
 )
 from serve.front.text.dialects.interface import AnswerReader, CallFormat, ReasoningFormat
 
-# After so many texts that begin like calls but are none, the rest is read as text: each such text
-# would be read twice.
+# An answer may have this many texts that begin like calls but are none. After that, the rest is
+# read as text, because each such text would be read twice.
 _MAX_FAILURES = 16
 
 _logger = logging.getLogger(__name__)

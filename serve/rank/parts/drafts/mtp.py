@@ -87,7 +87,7 @@ class HeadDrafter(Drafter):
         """Keeps a step's hidden states that may be read later, and returns them to evaluate."""
         hidden = self._inputs.pop_states(len(passes))
         if len(step.rows) > MAX_DRAFT_ROWS:
-            # No guesses are requested for steps with so many rows.
+            # No guesses are requested for steps with more rows than that.
             for row in step.rows:
                 self._hidden.pop(row.sequence, None)
             return []
