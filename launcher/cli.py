@@ -138,6 +138,24 @@ class SelftestFlags(HostFlags):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFlags:
+    """The flags of `brigade node`."""
+
+    name: str | None = flag("name of this machine (default: its host name)", None)
+    port: int = flag("port on which other machines reach this node", 8422, min=0, max=65535)
+    join: str | None = flag(
+        "a node in another network, whose multicast does not reach this machine",
+        None,
+        metavar="HOST[:PORT]",
+    )
+    once: bool = flag("end when the first launch has ended", False)
+    code: bool = flag("print the code for pairing with the running node, and exit", False)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DemoFlags:
     """The flags of `brigade demo`."""
 
@@ -330,6 +348,20 @@ def selftest(words: Sequence[str]) -> int:
     return run_sections(context, faults=flags.faults, asks=not flags.yes)
 
 
+def node(words: Sequence[str]) -> int:
+    flags = parse(NodeFlags, words, "brigade node", PURPOSES["node"])
+    # Imported here, because other commands do not need them.
+    from launcher.nodes import client
+    from launcher.nodes import node as running
+
+    if flags.code:
+        print(client.own_code())
+        return 0
+    name = flags.name or running.default_name()
+    running.run(name, flags.port, flags.join, once=flags.once)
+    return 0
+
+
 def demo(words: Sequence[str]) -> int:
     flags = parse(DemoFlags, words, "brigade demo", PURPOSES["demo"])
     for name in ("BRIGADE_API_KEY", "BRIGADE_ADMIN_KEY"):
@@ -344,12 +376,14 @@ PURPOSES = {
     "bench": "put load on one or two servers and measure them",
     "convert-adapter": "convert a LoRA adapter from mlx-lm's format to PEFT's, or back",
     "launch": "start and supervise ranks on this machine or over ssh",
+    "node": "let the machines of a group find this one and start ranks here",
     "doctor": "check hosts and links, and say how to fix problems",
     "demo": "serve the embedded model on two ranks and show a few answers",
     "selftest": "measure machines, links and servers, and write a report to send back",
 }
 OWN: Mapping[str, Callable[[Sequence[str]], int]] = {
     "launch": launch,
+    "node": node,
     "doctor": doctor,
     "demo": demo,
     "selftest": selftest,

@@ -30,6 +30,9 @@ RANK_VARIABLES = (
     "MLX_WORLD_SIZE",
 )
 
+# The folder of sockets to other machines' weights. Each machine's node sets its own.
+NEIGHBOURS = "BRIGADE_NEIGHBOURS"
+
 # The launcher's variables that ranks on other hosts get too.
 FORWARDED = frozenset(
     {
@@ -97,7 +100,8 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: text
         for name, text in environment.items()
-        if name not in RANK_VARIABLES and (name in FORWARDED or name.startswith(FORWARDED_PREFIXES))
+        if name not in (*RANK_VARIABLES, NEIGHBOURS)
+        and (name in FORWARDED or name.startswith(FORWARDED_PREFIXES))
     }
 
 

@@ -94,7 +94,7 @@ def recorded(
     hosts: Sequence[str],
     end_seconds: float,
 ) -> Iterator[LaunchRecord]:
-    file = _folder() / f"{os.getpid()}.launch"
+    file = state_folder() / f"{os.getpid()}.launch"
     new = file.with_suffix(".new")
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -110,7 +110,7 @@ def recorded(
 
 def launches() -> list[Launch]:
     """Lists the running launches, the oldest first, and removes the records of dead launchers."""
-    found = [launch for file in _folder().glob("*.launch") if (launch := _read(file))]
+    found = [launch for file in state_folder().glob("*.launch") if (launch := _read(file))]
     return sorted(found, key=lambda launch: launch.since)
 
 
@@ -161,7 +161,7 @@ def _read(file: Path) -> Launch | None:
     return None
 
 
-def _folder() -> Path:
+def state_folder() -> Path:
     """Returns this user's folder for this host. Raises ClusterError."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     # The name of a Mac changes with its network, so it cannot tell Macs apart.

@@ -1,0 +1,177 @@
+"""What commands ask of the nodes, each in one call that waits for the answer."""
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from launcher.command import HOST
+from launcher.nodes.door import STRANGER
+from launcher.nodes.group import Group, node_folder, public
+from launcher.nodes.link import Place, connect, conversation, host_key
+from launcher.nodes.messages import (
+    Code,
+    Exchange,
+    Hello,
+    ListSeen,
+    Machine,
+    Machines,
+    NodeError,
+    NodeMessage,
+    PairingStart,
+    SeenList,
+    SeenNode,
+    ShowCode,
+    StopLaunch,
+    Stopped,
+)
+from launcher.nodes.node import own_port
+from launcher.nodes.pairing import pair as prove
+from serve import __version__
+from serve.core.errors import ClusterError
+
+State = Literal["here", "paired", "found", "away"]
+STOP_SECONDS = 300.0
+Result = TypeVar("Result")
+Answer = TypeVar("Answer", bound=NodeMessage)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node that this machine's node knows. state is "here" for this machine, "found" for one that
+    is not paired, and "away" for a paired one that has not announced itself. Addresses and version
+    of a node that is not paired are unproved, and "" or empty if unknown."""
+
+    name: str
+    key: str
+    addresses: tuple[str, ...]
+    port: int
+    state: State
+    version: str
+
+    @property
+    def place(self) -> Place:
+        return Place(self.name, self.addresses, self.port, self.key)
+
+
+def known_nodes() -> list[Node]:
+    """Returns all nodes, this machine's first. Raises ClusterError."""
+    return _run(_known_nodes())
+
+
+def node_named(name: str) -> Node:
+    """Returns the node with this name. Raises ClusterError."""
+    nodes = known_nodes()
+    for node in nodes:
+        if node.name == name:
+            return node
+    names = ", ".join(node.name for node in nodes)
+    raise ClusterError(
+        f"{name} is not known here, only {names}: run `brigade node` there, with --join if it is "
+        "not in the same network."
+    )
+
+
+def own_code() -> str:
+    """Returns the code with which another machine pairs with this one. Raises ClusterError."""
+    return _run(_ask(_own_place(), ShowCode(), Code)).code
+
+
+def pair(node: Node, code: str) -> None:
+    """Pairs this machine with a node by the code that it shows. Raises ClusterError."""
+    _run(_pair(node, code))
+
+
+def forget(node: Node) -> None:
+    """Revokes a node's key on this machine, and on all others of the group. Raises ClusterError."""
+    if node.state not in ("paired", "away"):
+        raise ClusterError(f"{node.name} is not paired: there is nothing to forget.")
+    revoked = Machine(node.key, node.name, time.time(), is_revoked=True)
+    _run(_ask(_own_place(), Exchange([revoked]), Machines))
+
+
+def stop_launches(node: Node) -> list[str]:
+    """Ends the launches of a node's machine, and returns their commands. Raises ClusterError."""
+    return _run(_ask(node.place, StopLaunch(), Stopped, STOP_SECONDS)).commands
+
+
+def _run(work: Coroutine[Any, Any, Result]) -> Result:
+    try:
+        return asyncio.run(work)
+    except NodeError as error:
+        raise ClusterError(f"{error}.") from error
+
+
+def _own_place() -> Place:
+    folder = node_folder()
+    port = own_port(folder)
+    return Place("this machine's node", (HOST,), port, public(Group(folder).own_key()))
+
+
+async def _ask(
+    place: Place,
+    question: NodeMessage,
+    expected: type[Answer],
+    seconds: float = 10.0,
+) -> Answer:
+    connection = await connect(place, Group(node_folder()))
+    async with connection, conversation(connection, "node") as talk:
+        answer: Answer = await talk.ask(question, expected, seconds)
+    return answer  # noqa: RET504 (mypy cannot see that `async with` hides no error)
+
+
+async def _known_nodes() -> list[Node]:
+    place = _own_place()
+    connection = await connect(place, Group(node_folder()))
+    async with connection, conversation(connection, "node") as talk:
+        own = await talk.ask(Hello("-", __version__, 0), Hello)
+        machines = (await talk.ask(Exchange([]), Machines)).machines
+        seen = (await talk.ask(ListSeen(), SeenList)).nodes
+    here = Node(own.name, place.key, (HOST,), own.port, "here", own.version)
+    return [here, *_sorted(machines, seen)]
+
+
+def _sorted(machines: list[Machine], seen: list[SeenNode]) -> list[Node]:
+    """Returns the paired nodes, those that are there first, and then the others."""
+    announced = {node.key: node for node in seen}
+    there, away = [], []
+    for machine in machines:
+        if machine.is_revoked:
+            continue
+        node = announced.pop(machine.key, None)
+        if node is None:
+            addresses = tuple(machine.addresses)
+            away.append(Node(machine.name, machine.key, addresses, machine.port, "away", ""))
+        else:
+            addresses = tuple(dict.fromkeys([*node.addresses, *machine.addresses]))
+            there.append(
+                Node(machine.name, machine.key, addresses, node.port, "paired", node.version)
+            )
+    found = [
+        Node(node.name, node.key, tuple(node.addresses), node.port, "found", node.version)
+        for node in announced.values()
+    ]
+    return [*there, *away, *found]
+
+
+async def _pair(node: Node, code: str) -> None:
+    own = _own_place()
+    group = Group(node_folder())
+    place = Place(node.name, node.addresses, node.port, node.key)
+    own_key = public(group.own_key())
+    connection = await connect(place, group, STRANGER)
+    async with connection, conversation(connection, "pair") as talk:
+        their_key = host_key(connection)
+        own_name = (await _ask(own, Hello("-", __version__, 0), Hello)).name
+
+        def start(element: bytes) -> PairingStart:
+            return PairingStart(own_name, own.port, element)
+
+        try:
+            name = await prove(talk, code, start, own_key, their_key)
+        except NodeError as error:
+            raise NodeError(f"{node.name}: {error}") from error
+        address = str(connection.get_extra_info("peername")[0])
+    machine = Machine(their_key, name, time.time(), addresses=[address], port=node.port)
+    await _ask(own, Exchange([machine]), Machines)

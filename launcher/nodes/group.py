@@ -1,0 +1,134 @@
+"""This machine's key, and the list of machines that it trusts: the files of one folder. Only the
+node writes them.
+
+All paired machines form one group. Each keeps the whole list, and machines merge their lists when
+they meet: of two entries with the same key the later one counts, so a revoked machine stays revoked
+until it is paired again.
+"""
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import asyncssh
+import msgspec
+
+from launcher.nodes.messages import Machine
+from launcher.record import state_folder
+from serve.core.errors import ClusterError
+from serve.core.folder import full_sync
+
+_DECODER = msgspec.json.Decoder(list[Machine])
+MAX_MACHINES = 256  # entries of a list, revoked ones included
+MAX_NAME_CHARACTERS = 63
+
+
+def node_folder() -> Path:
+    """Returns the folder of this user's node, which nobody else may read. Raises ClusterError."""
+    folder = state_folder() / "node"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        mode = folder.stat().st_mode
+    except OSError as error:
+        reason = f"{folder} cannot be created ({error.strerror})"
+        raise ClusterError(f"{reason}: set XDG_STATE_HOME to a folder of yours.") from error
+    if mode & 0o077:
+        raise ClusterError(f"{folder} holds a private key, and others can read it: chmod 700 it.")
+    return folder
+
+
+def public(key: asyncssh.SSHKey) -> str:
+    """Returns a public key in OpenSSH's form, without a comment."""
+    words = key.export_public_key().decode().split()
+    return " ".join(words[:2])
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The files of this machine's node."""
+
+    folder: Path
+
+    def own_key(self) -> asyncssh.SSHKey:
+        """Returns this machine's private key, and makes it the first time. Raises ClusterError."""
+        path = self.folder / "key"
+        if not path.exists():
+            key = asyncssh.generate_private_key("ssh-ed25519")
+            _write(path, key.export_private_key())
+        if path.stat().st_mode & 0o077:
+            raise ClusterError(f"{path} is a private key, and others can read it: chmod 600 it.")
+        try:
+            return asyncssh.read_private_key(path)
+        except (OSError, ValueError) as error:
+            what = f"{path} is not a private key that can be read ({error})"
+            raise ClusterError(f"{what}: delete it, and pair this machine again.") from error
+
+    def machines(self) -> list[Machine]:
+        """Returns all entries, revoked ones too. Raises ClusterError."""
+        path = self.folder / "machines.json"
+        try:
+            return _DECODER.decode(path.read_bytes())
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, msgspec.DecodeError) as error:
+            what = f"{path} cannot be read ({error})"
+            raise ClusterError(f"{what}: delete it, and pair the machines again.") from error
+
+    def members(self) -> list[Machine]:
+        return [machine for machine in self.machines() if not machine.is_revoked]
+
+    def merge(self, news: Iterable[Machine]) -> bool:
+        """Adds the later entries to the list. Returns whether it has changed. Raises ClusterError,
+        OSError."""
+        before = self.machines()
+        after = merged(before, news, time.time())
+        if after == before:
+            return False
+        data = msgspec.json.format(msgspec.json.encode(after))
+        _write(self.folder / "machines.json", data)
+        return True
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Writes a file that others cannot read, whole or not at all."""
+    new = path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        full_sync(descriptor)
+    new.rename(path)
+
+
+def merged(known: Iterable[Machine], news: Iterable[Machine], now: float) -> list[Machine]:
+    """Returns the later entry for each key. An entry from the future counts as from now: a clock
+    that is wrong must not decide for ever."""
+    by_key = {machine.key: machine for machine in known}
+    for machine in news:
+        if not is_plausible(machine):
+            continue
+        machine = msgspec.structs.replace(machine, since=min(machine.since, now))
+        before = by_key.get(machine.key)
+        if before is None and len(by_key) >= MAX_MACHINES:
+            continue
+        if before is None or machine.since > before.since:
+            by_key[machine.key] = machine
+    return list(by_key.values())
+
+
+def is_plausible(machine: Machine) -> bool:
+    """Whether an entry has a name and a key that could be one."""
+    try:
+        key = asyncssh.import_public_key(machine.key)
+    except ValueError:
+        return False
+    return public(key) == machine.key and is_name(machine.name)
+
+
+def is_name(name: str) -> bool:
+    """Whether a name can stand in a table, a log line and an announcement."""
+    is_short = 0 < len(name) <= MAX_NAME_CHARACTERS
+    return is_short and all(letter.isalnum() or letter in "-_." for letter in name)

@@ -1,0 +1,385 @@
+"""`brigade node`: announces this machine, pairs it with others, and serves the machines of its
+group: agents for launches, and the weights in its cache."""
+
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher import record
+from launcher.nodes.discovery import Seen, announce
+from launcher.nodes.door import (
+    STRANGER,
+    Connections,
+    Process,
+    Services,
+    Visitor,
+    bridge,
+    listen,
+    run_agent,
+)
+from launcher.nodes.group import MAX_NAME_CHARACTERS, Group, is_name, node_folder, public
+from launcher.nodes.link import Place, connect, conversation, host_key
+from launcher.nodes.messages import (
+    Code,
+    Conversation,
+    Exchange,
+    Hello,
+    ListSeen,
+    Machine,
+    Machines,
+    NodeError,
+    PairingStart,
+    Refused,
+    SeenList,
+    SeenNode,
+    ShowCode,
+    StopLaunch,
+    Stopped,
+    ToNode,
+)
+from launcher.nodes.neighbours import Neighbours
+from launcher.nodes.pairing import EXCHANGE_SECONDS, Codes, answer_pairing
+from launcher.nodes.weights import serving, weights_app
+from serve import __version__
+from serve.core.errors import BrigadeError, ClusterError, UsageError
+from serve.core.folder import own_folder
+
+DEFAULT_PORT = 8422
+IDLE_SECONDS = 600.0  # how long a member's conversation may be silent
+JOIN_SECONDS = 15.0
+AGENTS_END_SECONDS = 60.0
+_logger = logging.getLogger(__name__)
+
+
+def default_name() -> str:
+    """Returns this machine's host name, without its domain and signs that a name cannot have."""
+    host = socket.gethostname().partition(".")[0]
+    name = "".join(letter if letter.isalnum() or letter == "-" else "-" for letter in host)
+    return name[:MAX_NAME_CHARACTERS] or "node"
+
+
+@dataclass(eq=False)
+class Node:
+    """The running node of one user on one machine."""
+
+    group: Group
+    name: str
+    port: int
+    neighbours: Neighbours
+    weights_path: str
+    seen: Seen = field(default_factory=Seen)
+    codes: Codes = field(default_factory=Codes)
+    visitors: Connections = field(default_factory=set)
+    agents: set[asyncio.Task[None]] = field(default_factory=set)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.key = public(self.group.own_key())
+        self.had_agent = asyncio.Event()
+
+    # --- services
+
+    @property
+    def services(self) -> Services:
+        for_strangers = {"hello": self._hello, "pair": self._pair}
+        for_members = {"node": self._converse, "agent": self._agent}
+        return Services(for_strangers, for_members, self._weights)
+
+    async def _hello(self, visitor: Visitor, process: Process) -> None:
+        talk = Conversation(process.stdin, process.stdout, ToNode)
+        with suppress(NodeError):
+            hello = await talk.hear(Hello, EXCHANGE_SECONDS)
+            if is_name(hello.name) and is_name(hello.version) and 0 < hello.port < 65536:
+                self.seen.greeted(
+                    SeenNode(visitor.key, hello.name, hello.version, [visitor.address], hello.port)
+                )
+            talk.say(self._own_hello())
+
+    def _own_hello(self) -> Hello:
+        return Hello(self.name, __version__, self.port)
+
+    async def _pair(self, visitor: Visitor, process: Process) -> None:
+        talk = Conversation(process.stdin, process.stdout, ToNode)
+        try:
+            start = await talk.hear(PairingStart, EXCHANGE_SECONDS)
+            problem = self._objection(visitor, start)
+            if problem:
+                talk.say(Refused(problem))
+                return
+            keys = self.key, visitor.key
+            is_right = await answer_pairing(talk, self.codes, start, self.name, *keys)
+        except NodeError as error:
+            _logger.warning("event=pairing_failed address=%s reason=%s", visitor.address, error)
+            return
+        if is_right:
+            address = [visitor.address]
+            new = Machine(visitor.key, start.name, time.time(), addresses=address, port=start.port)
+            self.exchange([new])
+            print(f"Paired with {start.name}.", flush=True)
+        else:
+            _logger.warning("event=wrong_code address=%s", visitor.address)
+        self.show_code()
+
+    def _objection(self, visitor: Visitor, start: PairingStart) -> str:
+        if not is_name(start.name) or not 0 <= start.port < 65536:
+            return "its name or port cannot be used"
+        others = [each for each in self.group.members() if each.key != visitor.key]
+        if start.name in [self.name, *(each.name for each in others)]:
+            return (
+                f"the group has another machine with the name {start.name}: start the node there "
+                f"with another --name, or run `brigade nodes --forget {start.name}` here first"
+            )
+        return ""
+
+    def show_code(self) -> None:
+        """Shows the code at a terminal. A log must not hold it: `brigade node --code` tells it."""
+        if sys.stdout.isatty():
+            print(f"Code for pairing: {self.codes.code}", flush=True)
+
+    async def _agent(self, _: Visitor, process: Process) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.agents.add(task)
+        self.had_agent.set()
+        await self.neighbours.refresh(self.places())
+        try:
+            await run_agent(process, self.neighbours.environment())
+        finally:
+            self.agents.discard(task)
+
+    async def _weights(self, reader: Any, writer: Any) -> None:
+        local = await asyncio.open_unix_connection(self.weights_path)
+        await bridge((reader, writer), local)
+
+    # --- conversations with members
+
+    async def _converse(self, visitor: Visitor, process: Process) -> None:
+        talk = Conversation(process.stdin, process.stdout, ToNode)
+        while True:
+            try:
+                message = await talk.hear_any(IDLE_SECONDS)
+            except NodeError:
+                return
+            try:
+                talk.say(await self._answer(visitor, message))
+            except BrigadeError as error:
+                talk.say(Refused(str(error).rstrip(".")))
+
+    async def _answer(self, visitor: Visitor, message: Any) -> Any:
+        is_own = visitor.key == self.key
+        match message:
+            case Hello():
+                return self._own_hello()
+            case Exchange(machines):
+                self.exchange(machines, visitor.key)
+                return Machines(self.group.machines())
+            case ListSeen() if is_own:
+                return SeenList(self.seen.nodes())
+            case ShowCode() if is_own:
+                return Code(self.codes.code)
+            case StopLaunch():
+                return Stopped(await asyncio.to_thread(stop_launches))
+            case _:
+                return Refused(f"this node does not answer {type(message).__name__} to you")
+
+    def exchange(self, machines: list[Machine], sender: str = "") -> None:
+        """Merges a list of machines into this one's, and tells the others if it has changed."""
+        if not self.group.merge(each for each in machines if each.key != self.key):
+            return
+        for visitor in list(self.visitors):
+            if visitor.is_member and not visitor.may_be_member():
+                visitor.close()
+        self._start(self.neighbours.refresh(self.places()))
+        self._start(self._spread(sender))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- other nodes
+
+    def places(self) -> list[Place]:
+        """Returns where the other machines of the group may be: where they have announced
+        themselves, then where they were seen before."""
+        seen = {node.key: node for node in self.seen.nodes()}
+        found = []
+        for machine in self.group.members():
+            addresses = list(machine.addresses)
+            port = machine.port
+            if node := seen.get(machine.key):
+                addresses = [*node.addresses, *addresses]
+                port = node.port
+            found.append(Place(machine.name, tuple(dict.fromkeys(addresses)), port, machine.key))
+        return found
+
+    async def _spread(self, sender: str) -> None:
+        """Tells the other machines what is new. Those that are away hear it when they are back."""
+        places = [place for place in self.places() if place.key != sender]
+        for told in await asyncio.gather(*map(self._tell, places), return_exceptions=True):
+            if isinstance(told, NodeError):
+                _logger.info("event=not_told reason=%s", told)
+            elif isinstance(told, BaseException):
+                raise told
+
+    async def _tell(self, place: Place) -> None:
+        connection = await connect(place, self.group)
+        async with connection, conversation(connection, "node") as talk:
+            answer = await talk.ask(Exchange(self.group.machines()), Machines)
+            self.exchange(answer.machines, place.key)
+
+    async def join(self, host: str, port: int) -> None:
+        """Says Hello to a node again and again, because neither hears the other's multicast."""
+        place = Place(host, (host,), port, "")
+        before = ""
+        while True:
+            problem = ""
+            try:
+                connection = await connect(place, self.group, STRANGER)
+                async with connection, conversation(connection, "hello") as talk:
+                    hello = await talk.ask(self._own_hello(), Hello)
+                    key = host_key(connection)
+                    self.seen.greeted(SeenNode(key, hello.name, hello.version, [host], hello.port))
+            except NodeError as error:
+                problem = str(error)
+            if problem and problem != before:
+                _logger.warning("event=not_joined reason=%s", json.dumps(problem))
+            before = problem
+            await asyncio.sleep(JOIN_SECONDS)
+
+    async def run(self, joined: tuple[str, int] | None, *, once: bool) -> None:
+        """Serves until a signal comes or, with once, until the first launch has ended."""
+        over = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, over.set)
+        self._start(self._spread(""))
+        work = [asyncio.create_task(announce(self._own_seen(), self.seen))]
+        if joined:
+            work.append(asyncio.create_task(self.join(*joined)))
+        if once:
+            work.append(asyncio.create_task(self._after_launch(over)))
+        ended = asyncio.create_task(over.wait())
+        try:
+            done, _ = await asyncio.wait([ended, *work], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await self._end([ended, *work])
+
+    async def _after_launch(self, over: asyncio.Event) -> None:
+        await self.had_agent.wait()
+        while self.agents:
+            await asyncio.wait(self.agents)
+        over.set()
+        await asyncio.Event().wait()
+
+    async def _end(self, tasks: list[asyncio.Task[Any]]) -> None:
+        """Ends the agents, which give their ranks time to end, and then all else."""
+        for task in [*tasks, *self._tasks]:
+            task.cancel()
+        await asyncio.gather(*tasks, *self._tasks, return_exceptions=True)
+        agents = list(self.agents)
+        for visitor in list(self.visitors):
+            visitor.close()
+        if agents:
+            await asyncio.wait(agents, timeout=AGENTS_END_SECONDS)
+
+    def _own_seen(self) -> SeenNode:
+        return SeenNode(self.key, self.name, __version__, [], self.port)
+
+
+def stop_launches() -> list[str]:
+    """Ends this machine's launches, and returns their commands. Raises BrigadeError."""
+    return [" ".join(record.stop(launch.pid).words) for launch in record.launches()]
+
+
+@contextmanager
+def only_node(folder: Path, port: int) -> Iterator[None]:
+    """Holds the lock of this user's node, and writes its port for commands. Raises ClusterError."""
+    descriptor = os.open(folder / "node", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ClusterError(
+                "your node runs on this machine already: `brigade nodes` shows what it sees."
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(port).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def own_port(folder: Path) -> int:
+    """Returns the port of this user's node on this machine. Raises ClusterError if none runs."""
+    with suppress(FileNotFoundError), (folder / "node").open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return int(file.read() or b"0")
+    raise ClusterError("no node runs on this machine: run `brigade node` in another terminal.")
+
+
+def run(name: str, port: int, joined: str | None, *, once: bool) -> None:
+    """Runs this machine's node until a signal comes or, with once, until the first launch has
+    ended. joined is HOST or HOST:PORT of a node in another network. Raises BrigadeError."""
+    if not is_name(name):
+        raise UsageError(
+            f"--name {name!r} cannot be used: take at most {MAX_NAME_CHARACTERS} letters, digits, "
+            "dots, dashes and underscores.",
+            code="malformed",
+        )
+    logging.basicConfig(level=logging.INFO, format="[node] %(asctime)s %(levelname)s %(message)s")
+    # These speak of each connection.
+    for library in ("asyncssh", "uvicorn", "zeroconf"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    asyncio.run(_run(name, port, _joined(joined), once=once))
+
+
+def _joined(text: str | None) -> tuple[str, int] | None:
+    if text is None:
+        return None
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        return text, DEFAULT_PORT
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(f"--join {text!r} is not HOST or HOST:PORT.", code="malformed")
+    return host, int(port)
+
+
+async def _run(name: str, port: int, joined: tuple[str, int] | None, *, once: bool) -> None:
+    folder = node_folder()
+    group = Group(folder)
+    async with AsyncExitStack() as stack:
+        sockets = Path(stack.enter_context(own_folder()))
+        weights_path = str(sockets / "weights")
+        await stack.enter_async_context(serving(weights_app(), weights_path))
+        neighbours = Neighbours(sockets / "neighbours", group)
+        await stack.enter_async_context(neighbours)
+        node = Node(group, name, port, neighbours, weights_path)
+        try:
+            door = await listen(group, node.services, port, node.visitors)
+        except OSError as error:
+            raise ClusterError(
+                f"port {port} cannot be used ({error.strerror}): choose another --port."
+            ) from error
+        stack.push_async_callback(door.wait_closed)
+        stack.callback(door.close)
+        node.port = door.get_port()
+        stack.enter_context(only_node(folder, node.port))
+        await neighbours.refresh(node.places())
+        print(f"Node {name} listens on port {node.port}.", flush=True)
+        node.show_code()
+        await node.run(joined, once=once)

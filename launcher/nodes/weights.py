@@ -1,0 +1,39 @@
+"""The HTTP server of the weights that this machine's cache holds."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.types import ASGIApp
+
+_END_SECONDS = 5.0
+
+
+def weights_app() -> ASGIApp:
+    return Starlette()
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves the signal handlers to the node."""
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serving(app: ASGIApp, path: str) -> AsyncIterator[None]:
+    """Serves an app on a Unix socket that only this user can open."""
+    config = uvicorn.Config(app, uds=path, lifespan="off", log_config=None, access_log=False)
+    server = _Server(config)
+    work = asyncio.create_task(server.serve())
+    while not server.started and not work.done():
+        await asyncio.sleep(0.01)
+    os.chmod(path, 0o600)
+    try:
+        yield
+    finally:
+        server.should_exit = server.force_exit = True
+        await asyncio.wait([work], timeout=_END_SECONDS)
