@@ -357,7 +357,7 @@ def node(words: Sequence[str]) -> int:
     if flags.code:
         print(client.own_code())
         return 0
-    name = flags.name or running.default_name()
+    name = running.default_name() if flags.name is None else flags.name
     running.run(name, flags.port, flags.join, once=flags.once)
     return 0
 

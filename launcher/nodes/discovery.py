@@ -24,7 +24,7 @@ from launcher.nodes.messages import Machine, SeenNode
 
 SERVICE = "_brigade._tcp.local."
 LOOK_SECONDS = 10.0  # how often the addresses of this machine are compared with the announced ones
-HELLO_SECONDS = 60.0  # how long a node counts as there after its last Hello
+HELLO_SECONDS = 150.0  # how long a node counts as there after its last Hello
 _ANSWER_MS = 3000
 _MAX_SEEN = 256
 _logger = logging.getLogger(__name__)

@@ -57,7 +57,7 @@ from serve.core.folder import own_folder
 
 DEFAULT_PORT = 8422
 IDLE_SECONDS = 600.0  # how long a member's conversation may be silent
-JOIN_SECONDS = 15.0
+JOIN_SECONDS = 60.0
 AGENTS_END_SECONDS = 60.0
 _logger = logging.getLogger(__name__)
 

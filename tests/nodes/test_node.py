@@ -1,0 +1,212 @@
+"""Real nodes: who sees whom, who may do what, and what becomes of it."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from serve.core.errors import ClusterError
+from tests.nodes.running import RunningNode, running_node
+from tests.test_launcher import wait_until
+
+Pair = tuple[RunningNode, RunningNode]
+
+
+def connect(node: RunningNode, *words: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "launcher.nodes.connect", *words],
+        env=node.environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def agents(node: RunningNode) -> list[int]:
+    children = psutil.Process(node.process.pid).children()
+    return [each.pid for each in children if "launcher.agent" in each.cmdline()]
+
+
+def test_paired_nodes_know_each_other(pair_of_nodes: Pair) -> None:
+    one, two = pair_of_nodes
+    assert one.states()["two"] == "paired"
+    assert two.states()["one"] == "paired"
+    assert one.states()["one"] == "here"
+
+
+def test_an_agent_runs_on_the_other_machine_until_its_connection_ends(pair_of_nodes: Pair) -> None:
+    one, two = pair_of_nodes
+    process = connect(one, "two", "agent", "token-7")
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b'{"type":"ListAddresses"}\n')
+    process.stdin.flush()
+    process.stdout.readline()  # the empty line with which an agent begins
+    token, _, message = process.stdout.readline().decode().partition(" ")
+    assert token == "token-7"
+    assert json.loads(message)["type"] == "AddressesListed"
+    assert len(agents(two)) == 1
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not agents(two))
+
+
+def test_a_name_that_nobody_has_is_an_error_that_lists_those_there_are(
+    pair_of_nodes: Pair,
+) -> None:
+    _, error = connect(pair_of_nodes[0], "three", "agent", "token").communicate(timeout=60)
+    assert b"three is not known here, only one, two" in error
+
+
+def test_a_second_node_of_the_same_user_is_refused(pair_of_nodes: Pair) -> None:
+    run = pair_of_nodes[0].brigade("node", "--port", "0")
+    assert run.returncode == ClusterError.exit_code
+    assert "runs on this machine already" in run.stderr
+
+
+def test_commands_say_that_no_node_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    command = [sys.executable, "-m", "launcher.cli", "node", "--code"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == ClusterError.exit_code
+    assert "run `brigade node` in another terminal" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--name", "a b"], "cannot be used"),
+        (["--name", ""], "cannot be used"),
+        (["--join", "host:x"], "is not HOST or HOST:PORT"),
+        (["--join", ":1"], "is not HOST or HOST:PORT"),
+        (["--port", "65536"], "--port"),
+    ],
+)
+def test_wrong_flags_are_refused(
+    flags: list[str],
+    error: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    command = [sys.executable, "-m", "launcher.cli", "node", *flags]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2
+    assert error in run.stderr
+
+
+def test_files_of_the_node_are_private(pair_of_nodes: Pair) -> None:
+    one = pair_of_nodes[0]
+    folders = list(one.state.glob("brigade/*/node"))
+    assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700]
+    for path in folders[0].iterdir():
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_a_private_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    with running_node("n", tmp_path) as node:
+        node.stop()
+        (key,) = node.state.glob("brigade/*/node/key")
+        key.chmod(0o644)
+        run = node.brigade("node", "--port", "0")
+        assert run.returncode == ClusterError.exit_code
+        assert "chmod 600" in run.stderr
+
+
+def test_a_group_of_three_learns_of_a_new_machine_and_of_one_that_is_forgotten(
+    tmp_path: Path,
+) -> None:
+    """Each machine is paired with one other only."""
+    with running_node("a", tmp_path) as a:
+        joins = ["--join", f"127.0.0.1:{a.port}"]
+        with running_node("b", tmp_path, joins) as b, running_node("c", tmp_path, joins) as c:
+            b.pair(a)
+            c.pair(a)
+            for node in (a, b, c):
+                wait_until(lambda node=node: len(node.states()) >= 3)  # type: ignore[misc]
+            # b and c have never paired with each other. c's address is known from a's list.
+            process = connect(b, "c", "agent", "token")
+            assert process.stdout is not None
+            process.stdout.readline()
+            wait_until(lambda: len(agents(c)) == 1)
+            a.ask("client.forget(client.node_named('b'))")
+            # Its connections end, also those to machines that were told by another one.
+            process.communicate(timeout=60)
+            wait_until(lambda: not agents(c))
+            wait_until(lambda: "b" not in [n for n, s in c.states().items() if s != "found"])
+            _, error = connect(b, "c", "agent", "token").communicate(timeout=60)
+            assert b"does not know this machine" in error
+            # It can come back by its code.
+            b.pair(a)
+            wait_until(lambda: c.states().get("b") in ("paired", "away"))
+
+
+def test_a_machine_keeps_its_group_over_a_restart(tmp_path: Path) -> None:
+    with running_node("a", tmp_path) as a:
+        with running_node("b", tmp_path, ["--join", f"127.0.0.1:{a.port}"]) as b:
+            b.pair(a)
+            assert b.stop() == 0
+        with running_node("b", tmp_path, ["--join", f"127.0.0.1:{a.port}"]) as b:
+            wait_until(lambda: b.states().get("a") == "paired")
+            wait_until(lambda: a.states().get("b") == "paired")
+
+
+def test_a_name_that_the_group_has_already_is_refused(tmp_path: Path) -> None:
+    with running_node("a", tmp_path / "1") as a, running_node("b", tmp_path / "1") as b:
+        joins = ["--join", f"127.0.0.1:{a.port}"]
+        with running_node("a", tmp_path / "2", joins) as other:
+            wait_until(lambda: list(other.states().values()).count("found") >= 1)
+            code = a.ask("print(client.own_code())")
+            error = other.ask(
+                f"""
+try:
+    client.pair([n for n in client.known_nodes() if n.state == "found" and n.name == "a"][0],
+        {code!r})
+except Exception as error:
+    print(error)
+"""
+            )
+            assert "another --name" in error
+        assert b.process.poll() is None
+
+
+def test_once_ends_with_the_first_launch(tmp_path: Path) -> None:
+    with running_node("a", tmp_path) as a:
+        joins = ["--join", f"127.0.0.1:{a.port}"]
+        with running_node("b", tmp_path, [*joins, "--once"]) as b:
+            b.pair(a)
+            process = connect(a, "b", "agent", "token")
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert b.process.poll() is None
+            process.communicate(timeout=60)
+            assert b.process.wait(60) == 0
+
+
+def test_a_node_that_ends_ends_its_agents(tmp_path: Path) -> None:
+    with running_node("a", tmp_path) as a:
+        joins = ["--join", f"127.0.0.1:{a.port}"]
+        with running_node("b", tmp_path, joins) as b:
+            b.pair(a)
+            process = connect(a, "b", "agent", "token")
+            assert process.stdout is not None
+            process.stdout.readline()
+            (agent,) = agents(b)
+            b.process.kill()
+            b.process.wait()
+            wait_until(lambda: not psutil.pid_exists(agent))
+            assert process.wait(60) != 0
+            process.communicate()
+
+
+@pytest.mark.long
+def test_an_idle_node_uses_little_of_a_processor(pair_of_nodes: Pair) -> None:
+    """The processor's clock counts, so a busy machine changes nothing."""
+    process = psutil.Process(pair_of_nodes[0].process.pid)
+    before = sum(process.cpu_times()[:2])
+    time.sleep(30)
+    assert (sum(process.cpu_times()[:2]) - before) / 30 < 0.002
