@@ -121,7 +121,9 @@ class Agent:
             place = (order.rank, order.num_ranks, order.num_returns)
             environment = rank_environment(base, ring, *place)
             try:
-                process = LocalProcess("", order.command, environment, ring.leash)
+                # The Python of this host: others may have theirs in another place.
+                command = [sys.executable, *order.words]
+                process = LocalProcess("", command, environment, ring.leash)
             except OSError as error:
                 self._say(AgentError(str(error)))
                 return 1

@@ -17,15 +17,16 @@ from importlib import import_module
 from pathlib import Path
 
 from launcher.checks import check_kinds
-from launcher.command import HOST, PROGRAMS, check_variable, forwarded, rank_command
+from launcher.command import HOST, PROGRAMS, check_variable, forwarded, rank_words
 from launcher.demo import DEFAULT_MODEL, Demo
 from launcher.doctor import check_before, diagnose, log_warnings, query_host
 from launcher.facts import host_facts
 from launcher.hostfile import Host, Hostfile, read_hostfile
 from launcher.process import Start, local_ranks
 from launcher.record import launches, recorded, stop
-from launcher.remote import SshAccess, connected, find_routes, on_each, remote_ranks
+from launcher.remote import connected, find_routes, on_each, remote_ranks
 from launcher.routes import needed_pairs
+from launcher.ssh import SshAccess
 from launcher.supervisor import (
     DRAIN_SECONDS,
     END_SECONDS,
@@ -184,12 +185,12 @@ def launch(words: Sequence[str]) -> int:
         return show_launches() if flags.status else stop_launch(flags.stop)
     environment = dict(check_variable(word, "--env") for word in flags.env)
     access = flags.access
-    ranks_command = rank_command(command, access.python)
+    program = rank_words(command)
     if flags.num_ranks:
         program_flags = check_words(command, flags.num_ranks)
         environment = {**os.environ, **environment}
         check_before([host_facts(None, [])], environment)
-        ranks = local_ranks(ranks_command, flags.num_ranks, environment)
+        ranks = local_ranks([access.python, *program], flags.num_ranks, environment)
         return supervise(command, [HOST] * flags.num_ranks, ranks, program_flags)
     assert flags.hostfile is not None
     hostfile = _read(flags.hostfile)
@@ -205,7 +206,7 @@ def launch(words: Sequence[str]) -> int:
         routes = find_routes(connections, needed)
         log_warnings(check_kinds(hosts, routes, needed))
         drain_seconds = program_flags.drain_seconds
-        ranks = remote_ranks(connections, routes, ranks_command, environment, drain_seconds)
+        ranks = remote_ranks(connections, routes, program, environment, drain_seconds)
         return supervise(command, [host.ssh for host in hosts], ranks, program_flags)
 
 

@@ -60,13 +60,18 @@ class Ring:
 
 
 def rank_command(words: Sequence[str], python: str = sys.executable) -> list[str]:
-    """Returns the command line of every rank, from the words after `--`."""
+    """Returns the command line of every rank on this machine, from the words after `--`."""
+    return [python, *rank_words(words)]
+
+
+def rank_words(words: Sequence[str]) -> list[str]:
+    """Returns what follows the Python in the command line of every rank, on any host."""
     names = " or ".join(f"`{name} …`" for name in PROGRAMS)
     if not words:
         raise UsageError(f"there is no command to launch: write `--` and then {names}.")
     if words[0] not in PROGRAMS:
         raise UsageError(f"{words[0]!r} cannot be launched: write {names} after `--`.")
-    return [python, "-m", PROGRAMS[words[0]], *words[1:]]
+    return ["-m", PROGRAMS[words[0]], *words[1:]]
 
 
 def rank_environment(

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from launcher.access import Access
 from launcher.checks import (
     Finding,
     broken_hop,
@@ -31,7 +32,6 @@ from launcher.remote import (
     AgentConnection,
     HostError,
     HostsError,
-    SshAccess,
     connected,
     find_routes,
     hop_speed,
@@ -56,7 +56,7 @@ QueryHost = Callable[[AgentConnection], tuple[HostFacts, float]]
 
 def diagnose(
     hosts: Sequence[Host],
-    access: SshAccess,
+    access: Access,
     model: Path | None,
     port: int,
     *,
@@ -108,12 +108,12 @@ def query_host(
 
 
 def examine(
-    hosts: Sequence[Host], access: SshAccess, query: QueryHost, tell: Tell
+    hosts: Sequence[Host], access: Access, query: QueryHost, tell: Tell
 ) -> Iterator[Finding]:
     """Yields each finding as soon as it is made. The last may be an unreachable host."""
     try:
         with connected(hosts, access, tell) as connections:
-            yield from examine_connected(connections, access, query, tell)
+            yield from examine_connected(connections, query, tell)
     except HostsError as error:
         yield from in_findings(error)
     except HostError as error:
@@ -122,7 +122,6 @@ def examine(
 
 def examine_connected(
     connections: list[AgentConnection],
-    access: SshAccess,
     query: QueryHost,
     tell: Tell,
 ) -> Iterator[Finding]:
@@ -151,7 +150,7 @@ def examine_connected(
     if any(each.status == "fail" for each in findings):
         yield Finding("warn", "ring", "not tried", "fix the failures above first")
     elif has_several:
-        yield examine_ring(connections, routes, access.python, tell)
+        yield examine_ring(connections, routes, tell)
 
 
 def in_findings(error: HostsError) -> Iterator[Finding]:
@@ -184,12 +183,11 @@ def examine_hop(here: AgentConnection, there: AgentConnection, ip: str) -> Findi
 def examine_ring(
     connections: list[AgentConnection],
     routes: Routes,
-    python: str,
     tell: Tell,
 ) -> Finding:
     """Starts a real MLX ring, in which the ranks compute a sum."""
     tell("forming a ring")
-    code, output = run_on_all(connections, routes, [python, "-m", RING_CHECK], RING_SECONDS)
+    code, output = run_on_all(connections, routes, ["-m", RING_CHECK], RING_SECONDS)
     if code:
         last = output[-1] if output else f"no answer within {RING_SECONDS:g} s"
         return Finding("fail", "ring", last, "fix the failures above, or try again")
@@ -201,13 +199,14 @@ def examine_ring(
 def run_on_all(
     connections: list[AgentConnection],
     routes: Routes,
-    command: Sequence[str],
+    words: Sequence[str],
     max_seconds: float,
 ) -> tuple[int, list[str]]:
-    """Runs a command as a rank on each host. Returns the code of the first rank that failed, and
-    the lines of all ranks, each after its rank's name. The agents end with their ranks."""
+    """Runs the Python of each host with these words, as a rank. Returns the code of the first rank
+    that failed, and the lines of all ranks, each after its rank's name. The agents end with their
+    ranks."""
     lines: list[str] = []
-    ranks = remote_ranks(connections, routes, command, {}, 0.0)
+    ranks = remote_ranks(connections, routes, words, {}, 0.0)
     supervisor = Supervisor(ranks, lines.append)
     timer = threading.Timer(max_seconds, supervisor.stop)
     timer.start()

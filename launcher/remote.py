@@ -1,10 +1,9 @@
-"""Ranks on other hosts: an agent on each host, reached over ssh, starts and supervises one rank."""
+"""Ranks on other hosts: an agent on each host starts and supervises one rank."""
 
 import functools
 import os
 import queue
 import secrets
-import shlex
 import signal
 import subprocess
 import sys
@@ -14,10 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
+from launcher.access import Access
 from launcher.agent import ALIVE_SECONDS
 from launcher.hostfile import Host
 from launcher.process import Start, is_loss, shown, signal_group
@@ -29,7 +27,7 @@ from launcher.routes import (
     choose,
     listening_ips,
 )
-from launcher.ssh import CONNECT_SECONDS, meaning, ssh_command
+from launcher.ssh import CONNECT_SECONDS
 from launcher.supervisor import event_line
 from serve.core.agent_messages import (
     AddressesListed,
@@ -83,26 +81,14 @@ class HostsError(ClusterError):
         super().__init__(" ".join(map(str, errors)))
 
 
-@dataclass(frozen=True, slots=True)
-class SshAccess:
-    """How a launcher reaches its hosts: ssh with its flags, the Python there, and the working
-    folder. Without a folder, ranks work in the launcher's current folder, if it exists there."""
-
-    ssh: tuple[str, ...] = ("ssh",)
-    python: str = sys.executable
-    folder: Path | None = None
-
-
 class AgentConnection:
     """The launcher's end of one agent. Raises HostError."""
 
-    def __init__(self, host: Host, access: SshAccess) -> None:
+    def __init__(self, host: Host, access: Access) -> None:
         self.host = host
         self._access = access
         self._token = secrets.token_hex(8)
-        command = [access.python, "-m", "launcher.agent", self._token]
-        if not host.is_local:
-            command = ssh_command(access.ssh, host.ssh, command)
+        command = access.command(host, self._token)
         self.name = host.label
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._write_lock = threading.Lock()
@@ -117,9 +103,7 @@ class AgentConnection:
             )
         except OSError as error:
             what = f"{command[0]} cannot be run ({error})"
-            python = "name another Python with --python"
-            ssh = "install ssh, or name it with --ssh"
-            raise HostError(self.name, what, python if host.is_local else ssh) from error
+            raise HostError(self.name, what, access.missing(host)) from error
         threading.Thread(target=self._read, daemon=True).start()
 
     def greet(self) -> None:
@@ -187,17 +171,13 @@ class AgentConnection:
                 answer = self.next_line(max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 what = f"it did not answer within {timeout_seconds:g} s"
-                command = shlex.join([*self._access.ssh, self.host.ssh, "true"])
-                fix = f"`{command}` must return; does its shell profile wait?"
-                raise HostError(self.name, what, fix) from None
+                raise HostError(self.name, what, self._access.silent(self.host)) from None
             match answer:
                 case None:
                     output = "\n".join(self.noise)
-                    access = self._access
-                    what, fix = meaning(output, access.ssh, self.host.ssh, access.python)
-                    raise HostError(self.name, what, fix)
+                    raise HostError(self.name, *self._access.meaning(self.host, output))
                 case str():
-                    self.noise += filter(None, [answer])  # the text of a shell profile, or of ssh
+                    self.noise += filter(None, [answer])  # the text of a shell profile, or an error
                 case AgentError(reason):
                     raise HostError(self.name, reason.rstrip("."))
                 case _ if isinstance(answer, expected):
@@ -270,7 +250,7 @@ class RemoteProcess:
 @contextmanager
 def connected(
     hosts: Sequence[Host],
-    access: SshAccess,
+    access: Access,
     tell: Callable[[str], object],
     *,
     serves: bool = False,
@@ -398,17 +378,18 @@ def _no_route(one: Host, other: Host, networks: Sequence[Network], reason: str) 
 def remote_ranks(
     connections: list[AgentConnection],
     routes: Routes,
-    command: Sequence[str],
+    words: Sequence[str],
     environment: Mapping[str, str],
     drain_seconds: float,
 ) -> Iterator[list[Start]]:
-    """Prepares one rank on each host. Each restart needs a new connection."""
+    """Prepares one rank on each host: the Python there with these words. Each restart needs a new
+    connection."""
     ports = on_each(connections, functools.partial(_reserve_ports, routes))
     control_ports = _reserve_ports(routes, connections[0])
     order = functools.partial(
         RunRank,
         num_ranks=len(connections),
-        command=list(command),
+        words=list(words),
         environment=dict(environment),
         secret=secrets.token_hex(16),
         drain_seconds=drain_seconds,

@@ -1,9 +1,15 @@
-"""Builds ssh's command line and explains ssh's error messages. All functions are pure."""
+"""Reaches hosts by ssh: builds its command line and explains its error messages."""
 
 import re
 import shlex
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
+
+from launcher.access import agent_command
+from launcher.hostfile import Host
 
 CONNECT_SECONDS = 10
 
@@ -77,6 +83,32 @@ _MEANINGS = (
     ),
     _NO_PYTHON,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class SshAccess:
+    """ssh with its flags, the Python on the hosts, and the working folder. A host with the address
+    127.0.0.1 is this machine, which needs no ssh."""
+
+    ssh: tuple[str, ...] = ("ssh",)
+    python: str = sys.executable
+    folder: Path | None = None
+
+    def command(self, host: Host, token: str) -> list[str]:
+        command = agent_command(self.python, token)
+        return command if host.is_local else ssh_command(self.ssh, host.ssh, command)
+
+    def missing(self, host: Host) -> str:
+        if host.is_local:
+            return "name another Python with --python"
+        return "install ssh, or name it with --ssh"
+
+    def silent(self, host: Host) -> str:
+        command = shlex.join([*self.ssh, host.ssh, "true"])
+        return f"`{command}` must return; does its shell profile wait?"
+
+    def meaning(self, host: Host, said: str) -> tuple[str, str]:
+        return meaning(said, self.ssh, host.ssh, self.python)
 
 
 def ssh_command(ssh: Sequence[str], host: str, command: Sequence[str]) -> list[str]:

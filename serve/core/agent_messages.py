@@ -61,15 +61,15 @@ class MeasureHop(AgentMessage, frozen=True):
 
 
 class RunRank(AgentMessage, frozen=True):
-    """A launcher asks an agent to start and supervise a rank. The answers are RankStarted and, at
-    the end, RankEnded. control is the address at which this rank finds rank 0's parent; for rank 0,
-    the addresses on which its parent listens, separated by commas. secret distinguishes this launch
-    from others. A rank that is asked to end is killed after drain_seconds. num_returns is how often
-    the rank was started before."""
+    """A launcher asks an agent to start and supervise a rank: the agent's own Python with these
+    words. The answers are RankStarted and, at the end, RankEnded. control is the address at which
+    this rank finds rank 0's parent; for rank 0, the addresses on which its parent listens,
+    separated by commas. secret distinguishes this launch from others. A rank that is asked to end
+    is killed after drain_seconds. num_returns is how often the rank was started before."""
 
     rank: int
     num_ranks: int
-    command: list[str]
+    words: list[str]
     environment: dict[str, str]
     addresses: Addresses
     control: str

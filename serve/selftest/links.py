@@ -53,14 +53,13 @@ def rings(context: Context) -> Iterator[Line]:
     """Forms a ring of all ranks several times, each time in new processes."""
     for number in range(_NUM_RINGS):
         with _routed(context) as (connections, routes):
-            finding = examine_ring(connections, routes, context.python, lambda _: None)
+            finding = examine_ring(connections, routes, lambda _: None)
         yield by_doctor("links.ring", finding, f"start {number + 1}")
 
 
 def sums(context: Context) -> Iterator[Line]:
     with _routed(context) as (connections, routes):
-        command = [context.python, "-m", _SUMS]
-        code, lines = run_on_all(connections, routes, command, _SUMS_SECONDS)
+        code, lines = run_on_all(connections, routes, ["-m", _SUMS], _SUMS_SECONDS)
     results = [line.partition("] sums ")[2] for line in lines if "] sums " in line]
     if code or not results:
         last = lines[-1] if lines else f"no answer within {_SUMS_SECONDS:g} s"

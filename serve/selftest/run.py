@@ -92,10 +92,10 @@ def _on_each_host(name: str, context: Context, deadline: float) -> Iterator[Line
     alone = [Host(0, host.ssh, host.ips) for host in hosts]
     seconds = max(1.0, deadline - time.monotonic())
     job = msgspec.json.encode(SectionRun(name, Context(minutes=context.minutes))).decode()
-    command = [context.python, "-m", _RUNNER, job, f"{seconds:g}"]
+    words = ["-m", _RUNNER, job, f"{seconds:g}"]
 
     def run(connection: AgentConnection) -> tuple[int, list[str]]:
-        return run_on_all([connection], {}, command, seconds + _EXTRA_SECONDS)
+        return run_on_all([connection], {}, words, seconds + _EXTRA_SECONDS)
 
     with connected(alone, context.access, lambda _: None) as connections:
         outcomes = on_each(connections, run)

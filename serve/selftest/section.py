@@ -20,7 +20,7 @@ import msgspec
 
 from launcher.command import HOST
 from launcher.hostfile import Host, read_hostfile
-from launcher.remote import SshAccess
+from launcher.ssh import SshAccess
 from serve.selftest.report import Line, failed
 
 

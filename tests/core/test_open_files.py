@@ -59,8 +59,8 @@ def test_a_limit_that_macos_refuses_to_raise_is_kept(monkeypatch: pytest.MonkeyP
 
 def test_a_rank_inherits_the_raised_limit_of_its_agent() -> None:
     """sshd of macOS starts the agent with 256."""
-    shell = ["sh", "-c", "echo limit $(ulimit -Sn)"]
-    order = RunRank(0, 1, shell, {}, Addresses(0, (), ()), "", "", 1.0)
+    words = ["-c", "import resource as r; print('limit', r.getrlimit(r.RLIMIT_NOFILE)[0])"]
+    order = RunRank(0, 1, words, {}, Addresses(0, (), ()), "", "", 1.0)
     command = [sys.executable, "-c", AGENT, "token"]
     agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with agent:

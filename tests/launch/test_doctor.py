@@ -20,7 +20,8 @@ from launcher.facts import host_facts, interface, listener, model_facts, strays
 from launcher.hop import Echo, measure_hop
 from launcher.hostfile import Host
 from launcher.process import local_ranks
-from launcher.remote import AgentConnection, SshAccess, connected, find_routes
+from launcher.remote import AgentConnection, connected, find_routes
+from launcher.ssh import SshAccess
 from launcher.supervisor import Supervisor
 from serve.core.agent_messages import (
     DescribeHost,
@@ -394,5 +395,5 @@ def test_a_ring_that_does_not_form_is_given_up(sshd: Sshd, monkeypatch: pytest.M
     way = SshAccess(tuple(shlex.split(sshd.ssh)))
     with connected(hosts, way, lambda _: None) as connections:
         routes = find_routes(connections, [])
-        finding = doctor.examine_ring(connections, routes, way.python, lambda _: None)
+        finding = doctor.examine_ring(connections, routes, lambda _: None)
     assert finding == Finding("fail", "ring", "no answer within 0.2 s", finding.fix)

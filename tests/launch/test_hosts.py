@@ -19,7 +19,8 @@ import pytest
 from launcher import remote
 from launcher.agent import Agent
 from launcher.hostfile import Host
-from launcher.remote import AgentConnection, HostError, SshAccess, connected
+from launcher.remote import AgentConnection, HostError, connected
+from launcher.ssh import SshAccess
 from launcher.supervisor import RETRY_SECONDS
 from serve.core.addresses import Addresses
 from serve.core.agent_messages import (
@@ -59,18 +60,21 @@ import os, shlex, sys
 from pathlib import Path
 from launcher.command import forwarded
 from launcher.hostfile import read_hostfile
-from launcher.remote import SshAccess, connected, find_routes, remote_ranks
+from launcher.remote import connected, find_routes, remote_ranks
+from launcher.ssh import SshAccess
 from launcher.supervisor import Supervisor, write_line
 hostfile, ssh, program = sys.argv[1:]
 hosts, way = read_hostfile(Path(hostfile)).hosts, SshAccess(tuple(shlex.split(ssh)))
 with connected(hosts, way, write_line) as all:
     environment = {**forwarded(os.environ), "GIVEN": "a 'b'"}
-    command, routes = [sys.executable, "-c", program], find_routes(all, [])
-    ranks = remote_ranks(all, routes, command, environment, 2.0)
+    words, routes = ["-c", program], find_routes(all, [])
+    ranks = remote_ranks(all, routes, words, environment, 2.0)
     sys.exit(Supervisor(ranks, drain_seconds=3.0, serves=True).run())
 """
 
 Start = Callable[[str], Launch]
+
+SLEEP_LONG = "import time; time.sleep(60)"
 
 AGENT = "print(f'rank={rank} agent={os.getppid()}', flush=True)\n"
 
@@ -211,7 +215,7 @@ def test_an_agent_ends_its_rank_if_the_launcher_is_silent() -> None:
     )
     assert agent.stdin is not None
     assert agent.stdout is not None
-    order = RunRank(0, 1, ["sleep", "60"], {}, Addresses(0, (), ()), "", "", 1.0)
+    order = RunRank(0, 1, ["-c", SLEEP_LONG], {}, Addresses(0, (), ()), "", "", 1.0)
     with agent:
         agent.stdout.readline()
         agent.stdin.write(line(order).encode() + b"\n")
@@ -473,7 +477,7 @@ def test_malformed_lines_to_an_agent_are_reported_in_one_line_and_end_it(said: s
 
 def test_an_agent_that_gets_a_malformed_line_ends_its_rank() -> None:
     command = [sys.executable, "-m", "launcher.agent", "token"]
-    order = RunRank(0, 1, ["sleep", "60"], {}, Addresses(0, (), ()), "", "", 1.0)
+    order = RunRank(0, 1, ["-c", SLEEP_LONG], {}, Addresses(0, (), ()), "", "", 1.0)
     said = f"{line(order)}\n{{\n"
     run = subprocess.run(command, input=said, capture_output=True, text=True, timeout=20)
     assert run.returncode == 143
