@@ -23,6 +23,7 @@ class RunningNode:
     state: Path
     log: Path
     process: "subprocess.Popen[bytes]"
+    before: Sequence[str] = ()
 
     @property
     def port(self) -> int:
@@ -36,7 +37,7 @@ class RunningNode:
     def brigade(self, *words: str, text: str = "") -> "subprocess.CompletedProcess[str]":
         """Runs a command on this node's machine."""
         return subprocess.run(
-            [sys.executable, "-m", "launcher.cli", *words],
+            [*self.before, sys.executable, "-m", "launcher.cli", *words],
             env=self.environment(),
             input=text,
             capture_output=True,
@@ -48,7 +49,10 @@ class RunningNode:
         """Runs Python code on this node's machine, in which `client` is launcher.nodes.client, and
         returns what it printed."""
         run = subprocess.run(
-            [sys.executable, "-c", f"from launcher.nodes import client\n{program}"],
+            [
+                *self.before,
+                *(sys.executable, "-c", f"from launcher.nodes import client\n{program}"),
+            ],
             env=self.environment(),
             capture_output=True,
             text=True,
@@ -95,7 +99,7 @@ def running_node(
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-    node = RunningNode(name, state, log, process)
+    node = RunningNode(name, state, log, process, before)
     try:
         wait_until(lambda: process.poll() is not None or _PORT.search(log.read_text()))
         yield node

@@ -1,0 +1,49 @@
+"""Nodes on machines of their own, which find each other by multicast."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.nodes.network import network
+from tests.nodes.running import running_node
+from tests.test_launcher import wait_until
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+
+
+def test_four_machines_find_each_other_and_again_after_their_addresses_have_changed(
+    tmp_path: Path,
+) -> None:
+    with network(4) as machines, ExitStack() as stack:
+        nodes = [
+            stack.enter_context(
+                running_node(f"m{number}", tmp_path, before=machines.inside(number))
+            )
+            for number in range(4)
+        ]
+        for node in nodes:
+            wait_until(lambda node=node: len(node.states()) == 4)  # type: ignore[misc]
+        first = nodes[0]
+        for other in nodes[1:]:
+            first.pair(other)
+        for node in nodes:
+            wait_until(lambda node=node: list(node.states().values()).count("paired") == 3)  # type: ignore[misc]
+        for number in range(4):
+            machines.plug(number, f"198.19.0.{100 + number}")
+        # A node looks at its addresses every ten seconds.
+        wait_until(lambda: "198.19.0.103" in first.ask("print(client.node_named('m3').addresses)"))
+        first.ask("client.stop_launches(client.node_named('m3'))")
+
+
+def test_a_machine_that_is_gone_is_away(tmp_path: Path) -> None:
+    with network(2) as machines, ExitStack() as stack:
+        one, two = (
+            stack.enter_context(
+                running_node(f"m{number}", tmp_path, before=machines.inside(number))
+            )
+            for number in range(2)
+        )
+        one.pair(two)
+        two.stop()
+        wait_until(lambda: one.states()["m1"] == "away")
