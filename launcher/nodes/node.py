@@ -50,7 +50,7 @@ from launcher.nodes.messages import (
 )
 from launcher.nodes.neighbours import Neighbours
 from launcher.nodes.pairing import EXCHANGE_SECONDS, Codes, answer_pairing
-from launcher.nodes.weights import serving, weights_app
+from launcher.nodes.serving import serving, weights_app
 from serve import __version__
 from serve.core.errors import BrigadeError, ClusterError, UsageError
 from serve.core.folder import own_folder

@@ -1,4 +1,4 @@
-"""The HTTP server of the weights that this machine's cache holds."""
+"""Runs an HTTP app behind a Unix socket, inside of the node's event loop."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ class _Server(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp, path: str) -> AsyncIterator[None]:
     """Serves an app on a Unix socket that only this user can open."""
-    config = uvicorn.Config(app, uds=path, lifespan="off", log_config=None, access_log=False)
+    config = uvicorn.Config(app, uds=path, lifespan="auto", log_config=None, access_log=False)
     server = _Server(config)
     work = asyncio.create_task(server.serve())
     while not server.started and not work.done():
