@@ -1,14 +1,13 @@
 """What commands ask of the nodes, each in one call that waits for the answer."""
 
 import asyncio
-import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from launcher.command import HOST
 from launcher.nodes.door import STRANGER
-from launcher.nodes.group import Group, node_folder, public
+from launcher.nodes.group import Group, node_folder, public, since_now
 from launcher.nodes.link import Place, connect, conversation, host_key
 from launcher.nodes.messages import (
     Code,
@@ -63,9 +62,13 @@ def known_nodes() -> list[Node]:
 def node_named(name: str) -> Node:
     """Returns the node with this name. Raises ClusterError."""
     nodes = known_nodes()
-    for node in nodes:
-        if node.name == name:
-            return node
+    named = [node for node in nodes if node.name == name]
+    if len(named) > 1 and named[0].state == "found":
+        raise ClusterError(
+            f"several nodes have the name {name}: start one of them with another --name."
+        )
+    if named:
+        return named[0]
     names = ", ".join(node.name for node in nodes)
     raise ClusterError(
         f"{name} is not known here, only {names}: run `brigade node` there, with --join if it is "
@@ -87,7 +90,8 @@ def forget(node: Node) -> None:
     """Revokes a node's key on this machine, and on all others of the group. Raises ClusterError."""
     if node.state not in ("paired", "away"):
         raise ClusterError(f"{node.name} is not paired: there is nothing to forget.")
-    revoked = Machine(node.key, node.name, time.time(), is_revoked=True)
+    since = since_now(Group(node_folder()).machines(), node.key)
+    revoked = Machine(node.key, node.name, since, is_revoked=True)
     _run(_ask(_own_place(), Exchange([revoked]), Machines))
 
 
@@ -173,5 +177,6 @@ async def _pair(node: Node, code: str) -> None:
         except NodeError as error:
             raise NodeError(f"{node.name}: {error}") from error
         address = str(connection.get_extra_info("peername")[0])
-    machine = Machine(their_key, name, time.time(), addresses=[address], port=node.port)
+    since = since_now(group.machines(), their_key)
+    machine = Machine(their_key, name, since, addresses=[address], port=node.port)
     await _ask(own, Exchange([machine]), Machines)

@@ -8,6 +8,8 @@ The commands are names of functions of this program: no shell runs, and no path 
 """
 
 import asyncio
+import json
+import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,6 +20,7 @@ from typing import Any
 import asyncssh
 
 from launcher.nodes.group import Group, public
+from serve.core.errors import BrigadeError
 
 MEMBER = "member"
 STRANGER = "stranger"
@@ -40,6 +43,7 @@ ALGORITHMS = {
 }
 Process = asyncssh.SSHServerProcess[bytes]
 Connections = set["Visitor"]
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +130,15 @@ async def serve_process(process: Process) -> None:
         process.stderr.write(b"This node has no such service for you.\n")
         process.exit(1)
         return
-    with suppress(asyncssh.Error, OSError):
+    code = 0
+    try:
         await service(visitor, process)
+    except (asyncssh.Error, OSError, BrigadeError) as error:
+        # The visitor is gone, or a file of the node cannot be read or written.
+        _logger.warning("event=service_failed name=%s reason=%s", name, json.dumps(str(error)))
+        code = 1
     with suppress(OSError):
-        process.exit(0)
+        process.exit(code)
 
 
 async def listen(

@@ -23,6 +23,7 @@ from serve.core.folder import full_sync
 _DECODER = msgspec.json.Decoder(list[Machine])
 MAX_MACHINES = 256  # entries of a list, revoked ones included
 MAX_NAME_CHARACTERS = 63
+_LATEST = 1e11  # seconds since the epoch; larger numbers would lose their fractions
 
 
 def node_folder() -> Path:
@@ -83,7 +84,7 @@ class Group:
         """Adds the later entries to the list. Returns whether it has changed. Raises ClusterError,
         OSError."""
         before = self.machines()
-        after = merged(before, news, time.time())
+        after = merged(before, news)
         if after == before:
             return False
         data = msgspec.json.format(msgspec.json.encode(after))
@@ -103,14 +104,19 @@ def _write(path: Path, data: bytes) -> None:
     new.rename(path)
 
 
-def merged(known: Iterable[Machine], news: Iterable[Machine], now: float) -> list[Machine]:
-    """Returns the later entry for each key. An entry from the future counts as from now: a clock
-    that is wrong must not decide for ever."""
+def since_now(known: Iterable[Machine], key: str) -> float:
+    """Returns the time of a new entry for a key. It is later than that of the old entry, even if
+    that comes from a machine whose clock is ahead."""
+    before = max((machine.since for machine in known if machine.key == key), default=0.0)
+    return max(time.time(), before + 0.001)
+
+
+def merged(known: Iterable[Machine], news: Iterable[Machine]) -> list[Machine]:
+    """Returns the later entry for each key."""
     by_key = {machine.key: machine for machine in known}
     for machine in news:
         if not is_plausible(machine):
             continue
-        machine = msgspec.structs.replace(machine, since=min(machine.since, now))
         before = by_key.get(machine.key)
         if before is None and len(by_key) >= MAX_MACHINES:
             continue
@@ -120,12 +126,13 @@ def merged(known: Iterable[Machine], news: Iterable[Machine], now: float) -> lis
 
 
 def is_plausible(machine: Machine) -> bool:
-    """Whether an entry has a name and a key that could be one."""
+    """Whether an entry has a time, a name, and a key that could be one."""
     try:
         key = asyncssh.import_public_key(machine.key)
     except ValueError:
         return False
-    return public(key) == machine.key and is_name(machine.name)
+    is_time = 0 <= machine.since < _LATEST
+    return is_time and public(key) == machine.key and is_name(machine.name)
 
 
 def is_name(name: str) -> bool:

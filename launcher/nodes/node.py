@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from launcher.nodes.door import (
     listen,
     run_agent,
 )
-from launcher.nodes.group import MAX_NAME_CHARACTERS, Group, is_name, node_folder, public
+from launcher.nodes.group import MAX_NAME_CHARACTERS, Group, is_name, node_folder, public, since_now
 from launcher.nodes.link import Place, connect, conversation, host_key
 from launcher.nodes.messages import (
     Code,
@@ -124,8 +123,9 @@ class Node:
             return
         if is_right:
             address = [visitor.address]
-            new = Machine(visitor.key, start.name, time.time(), addresses=address, port=start.port)
-            self.exchange([new])
+            since = since_now(self.group.machines(), visitor.key)
+            new = Machine(visitor.key, start.name, since, addresses=address, port=start.port)
+            self.exchange([new], visitor.key)
             print(f"Paired with {start.name}.", flush=True)
         else:
             _logger.warning("event=wrong_code address=%s", visitor.address)

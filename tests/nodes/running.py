@@ -84,7 +84,9 @@ def running_node(
     flags: Sequence[str] = (),
     before: Sequence[str] = (),
 ) -> Iterator[RunningNode]:
-    """Runs a node whose files are in a folder. `before` are the words before its command."""
+    """Runs a node whose files are in a folder. Its name has the id of this process added, because
+    other processes run tests with nodes, too. `before` are the words before its command."""
+    name = f"{name}-{os.getpid()}"
     state = folder / name
     state.mkdir(parents=True, exist_ok=True)
     log = folder / f"{name}.log"

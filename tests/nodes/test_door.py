@@ -213,7 +213,7 @@ def test_random_bytes_end_the_connection_and_not_the_node(node: RunningNode) -> 
             except OSError:
                 continue  # The node has had enough.
     assert node.process.poll() is None
-    assert node.states()["one"] == "here"
+    assert node.states()[node.name] == "here"
 
 
 @pytest.mark.long
@@ -230,7 +230,7 @@ import time
 deadline = time.monotonic() + {door.LOGIN_SECONDS} + 20
 while True:
     try:
-        client.stop_launches(client.node_named("one"))
+        client.stop_launches(client.node_named({one.name!r}))
         break
     except Exception:
         assert time.monotonic() < deadline

@@ -32,8 +32,13 @@ def test_four_machines_find_each_other_and_again_after_their_addresses_have_chan
         for number in range(4):
             machines.plug(number, f"198.19.0.{100 + number}")
         # A node looks at its addresses every ten seconds.
-        wait_until(lambda: "198.19.0.103" in first.ask("print(client.node_named('m3').addresses)"))
-        first.ask("client.stop_launches(client.node_named('m3'))")
+        wait_until(
+            lambda: (
+                "198.19.0.103"
+                in first.ask(f"print(client.node_named({nodes[3].name!r}).addresses)")
+            )
+        )
+        first.ask(f"client.stop_launches(client.node_named({nodes[3].name!r}))")
 
 
 def test_a_machine_that_is_gone_is_away(tmp_path: Path) -> None:
@@ -46,4 +51,4 @@ def test_a_machine_that_is_gone_is_away(tmp_path: Path) -> None:
         )
         one.pair(two)
         two.stop()
-        wait_until(lambda: one.states()["m1"] == "away")
+        wait_until(lambda: one.states()[two.name] == "away")

@@ -33,14 +33,14 @@ def agents(node: RunningNode) -> list[int]:
 
 def test_paired_nodes_know_each_other(pair_of_nodes: Pair) -> None:
     one, two = pair_of_nodes
-    assert one.states()["two"] == "paired"
-    assert two.states()["one"] == "paired"
-    assert one.states()["one"] == "here"
+    assert one.states()[two.name] == "paired"
+    assert two.states()[one.name] == "paired"
+    assert one.states()[one.name] == "here"
 
 
 def test_an_agent_runs_on_the_other_machine_until_its_connection_ends(pair_of_nodes: Pair) -> None:
     one, two = pair_of_nodes
-    process = connect(one, "two", "agent", "token-7")
+    process = connect(one, two.name, "agent", "token-7")
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(b'{"type":"ListAddresses"}\n')
@@ -58,8 +58,9 @@ def test_an_agent_runs_on_the_other_machine_until_its_connection_ends(pair_of_no
 def test_a_name_that_nobody_has_is_an_error_that_lists_those_there_are(
     pair_of_nodes: Pair,
 ) -> None:
-    _, error = connect(pair_of_nodes[0], "three", "agent", "token").communicate(timeout=60)
-    assert b"three is not known here, only one, two" in error
+    one, two = pair_of_nodes
+    _, error = connect(one, "three", "agent", "token").communicate(timeout=60)
+    assert f"three is not known here, only {one.name}, {two.name}".encode() in error
 
 
 def test_a_second_node_of_the_same_user_is_refused(pair_of_nodes: Pair) -> None:
@@ -127,22 +128,24 @@ def test_a_group_of_three_learns_of_a_new_machine_and_of_one_that_is_forgotten(
             b.pair(a)
             c.pair(a)
             for node in (a, b, c):
-                wait_until(lambda node=node: len(node.states()) >= 3)  # type: ignore[misc]
+                wait_until(
+                    lambda node=node: len({a.name, b.name, c.name} & set(node.states())) == 3
+                )  # type: ignore[misc]
             # b and c have never paired with each other. c's address is known from a's list.
-            process = connect(b, "c", "agent", "token")
+            process = connect(b, c.name, "agent", "token")
             assert process.stdout is not None
             process.stdout.readline()
             wait_until(lambda: len(agents(c)) == 1)
-            a.ask("client.forget(client.node_named('b'))")
+            a.ask(f"client.forget(client.node_named({b.name!r}))")
             # Its connections end, also those to machines that were told by another one.
             process.communicate(timeout=60)
             wait_until(lambda: not agents(c))
-            wait_until(lambda: "b" not in [n for n, s in c.states().items() if s != "found"])
-            _, error = connect(b, "c", "agent", "token").communicate(timeout=60)
+            wait_until(lambda: c.states().get(b.name, "found") == "found")
+            _, error = connect(b, c.name, "agent", "token").communicate(timeout=60)
             assert b"does not know this machine" in error
             # It can come back by its code.
             b.pair(a)
-            wait_until(lambda: c.states().get("b") in ("paired", "away"))
+            wait_until(lambda: c.states().get(b.name) in ("paired", "away"))
 
 
 def test_a_machine_keeps_its_group_over_a_restart(tmp_path: Path) -> None:
@@ -151,20 +154,20 @@ def test_a_machine_keeps_its_group_over_a_restart(tmp_path: Path) -> None:
             b.pair(a)
             assert b.stop() == 0
         with running_node("b", tmp_path, ["--join", f"127.0.0.1:{a.port}"]) as b:
-            wait_until(lambda: b.states().get("a") == "paired")
-            wait_until(lambda: a.states().get("b") == "paired")
+            wait_until(lambda: b.states().get(a.name) == "paired")
+            wait_until(lambda: a.states().get(b.name) == "paired")
 
 
 def test_a_name_that_the_group_has_already_is_refused(tmp_path: Path) -> None:
     with running_node("a", tmp_path / "1") as a, running_node("b", tmp_path / "1") as b:
         joins = ["--join", f"127.0.0.1:{a.port}"]
         with running_node("a", tmp_path / "2", joins) as other:
-            wait_until(lambda: list(other.states().values()).count("found") >= 1)
+            wait_until(lambda: b.name in other.states())
             code = a.ask("print(client.own_code())")
             error = other.ask(
                 f"""
 try:
-    client.pair([n for n in client.known_nodes() if n.state == "found" and n.name == "a"][0],
+    client.pair([n for n in client.known_nodes() if n.port == {a.port}][0],
         {code!r})
 except Exception as error:
     print(error)
@@ -179,7 +182,7 @@ def test_once_ends_with_the_first_launch(tmp_path: Path) -> None:
         joins = ["--join", f"127.0.0.1:{a.port}"]
         with running_node("b", tmp_path, [*joins, "--once"]) as b:
             b.pair(a)
-            process = connect(a, "b", "agent", "token")
+            process = connect(a, b.name, "agent", "token")
             assert process.stdout is not None
             process.stdout.readline()
             assert b.process.poll() is None
@@ -192,7 +195,7 @@ def test_a_node_that_ends_ends_its_agents(tmp_path: Path) -> None:
         joins = ["--join", f"127.0.0.1:{a.port}"]
         with running_node("b", tmp_path, joins) as b:
             b.pair(a)
-            process = connect(a, "b", "agent", "token")
+            process = connect(a, b.name, "agent", "token")
             assert process.stdout is not None
             process.stdout.readline()
             (agent,) = agents(b)
