@@ -15,7 +15,7 @@ from launcher.hostfile import Host
 from launcher.routes import BRIDGE, WIFI, Pair, Routes, is_link_local
 from serve.core.agent_messages import HopSpeed, HostFacts
 from serve.core.amounts import format_bytes
-from serve.core.facts import MISSING, compare
+from serve.core.facts import BRIGADE, MISSING, VERSIONS, compare
 
 MLX_FLOOR = (0, 32, 1)
 _MACOS_FLOOR = (14,)
@@ -314,13 +314,28 @@ def check_same_versions(facts: Sequence[HostFacts]) -> Finding:
 
 
 def _same_install(facts: Sequence[HostFacts]) -> str:
-    """Returns how all hosts get the same versions: with the Python that most of them have."""
+    """Returns how all hosts get the same versions: with the Python that most of them have, and the
+    newest version of each package."""
     minors = [each.python.rpartition(".")[0] for each in facts]
     common = Counter(minors).most_common(1)[0][0]
     others = [each.host for each, minor in zip(facts, minors, strict=True) if minor != common]
-    if not others:
-        return "install the same versions on all hosts"
-    return f"PYTHON=python{common} scripts/install on {', '.join(others)}"
+    if others:
+        return f"PYTHON=python{common} scripts/install on {', '.join(others)}"
+    newest = {name: max((each.versions[name] for each in facts), key=_numbers) for name in VERSIONS}
+    return "; ".join(filter(None, (_upgrade(each, newest) for each in facts)))
+
+
+def _upgrade(facts: HostFacts, newest: Mapping[str, str]) -> str:
+    """Returns the command that gives a host these versions, or nothing if it has them."""
+    old = [name for name, version in newest.items() if facts.versions[name] != version]
+    if not old:
+        return ""
+    if BRIGADE in old:
+        # It is in no registry. Its own installation also brings the other packages.
+        return f"on {facts.host}: git pull && scripts/install, in the folder of Brigade"
+    extras = {"mlx": f"[{facts.backend}]" if facts.backend else ""}
+    words = " ".join(f"'{name}{extras.get(name, '')}=={newest[name]}'" for name in old)
+    return f"on {facts.host}: {facts.executable} -m pip install {words}"
 
 
 def _model(facts: HostFacts) -> dict[str, str]:

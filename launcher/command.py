@@ -30,6 +30,9 @@ RANK_VARIABLES = (
     "MLX_WORLD_SIZE",
 )
 
+# The name of the machine whose launcher has started a rank, where machines have names.
+LAUNCHER = "BRIGADE_LAUNCHER"
+
 # The folder of sockets to other machines' weights. Each machine's node sets its own.
 NEIGHBOURS = "BRIGADE_NEIGHBOURS"
 

@@ -19,16 +19,20 @@ from pathlib import Path
 
 import psutil
 
-from launcher.command import HOST
+from launcher.command import HOST, LAUNCHER
 from launcher.process import bound
 from serve.core.agent_messages import HostFacts, MacFacts, NetworkAddress, PrefixFolder
 from serve.core.blas import with_openblas
 from serve.core.checkpoint import read_checkpoint
 from serve.core.config import hub_id
 from serve.core.errors import AddressError, BrigadeError
-from serve.core.facts import files, versions
+from serve.core.facts import files, has_package, versions
 
-_RANK_MODULES = {"serve.rank.worker", "serve.cli.main", "serve.cli.fine_tune"}
+_ENGINE = "serve.rank.worker"
+_RANK_MODULES = {_ENGINE, "serve.cli.main", "serve.cli.fine_tune"}
+# MLX's backends on Linux, each with the extra that installs it.
+_BACKENDS = {"mlx-cpu": "cpu", "mlx-cuda-12": "cuda12", "mlx-cuda-13": "cuda13"}
+_CHIP = re.compile(r"^model name\s*: (.+)", re.MULTILINE)
 _OURS = re.compile(r"\b(brigade|launcher)\b")
 _LIST_PORTS = ("networksetup", "-listallhardwareports")
 _SETTING = re.compile(r"^ *([a-z]+) +(\d+)", re.MULTILINE)
@@ -77,6 +81,11 @@ def host_facts(
         mac=mac_facts() if sys.platform == "darwin" else None,
         port=port,
         port_holder=listener(port) if port else None,
+        backend=next((extra for name, extra in _BACKENDS.items() if has_package(name)), ""),
+        chip=_chip(),
+        load=os.getloadavg()[0],
+        rdma=_rdma_devices(),
+        ranks=running_ranks(),
     )
 
 
@@ -120,7 +129,7 @@ def strays() -> list[int]:
                 continue
             if parent and _OURS.search(" ".join(parent.cmdline())):
                 continue
-            if modules == {"serve.rank.worker"} or "BRIGADE_LEASH" in process.environ():
+            if modules == {_ENGINE} or "BRIGADE_LEASH" in process.environ():
                 found.append(process.pid)
     return found
 
@@ -131,6 +140,19 @@ def _ranks() -> Iterator[tuple[psutil.Process, set[str]]]:
         modules = _RANK_MODULES.intersection(process.info["cmdline"] or ())
         if modules:
             yield process, modules
+
+
+def running_ranks() -> list[str]:
+    """Returns which ranks run on this host, and of whose launch, where the system tells."""
+    found = []
+    for process, modules in _ranks():
+        if _ENGINE in modules:
+            continue
+        with suppress(psutil.Error):
+            environment = process.environ()
+            whose = f"{environment[LAUNCHER]}'s" if LAUNCHER in environment else "a"
+            found.append(f"rank {environment.get('MLX_RANK', '0')} of {whose} launch")
+    return sorted(found)
 
 
 def kill_former(secret: str, rank: int) -> None:
@@ -176,6 +198,19 @@ def _linux_kind(name: str) -> str:
     if Path("/sys/class/net", name, "wireless").exists():
         return "Wi-Fi"
     return name.replace("thunderbolt", "Thunderbolt ")
+
+
+def _chip() -> str:
+    with suppress(OSError):
+        if found := _CHIP.search(Path("/proc/cpuinfo").read_text()):
+            return found[1]
+    return tool("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
+
+
+def _rdma_devices() -> list[str]:
+    with suppress(OSError):
+        return sorted(os.listdir("/sys/class/infiniband"))
+    return re.findall(r"\brdma_\w+", tool("ibv_devices"))
 
 
 def listener(port: int) -> str | None:

@@ -123,7 +123,9 @@ class HostFacts(AgentMessage, frozen=True):
     interface, and unusable maps an address to the reason why it cannot be used. model holds the
     digests of the model's files; model_error says why there are none. hub_model is the id of a
     model on the hub. time is in seconds since the epoch. port is the requested port, and
-    port_holder the program that listens on it, if any.
+    port_holder the program that listens on it, if any. backend is the extra with which MLX was
+    installed, such as "cpu", or "". load is the number of processes that wanted to run in the last
+    minute. rdma names the devices for RDMA, and `ranks` what runs there: "rank 1 of mini's launch".
     """
 
     host: str
@@ -148,6 +150,11 @@ class HostFacts(AgentMessage, frozen=True):
     mac: MacFacts | None = None
     port: int | None = None
     port_holder: str | None = None
+    backend: str = ""
+    chip: str = ""
+    load: float = 0.0
+    rdma: list[str] = []
+    ranks: list[str] = []
 
 
 class NetworkAddress(msgspec.Struct, frozen=True):

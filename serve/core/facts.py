@@ -7,7 +7,8 @@ from pathlib import Path
 
 from serve.core.errors import DisagreementError
 
-_PACKAGES = ("mlx-brigade", "mlx", "mlx-lm")
+BRIGADE = "mlx-brigade"
+VERSIONS = (BRIGADE, "mlx", "mlx-lm")
 _FILES = (
     "config.json",
     "generation_config.json",
@@ -20,7 +21,7 @@ MISSING = "-"  # instead of a version or a digest
 
 
 def versions() -> dict[str, str]:
-    return {package: _version(package) for package in _PACKAGES}
+    return {package: _version(package) for package in VERSIONS}
 
 
 def files(folder: Path, weights_digest: str) -> dict[str, str]:
@@ -54,6 +55,10 @@ def compare(facts: Mapping[int, Mapping[str, str]]) -> DisagreementError | None:
         if len(set(row.values())) > 1:
             different[name] = row
     return DisagreementError(different) if different else None
+
+
+def has_package(name: str) -> bool:
+    return _version(name) != MISSING
 
 
 def _version(package: str) -> str:

@@ -39,6 +39,7 @@ GOOD = HostFacts(
     unusable={},
     time=0.0,
     model={"config.json": "1", "weights": "2"},
+    backend="cpu",
 )
 Changes = dict[str, Any]
 
@@ -271,7 +272,21 @@ def together(changes: Changes) -> list[Finding]:
 @pytest.mark.parametrize(
     ("changes", "what", "fix"),
     [
-        (versions(mlx="0.32.5"), "mlx of mini is 0.32.5", "install the same"),
+        (
+            versions(mlx="0.32.10"),
+            "mlx of mini is 0.32.10",
+            "on studio: /opt/python -m pip install 'mlx[cpu]==0.32.10'",
+        ),
+        (
+            versions(mlx="0.32.3", **{"mlx-lm": "0.31.9"}),
+            "mlx-lm of mini is 0.31.9",
+            "on mini: /opt/python -m pip install 'mlx[cpu]==0.32.4' 'mlx-lm==0.32.2'",
+        ),
+        (
+            versions(**{"mlx-brigade": "0.0.9"}),
+            "mlx-brigade of mini is 0.0.9",
+            "on mini: git pull && scripts/install",
+        ),
         (
             {"python": "3.11.9"},
             "Python of mini is 3.11.9",
