@@ -6,7 +6,7 @@ from typing import Protocol
 from launcher.hostfile import Host
 
 
-class Access(Protocol):
+class HostAccess(Protocol):
     """A way to start agents. folder is the working folder of the ranks. Without one, ranks work in
     the launcher's current folder, if it exists on their host."""
 

@@ -11,7 +11,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
@@ -22,19 +21,13 @@ from launcher.demo import DEFAULT_MODEL, Demo
 from launcher.doctor import check_before, diagnose, log_warnings, query_host
 from launcher.facts import host_facts
 from launcher.hostfile import Host, Hostfile, read_hostfile
-from launcher.process import Start, local_ranks
-from launcher.record import launches, recorded, stop
+from launcher.process import local_ranks
+from launcher.program import check_words, supervise
+from launcher.record import launches, stop
 from launcher.remote import connected, find_routes, on_each, remote_ranks
 from launcher.routes import needed_pairs
 from launcher.ssh import SshAccess
-from launcher.supervisor import (
-    DRAIN_SECONDS,
-    END_SECONDS,
-    MAX_RESTARTS,
-    Supervisor,
-    event_line,
-    write_line,
-)
+from launcher.supervisor import event_line, write_line
 from serve import __version__
 from serve.cli.flags import did_you_mean, parse
 from serve.cli.old_flags import current
@@ -48,6 +41,7 @@ UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 LAUNCH_USAGE = """brigade launch (-n N | --hostfile F) [options] [--] serve …
        brigade launch --status | --stop [PID]"""
+UP_USAGE = "brigade up MODEL [--nodes NAME,NAME] [flags of `brigade serve`]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +151,36 @@ class NodeFlags:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UpFlags:
+    """The flags of `brigade up` that are not those of `serve`."""
+
+    nodes: str | None = flag(
+        "the machines that take part, besides this one (default: all that are paired and there)",
+        None,
+        metavar="NAME,NAME",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesFlags:
+    """The flags of `brigade nodes`."""
+
+    pair: str | None = flag("pair with this machine, by the code that it shows", None)
+    forget: str | None = flag("do not trust this machine any more, on all machines", None)
+    json: bool = flag("print the table as JSON", False)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.pair and self.forget:
+            raise UsageError("give --pair or --forget, not both.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownFlags:
+    """`brigade down` has no flags of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DemoFlags:
     """The flags of `brigade demo`."""
 
@@ -235,62 +259,6 @@ def split_at_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return words, []
 
 
-@dataclass(frozen=True, slots=True)
-class ProgramFlags:
-    """The program's flags that the launcher obeys: the seconds that ranks may take to end and to
-    reach rank 0, whether rank 0 goes on without another rank, and the shards in a stage."""
-
-    drain_seconds: float = DRAIN_SECONDS
-    join_seconds: float = 0.0
-    replans: bool = False
-    num_shards: int = 1
-
-
-def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> ProgramFlags:
-    """Checks the words after `--` once, before any rank starts. With num_ranks, also checks the
-    model and the files on the rank's host. Raises BrigadeError."""
-    if words[0] == "fine-tune":
-        from serve.cli.fine_tune import check as check_fine_tune
-
-        if num_ranks is not None:
-            check_fine_tune(words[1:], num_ranks, rank)
-        return ProgramFlags()
-    from serve.cli.flags import parse
-    from serve.cli.main import check
-
-    if num_ranks is None:
-        config = parse(ServeConfig, words[1:], "brigade serve", "")
-    else:
-        config, _ = check(words[1:], num_ranks)
-    return ProgramFlags(
-        config.drain_timeout + END_SECONDS,
-        config.start_patience(is_launched=True),
-        config.replan,
-        config.num_shards or 1,
-    )
-
-
-def supervise(
-    words: Sequence[str],
-    hosts: Sequence[str],
-    ranks: AbstractContextManager[list[Start]],
-    program_flags: ProgramFlags,
-) -> int:
-    with recorded(words, hosts, program_flags.drain_seconds) as record:
-        supervisor = Supervisor(
-            ranks,
-            write_line,
-            program_flags.drain_seconds,
-            record,
-            MAX_RESTARTS,
-            serves=words[0] == "serve",
-            replans=program_flags.replans,
-            trains=words[0] == "fine-tune",
-            join_seconds=program_flags.join_seconds,
-        )
-        return supervisor.run()
-
-
 def show_launches() -> int:
     running = launches()
     if not running:
@@ -363,6 +331,53 @@ def node(words: Sequence[str]) -> int:
     return 0
 
 
+def up(words: Sequence[str]) -> int:
+    model, own, rest = split_model(words)
+    flags = parse(UpFlags, own, "brigade up", PURPOSES["up"], usage=UP_USAGE)
+    if model is None or model.startswith("-"):
+        raise UsageError(f"name the model first: {UP_USAGE}.")
+    command = current("serve", ["serve", "--model", model, *rest], ServeConfig)
+    names = [name for name in (flags.nodes or "").split(",") if name]
+    # Imported here, because other commands do not need it.
+    from launcher.nodes.up import up as serve_on_nodes
+
+    return serve_on_nodes(command, names, ["up", *words])
+
+
+def split_model(words: Sequence[str]) -> tuple[str | None, list[str], list[str]]:
+    """Divides the words after `up` into the model, the flags of `up`, and those of `serve`."""
+    own: list[str] = []
+    rest: list[str] = []
+    for word in words:
+        is_own = word.partition("=")[0] in ("--nodes", "-h", "--help", "--version")
+        if is_own or own[-1:] == ["--nodes"]:
+            own.append(word)
+        else:
+            rest.append(word)
+    return (rest[0] if rest else None), own, rest[1:]
+
+
+def down(words: Sequence[str]) -> int:
+    parse(DownFlags, words, "brigade down", PURPOSES["down"])
+    from launcher.nodes.up import down as stop_serving
+
+    print(stop_serving())
+    return 0
+
+
+def nodes(words: Sequence[str]) -> int:
+    flags = parse(NodesFlags, words, "brigade nodes", PURPOSES["nodes"])
+    from launcher.nodes import table
+
+    if flags.pair:
+        print(table.pair(flags.pair))
+    elif flags.forget:
+        print(table.forget(flags.forget))
+    else:
+        table.show(as_json=flags.json)
+    return 0
+
+
 def demo(words: Sequence[str]) -> int:
     flags = parse(DemoFlags, words, "brigade demo", PURPOSES["demo"])
     for name in ("BRIGADE_API_KEY", "BRIGADE_ADMIN_KEY"):
@@ -378,6 +393,9 @@ PURPOSES = {
     "convert-adapter": "convert a LoRA adapter from mlx-lm's format to PEFT's, or back",
     "launch": "start and supervise ranks on this machine or over ssh",
     "node": "let the machines of a group find this one and start ranks here",
+    "nodes": "list the machines of the group, pair a new one, or forget one",
+    "up": "serve a model on the machines of the group",
+    "down": "end what `brigade up` has started",
     "doctor": "check hosts and links, and say how to fix problems",
     "demo": "serve the embedded model on two ranks and show a few answers",
     "selftest": "measure machines, links and servers, and write a report to send back",
@@ -385,6 +403,9 @@ PURPOSES = {
 OWN: Mapping[str, Callable[[Sequence[str]], int]] = {
     "launch": launch,
     "node": node,
+    "nodes": nodes,
+    "up": up,
+    "down": down,
     "doctor": doctor,
     "demo": demo,
     "selftest": selftest,

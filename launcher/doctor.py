@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launcher.access import Access
+from launcher.access import HostAccess
 from launcher.checks import (
     Finding,
     broken_hop,
@@ -56,7 +56,7 @@ QueryHost = Callable[[AgentConnection], tuple[HostFacts, float]]
 
 def diagnose(
     hosts: Sequence[Host],
-    access: Access,
+    access: HostAccess,
     model: Path | None,
     port: int,
     *,
@@ -108,7 +108,7 @@ def query_host(
 
 
 def examine(
-    hosts: Sequence[Host], access: Access, query: QueryHost, tell: Tell
+    hosts: Sequence[Host], access: HostAccess, query: QueryHost, tell: Tell
 ) -> Iterator[Finding]:
     """Yields each finding as soon as it is made. The last may be an unreachable host."""
     try:

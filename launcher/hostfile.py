@@ -49,12 +49,14 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
 @dataclass(frozen=True, slots=True)
 class Host:
     """The host of one rank. ips are the addresses that other ranks should use if possible, best
-    first. is_shared: other ranks are on the same host, so its name does not identify the rank."""
+    first. is_shared: other ranks are on the same host, so its name does not identify the rank.
+    has_rank is false until it is decided which rank runs there."""
 
     rank: int
     ssh: str
     ips: tuple[str, ...]
     is_shared: bool = False
+    has_rank: bool = True
 
     @property
     def is_local(self) -> bool:
@@ -64,7 +66,7 @@ class Host:
     @property
     def label(self) -> str:
         """The rank and its host, because several ranks may be on one host."""
-        return f"rank {self.rank} on {self._name}"
+        return f"rank {self.rank} on {self._name}" if self.has_rank else self._name
 
     @property
     def _name(self) -> str:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from launcher.access import Access
+from launcher.access import HostAccess
 from launcher.agent import ALIVE_SECONDS
 from launcher.hostfile import Host
 from launcher.process import Start, is_loss, shown, signal_group
@@ -84,12 +84,11 @@ class HostsError(ClusterError):
 class AgentConnection:
     """The launcher's end of one agent. Raises HostError."""
 
-    def __init__(self, host: Host, access: Access) -> None:
+    def __init__(self, host: Host, access: HostAccess) -> None:
         self.host = host
         self._access = access
         self._token = secrets.token_hex(8)
         command = access.command(host, self._token)
-        self.name = host.label
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._write_lock = threading.Lock()
         self.noise: list[str] = []
@@ -105,6 +104,10 @@ class AgentConnection:
             what = f"{command[0]} cannot be run ({error})"
             raise HostError(self.name, what, access.missing(host)) from error
         threading.Thread(target=self._read, daemon=True).start()
+
+    @property
+    def name(self) -> str:
+        return self.host.label
 
     def greet(self) -> None:
         """Waits until the agent has started and has entered the working folder."""
@@ -250,14 +253,16 @@ class RemoteProcess:
 @contextmanager
 def connected(
     hosts: Sequence[Host],
-    access: Access,
+    access: HostAccess,
     tell: Callable[[str], object],
     *,
     serves: bool = False,
+    leave_out: Callable[[HostError], bool] = lambda _: False,
 ) -> Iterator[list[AgentConnection]]:
     """Starts an agent on each host and waits for it. At the end of the context the agents and
     their ranks end. Until ranks run, a signal ends this process. For a server, SIGTERM is a normal
-    end with code 0."""
+    end with code 0. leave_out is asked whether to go on without a host that cannot be reached.
+    Raises HostsError."""
     connections: list[AgentConnection] = []
     living = threading.Event()
     signals: list[int] = []
@@ -282,7 +287,7 @@ def connected(
             connections.append(AgentConnection(host, access))
             if signals:  # The signal came before this connection was in the list.
                 end(signals[0])
-        on_each(connections, AgentConnection.greet)
+        _greet_all(connections, leave_out)
         threading.Thread(target=live, daemon=True).start()
         yield connections
     finally:
@@ -293,6 +298,26 @@ def connected(
             list(pool.map(AgentConnection.close, connections))
         if signals:
             sys.exit(0 if serves and signals[0] == signal.SIGTERM else 128 + signals[0])
+
+
+def _greet_all(
+    connections: list[AgentConnection],
+    leave_out: Callable[[HostError], bool],
+) -> None:
+    """Waits for all agents. Closes and removes connections to hosts that are left out."""
+
+    def greet(connection: AgentConnection) -> AgentConnection | None:
+        try:
+            connection.greet()
+        except HostError as error:
+            if not leave_out(error):
+                raise
+            return connection
+        return None
+
+    for lost in filter(None, on_each(connections, greet)):
+        connections.remove(lost)
+        lost.close()
 
 
 def on_each(
@@ -319,7 +344,7 @@ def find_routes(connections: Sequence[AgentConnection], needed: Sequence[Pair]) 
     """Chooses the addresses at which the ranks find each other. Raises HostsError for needed pairs
     of ranks whose hosts have no network in common."""
     hosts = [each.host for each in connections]
-    networks = [each.addresses for each in on_each(connections, _list_addresses)]
+    networks = list_networks(connections)
     failures: dict[Pair, str] = {}
 
     def reaches(pair: Pair, ip: str) -> bool:
@@ -332,6 +357,19 @@ def find_routes(connections: Sequence[AgentConnection], needed: Sequence[Pair]) 
         return True
 
     routes = choose(hosts, networks, reaches)
+    check_routes(hosts, networks, routes, needed, failures)
+    return routes
+
+
+def check_routes(
+    hosts: Sequence[Host],
+    networks: Sequence[Network],
+    routes: Routes,
+    needed: Sequence[Pair],
+    failures: Mapping[Pair, str],
+) -> None:
+    """Raises HostsError for needed pairs of ranks without a route. failures say why trials of
+    addresses have failed."""
     errors: dict[Pair, HostError] = {}
     for one, other in needed:
         if (one, other) not in routes and (other, one) not in errors:
@@ -339,11 +377,15 @@ def find_routes(connections: Sequence[AgentConnection], needed: Sequence[Pair]) 
             errors[one, other] = _no_route(hosts[one], hosts[other], networks, reason)
     if errors:
         raise HostsError(list(errors.values()))
-    return routes
 
 
-def _list_addresses(connection: AgentConnection) -> AddressesListed:
-    return connection.request(ListAddresses(), AddressesListed)
+def list_networks(connections: Sequence[AgentConnection]) -> list[Network]:
+    """Returns the addresses of each host. Raises HostsError."""
+
+    def ask(connection: AgentConnection) -> Network:
+        return connection.request(ListAddresses(), AddressesListed).addresses
+
+    return on_each(connections, ask)
 
 
 def hop_speed(

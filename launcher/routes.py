@@ -106,6 +106,23 @@ def _shared(near_caller: Network, near_called: Network) -> list[HostRoute]:
     return [route for *_, route in routes]
 
 
+def common_routes(
+    near_caller: Network,
+    near_called: Network,
+    known: Sequence[str],
+) -> list[HostRoute]:
+    """Returns the routes of one address each by which a host may reach another one. known are the
+    addresses at which the other one was seen, for hosts that have no network in common."""
+    own = {address.ip for address in near_caller}
+    if own == {address.ip for address in near_called}:
+        return [HostRoute((HOST,), "this host")]
+    routes = _shared(near_caller, near_called)
+    if not routes:
+        there = {address.ip for address in near_called} - own
+        routes = [HostRoute((ip,), "a router") for ip in known if ip in there]
+    return routes
+
+
 def _is_outdated(ip: str, near: Network) -> bool:
     """Whether the host does not have this link-local address any more: it changes at each boot."""
     return is_link_local(ip) and all(address.ip != ip for address in near)

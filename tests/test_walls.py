@@ -54,6 +54,7 @@ WALLS = {
     "serve.cli": ["serve"],
     "launcher": ["launcher", "serve.client", "serve.core"],
     "launcher.cli": ["launcher", "serve.client", "serve.core", "serve.cli", "serve.selftest"],
+    "launcher.program": ["launcher", "serve.core", "serve.cli"],
 }
 
 OWNERS = {

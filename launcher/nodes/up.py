@@ -1,0 +1,176 @@
+"""`brigade up`: serves a model on the machines of a group."""
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from launcher import record
+from launcher.checks import check_kinds
+from launcher.command import LAUNCHER, forwarded, rank_words
+from launcher.doctor import check_before, log_warnings, print_table, query_host
+from launcher.hostfile import Host
+from launcher.links import Measured, measure, place
+from launcher.nodes import client
+from launcher.nodes.access import NodeAccess
+from launcher.nodes.client import Node
+from launcher.program import check_words, supervise
+from launcher.remote import HostError, check_routes, connected, on_each, remote_ranks
+from launcher.routes import needed_pairs
+from launcher.supervisor import event_line, write_line
+from serve.core.agent_messages import HopSpeed, HostFacts
+from serve.core.amounts import format_bytes
+from serve.core.errors import ClusterError, UsageError
+
+Ask = Callable[[str], str]
+
+
+def up(command: Sequence[str], names: Sequence[str], shown: Sequence[str]) -> int:
+    """Serves on the machines with these names, or on all. command begins with `serve`; the list of
+    launches shows other words. Returns the exit code. Raises BrigadeError."""
+    program_flags = check_words(command, None)
+    nodes = members(names, input if os.isatty(0) else None)
+    here = nodes[0].name
+    leave_out = may_go_on((here, *names))
+    with connected(
+        hosts_of(nodes), NodeAccess(), write_line, serves=True, leave_out=leave_out
+    ) as connections:
+        environment = {**forwarded(os.environ), LAUNCHER: here}
+        facts = [facts for facts, _ in on_each(connections, query_host)]
+        check_before(facts, environment)
+        check_words(command, len(connections))
+        note_rdma(facts)
+        measured = measure(connections)
+        order = place(connections, measured, program_flags.num_shards)
+        hosts = [each.host for each in connections]
+        networks = [measured.networks[host] for host in order]
+        routes = measured.routes(order)
+        needed = needed_pairs(len(hosts), program_flags.num_shards)
+        check_routes(hosts, networks, routes, needed, measured.failures)
+        log_warnings(check_kinds(hosts, routes, needed))
+        show_choice(facts, measured, order)
+        drain_seconds = program_flags.drain_seconds
+        ranks = remote_ranks(connections, routes, rank_words(command), environment, drain_seconds)
+        return supervise(command, [host.ssh for host in hosts], ranks, program_flags, shown)
+
+
+def members(names: Sequence[str], ask: Ask | None) -> list[Node]:
+    """Returns the nodes that take part, this machine's first: those with these names, or all that
+    are paired and there. A node that was found but is not paired is paired with the code that `ask`
+    returns for a question; ask is None if nobody can answer. Raises ClusterError."""
+    nodes = client.known_nodes()
+    _check_names(names, nodes)
+    for node in nodes:
+        if node.state == "found" and (not names or node.name in names):
+            _offer_pairing(node, ask, is_named=node.name in names)
+    nodes = client.known_nodes()
+    for node in nodes:
+        if node.state == "away" and not names:
+            _note(f"{node.name} is away: run `brigade node` there, if it shall take part")
+    wanted = ("here", "paired", "away") if names else ("here", "paired")
+    return [
+        node
+        for node in nodes
+        if node.state in wanted and (node.state == "here" or not names or node.name in names)
+    ]
+
+
+def _check_names(names: Sequence[str], nodes: Sequence[Node]) -> None:
+    known = [node.name for node in nodes]
+    for name in names:
+        if name not in known:
+            raise UsageError(
+                f"--nodes: {name} is not known here, only {', '.join(known)}: run `brigade node` "
+                "there, with --join if it is not in the same network."
+            )
+
+
+def _offer_pairing(node: Node, ask: Ask | None, *, is_named: bool) -> None:
+    """Pairs with a node, if its code is entered. Raises ClusterError if it has to take part."""
+    if ask is not None and pair_by_asking(node, ask):
+        return
+    what = f"{node.name} is not paired: to use it, run `brigade nodes --pair {node.name}`"
+    if is_named:
+        raise ClusterError(f"{what}.")
+    _note(what)
+
+
+def pair_by_asking(node: Node, ask: Ask) -> bool:
+    """Asks for the code of a node until it is right. Returns false if none is entered."""
+    while code := ask(f"Code that {node.name} shows (Enter leaves it out): ").strip():
+        try:
+            client.pair(node, code)
+        except ClusterError as error:
+            write_line(str(error))
+        else:
+            return True
+    return False
+
+
+def hosts_of(nodes: Sequence[Node]) -> list[Host]:
+    return [Host(at, node.name, node.addresses, has_rank=False) for at, node in enumerate(nodes)]
+
+
+def may_go_on(needed: Sequence[str]) -> Callable[[HostError], bool]:
+    """Returns a function that says whether to go on without a machine that cannot be reached."""
+
+    def leave_out(error: HostError) -> bool:
+        if error.where in needed:
+            return False
+        write_line(event_line(f"event=left_out what={json.dumps(str(error))}", "WARNING"))
+        return True
+
+    return leave_out
+
+
+def note_rdma(facts: Sequence[HostFacts]) -> None:
+    hosts = [each.host for each in facts if each.rdma]
+    if hosts:
+        _note(f"{', '.join(hosts)} can use RDMA: ranks use TCP over the same cables instead")
+
+
+def _note(what: str) -> None:
+    write_line(event_line(f"event=note what={json.dumps(what)}"))
+
+
+def speed_words(speed: HopSpeed) -> tuple[str, str]:
+    """Returns a round trip in ms, and a bandwidth in MB/s."""
+    return f"{speed.round_trip_seconds * 1e3:.2f} ms", f"{speed.bytes_per_second / 1e6:,.0f}"
+
+
+def show_choice(facts: Sequence[HostFacts], measured: Measured, order: Sequence[int]) -> None:
+    """Shows the ranks. The address of a rank is where the rank before it in the ring sends its
+    steps; round trip and bandwidth are of that hop."""
+    table = Table("rank", "machine", "address", "round trip", "MB/s", "memory free", box=None)
+    for rank, host in enumerate(order):
+        caller = order[(rank + 1) % len(order)]
+        link = measured.links.get((caller, host))
+        hop = ["-", "-", "-"]
+        if link is not None:
+            hop = [link.route.ips[0], *speed_words(link.speed)]
+        own = facts[host]
+        memory = f"{format_bytes(own.free_memory_bytes)} of {format_bytes(own.memory_bytes)}"
+        table.add_row(str(rank), own.host, *hop, memory)
+    print_table(Console(stderr=True, highlight=False), table)
+
+
+def down() -> str:
+    """Ends what `brigade up` has started on this machine, or else on another one of the group, and
+    returns what has ended. Raises BrigadeError."""
+    own = [launch for launch in record.launches() if launch.words[:1] == ["up"]]
+    if own:
+        ended = [record.stop(launch.pid).words for launch in own]
+        return f"ended here: {'; '.join(map(shlex.join, ended))}"
+    for node in client.known_nodes():
+        if node.state == "paired":
+            try:
+                commands = client.stop_launches(node)
+            except ClusterError as error:
+                _note(f"{node.name} was not asked: {error}")
+                continue
+            if commands:
+                return f"ended on {node.name}: {'; '.join(commands)}"
+    raise UsageError("nothing that `brigade up` has started runs on any machine of the group.")
