@@ -42,6 +42,7 @@ CLUSTERS = {
     "clusters": ("tests/cluster/",),
     "more clusters": (
         "tests/agents/test_agents",
+        "tests/balancer",
         "tests/faults",
         "tests/hub/test_serve",
         "tests/launch",
