@@ -53,6 +53,7 @@ WALLS = {
     ],
     "serve.cli": ["serve"],
     "launcher": ["launcher", "serve.client", "serve.core"],
+    "launcher.nodes.weights": ["launcher", "serve.hub", "serve.core"],
     "launcher.cli": ["launcher", "serve.client", "serve.core", "serve.cli", "serve.selftest"],
     "launcher.program": ["launcher", "serve.core", "serve.cli"],
 }
@@ -105,7 +106,7 @@ OWNERS = {
         "serve.front.text.grammar_check",
         "serve.rank.grammar",
     ],
-    "httpx2": ["serve.client"],
+    "httpx2": ["serve.client", "serve.hub.neighbours"],
     "matplotlib": ["serve.bench.plot", "serve.tune.results.plot"],
     "tensorboardX": ["serve.cli.report_to"],
     "wandb": ["serve.cli.report_to"],
@@ -415,6 +416,8 @@ def test_no_import_breaks_a_wall() -> None:
         ("serve/other.py", "import serve.core.errors"),
         ("launcher/a.py", "import serve.cli.main"),
         ("launcher/a.py", "import serve.parent.link"),
+        ("launcher/a.py", "import serve.hub.snapshot"),
+        ("launcher/a.py", "import starlette"),
         ("launcher/facts.py", "import serve.front.app"),
         ("launcher/cli.py", "import serve.front.app"),
         ("launcher/a.py", "import mlx_lm"),
@@ -454,6 +457,7 @@ def test_an_import_through_a_wall_is_found(path: str, source: str) -> None:
         ("serve/tune/transport.py", "import mlx.core as mx\nmx.distributed.send(a, 1)"),
         ("serve/cli/main.py", "from serve.front import app\nimport rich"),
         ("launcher/cli.py", "def f():\n    from serve.cli.main import main"),
+        ("launcher/nodes/weights.py", "import serve.hub.snapshot\nimport starlette"),
     ],
 )
 def test_allowed_imports_are_not_reported(path: str, source: str) -> None:

@@ -42,6 +42,10 @@ class Retry(Exception):
         self.wait_seconds = wait_seconds
 
 
+class NoNeighbour(Retry):
+    """No neighbour gives what only a neighbour can give."""
+
+
 FAILURES: tuple[type[Exception], ...] = (
     Retry,
     *HfHubHTTPError.__bases__,
@@ -148,6 +152,8 @@ def explain(error: Exception, repo: str) -> ModelError:
     known = _by_type(error, repo)
     if known is not None:
         return known
+    if isinstance(error, NoNeighbour):
+        return HubError(f"{repo} cannot be fetched from other machines: {error}.")
     page = f"{constants.ENDPOINT}/{repo}"
     status = _status(error)
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):

@@ -6,6 +6,7 @@ system releases such a lock when the process ends, however it ends.
 """
 
 import fcntl
+import hashlib
 import os
 import shutil
 import threading
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from serve.core.errors import ModelError
 from serve.core.folder import full_sync
+from serve.hub.digests import BLOCK_BYTES, FilePiece
 from serve.hub.journal import Journal
 from serve.hub.ranges import Range, requests, subtract, total
 from serve.hub.remote import RemoteFile
@@ -26,7 +28,7 @@ from serve.hub.remote import RemoteFile
 Progress = Callable[[int, int], None]
 """A function called with the bytes done and the total, from any thread."""
 
-BLOCK_BYTES = 512  # the unit of st_blocks, on all systems
+STAT_BLOCK_BYTES = 512  # the unit of st_blocks, on all systems
 _CLAIMED_ELSEWHERE_SECONDS = 0.05
 
 
@@ -36,7 +38,7 @@ class Sizes:
     loses at most sync_bytes for each connection."""
 
     request_bytes: int = 64 << 20
-    sync_bytes: int = 8 << 20
+    sync_bytes: int = BLOCK_BYTES
     num_connections: int = 8
 
 
@@ -44,13 +46,13 @@ STANDARD = Sizes()
 
 
 class Shard:
-    """A sparse file that is being filled. The file at path already has its full length."""
+    """A sparse file that is being filled. The file already has its full length."""
 
-    def __init__(self, path: Path, journal: Path, remote: RemoteFile) -> None:
-        self.path = path
+    def __init__(self, folder: Path, remote: RemoteFile) -> None:
+        self.path = folder / remote.file.name
         self.remote = remote
-        self._journal = Journal(journal, f"{remote.file.etag} {remote.file.size}")
-        self._claims = journal.with_suffix(".claims")
+        self._journal = Journal.of(folder, remote.file)
+        self._claims = self._journal.path.with_suffix(".claims")
         self._lock = threading.Lock()
         self._data = -1
         self._locks = -1
@@ -61,7 +63,7 @@ class Shard:
 
     def reserved_bytes(self) -> int:
         """Returns the room that missing bytes take already: all of it where files have no holes."""
-        taken = self.path.stat().st_blocks * BLOCK_BYTES
+        taken = self.path.stat().st_blocks * STAT_BLOCK_BYTES
         return max(0, taken - total(self.present()))
 
     def open(self) -> None:
@@ -98,34 +100,41 @@ class Shard:
         sync_bytes: int,
         advance: Callable[[int], None],
     ) -> None:
-        """Writes pieces to the range, up to the first failure. `advance` gets the pieces' sizes."""
+        """Writes pieces to the range, up to the first failure. `advance` gets the pieces' sizes.
+        The journal's pieces end at multiples of sync_bytes."""
         position = wanted[0]
         synced = position
+        digest = hashlib.sha256()
         try:
             with closing(pieces):
                 for data in pieces:
-                    self._write(data, position)
-                    position += len(data)
-                    if position - synced >= sync_bytes:
-                        self._sync(synced, position)
-                        synced = position
+                    rest = memoryview(data)
+                    while rest:
+                        part = rest[: sync_bytes - position % sync_bytes]
+                        rest = rest[len(part) :]
+                        self._write(part, position)
+                        digest.update(part)
+                        position += len(part)
+                        if position % sync_bytes == 0:
+                            self._sync(FilePiece(synced, position, digest.hexdigest()))
+                            synced = position
+                            digest = hashlib.sha256()
                     advance(len(data))
         finally:
             if position > synced:
-                self._sync(synced, position)
+                self._sync(FilePiece(synced, position, digest.hexdigest()))
 
-    def _write(self, data: bytes, position: int) -> None:
-        rest = memoryview(data)
+    def _write(self, rest: memoryview, position: int) -> None:
         with self._explained():
             while rest:
                 written = os.pwrite(self._data, rest, position)
                 rest = rest[written:]
                 position += written
 
-    def _sync(self, start: int, end: int) -> None:
+    def _sync(self, piece: FilePiece) -> None:
         with self._explained():
             full_sync(self._data)
-            self._journal.add(start, end)
+            self._journal.add(piece)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

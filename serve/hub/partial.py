@@ -6,6 +6,8 @@ that have not been fetched read as zeros, so `fetch` must come before any evalua
 """
 
 import functools
+import hashlib
+import logging
 import os
 import shutil
 import tempfile
@@ -17,28 +19,35 @@ from huggingface_hub.utils import WeakFileLock
 
 from serve.core.checkpoint import TensorRange, header_bytes, parse_header, read_header
 from serve.core.errors import ModelError
-from serve.core.folder import full_sync, make_cache_folder
-from serve.hub.fetch import BLOCK_BYTES, STANDARD, Fetch, Progress, Shard, Sizes
+from serve.core.folder import full_sync
+from serve.hub.access import NoNeighbour, patiently
+from serve.hub.digests import FilePiece
+from serve.hub.fetch import STANDARD, STAT_BLOCK_BYTES, Fetch, Progress, Shard, Sizes
+from serve.hub.journal import Journal
+from serve.hub.neighbours import NeighbourCaches, Wanted
 from serve.hub.parts import TensorPart
 from serve.hub.ranges import Range
 from serve.hub.remote import RemoteFile
-from serve.hub.repo import (
+from serve.hub.repo import fetch_whole, resolve
+from serve.hub.snapshot import (
     INDEX,
     MODEL,
     STATE_FOLDER,
     RepoFile,
     RepoKind,
     Snapshot,
+    cache_folder,
     cached_whole,
-    default_cache,
-    fetch_whole,
     folder_name,
-    resolve,
+    is_published,
     saved_snapshot,
+    write_whole,
 )
 
 _NUM_HEADER_CONNECTIONS = 8
 _HOLE_BYTES = 1 << 20
+
+_logger = logging.getLogger(__name__)
 
 
 class PartialModel:
@@ -60,7 +69,7 @@ class PartialModel:
             name = remote.file.name
             path = folder / name
             if not path.is_symlink():
-                self._shards[name] = Shard(path, _journal(folder, name), remote)
+                self._shards[name] = Shard(folder, remote)
             self.tensors |= read_header(path)
 
     def fetch(
@@ -80,8 +89,23 @@ class PartialModel:
             if shard:
                 wanted.setdefault(shard, []).extend(part.pieces())
         before = self._received()
+        before_neighbours = self.neighbour_bytes
         Fetch(wanted, self._sizes, progress).run()
-        return self._received() - before
+        fetched = self._received() - before
+        if fetched:
+            from_neighbours = self.neighbour_bytes - before_neighbours
+            _logger.info(
+                "event=weights_fetched repo=%s hub_bytes=%d neighbour_bytes=%d",
+                self.snapshot.repo,
+                fetched - from_neighbours,
+                from_neighbours,
+            )
+        return fetched
+
+    @property
+    def neighbour_bytes(self) -> int:
+        """Returns how many of all bytes that were received came from neighbours."""
+        return sum(shard.remote.num_neighbour_bytes for shard in self._shards.values())
 
     def _wanted(self, names: Iterable[str]) -> dict[Shard, list[Range]]:
         wanted: dict[Shard, list[Range]] = {}
@@ -104,8 +128,9 @@ def pin(
 ) -> PartialModel:
     """Opens the commit to which a revision points now. Only rank 0 calls this, and sends the commit
     to the other ranks. Raises ModelError."""
-    snapshot = resolve(repo, revision, _cache_folder(cache), kind)
-    return open_partial(repo, snapshot.commit, cache, snapshot, kind=kind)
+    neighbours = NeighbourCaches()
+    snapshot = resolve(repo, revision, cache_folder(cache), kind, neighbours)
+    return open_partial(repo, snapshot.commit, cache, snapshot, kind=kind, neighbours=neighbours)
 
 
 def open_partial(
@@ -115,10 +140,12 @@ def open_partial(
     snapshot: Snapshot | None = None,
     sizes: Sizes = STANDARD,
     kind: RepoKind = MODEL,
+    neighbours: NeighbourCaches | None = None,
 ) -> PartialModel:
     """Opens the folder of this commit in the cache (None: under HF_HOME), or makes it. Passing a
     snapshot that was just resolved saves a request. Raises ModelError."""
-    cache = _cache_folder(cache)
+    neighbours = neighbours or NeighbourCaches()
+    cache = cache_folder(cache)
     folder = cache / folder_name(repo) / commit
     state = folder / STATE_FOLDER
     saved = saved_snapshot(folder)
@@ -128,27 +155,23 @@ def open_partial(
         with WeakFileLock(state / "lock"):
             known = Snapshot.load(saved)
             if known is None:
-                known = snapshot or resolve(repo, commit, cache, kind)
+                known = snapshot or resolve(repo, commit, cache, kind, neighbours)
                 if known.commit != commit:
                     raise ModelError(f"The hub returned {known.commit} for {repo} at {commit}.")
                 if known.complete:
                     known.save(saved)
-            remotes = _make(folder, known, kind)
+            remotes = _make(folder, known, kind, neighbours)
     except OSError as error:
         raise ModelError(f"{folder} cannot be made: {error.strerror or error}.") from error
     return PartialModel(folder, known, remotes, sizes)
 
 
-def _cache_folder(cache: Path | None) -> Path:
-    folder = cache or default_cache()
-    try:
-        make_cache_folder(folder)
-    except OSError as error:
-        raise ModelError(f"{folder} cannot be made: {error.strerror or error}.") from error
-    return folder
-
-
-def _make(folder: Path, snapshot: Snapshot, kind: RepoKind) -> list[RemoteFile]:
+def _make(
+    folder: Path,
+    snapshot: Snapshot,
+    kind: RepoKind,
+    neighbours: NeighbourCaches,
+) -> list[RemoteFile]:
     """Makes the small files and the sparse weight files. Returns the remote weight files; reading
     from them fails if a file has changed since its header was read."""
     if kind.config not in snapshot.files:
@@ -161,17 +184,40 @@ def _make(folder: Path, snapshot: Snapshot, kind: RepoKind) -> list[RemoteFile]:
         path = folder / name
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
-            _link(path, cached_whole(snapshot, name) or fetch_whole(snapshot, name))
+            _make_small_file(path, snapshot, name, neighbours)
         if name == INDEX:
             snapshot.weight_files(kind, index)
     remotes: list[RemoteFile] = []
     for name in snapshot.weight_files(kind, index):
-        remotes.append(RemoteFile(snapshot.repo, snapshot.commit, snapshot.files[name]))
+        file = snapshot.files[name]
+        remotes.append(RemoteFile(snapshot.repo, snapshot.commit, file, neighbours))
     _check_holes(folder, snapshot, [remote.file for remote in remotes])
     make = functools.partial(_make_weight_file, folder, snapshot)
     with ThreadPoolExecutor(_NUM_HEADER_CONNECTIONS, "header") as pool:
         list(pool.map(make, remotes))  # list() raises the first error.
     return remotes
+
+
+def _make_small_file(
+    path: Path, snapshot: Snapshot, name: str, neighbours: NeighbourCaches
+) -> None:
+    wanted = Wanted(snapshot.repo, snapshot.commit, snapshot.files[name])
+
+    def get() -> bytes:
+        data = neighbours.whole(wanted)
+        if data is None:
+            raise NoNeighbour(f"no neighbour gives {name}")
+        return data
+
+    cached = cached_whole(snapshot, name)
+    if cached:
+        link(path, cached)
+    elif is_published(snapshot.repo):
+        write_whole(path, patiently(snapshot.repo, get))
+    elif data := neighbours.whole(wanted):
+        write_whole(path, data)
+    else:
+        link(path, fetch_whole(snapshot, name))
 
 
 def _check_holes(folder: Path, snapshot: Snapshot, files: list[RepoFile]) -> None:
@@ -193,7 +239,7 @@ def _check_holes(folder: Path, snapshot: Snapshot, files: list[RepoFile]) -> Non
 def _has_holes(folder: Path) -> bool:
     with tempfile.TemporaryFile(dir=folder) as probe:
         os.ftruncate(probe.fileno(), _HOLE_BYTES)
-        return os.fstat(probe.fileno()).st_blocks * BLOCK_BYTES < _HOLE_BYTES // 2
+        return os.fstat(probe.fileno()).st_blocks * STAT_BLOCK_BYTES < _HOLE_BYTES // 2
 
 
 def _make_weight_file(folder: Path, snapshot: Snapshot, remote: RemoteFile) -> None:
@@ -204,16 +250,18 @@ def _make_weight_file(folder: Path, snapshot: Snapshot, remote: RemoteFile) -> N
         return
     whole = cached_whole(snapshot, name)
     if whole:
-        _link(path, whole)
+        link(path, whole)
         return
     header = _read_header(remote, path)
-    _journal(folder, name).unlink(missing_ok=True)
+    journal = Journal.of(folder, remote.file)
+    journal.path.unlink(missing_ok=True)
     sparse = path.with_name(name + ".new")
     with sparse.open("wb") as stream:
         stream.write(header)
         stream.flush()
         os.ftruncate(stream.fileno(), size)
         full_sync(stream.fileno())
+    journal.add(FilePiece(0, len(header), hashlib.sha256(header).hexdigest()))
     sparse.replace(path)
 
 
@@ -231,12 +279,8 @@ def _read_header(remote: RemoteFile, path: Path) -> bytes:
     return prefix + text
 
 
-def _link(path: Path, target: Path) -> None:
+def link(path: Path, target: Path) -> None:
     link = path.with_name(path.name + ".new")
     link.unlink(missing_ok=True)
     link.symlink_to(target)
     link.replace(path)
-
-
-def _journal(folder: Path, name: str) -> Path:
-    return folder / STATE_FOLDER / f"{name}.journal"

@@ -1,8 +1,9 @@
-"""Reads a file of the hub by byte ranges.
+"""Reads a file of the hub by byte ranges, from neighbours that hold them and else from the hub.
 
 The hub is asked once for the file's address, and again when the address has expired. The address
 may be on another host, which must not get the token. The range, length and etag of every answer
-are checked, so that two versions never mix. A part of a file cannot be checked against its sha256.
+are checked, so that two versions never mix. A part of a file cannot be checked against its sha256;
+only neighbours know the digests of parts.
 """
 
 import threading
@@ -17,8 +18,10 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 
 from serve import __version__
 from serve.core.errors import ModelError
-from serve.hub.access import FAILURES, Patience, Retry, wait_seconds
-from serve.hub.repo import LIBRARY, RepoFile
+from serve.hub.access import FAILURES, NoNeighbour, Patience, Retry, wait_seconds
+from serve.hub.neighbours import NeighbourCaches, Wanted
+from serve.hub.repo import LIBRARY
+from serve.hub.snapshot import RepoFile, is_published
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +34,17 @@ class _Place:
 
 
 class RemoteFile:
-    """One file of a commit on the hub. It is thread-safe; num_bytes counts received bytes."""
+    """One file of a commit. It is thread-safe; num_bytes counts received bytes, of which
+    num_neighbour_bytes did not come from the hub."""
 
-    def __init__(self, repo: str, commit: str, file: RepoFile) -> None:
+    def __init__(self, repo: str, commit: str, file: RepoFile, neighbours: NeighbourCaches) -> None:
         self.repo = repo
         self.commit = commit
         self.file = file
         self.num_bytes = 0
+        self.num_neighbour_bytes = 0
+        self._wanted = Wanted(repo, commit, file)
+        self._neighbours = neighbours
         self._lock = threading.Lock()
         self._place: _Place | None = None
         self._etags: dict[str, str] = {}
@@ -52,19 +59,31 @@ class RemoteFile:
         patience = Patience(self.repo, sleep=sleep)
         position = start
         while position < end:
+            verified = self._neighbours.read(self._wanted, position, end)
+            if verified:
+                position += len(verified)
+                self._count(len(verified), len(verified))
+                patience.renew()
+                yield verified
+                continue
+            stop = self._neighbours.next_held(self._wanted, position, end)
             try:
-                for data in self._answer(position, end):
+                for data in self._answer(position, stop):
                     position += len(data)
                     self._count(len(data))
                     patience.renew()
                     yield data
-                if position < end:
-                    early = end - position
+                if position < stop:
+                    early = stop - position
                     raise Retry(f"{self.file.name}: the answer ended {early} bytes early")
             except FAILURES as error:
                 patience.wait(error)
 
     def _answer(self, start: int, end: int) -> Iterator[bytes]:
+        if is_published(self.repo):
+            raise NoNeighbour(f"no neighbour gives byte {start} of {self.file.name}")
+        if constants.HF_HUB_OFFLINE and self._neighbours.may_return:
+            raise NoNeighbour(f"a neighbour does not answer about {self.file.name}")
         place = self._locate()
         headers = {**place.headers, "Range": f"bytes={start}-{end - 1}"}
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
@@ -155,9 +174,10 @@ class RemoteFile:
             headers = {k: v for k, v in headers.items() if k.lower() != "authorization"}
         return _Place(metadata.location, headers, at_hub)
 
-    def _count(self, num_bytes: int) -> None:
+    def _count(self, num_bytes: int, num_neighbour_bytes: int = 0) -> None:
         with self._lock:
             self.num_bytes += num_bytes
+            self.num_neighbour_bytes += num_neighbour_bytes
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:

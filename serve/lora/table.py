@@ -136,7 +136,7 @@ class Adapters:
     def _open(self, repo: str, commit: str) -> "PartialModel":
         # Imported here, because an adapter in a folder does not need it.
         from serve.hub.partial import open_partial
-        from serve.hub.repo import ADAPTER
+        from serve.hub.snapshot import ADAPTER
 
         try:
             return open_partial(repo, commit, self._cache_dir, kind=ADAPTER)

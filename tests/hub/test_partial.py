@@ -30,7 +30,8 @@ from serve.hub.access import HubError, explain
 from serve.hub.fetch import Sizes
 from serve.hub.partial import PartialModel, open_partial, pin
 from serve.hub.ranges import subtract, total
-from serve.hub.repo import default_cache, resolve
+from serve.hub.repo import resolve
+from serve.hub.snapshot import default_cache
 from tests.errors import fails
 from tests.hub import checkpoints
 from tests.hub.server import COMMIT, REPO, TOKEN, FakeHub
@@ -698,7 +699,8 @@ def test_a_journal_never_lists_bytes_that_are_not_on_the_disk(
     def noting_sync(descriptor: int) -> None:
         synced.append(os.fstat(descriptor).st_ino)
 
-    for module in (fetch, journal):
+    monkeypatch.setattr(partial, "_NUM_HEADER_CONNECTIONS", 1)
+    for module in (partial, fetch, journal):
         monkeypatch.setattr(module, "full_sync", noting_sync)
     model = opened(home / "cache", replace(SMALL, num_connections=1))
     model.fetch(model.tensors, nobody)

@@ -28,7 +28,7 @@ from serve.front.adapters.adapter import Adapter, LoadedVersion, Source, checked
 from serve.front.adapters.registry import AdapterRegistry, adapter_not_found
 from serve.hub.access import FAILURES, is_refusal
 from serve.hub.partial import pin
-from serve.hub.repo import ADAPTER
+from serve.hub.snapshot import ADAPTER
 from serve.parent.engines import Engines
 
 _logger = logging.getLogger(__name__)

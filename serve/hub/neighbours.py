@@ -1,0 +1,331 @@
+"""Other machines of the user, which give parts of what their caches hold (launcher.nodes.weights).
+
+BRIGADE_NEIGHBOURS names a folder with a unix socket for each of them. Nothing that a neighbour
+sends is used before it was checked: each answer against its own digest, a small file also against
+the digest that the hub gave for it. A neighbour that was wrong once is not asked again; one that
+does not answer is asked again after a while.
+"""
+
+import json
+import logging
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+from urllib.parse import quote
+
+import httpx2
+import msgspec
+
+from serve.hub.access import Retry, wait_seconds
+from serve.hub.digests import BLOCK_BYTES, content_digest, matches_etag
+from serve.hub.listing import FileListing, HeldRanges
+from serve.hub.ranges import Range, subtract, union
+from serve.hub.snapshot import RepoFile, Snapshot, is_commit
+
+_TIMEOUT = httpx2.Timeout(20.0, connect=5.0)
+_MAX_LIST_BYTES = 32 << 20
+_FRESH_SECONDS = 2.0
+_MAX_REST_SECONDS = 60.0
+
+Result = TypeVar("Result")
+_logger = logging.getLogger(__name__)
+
+
+class Wanted(NamedTuple):
+    """A file of a commit."""
+
+    repo: str
+    commit: str
+    file: RepoFile
+
+
+class _NotHeldError(Exception):
+    """The neighbour lacks what it was asked for."""
+
+
+class _WrongAnswerError(Exception):
+    """The answer is not what was asked for, or was damaged on its way."""
+
+
+class _Held:
+    """The ranges of one file that a neighbour holds, as it said last."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.ranges: list[Range] = []
+        self.asked_at = float("-inf")
+
+    def until(self, position: int) -> int:
+        """Returns the end of the range that contains a position, or the position."""
+        for start, end in self.ranges:
+            if start <= position < end:
+                return end
+        return position
+
+
+class _Neighbour:
+    """One other machine. It is thread-safe."""
+
+    def __init__(self, socket: Path) -> None:
+        self._name = socket.stem
+        transport = httpx2.HTTPTransport(uds=str(socket), trust_env=False)
+        self._client = httpx2.Client(
+            transport=transport,
+            base_url="http://neighbour",
+            headers={"Accept-Encoding": "identity"},
+            timeout=_TIMEOUT,
+            trust_env=False,
+        )
+        weakref.finalize(self, self._client.close)
+        self._lock = threading.Lock()
+        self._held: dict[Wanted, _Held] = {}
+        self._num_failures = 0
+        self._rests_until = 0.0
+        self.num_active = 0
+        self.was_wrong = False
+
+    @property
+    def is_away(self) -> bool:
+        return self._num_failures > 0 and not self.was_wrong
+
+    @property
+    def may_be_asked(self) -> bool:
+        """Whether it works, as far as is known. If it failed, one thread at a time may try it."""
+        if self.was_wrong or time.monotonic() < self._rests_until:
+            return False
+        return not self._num_failures or not self.num_active
+
+    def snapshot(self, repo: str, revision: str | None) -> Snapshot | None:
+        return self._ask(lambda: self._snapshot(repo, revision or "main"))
+
+    def held(self, wanted: Wanted) -> _Held:
+        """Returns what it holds of a file, asking it at most every two seconds."""
+        with self._lock:
+            held = self._held.setdefault(wanted, _Held())
+        with held.lock:
+            if time.monotonic() - held.asked_at > _FRESH_SECONDS and self.may_be_asked:
+                held.ranges = self._ask(lambda: self._held_ranges(wanted)) or []
+                held.asked_at = time.monotonic()
+        return held
+
+    def known(self, wanted: Wanted) -> _Held:
+        """Returns what it holds of a file, without asking it."""
+        with self._lock:
+            return self._held.get(wanted) or _Held()
+
+    def read(self, wanted: Wanted, start: int, end: int) -> bytes | None:
+        """Returns these bytes, at most a block; None if it cannot give them."""
+        data = self._ask(lambda: self._range(wanted, start, end))
+        if data is None:
+            held = self.known(wanted)
+            with held.lock:
+                held.ranges = subtract(held.ranges, [(start, end)])
+        return data
+
+    def whole(self, wanted: Wanted) -> bytes | None:
+        """Returns a whole file, or None if it cannot give it."""
+        size = wanted.file.size
+        if size and self.held(wanted).until(0) < size:
+            return None
+        blocks: list[bytes] = []
+        for start in range(0, size, BLOCK_BYTES):
+            block = self.read(wanted, start, min(start + BLOCK_BYTES, size))
+            if block is None:
+                return None
+            blocks.append(block)
+        data = b"".join(blocks)
+        if matches_etag(data, wanted.file.etag):
+            return data
+        self._was_wrong(f"{wanted.file.name} is another file")
+        return None
+
+    def _ask(self, call: Callable[[], Result]) -> Result | None:
+        """Calls, and returns None if the neighbour cannot give an answer."""
+        with self._counted():
+            try:
+                result = call()
+            except _NotHeldError:
+                return None
+            except (_WrongAnswerError, msgspec.DecodeError) as error:
+                self._was_wrong(str(error))
+                return None
+            except (Retry, httpx2.HTTPError) as error:
+                self._failed(error)
+                return None
+        self._num_failures = 0
+        return result
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self._lock:
+            self.num_active += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.num_active -= 1
+
+    def _was_wrong(self, reason: str) -> None:
+        with self._lock:
+            is_first = not self.was_wrong
+            self.was_wrong = True
+        if is_first:
+            self._warn("neighbour_wrong", reason)
+
+    def _failed(self, error: Exception) -> None:
+        with self._lock:
+            if time.monotonic() < self._rests_until:
+                return  # Another thread has noted it.
+            self._num_failures += 1
+            is_first = self._num_failures == 1
+            seconds = min(2.0 ** (self._num_failures - 1), _MAX_REST_SECONDS)
+            self._rests_until = time.monotonic() + seconds
+        if is_first:
+            self._warn("neighbour_away", str(error) or type(error).__name__)
+
+    def _warn(self, event: str, reason: str) -> None:
+        _logger.warning("event=%s neighbour=%s reason=%s", event, self._name, json.dumps(reason))
+
+    def _snapshot(self, repo: str, revision: str) -> Snapshot:
+        place = f"/api/models/{repo}/revision/{quote(revision, safe='')}"
+        _, body = self._get(place, _MAX_LIST_BYTES)
+        listing = msgspec.json.decode(body, type=FileListing)
+        snapshot = listing.snapshot()
+        is_other = snapshot and is_commit(revision) and snapshot.commit != revision
+        if snapshot is None or snapshot.repo != repo or is_other:
+            raise _WrongAnswerError(f"asked for {repo} at {revision}, got {listing.sha}")
+        return snapshot
+
+    def _held_ranges(self, wanted: Wanted) -> list[Range]:
+        """Asks until the neighbour has checked the file."""
+        repo, commit, file = wanted
+        place = f"/{repo}/held/{commit}/{quote(file.name)}"
+        while True:
+            try:
+                _, body = self._get(place, _MAX_LIST_BYTES)
+            except Retry as error:
+                if error.wait_seconds is None:
+                    raise
+                time.sleep(error.wait_seconds)
+                continue
+            held = msgspec.json.decode(body, type=HeldRanges)
+            return union(held.ranges) if held.etag == file.etag else []
+
+    def _range(self, wanted: Wanted, start: int, end: int) -> bytes:
+        repo, commit, file = wanted
+        place = f"/{repo}/resolve/{commit}/{quote(file.name)}"
+        asked = {"Range": f"bytes={start}-{end - 1}"}
+        headers, data = self._get(place, end - start, asked)
+        expected = {
+            "content-range": f"bytes {start}-{end - 1}/{file.size}",
+            "etag": f'"{file.etag}"',
+            "x-repo-commit": commit,
+        }
+        for name, value in expected.items():
+            if headers.get(name) != value:
+                raise _WrongAnswerError(f"{file.name}: {name} is {headers.get(name)}, not {value}")
+        if len(data) != end - start:
+            raise _WrongAnswerError(f"{file.name}: {len(data)} bytes instead of {end - start}")
+        return data
+
+    def _get(
+        self,
+        place: str,
+        max_bytes: int,
+        headers: dict[str, str] | None = None,
+    ) -> tuple[httpx2.Headers, bytes]:
+        """Returns the headers and the content of an answer, checked against its digest."""
+        with self._client.stream("GET", place, headers=headers) as response:
+            status = response.status_code
+            if status in (404, 416):
+                raise _NotHeldError
+            if status not in (200, 206):
+                raise Retry(f"it answered {status}", wait_seconds(response.headers))
+            content = bytearray()
+            for data in response.iter_raw():
+                content += data
+                if len(content) > max_bytes:
+                    raise _WrongAnswerError(f"{place}: more bytes than asked for")
+        body = bytes(content)
+        if response.headers.get("content-digest") != content_digest(body):
+            raise _WrongAnswerError(f"{place}: the content does not match its digest")
+        return response.headers, body
+
+
+class NeighbourCaches:
+    """All other machines that a process may ask, during one fetch (None: as the environment says).
+    It is thread-safe."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        named = os.environ.get("BRIGADE_NEIGHBOURS")
+        if folder is None and named:
+            folder = Path(named)
+        sockets = sorted(folder.glob("*.sock")) if folder else []
+        self._all = [_Neighbour(socket) for socket in sockets]
+
+    @property
+    def may_return(self) -> bool:
+        """Whether a neighbour does not answer, but may do so later."""
+        return any(each.is_away for each in self._all)
+
+    def snapshot(self, repo: str, revision: str | None) -> Snapshot | None:
+        """Returns a complete list of the commit's files, or all files that the neighbours' copies
+        of the hub's cache contain."""
+        found: Snapshot | None = None
+        for neighbour in self._usable():
+            given = neighbour.snapshot(repo, found.commit if found else revision)
+            if given and found:
+                found = found.merged(given)
+            else:
+                found = found or given
+            if found and found.complete:
+                break
+        return found
+
+    def whole(self, wanted: Wanted) -> bytes | None:
+        """Returns a whole small file that has the right digest, or None."""
+        for neighbour in self._usable():
+            data = neighbour.whole(wanted)
+            if data is not None:
+                return data
+        return None
+
+    def read(self, wanted: Wanted, start: int, end: int) -> bytes | None:
+        """Returns checked bytes from start on, at most up to end; None if nobody gives any."""
+        while True:
+            found = self._least_busy(wanted, start)
+            if found is None:
+                return None
+            neighbour, held_end = found
+            block_end = (start // BLOCK_BYTES + 1) * BLOCK_BYTES
+            data = neighbour.read(wanted, start, min(end, held_end, block_end))
+            if data is not None:
+                return data
+
+    def next_held(self, wanted: Wanted, position: int, end: int) -> int:
+        """Returns where a neighbour's bytes begin after a position, or the end."""
+        for neighbour in self._usable():
+            for start, _ in neighbour.known(wanted).ranges:
+                if position < start < end:
+                    end = start
+        return end
+
+    def _usable(self) -> list[_Neighbour]:
+        return [each for each in self._all if each.may_be_asked]
+
+    def _least_busy(self, wanted: Wanted, position: int) -> tuple[_Neighbour, int] | None:
+        holders: list[tuple[int, float, _Neighbour, int]] = []
+        for neighbour in self._usable():
+            end = neighbour.held(wanted).until(position)
+            if end > position and neighbour.may_be_asked:
+                holders.append((neighbour.num_active, random.random(), neighbour, end))
+        if not holders:
+            return None
+        _, _, least_busy, held_end = min(holders, key=lambda holder: holder[:2])
+        return least_busy, held_end
