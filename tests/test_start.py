@@ -123,6 +123,10 @@ def test_the_last_line_of_a_start_names_address_and_model(
     view.ready()
     loaded, ready = capsys.readouterr().out.splitlines()
     assert loaded.startswith("Loaded 6.0 MB, 2.0 MB of them fetched.")
+    status.loaded = Loaded(3_000_000, None, 1_000_000, 0, "any", bytes_from_neighbours=600_000)
+    view.loaded([status, status], 203_640)
+    lines = capsys.readouterr().out
+    assert "2.0 MB of them fetched (1.2 MB from other machines)." in lines
     assert "203,640 tokens" in loaded
     assert ready == "Ready on http://127.0.0.1:8080, model org/tiny [chat]"
 

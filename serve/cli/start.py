@@ -57,9 +57,12 @@ class TerminalView:
     def loaded(self, stages: Sequence[StageStatus], room: int) -> None:
         owned = format_bytes(sum(stage.loaded.bytes_owned for stage in stages))
         fetched = sum(stage.loaded.bytes_fetched for stage in stages)
+        from_neighbours = sum(stage.loaded.bytes_from_neighbours for stage in stages)
         more = ""
         if fetched:
             more = f", {format_bytes(fetched)} of them fetched"
+        if from_neighbours:
+            more += f" ({format_bytes(from_neighbours)} from other machines)"
         line = f"Loaded {owned}{more}. There is room for keys and values of {room:,} tokens."
         StandardOutput(highlight=False, soft_wrap=True).print(line)
 

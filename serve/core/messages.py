@@ -243,9 +243,10 @@ class Planned(Message, frozen=True):
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True):
     """The memory and the bytes that loading a stage took. bytes_read is None where the system does
-    not count them. bytes_kept of the weights were in the engine's memory already. can_rewind says
-    whether rows can forget their last tokens, and is_causal whether tokens that are fed together
-    give the same logits as tokens that are fed one by one.
+    not count them. bytes_from_neighbours of bytes_fetched came from other machines' caches, and
+    bytes_kept of the weights were in the engine's memory already. can_rewind says whether rows can
+    forget their last tokens, and is_causal whether tokens that are fed together give the same
+    logits as tokens that are fed one by one.
 
     files identifies the model's files as they were read: a stamp of serve.core.facts, or the commit
     of a model on the hub. sharding is a digest of how the layers were divided, which has to be the
@@ -269,6 +270,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
     objection: str | None = None
     sharding: str = ""
     bytes_kept: int = 0
+    bytes_from_neighbours: int = 0
     sections: tuple[AnySection, ...] = ()
 
     def section(self, kind: type[SectionT]) -> SectionT | None:

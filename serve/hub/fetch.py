@@ -236,9 +236,8 @@ class Fetch:
             raise _Stopped
 
     def _advance(self, num_bytes: int) -> None:
-        with self._lock:
+        with self._lock:  # Also around the call: progress must never go back.
             self._done += num_bytes
-            done = self._done
-        self._progress(done, self._total)
+            self._progress(self._done, self._total)
         if self._stop.is_set():
             raise _Stopped

@@ -31,6 +31,7 @@ from serve.hub.snapshot import RepoFile, Snapshot, is_commit
 _TIMEOUT = httpx2.Timeout(20.0, connect=5.0)
 _MAX_LIST_BYTES = 32 << 20
 _FRESH_SECONDS = 2.0
+_FIRST_REST_SECONDS = 1.0
 _MAX_REST_SECONDS = 60.0
 
 Result = TypeVar("Result")
@@ -122,7 +123,7 @@ class _Neighbour:
     def read(self, wanted: Wanted, start: int, end: int) -> bytes | None:
         """Returns these bytes, at most a block; None if it cannot give them."""
         data = self._ask(lambda: self._range(wanted, start, end))
-        if data is None:
+        if data is None and not self._num_failures:
             held = self.known(wanted)
             with held.lock:
                 held.ranges = subtract(held.ranges, [(start, end)])
@@ -184,7 +185,7 @@ class _Neighbour:
                 return  # Another thread has noted it.
             self._num_failures += 1
             is_first = self._num_failures == 1
-            seconds = min(2.0 ** (self._num_failures - 1), _MAX_REST_SECONDS)
+            seconds = min(_FIRST_REST_SECONDS * 2 ** (self._num_failures - 1), _MAX_REST_SECONDS)
             self._rests_until = time.monotonic() + seconds
         if is_first:
             self._warn("neighbour_away", str(error) or type(error).__name__)

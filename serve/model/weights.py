@@ -53,7 +53,8 @@ class Variant:
 class LoadedStage:
     """A stage with its weights, its divided modules, and bytes. sharding_digest is Sharding's
     digest, "" without shards. bytes_read were really read (None if the system does not count
-    reads), bytes_fetched came from the hub, and bytes_kept of bytes_owned were in memory before."""
+    reads), bytes_fetched came from the hub and, bytes_from_neighbours of them, from other machines.
+    bytes_kept of bytes_owned were in memory before."""
 
     stage: Stage
     divisions: Divisions
@@ -62,6 +63,7 @@ class LoadedStage:
     bytes_read: int | None
     bytes_fetched: int
     bytes_kept: int = 0
+    bytes_from_neighbours: int = 0
 
 
 def open_model(
@@ -98,6 +100,7 @@ def load_stage(
         return _Cut(stage, sharding, stage.reuse(loaded or {}))
 
     before = _bytes_read()
+    from_neighbours = _neighbour_bytes(model)
     raw: Arrays = {}
     own, bytes_fetched = _build(model, progress, cut, _Cut.missing, raw, own_parts=_Cut.parts)
     if isinstance(model, Path):
@@ -129,6 +132,7 @@ def load_stage(
         bytes_read=bytes_read,
         bytes_fetched=bytes_fetched,
         bytes_kept=_num_bytes(weights) - _num_bytes(missing),
+        bytes_from_neighbours=_neighbour_bytes(model) - from_neighbours,
     )
 
 
@@ -322,6 +326,10 @@ def _build(
         bytes_fetched += model.fetch(wanted, report, parts)
         if not early:
             return made, bytes_fetched
+
+
+def _neighbour_bytes(model: "Path | PartialModel") -> int:
+    return 0 if isinstance(model, Path) else model.neighbour_bytes
 
 
 def _computed_from(weights: Sequence[mx.array], raw: Mapping[str, mx.array]) -> set[str]:

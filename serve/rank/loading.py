@@ -190,6 +190,7 @@ def _what_is_loaded(order: Order, loaded: LoadedStage, loop: StepLoop, model: Mo
         bytes_read=loaded.bytes_read,
         bytes_fetched=loaded.bytes_fetched,
         bytes_kept=loaded.bytes_kept,
+        bytes_from_neighbours=loaded.bytes_from_neighbours,
         free_bytes=max(0, free_bytes() // order.num_ranks_here - loop.parts.bytes_to_come()),
         reuse=loop.caches.reuse,
         can_rewind=loop.caches.can_rewind,

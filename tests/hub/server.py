@@ -64,6 +64,7 @@ class FakeHub:
     storage_url: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
     num_answers: int = 0
+    num_bytes: int = 0  # of all contents, lists of files included
 
     def data_bytes(self, headers: dict[str, int], file: str | None = None) -> int:
         """Bytes of tensors that went out: of safetensors files, what is behind the header."""
@@ -123,6 +124,8 @@ class _Answer(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
+            with self.hub.lock:
+                self.hub.num_bytes += len(body)
             self.wfile.write(body)
 
 
@@ -218,6 +221,8 @@ class _StorageAnswer(_Answer):
             if self.hub.faults.delay_seconds:
                 time.sleep(self.hub.faults.delay_seconds)
             self.wfile.write(data[offset : min(offset + CHUNK_BYTES, stop)])
+            with self.hub.lock:
+                self.hub.num_bytes += min(CHUNK_BYTES, stop - offset)
             sent.end = min(offset + CHUNK_BYTES, stop)
         if cut:
             self.close_connection = True

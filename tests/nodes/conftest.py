@@ -1,10 +1,17 @@
-"""Two nodes for all tests that leave them as they are: paired, and with no launch."""
+"""Two nodes for all tests that leave them as they are: paired, and with no launch. And machines
+that have only their caches, and a hub that all of them can reach."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
+from tests.hub.conftest import home, hub, repo
+from tests.nodes.machines import Machines
 from tests.nodes.running import RunningNode, running_node
+
+__all__ = ["home", "hub", "machines", "offline", "pair_of_nodes", "repo"]
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +24,15 @@ def pair_of_nodes(
         with running_node("two", folder, joins) as two:
             two.pair(one)
             yield one, two
+
+
+@pytest.fixture
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+    made = Machines(tmp_path / "machines", monkeypatch)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    return lambda: monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

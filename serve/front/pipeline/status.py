@@ -285,6 +285,7 @@ class StageStatus:
                 "bytes_owned": self.loaded.bytes_owned,
                 "bytes_read": self.loaded.bytes_read,
                 "bytes_fetched": self.loaded.bytes_fetched,
+                "bytes_from_neighbours": self.loaded.bytes_from_neighbours,
                 "bytes_kept": self.loaded.bytes_kept,
                 "shared_head_tokens": self._shared_head_tokens,
             }
@@ -309,6 +310,7 @@ class StageStatus:
             "bytes_owned": loaded.bytes_owned,
             "bytes_read": loaded.bytes_read,
             "bytes_fetched": loaded.bytes_fetched,
+            "bytes_from_neighbours": loaded.bytes_from_neighbours,
             "bytes_kept": loaded.bytes_kept,
             "busy_share": round(self.timeline.busy_share, 3),
             "busy_seconds": round(activity.busy_seconds, 3),
