@@ -9,6 +9,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from hashlib import sha256
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -73,12 +74,12 @@ class _Weights:
 
     async def list_files(self, request: Request) -> Response:
         snapshot = await self._snapshot(request)
-        return _answer(to_json(FileListing.of(snapshot)))
+        return _json(to_json(FileListing.of(snapshot)))
 
     async def list_ranges(self, request: Request) -> Response:
         snapshot = await self._snapshot(request)
         held = await self._file(request, snapshot, _POLL_SECONDS)
-        return _answer(to_json(HeldRanges(held.file.etag, held.ranges)))
+        return _json(to_json(HeldRanges(held.file.etag, held.ranges)))
 
     async def send(self, request: Request) -> Response:
         snapshot = await self._snapshot(request)
@@ -106,8 +107,9 @@ class _Weights:
             headers["Content-Length"] = f"{end - start}"
             return Response(status_code=status, headers=headers)
         if end - start <= BLOCK_BYTES:
-            data = await run_in_threadpool(lambda: b"".join(held.read(start, end)))
-            return _answer(data, status, headers)
+            data, digest = await run_in_threadpool(held.read_whole, start, end)
+            headers["Content-Digest"] = content_digest(digest)
+            return Response(data, status, headers)
         headers["Content-Length"] = f"{end - start}"
         return StreamingResponse(held.read(start, end), status, headers)
 
@@ -124,9 +126,9 @@ class _Weights:
         return await run_in_threadpool(find, snapshot, request.path_params["file"], wait_seconds)
 
 
-def _answer(content: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    digest = {"Content-Digest": content_digest(content)}
-    return Response(content, status, {**(headers or {}), **digest})
+def _json(content: bytes) -> Response:
+    digest = content_digest(sha256(content).hexdigest())
+    return Response(content, media_type="application/json", headers={"Content-Digest": digest})
 
 
 async def _not_held(_: Request, __: Exception) -> Response:

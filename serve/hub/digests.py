@@ -119,9 +119,9 @@ def matches_etag(data: bytes, etag: str) -> bool:
     return whole.hexdigest() == etag
 
 
-def content_digest(data: bytes) -> str:
-    """Returns the header Content-Digest of a message with this content (RFC 9530)."""
-    digest = base64.b64encode(hashlib.sha256(data).digest()).decode()
+def content_digest(sha256: str) -> str:
+    """Returns the header Content-Digest for a content with this digest in hex (RFC 9530)."""
+    digest = base64.b64encode(bytes.fromhex(sha256)).decode()
     return f"sha-256=:{digest}:"
 
 

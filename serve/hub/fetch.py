@@ -12,7 +12,7 @@ import shutil
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -152,11 +152,11 @@ class _Stopped(Exception):
 
 
 class Fetch:
-    """One fetch of all the ranges that one rank wants."""
+    """One fetch of all the ranges that one rank wants, in this order."""
 
     def __init__(
         self,
-        wanted: Mapping[Shard, list[Range]],
+        wanted: Iterable[tuple[Shard, list[Range]]],
         sizes: Sizes,
         progress: Progress,
     ) -> None:
@@ -167,7 +167,7 @@ class Fetch:
         self._jobs: deque[_Job] = deque()
         self._total = 0
         self.num_missing = 0
-        for shard, ranges in wanted.items():
+        for shard, ranges in wanted:
             self._total += total(ranges)
             requested = requests(ranges, shard.present(), sizes.request_bytes)
             self.num_missing += total(requested)

@@ -73,6 +73,14 @@ class HeldFile:
             yield data[position - piece.start : end - piece.start]
             position = piece.end
 
+    def read_whole(self, start: int, end: int) -> tuple[bytes, str]:
+        """Returns bytes [start, end) and their digest. Raises NotHeldError."""
+        piece = self._piece_at(start) if start < end else None
+        if piece and (piece.start, piece.end) == (start, end):
+            return self._checked(piece), piece.sha256
+        data = b"".join(self.read(start, end))
+        return data, sha256(data).hexdigest()
+
     def _piece_at(self, position: int) -> FilePiece:
         for piece in self.pieces:
             if piece.start <= position < piece.end:

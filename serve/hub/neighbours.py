@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 from urllib.parse import quote
@@ -254,7 +255,7 @@ class _Neighbour:
                 if len(content) > max_bytes:
                     raise _WrongAnswerError(f"{place}: more bytes than asked for")
         body = bytes(content)
-        if response.headers.get("content-digest") != content_digest(body):
+        if response.headers.get("content-digest") != content_digest(sha256(body).hexdigest()):
             raise _WrongAnswerError(f"{place}: the content does not match its digest")
         return response.headers, body
 

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -77,20 +77,23 @@ class PartialModel:
         names: Iterable[str],
         progress: Progress,
         parts: Iterable[TensorPart] = (),
+        last: Container[str] = (),
     ) -> int:
-        """Fetches the missing bytes of these tensors and parts of tensors; returns the number of
-        bytes received.
+        """Fetches the missing bytes of these tensors and parts of tensors, first of those that are
+        not in `last`; returns the number of bytes received.
 
         Raises ModelError. Bytes that have arrived by then are kept, and are not fetched again.
         """
-        wanted = self._wanted(names)
+        names = list(names)
+        wanted = self._wanted(name for name in names if name not in last)
+        then = self._wanted(name for name in names if name in last)
         for part in parts:
             shard = self._shards.get(part.tensor.file.name)
             if shard:
                 wanted.setdefault(shard, []).extend(part.pieces())
         before = self._received()
         before_neighbours = self.neighbour_bytes
-        Fetch(wanted, self._sizes, progress).run()
+        Fetch([*wanted.items(), *then.items()], self._sizes, progress).run()
         fetched = self._received() - before
         if fetched:
             from_neighbours = self.neighbour_bytes - before_neighbours

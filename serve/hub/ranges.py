@@ -50,10 +50,12 @@ def requests(
     present: Iterable[Range],
     max_bytes: int,
 ) -> list[Range]:
-    """Returns the ranges to request, in order, each of at most max_bytes."""
+    """Returns the ranges to request, in order. They end at multiples of max_bytes, so that other
+    machines, which keep the digests of pieces, need not read more than they send."""
     chosen: list[Range] = []
     for start, end in subtract(wanted, present):
-        for part_start in range(start, end, max_bytes):
-            part_end = min(part_start + max_bytes, end)
-            chosen.append((part_start, part_end))
+        while start < end:
+            part_end = min((start // max_bytes + 1) * max_bytes, end)
+            chosen.append((start, part_end))
+            start = part_end
     return chosen

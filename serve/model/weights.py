@@ -6,6 +6,7 @@ folder of the hub, the missing bytes are fetched before that.
 
 import functools
 import gc
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from serve.hub.partial import PartialModel
 
 _GROUP_BYTES = 64 << 20
+_IN_LAYER = re.compile(r"\.\d+\.")
 _MAX_TRACED = 400  # the most arrays in one call of the tracer
 
 Item = TypeVar("Item")
@@ -102,7 +104,15 @@ def load_stage(
     before = _bytes_read()
     from_neighbours = _neighbour_bytes(model)
     raw: Arrays = {}
-    own, bytes_fetched = _build(model, progress, cut, _Cut.missing, raw, own_parts=_Cut.parts)
+    own, bytes_fetched = _build(
+        model,
+        progress,
+        cut,
+        _Cut.missing,
+        raw,
+        own_parts=_Cut.parts,
+        fetches_embedding_last=start > 0,
+    )
     if isinstance(model, Path):
         folder = model
         tensors = read_checkpoint(folder).tensors if own.sharding else {}
@@ -297,6 +307,7 @@ def _build(
     raw: Arrays,
     variant: Variant | None = None,
     own_parts: Callable[[Made, Arrays, Mapping[str, TensorRange]], Parts] = lambda *_: {},
+    fetches_embedding_last: bool = False,
 ) -> tuple[Made, int]:
     """Builds the lazy model and applies make to it. `raw` is filled with the arrays of the files.
     From a partial folder, fetches the tensors that the weights are computed from. For a weight in
@@ -323,9 +334,18 @@ def _build(
                 whole.append(array)
         wanted |= _computed_from(whole, raw)
         report = functools.partial(progress, "fetching")
-        bytes_fetched += model.fetch(wanted, report, parts)
+        last = _fetched_last(wanted, fetches_embedding_last)
+        bytes_fetched += model.fetch(wanted, report, parts, last)
         if not early:
             return made, bytes_fetched
+
+
+def _fetched_last(names: set[str], is_embedding: bool) -> set[str]:
+    """Returns the tensors outside of layers, or those of layers. If the head uses the embedding,
+    the last stage fetches it last, and by then finds it at the first stage, which begins with it.
+    """
+    in_layers = {name for name in names if _IN_LAYER.search(name)}
+    return names - in_layers if is_embedding else in_layers
 
 
 def _neighbour_bytes(model: "Path | PartialModel") -> int:

@@ -209,6 +209,21 @@ def test_progress_ends_at_the_number_of_owned_bytes(hub: FakeHub, home: Path) ->
     assert {total for _, total in seen} == {owned_bytes(names)}
 
 
+def test_tensors_that_others_may_have_soon_are_fetched_last(hub: FakeHub, home: Path) -> None:
+    """The hub then sends the embedding once, also if the last stage uses it as the head."""
+    model = opened(home / "cache", replace(SMALL, num_connections=1))
+    names = ["model.embed.weight", "model.layers.0.q.weight", "model.norm"]
+    hub.served.clear()
+    model.fetch(names, nobody, last={"model.embed.weight"})
+    embedding = model.tensors["model.embed.weight"]
+    is_embedding = [
+        served.file == embedding.file.name and embedding.start <= served.start < embedding.end
+        for served in hub.served
+    ]
+    assert is_embedding == sorted(is_embedding)
+    assert sum(is_embedding) == 1
+
+
 # --- what the network does
 
 

@@ -14,6 +14,7 @@ from mlx_lm.models import gpt2, llama, mixtral
 from serve.core.checkpoint import read_checkpoint
 from serve.core.errors import ModelError
 from serve.core.plan import even_split
+from serve.hub.fetch import Sizes
 from serve.hub.partial import open_partial
 from serve.model.mtp import load_head
 from serve.model.sharding import Sharding, StandIn, shard, without_sums
@@ -143,6 +144,25 @@ def test_fetched_weights_equal_those_of_a_whole_folder(
         fetched = [step for step in seen if step[0] == "fetching"]
         assert fetched[-1][1] == fetched[-1][2] <= mine.bytes_fetched
         assert seen[-1] == ("loading", mine.bytes_owned, mine.bytes_owned)
+
+
+@pytest.mark.parametrize("repo", [_CHECKPOINTS["llama-tied"]], indirect=True)
+def test_the_embedding_is_fetched_first_by_the_first_stage_and_late_by_the_last(
+    hub: FakeHub, home: Path, repo: Path
+) -> None:
+    places: list[int] = []
+    for cache, layers in (("a", (0, 3)), ("b", (3, 6))):
+        model = open_partial(REPO, COMMIT, home / cache, sizes=Sizes(num_connections=1))
+        hub.served.clear()
+        load_stage(model, *layers, lambda *_: None)
+        embedding = model.tensors["model.embed_tokens.weight"]
+        for number, served in enumerate(hub.served):
+            is_same_file = served.file == embedding.file.name
+            if is_same_file and served.start <= embedding.start < served.end:
+                places.append(number)
+    first, last = places
+    assert first == 0
+    assert last >= len(hub.served) - 2, "only the norm may come after it"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What can go wrong between two machines: wrong answers, flipped bits, connections that break."""
 
+import hashlib
 import random
 import socket
 import threading
@@ -19,6 +20,10 @@ class Answer:
     status: int
     headers: MutableHeaders
     body: bytes
+
+
+def digest_of(body: bytes) -> str:
+    return content_digest(hashlib.sha256(body).hexdigest())
 
 
 Spoil = Callable[[Answer, random.Random], None]
@@ -65,12 +70,12 @@ def shortened(answer: Answer, source: random.Random) -> None:
 
 def shortened_with_digest(answer: Answer, source: random.Random) -> None:
     shortened(answer, source)
-    answer.headers["content-digest"] = content_digest(answer.body)
+    answer.headers["content-digest"] = digest_of(answer.body)
 
 
 def lengthened(answer: Answer, source: random.Random) -> None:
     answer.body += source.randbytes(source.randrange(1, 100))
-    answer.headers["content-digest"] = content_digest(answer.body)
+    answer.headers["content-digest"] = digest_of(answer.body)
 
 
 def other_place(answer: Answer, source: random.Random) -> None:
@@ -79,30 +84,30 @@ def other_place(answer: Answer, source: random.Random) -> None:
     first, last = (int(number) + 1 for number in where.split("-"))
     answer.headers["content-range"] = f"bytes {first}-{last}/{size}"
     flipped_body(answer, source)
-    answer.headers["content-digest"] = content_digest(answer.body)
+    answer.headers["content-digest"] = digest_of(answer.body)
 
 
 def other_size(answer: Answer, source: random.Random) -> None:
     where, _, size = answer.headers["content-range"].partition("/")
     answer.headers["content-range"] = f"{where}/{int(size) + source.randrange(1, 9)}"
     flipped_body(answer, source)
-    answer.headers["content-digest"] = content_digest(answer.body)
+    answer.headers["content-digest"] = digest_of(answer.body)
 
 
 def other_version(answer: Answer, source: random.Random) -> None:
     answer.headers["etag"] = f'"{source.randbytes(32).hex()}"'
     flipped_body(answer, source)
-    answer.headers["content-digest"] = content_digest(answer.body)
+    answer.headers["content-digest"] = digest_of(answer.body)
 
 
 def other_commit(answer: Answer, source: random.Random) -> None:
     answer.headers["x-repo-commit"] = source.randbytes(20).hex()
     flipped_body(answer, source)
-    answer.headers["content-digest"] = content_digest(answer.body)
+    answer.headers["content-digest"] = digest_of(answer.body)
 
 
 def other_digest(answer: Answer, source: random.Random) -> None:
-    answer.headers["content-digest"] = content_digest(source.randbytes(9))
+    answer.headers["content-digest"] = digest_of(source.randbytes(9))
 
 
 def no_digest(answer: Answer, source: random.Random) -> None:
