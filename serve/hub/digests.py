@@ -55,6 +55,14 @@ class DigestStore:
 
     folder: Path
 
+    @classmethod
+    def of(cls, cache: Path) -> "DigestStore":
+        return cls(cache / "digests")
+
+    def digests(self, path: Path, is_git: bool = False) -> FileDigests | None:
+        """Returns the digests of a file, which is read if they are not known. Raises OSError."""
+        return self.known(path, is_git) or self.compute(path, is_git)
+
     def known(self, path: Path, is_git: bool) -> FileDigests | None:
         try:
             known = msgspec.json.decode(self._place(path, is_git).read_bytes(), type=FileDigests)

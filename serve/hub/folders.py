@@ -11,7 +11,6 @@ from huggingface_hub.utils import WeakFileLock
 from serve.core.checkpoint import is_folder, not_a_folder
 from serve.core.errors import ModelError
 from serve.hub.digests import DigestStore
-from serve.hub.holdings import digest_store
 from serve.hub.journal import Journal
 from serve.hub.partial import link
 from serve.hub.snapshot import (
@@ -39,7 +38,7 @@ def publish(folder: Path, cache: Path | None = None) -> tuple[str, str]:
     cache = cache_folder(cache)
     repo = f"{FOLDER_OWNER}/{_name(folder)}"
     try:
-        files = _digested(folder, digest_store(cache))
+        files = _digested(folder, DigestStore.of(cache))
         commit = _commit(files)
         place = cache / folder_name(repo) / commit
         state = place / STATE_FOLDER
@@ -68,7 +67,7 @@ def _digested(folder: Path, store: DigestStore) -> dict[str, RepoFile]:
 
     def digested(name: str) -> RepoFile:
         path = (folder / name).resolve()
-        found = store.known(path, False) or store.compute(path, False)
+        found = store.digests(path)
         if found is None:
             raise ModelError(f"{path} changes while it is read: try again.", code="changed_file")
         return RepoFile(name, found.size, found.whole)

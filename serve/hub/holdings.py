@@ -108,7 +108,7 @@ class Holdings:
     def __init__(self, cache: Path | None = None, hub_cache: Path | None = None) -> None:
         self._cache = cache_folder(cache)
         self._hub_cache = hub_cache
-        self._digests = digest_store(self._cache)
+        self._digests = DigestStore.of(self._cache)
         self._pool = ThreadPoolExecutor(_NUM_CHECKED_AT_ONCE, "digests")
         self._lock = threading.Lock()
         self._running: dict[Path, Future[FileDigests | None]] = {}
@@ -184,7 +184,3 @@ class Holdings:
         with self._lock:
             self._running.pop(path, None)
         return found
-
-
-def digest_store(cache: Path) -> DigestStore:
-    return DigestStore(cache / "digests")

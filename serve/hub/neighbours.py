@@ -30,6 +30,8 @@ from serve.hub.ranges import Range, subtract, union
 from serve.hub.snapshot import RepoFile, Snapshot, is_commit
 
 _TIMEOUT = httpx2.Timeout(20.0, connect=5.0)
+# Less than the five seconds after which uvicorn closes an idle connection.
+_LIMITS = httpx2.Limits(keepalive_expiry=2.0)
 _MAX_LIST_BYTES = 32 << 20
 _FRESH_SECONDS = 2.0
 _FIRST_REST_SECONDS = 1.0
@@ -76,7 +78,7 @@ class _Neighbour:
 
     def __init__(self, socket: Path) -> None:
         self._name = socket.stem
-        transport = httpx2.HTTPTransport(uds=str(socket), trust_env=False)
+        transport = httpx2.HTTPTransport(uds=str(socket), limits=_LIMITS, trust_env=False)
         self._client = httpx2.Client(
             transport=transport,
             base_url="http://neighbour",

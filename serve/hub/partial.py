@@ -21,7 +21,7 @@ from serve.core.checkpoint import TensorRange, header_bytes, parse_header, read_
 from serve.core.errors import ModelError
 from serve.core.folder import full_sync
 from serve.hub.access import NoNeighbour, patiently
-from serve.hub.digests import FilePiece
+from serve.hub.digests import DigestStore, FilePiece
 from serve.hub.fetch import STANDARD, STAT_BLOCK_BYTES, Fetch, Progress, Shard, Sizes
 from serve.hub.journal import Journal
 from serve.hub.neighbours import NeighbourCaches, Wanted
@@ -194,6 +194,8 @@ def _make(
     for name in snapshot.weight_files(kind, index):
         file = snapshot.files[name]
         remotes.append(RemoteFile(snapshot.repo, snapshot.commit, file, neighbours))
+    if is_published(snapshot.repo):
+        _check_unchanged(folder, snapshot)
     _check_holes(folder, snapshot, [remote.file for remote in remotes])
     make = functools.partial(_make_weight_file, folder, snapshot)
     with ThreadPoolExecutor(_NUM_HEADER_CONNECTIONS, "header") as pool:
@@ -221,6 +223,21 @@ def _make_small_file(
         write_whole(path, data)
     else:
         link(path, fetch_whole(snapshot, name))
+
+
+def _check_unchanged(folder: Path, snapshot: Snapshot) -> None:
+    """Raises ModelError if the folder to which links lead is not as it was when it was published:
+    other machines may have taken some of its bytes."""
+    store = DigestStore.of(folder.parent.parent)
+    for file in snapshot.files.values():
+        path = folder / file.name
+        if path.is_symlink() and path.exists():
+            found = store.digests(path.resolve())
+            if found is None or found.whole != file.etag:
+                raise ModelError(
+                    f"{path.resolve()} has changed since the start: run `brigade up` again.",
+                    code="changed_file",
+                )
 
 
 def _check_holes(folder: Path, snapshot: Snapshot, files: list[RepoFile]) -> None:

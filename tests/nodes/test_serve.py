@@ -1,16 +1,27 @@
 """A cluster whose ranks have caches of their own, a folder that one machine has, and no hub."""
 
+import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import mlx_lm
 import pytest
 
+from serve.core.checkpoint import read_checkpoint
 from serve.hub.folders import publish
+from serve.hub.snapshot import is_offered
 from tests.cluster.recovery.test_links import Ranks
 from tests.cluster.servers import TINY_CHAT, started
+from tests.hub.checkpoints import header_sizes
+from tests.hub.server import REPO, running
 from tests.hub.test_serve import QUESTION, answer
-from tests.nodes.machines import Machines
+from tests.nodes.machines import Machine, Machines
 from tests.ports import free_ports
+
+
+def environment(machine: Machine) -> list[str]:
+    caches = f"HF_HOME={machine.cache.parent}"
+    return ["env", caches, f"BRIGADE_NEIGHBOURS={machine.neighbours}"]
 
 
 @pytest.mark.long
@@ -25,9 +36,7 @@ def test_ranks_serve_a_folder_that_only_one_of_them_has(
     ranks = Ranks(tmp_path, free_ports(4), [], flags)
     commands: list[list[str]] = []
     for rank, machine in enumerate(both):
-        caches = f"HF_HOME={machine.cache.parent}"
-        neighbours = f"BRIGADE_NEIGHBOURS={machine.neighbours}"
-        commands.append(["env", caches, neighbours, *ranks.command(rank)])
+        commands.append([*environment(machine), *ranks.command(rank)])
     with (
         machines.serving(*both),
         started(commands[1]),
@@ -44,3 +53,32 @@ def test_ranks_serve_a_folder_that_only_one_of_them_has(
     model, tokenizer = mlx_lm.load(str(TINY_CHAT))
     prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)
     assert from_cluster == mlx_lm.generate(model, tokenizer, prompt, max_tokens=32)
+
+
+@pytest.mark.long
+def test_three_ranks_fetch_a_model_from_the_hub_once(
+    tmp_path: Path, machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(tmp_path, free_ports(5), [], ("--model", REPO, "--split", "2,3,3"))
+    together = machines.make("rank-0", "rank-1", "rank-2")
+    folder = tmp_path / "repo"
+    shutil.copytree(TINY_CHAT, folder)
+    with running(folder) as hub, machines.serving(*together), ExitStack() as stack:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        for rank, machine in reversed(list(enumerate(together))):
+            command = [*environment(machine), *ranks.command(rank)]
+            port = 0 if rank else ranks.ports[-1]
+            server = stack.enter_context(started(command, port))
+        server.wait_until_ready()
+        stages = server.get("/admin/pipeline")["stages"]
+        assert answer(server, REPO)
+    asked_for = (f"GET /{REPO}", "GET /api/models")
+    repeated = [path for path, number in hub.requests.items() if number > 1]
+    assert not [path for path in repeated if path.startswith(asked_for)]
+    weights = sum(stage["bytes_fetched"] - stage["bytes_from_neighbours"] for stage in stages)
+    assert weights == hub.data_bytes(header_sizes(folder))
+    needed = [path.stat().st_size for path in folder.iterdir() if is_offered(path.name)]
+    # The head uses the embedding. A model of this size takes one request for each rank, so the
+    # first and the last rank may both have asked for it before one of them has it.
+    embedding = read_checkpoint(folder).tensors["model.embed_tokens.weight"].num_bytes
+    assert hub.num_bytes <= 1.01 * sum(needed) + embedding

@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import socket
+import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from huggingface_hub import HfApi, constants, hf_hub_download
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve.hub import access, digests, neighbours
+from serve.core.errors import ModelError
+from serve.hub import access, digests, holdings, neighbours
 from serve.hub.access import HubError
 from serve.hub.folders import publish
 from serve.hub.neighbours import NeighbourCaches
@@ -23,7 +25,7 @@ from serve.hub.snapshot import ADAPTER, Snapshot
 from tests.errors import fails
 from tests.hub import checkpoints
 from tests.hub.server import COMMIT, REPO, FakeHub
-from tests.nodes.damage import ALL, Answer, Wire, digest_of, flipped_body, proxy, spoiling
+from tests.nodes.damage import ALL, Answer, Wire, digest_of, flip, flipped_body, proxy, spoiling
 from tests.nodes.machines import SMALL, Machine, Machines, listening
 
 # httpcore2 leaves a unix socket to the collector if nobody listens there.
@@ -535,3 +537,87 @@ def test_the_error_for_a_folder_that_nobody_offers_says_what_to_do(machines: Mac
     (only,) = machines.make("only")
     with fails(HubError, "no_hub", match="brigade up"):
         only.open("folder/my-model", "a" * 40)
+
+
+def test_a_folder_that_has_changed_is_not_read_under_its_old_commit(
+    machines: Machines, repo: Path
+) -> None:
+    """Other ranks may have taken bytes of the old files."""
+    (only,) = machines.make("only")
+    name, commit = publish(repo, only.cache)
+    path = next(repo.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with fails(ModelError, "changed_file", match="brigade up"):
+        only.open(name, commit)
+    only.open(*publish(repo, only.cache))
+
+
+@pytest.mark.parametrize("num_transfers", [60, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_no_byte_that_changed_on_a_disk_is_accepted(
+    hub: FakeHub, machines: Machines, repo: Path, num_transfers: int, is_whole: bool
+) -> None:
+    """Bits flip, and files are cut short, behind the back of the machine that checked them."""
+    first, second = machines.make("first", "second")
+    if is_whole:
+        download(first, repo)
+    model = first.pin()
+    fetch(model, everything())
+    source = random.Random(3)
+    num_wrong = 0
+    with machines.serving(first):
+        for number in range(num_transfers):
+            file = source.choice(sorted(model.folder.glob("*.safetensors"))).resolve()
+            data = file.read_bytes()
+            start = source.randrange(len(data))
+            end = min(len(data), start + 60_000)
+            if number % 4:
+                where = source.randrange(start, end)
+                damaged_data = data[:where] + flip(data[where:end], source) + data[end:]
+            else:
+                damaged_data = data[: source.randrange(start, end)]
+            file.write_bytes(damaged_data)
+            second.act()
+            wanted = next(f for f in model.snapshot.files.values() if f.size == len(data))
+            original = (repo / wanted.name).read_bytes()
+            remote = RemoteFile(REPO, COMMIT, wanted, NeighbourCaches())
+            num_wrong += b"".join(remote.read(start, end)) != original[start:end]
+            file.write_bytes(data)
+    assert num_wrong == 0
+
+
+def test_a_neighbour_that_still_checks_a_file_is_awaited(
+    hub: FakeHub, machines: Machines, repo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checking a file of 5 GB for the first time takes longer than a request may."""
+    for module in (holdings, digests):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 10_000)
+    first, second = machines.make("first", "second")
+    download(first, repo)
+    compute = digests._compute
+    answers = threading.Event()
+    asked: list[Path] = []
+
+    def slow(path: Path, *rest: Any) -> Any:
+        if path.stat().st_size > 10_000:
+            asked.append(path)
+            assert answers.wait(60)
+        return compute(path, *rest)
+
+    monkeypatch.setattr(digests, "_compute", slow)
+    hub.served.clear()
+    statuses: list[int] = []
+
+    def note(answer: Answer, source: random.Random) -> None:
+        statuses.append(answer.status)
+        if answer.status == 503:
+            answers.set()
+
+    def noting(inner: ASGIApp) -> ASGIApp:
+        return spoiling(inner, note, random.Random(), "/held/")
+
+    with machines.serving(first, wrapped=noting):
+        assert fetch(second.open(), everything()) == (0, owned_bytes(everything()))
+    assert 503 in statuses
+    assert len(asked) == 3, "each large file once"
+    assert not hub.served
