@@ -13,8 +13,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -151,26 +150,18 @@ class _Neighbour:
 
     def _ask(self, call: Callable[[], Result]) -> Result | None:
         """Calls, and returns None if the neighbour cannot give an answer."""
-        with self._counted():
-            try:
-                result = call()
-            except _NotHeldError:
-                return None
-            except (_WrongAnswerError, msgspec.DecodeError) as error:
-                self._was_wrong(str(error))
-                return None
-            except (Retry, httpx2.HTTPError) as error:
-                self._failed(error)
-                return None
-        self._num_failures = 0
-        return result
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
         with self._lock:
             self.num_active += 1
         try:
-            yield
+            return call()
+        except _NotHeldError:
+            return None
+        except (_WrongAnswerError, msgspec.DecodeError) as error:
+            self._was_wrong(str(error))
+            return None
+        except (Retry, httpx2.HTTPError) as error:
+            self._failed(error)
+            return None
         finally:
             with self._lock:
                 self.num_active -= 1
@@ -248,6 +239,7 @@ class _Neighbour:
         with self._client.stream("GET", place, headers=headers) as response:
             status = response.status_code
             if status in (404, 416):
+                self._num_failures = 0
                 raise _NotHeldError
             if status not in (200, 206):
                 raise Retry(f"it answered {status}", wait_seconds(response.headers))
@@ -256,6 +248,7 @@ class _Neighbour:
                 content += data
                 if len(content) > max_bytes:
                     raise _WrongAnswerError(f"{place}: more bytes than asked for")
+        self._num_failures = 0
         body = bytes(content)
         if response.headers.get("content-digest") != content_digest(sha256(body).hexdigest()):
             raise _WrongAnswerError(f"{place}: the content does not match its digest")
