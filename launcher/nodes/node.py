@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import record
+from launcher.nodes import weights
 from launcher.nodes.discovery import Seen, announce
 from launcher.nodes.door import (
     STRANGER,
@@ -49,7 +50,7 @@ from launcher.nodes.messages import (
 )
 from launcher.nodes.neighbours import Neighbours
 from launcher.nodes.pairing import EXCHANGE_SECONDS, Codes, answer_pairing
-from launcher.nodes.serving import serving, weights_app
+from launcher.nodes.serving import serving
 from serve import __version__
 from serve.core.errors import BrigadeError, ClusterError, UsageError
 from serve.core.folder import own_folder
@@ -365,7 +366,7 @@ async def _run(name: str, port: int, joined: tuple[str, int] | None, *, once: bo
     async with AsyncExitStack() as stack:
         sockets = Path(stack.enter_context(own_folder()))
         weights_path = str(sockets / "weights")
-        await stack.enter_async_context(serving(weights_app(), weights_path))
+        await stack.enter_async_context(serving(weights.app(), weights_path))
         neighbours = Neighbours(sockets / "neighbours", group)
         await stack.enter_async_context(neighbours)
         node = Node(group, name, port, neighbours, weights_path)

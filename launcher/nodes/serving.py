@@ -6,14 +6,9 @@ import os
 from collections.abc import AsyncIterator, Iterator
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 _END_SECONDS = 5.0
-
-
-def weights_app() -> ASGIApp:
-    return Starlette()
 
 
 class _Server(uvicorn.Server):
