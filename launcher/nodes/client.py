@@ -5,7 +5,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from launcher.command import HOST
+from launcher.command import HOST, NEIGHBOURS
 from launcher.nodes.door import STRANGER
 from launcher.nodes.group import Group, node_folder, public, since_now
 from launcher.nodes.link import Place, connect, conversation, host_key
@@ -25,7 +25,7 @@ from launcher.nodes.messages import (
     StopLaunch,
     Stopped,
 )
-from launcher.nodes.node import own_port
+from launcher.nodes.node import own_node
 from launcher.nodes.pairing import pair as prove
 from serve import __version__
 from serve.core.errors import ClusterError
@@ -76,6 +76,12 @@ def node_named(name: str) -> Node:
     )
 
 
+def neighbours() -> dict[str, str]:
+    """Returns the variables with which a process of this machine finds the weights of others.
+    Raises ClusterError."""
+    return {NEIGHBOURS: own_node(node_folder()).neighbours}
+
+
 def own_code() -> str:
     """Returns the code with which another machine pairs with this one. Raises ClusterError."""
     return _run(_ask(_own_place(), ShowCode(), Code)).code
@@ -109,7 +115,7 @@ def _run(work: Coroutine[Any, Any, Result]) -> Result:
 
 def _own_place() -> Place:
     folder = node_folder()
-    port = own_port(folder)
+    port = own_node(folder).port
     return Place("this machine's node", (HOST,), port, public(Group(folder).own_key()))
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from launcher import record
 from launcher.nodes import weights
 from launcher.nodes.discovery import Seen, announce
@@ -305,9 +307,16 @@ def stop_launches() -> list[str]:
     return [" ".join(record.stop(launch.pid).words) for launch in record.launches()]
 
 
+class Running(msgspec.Struct, frozen=True):
+    """Where commands of this machine reach the node, and its folder of sockets to neighbours."""
+
+    port: int
+    neighbours: str
+
+
 @contextmanager
-def only_node(folder: Path, port: int) -> Iterator[None]:
-    """Holds the lock of this user's node, and writes its port for commands. Raises ClusterError."""
+def only_node(folder: Path, running: Running) -> Iterator[None]:
+    """Holds the lock of this user's node, and tells commands about it. Raises ClusterError."""
     descriptor = os.open(folder / "node", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:
@@ -317,19 +326,19 @@ def only_node(folder: Path, port: int) -> Iterator[None]:
                 "your node runs on this machine already: `brigade nodes` shows what it sees."
             ) from None
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(port).encode(), 0)
+        os.pwrite(descriptor, msgspec.json.encode(running), 0)
         yield
     finally:
         os.close(descriptor)
 
 
-def own_port(folder: Path) -> int:
-    """Returns the port of this user's node on this machine. Raises ClusterError if none runs."""
+def own_node(folder: Path) -> Running:
+    """Returns this user's node on this machine. Raises ClusterError if none runs."""
     with suppress(FileNotFoundError), (folder / "node").open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return int(file.read() or b"0")
+            return msgspec.json.decode(file.read(), type=Running)
     raise ClusterError("no node runs on this machine: run `brigade node` in another terminal.")
 
 
@@ -379,7 +388,8 @@ async def _run(name: str, port: int, joined: tuple[str, int] | None, *, once: bo
         stack.push_async_callback(door.wait_closed)
         stack.callback(door.close)
         node.port = door.get_port()
-        stack.enter_context(only_node(folder, node.port))
+        running = Running(node.port, str(sockets / "neighbours"))
+        stack.enter_context(only_node(folder, running))
         await neighbours.refresh(node.places())
         print(f"Node {name} listens on port {node.port}.", flush=True)
         node.show_code()

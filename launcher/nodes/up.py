@@ -31,6 +31,7 @@ Ask = Callable[[str], str]
 def up(command: Sequence[str], names: Sequence[str], shown: Sequence[str]) -> int:
     """Serves on the machines with these names, or on all. command begins with `serve`; the list of
     launches shows other words. Returns the exit code. Raises BrigadeError."""
+    os.environ.update(client.neighbours())
     program_flags = check_words(command, None)
     nodes = members(names, input if os.isatty(0) else None)
     here = nodes[0].name
