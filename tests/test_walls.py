@@ -48,6 +48,7 @@ WALLS = {
         "launcher",
         "serve.rank.memory",
         "serve.rank.speeds",
+        "serve.ring",
         "serve.client",
         "serve.core",
     ],
@@ -128,6 +129,7 @@ TRANSPORTS = (
     "serve.ring.grid",
     "serve.ring.sums",
     "serve.ring.sum_speeds",
+    "serve.selftest.jaccl",
     "serve.tune.transport",
     "serve.model.sharding",
 )
@@ -141,6 +143,7 @@ EVALUATING_FILES = {
     "table",
     "reading",
     "speeds",
+    "hop_speeds",
     "sum_speeds",
     "loop",
     "pipeline",

@@ -28,7 +28,7 @@ def go_round(cluster: Cluster, streams: Streams) -> str | None:
     transport = RingTransport(grid, meet(grid), streams)
     is_last = cluster.rank == cluster.num_ranks - 1
     started = time.perf_counter()
-    total = mx.zeros(_NUM_VALUES) if is_last else _receive(transport)
+    total = mx.zeros(_NUM_VALUES) if is_last else received(transport)
     step = Step(1, 0, (), (), sample=False)
     transport.send(step, [total + cluster.rank + 1])
     if not is_last:
@@ -36,7 +36,7 @@ def go_round(cluster: Cluster, streams: Streams) -> str | None:
         transport.receive()
         _leave(transport)
         return None
-    total = _receive(transport)
+    total = received(transport)
     seconds = time.perf_counter() - started
     _leave(transport)
     expected = sum(range(1, cluster.num_ranks + 1))
@@ -56,11 +56,12 @@ def _leave(transport: RingTransport) -> None:
         transport.leave()
 
 
-def _receive(transport: RingTransport) -> mx.array:
-    received = transport.receive()
-    if received is None:
+def received(transport: RingTransport) -> mx.array:
+    """Returns the tensor of the next message. Raises ClusterError."""
+    message = transport.receive()
+    if message is None:
         raise ClusterError("A neighbour is gone: look at its output.")
-    return received[1][0]
+    return message[1][0]
 
 
 def go_round_twice(cluster: Cluster) -> str | None:

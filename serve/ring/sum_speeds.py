@@ -13,7 +13,7 @@ from serve.ring.check import grid_of_all, run_on_rank
 from serve.ring.peers import meet
 from serve.ring.transport import form_group
 
-_SIZES = (8 << 10, 64 << 10, 1 << 20, 8 << 20)  # the bytes of a sum
+_SIZES = (8 << 10, 16 << 10, 64 << 10, 1 << 20, 8 << 20)  # the bytes of a sum
 _NUM_SUMS = 4
 _WIDTH = 256
 
@@ -34,14 +34,18 @@ def milliseconds(group: mx.distributed.Group, num_bytes: int) -> float:
     return (time.perf_counter() - started) / _NUM_SUMS * 1e3
 
 
+def of_all_sizes(group: mx.distributed.Group) -> dict[str, float]:
+    """Returns the milliseconds of a sum by its size."""
+    return {f"{size >> 10} KB": milliseconds(group, size) for size in _SIZES}
+
+
 def measure(cluster: Cluster) -> str | None:
-    """Returns the milliseconds of a sum by its size, as JSON, on rank 0, None on the others."""
+    """Returns the times of all sizes as JSON on rank 0, None on the others."""
     grid = grid_of_all(cluster)
     neighbours = meet(grid)
-    group = form_group(grid, mx.new_stream(mx.cpu))
-    series = {f"{size >> 10} KB": milliseconds(group, size) for size in _SIZES}
+    series = of_all_sizes(form_group(grid, mx.new_stream(mx.cpu)))
     neighbours.close()
-    return None if cluster.rank else f"sums {json.dumps(series)}"
+    return None if cluster.rank else json.dumps(series)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from serve.selftest.section import Context
 ON_CPU = "MLX computes on the CPU"
 _NUM_RUNS = 5
 _NUM_TOKENS = 8
+_NUM_THIN_LAYERS = 60
 _ROWS = (1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 32, 33)
 _LENGTHS = (1, 2, 3, 4, 5, 8, 9, 16, 17)
 _NUM_QUERIES = (1, 8, 16)  # the heads of queries for each head of keys
@@ -91,7 +92,7 @@ def crossings(_: Context) -> Iterator[Line]:
 
 def building_ahead(_: Context) -> Iterator[Line]:
     """Decodes with a model of 60 thin layers, where building a step takes as long as computing."""
-    model = random_model(60, 256)
+    model = random_model(_NUM_THIN_LAYERS, 256)
 
     def decode(is_ahead: bool) -> None:
         cache = make_prompt_cache(model)
@@ -104,8 +105,12 @@ def building_ahead(_: Context) -> Iterator[Line]:
             token = following
         mx.eval(token)
 
+    # Nothing is evaluated before the first token is read.
+    build = fastest(lambda: model(mx.array([[1]]), cache=make_prompt_cache(model)), 10)
     by_step = fastest(lambda: decode(False), 2) / _NUM_TOKENS
     ahead = fastest(lambda: decode(True), 2) / _NUM_TOKENS
+    shares = {"ms to build": build, "GPU's share of a step": 1 - build / by_step}
+    yield Line("compute.building", build / _NUM_THIN_LAYERS, shares)
     series = {"ms a token": by_step, "ms built ahead": ahead}
     yield Line("compute.built_ahead", by_step / ahead, series)
 

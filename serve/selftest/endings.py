@@ -1,12 +1,15 @@
 """Ends servers as users do: engines must end by themselves, and nothing may be left over."""
 
+import platform
 import signal
+import socket
 import time
 from collections.abc import Iterator
 
 from msgspec.structs import replace
 
 from launcher.facts import wired_bytes
+from launcher.record import launches
 from serve.selftest.launched import launched, on_hosts, run_brigade
 from serve.selftest.report import Line, not_tried
 from serve.selftest.section import Context
@@ -59,14 +62,29 @@ def _wired(before: float | None) -> Line:
 
 
 def by_command(context: Context) -> Iterator[Line]:
-    """Ends a server with `--stop`. Before that, `--status` must list it."""
+    """Ends a server with `--stop`. Before that, `--status` must list it, also under another name of
+    this Mac: macOS changes the name with the network."""
     with launched(context, on_hosts(context)) as server:
-        pid = str(server.process.pid)
+        pid = server.process.pid
         shown = run_brigade("launch", "--status").stdout
-        run_brigade("launch", "--stop", pid)
+        yield _renamed(pid)
+        run_brigade("launch", "--stop", str(pid))
         code = server.wait()
     is_right = f"launch {pid}:" in shown and code == 0
     yield Line("endings.listed", yes(is_right))
+
+
+def _renamed(pid: int) -> Line:
+    """Looks for a launch under another name. Only this process sees that name."""
+    if platform.system() != "Darwin":
+        return not_tried("endings.renamed", "only macOS changes the name of a machine")
+    original = socket.gethostname
+    socket.gethostname = lambda: "renamed"
+    try:
+        is_found = pid in [launch.pid for launch in launches()]
+    finally:
+        socket.gethostname = original
+    return Line("endings.renamed", yes(is_found))
 
 
 MEASUREMENTS = [by_signal, by_ctrl_c, by_command]

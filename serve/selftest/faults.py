@@ -1,16 +1,23 @@
 """Breaks servers while they answer: the answer has to continue, with the same text. The servers run
-on this machine, as two ranks of the embedded model."""
+the embedded model, as two ranks on this machine or, for a lost link, on the hosts."""
 
+import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from ipaddress import ip_address
 
 import psutil
 from msgspec.structs import replace
 
+from launcher.facts import interface
 from serve.selftest.endings import wired_gb
-from serve.selftest.launched import Server, launched
-from serve.selftest.report import Line
-from serve.selftest.section import Context
+from serve.selftest.launched import Server, Story, launched, on_hosts
+from serve.selftest.links import routed
+from serve.selftest.report import Line, not_tried
+from serve.selftest.section import Context, Told
 from serve.selftest.system import yes
 
 _LOCAL = ["-n", "2"]
@@ -18,6 +25,10 @@ _ENGINE = "serve.rank.worker"
 _NUM_TOKENS = 160
 _BREAK_AFTER = 40
 _STOP_SECONDS = 10.0
+_DELAY_SECONDS = 1  # An answer has to run when the interface goes down.
+_DOWN_SECONDS = 30
+_LONG_SECONDS = 5.0
+_PULL_SECONDS = 60.0  # how long a user may take to find the cable
 
 
 def engine_killed(context: Context) -> Iterator[Line]:
@@ -44,6 +55,64 @@ def shard_stopped(context: Context) -> Iterator[Line]:
 
     flags = ("--tensor-parallel-size", "2")
     yield from _broken(context, "shard stopped for 10 s", stop, *flags)
+
+
+def link_lost(context: Context) -> Iterator[Line | Told]:
+    """Takes the interface to rank 1 down for 30 s, or asks the user to pull its cable."""
+    name = _interface(context)
+    if name is None:
+        yield not_tried("faults.cable_pause", "it needs a cable to another machine")
+        return
+    with launched(replace(context, model=None), on_hosts(context)) as server:
+        whole = server.ask(_NUM_TOKENS)
+        if not _take_down(name):
+            yield Told(f"Pull the cable of {name} now, and plug it in again after 30 s.")
+        broken = _first_broken(server)
+        server.end()
+    if broken is None:
+        yield not_tried("faults.cable_pause", f"no answer paused while {name} was down")
+        return
+    yield Line("faults.cable_pause", broken.longest_gap_seconds)
+    yield replace(Line("faults.text", yes(broken.text == whole.text)), where="link lost for 30 s")
+
+
+def _interface(context: Context) -> str | None:
+    """Returns the interface of this machine, as rank 0, to rank 1 on another one."""
+    if context.hostfile is None or len({host.ssh for host in context.hosts}) == 1:
+        return None
+    with routed(context, context.hosts) as (_, routes):
+        (ip, *_) = routes[1, 0].ips
+    return None if ip_address(ip).is_loopback else interface(ip)
+
+
+def _take_down(name: str) -> bool:
+    """Takes an interface down for 30 s, if this user may do that without a password. The process
+    that brings it up again outlives this one."""
+    down, up = (f"ip link set {name} {state}" for state in ("down", "up"))
+    if sys.platform == "darwin":
+        down, up = (f"ifconfig {name} {state}" for state in ("down", "up"))
+    sudo = [] if os.geteuid() == 0 else ["sudo", "-n"]
+    if sudo and subprocess.run([*sudo, "true"], capture_output=True).returncode:
+        return False
+    script = f"sleep {_DELAY_SECONDS}; {down}; sleep {_DOWN_SECONDS}; {up}"
+    subprocess.Popen(
+        [*sudo, "sh", "-c", script],
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    return True
+
+
+def _first_broken(server: Server) -> Story | None:
+    """Asks again and again. Returns the first answer that pauses, or None if none does in time."""
+    deadline = time.monotonic() + _PULL_SECONDS
+    while time.monotonic() < deadline:
+        answer = server.ask(_NUM_TOKENS)
+        if answer.longest_gap_seconds > _LONG_SECONDS:
+            return answer
+    return None
 
 
 def _resume(process: psutil.Process) -> None:
@@ -88,4 +157,4 @@ def _broken(
         yield replace(line, where=name)
 
 
-MEASUREMENTS = [engine_killed, rank_killed, shard_stopped]
+MEASUREMENTS = [engine_killed, rank_killed, shard_stopped, link_lost]

@@ -43,7 +43,7 @@ class _Ranks(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A streamed answer: its text, and the longest time between two of its pieces."""
+    """A streamed answer: its text, and the longest wait for one of its pieces."""
 
     text: str
     longest_gap_seconds: float
@@ -97,8 +97,7 @@ class Server:
         last = time.monotonic()
         for text, _ in pieces(self._calls.chat(body)):
             now = time.monotonic()
-            if texts:
-                gap = max(gap, now - last)
+            gap = max(gap, now - last)
             last = now
             texts.append(text)
             if then and len(texts) == after:

@@ -62,6 +62,8 @@ def _described(line: Line) -> Text:
     advice = line.advice or known.advice
     if advice and line.verdict is Verdict.WORSE:
         text.append(f"\n→ {advice}", "bold")
+        if known.source and not line.advice:
+            text.append(f" (as in {known.source})")
     return text
 
 

@@ -37,7 +37,8 @@ class Verdict(enum.Enum):
 
 class Expectation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An entry of findings.toml: a limit, the right value, or neither. by_chip maps
-    Apple's chips to their figures, and the value is a share of the chip's figure."""
+    Apple's chips to their figures, and the value is a share of the chip's figure. source names a
+    thread in which others met the problem, such as mlx#3910."""
 
     what: str
     unit: str = ""
@@ -45,6 +46,7 @@ class Expectation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at_least: float | None = None
     is_: str | None = None
     advice: str = ""
+    source: str = ""
     by_chip: dict[str, float] = {}
 
     @property

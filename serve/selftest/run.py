@@ -36,7 +36,10 @@ _ABOUT = (
     "at the end holds figures, versions, the chip and error messages. It holds no names, keys, "
     "addresses, paths or texts. Look at it before you send it."
 )
-_FAULTS = "--faults kills and stops processes of servers that it starts itself. Go on?"
+_FAULTS = (
+    "--faults kills and stops processes of servers that it starts itself. With a hostfile, it also "
+    "takes the link between ranks 0 and 1 away for 30 s. Go on?"
+)
 
 
 def selftest(context: Context, *, faults: bool, asks: bool) -> int:

@@ -20,7 +20,7 @@ import msgspec
 from launcher.process import signal_group
 from serve.core.blas import with_openblas
 from serve.selftest.report import Line, Scrubber, failed, not_tried
-from serve.selftest.section import SECTIONS, AllMeasured, Began, Context, Message, SectionRun
+from serve.selftest.section import SECTIONS, AllMeasured, Began, Context, Message, SectionRun, Told
 
 _SECTION = "serve.selftest.section"
 _END_SECONDS = 20.0  # the time that engines may take to end by themselves
@@ -68,6 +68,8 @@ def _listen(
                 yield message
             case Began():
                 began = message
+            case Told(text):
+                sys.stderr.write(f"{text}\n")
             case AllMeasured():
                 return began, ""
             case None:

@@ -63,12 +63,18 @@ class Began(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
+class Told(msgspec.Struct, frozen=True, tag=True):
+    """Words for the user, who may have to do something at once."""
+
+    text: str
+
+
 class AllMeasured(msgspec.Struct, frozen=True, tag=True):
     """All measurements are done."""
 
 
-Message: TypeAlias = Began | Line | AllMeasured
-Measure: TypeAlias = Callable[[Context], Iterator[Line]]
+Message: TypeAlias = Began | Line | Told | AllMeasured
+Measure: TypeAlias = Callable[[Context], Iterator[Line | Told]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,7 @@ SECTIONS = {
     "memory": SelftestSection("Memory of the GPU", 90.0, on_each_host=True),
     "equality": SelftestSection("Equal results", 60.0, on_each_host=True),
     "links": SelftestSection("Links between ranks", 120.0),
-    "serving": SelftestSection("Brigade, serving", 400.0),
+    "serving": SelftestSection("Brigade, serving in layouts of stages x shards", 400.0),
     "endings": SelftestSection("How servers end", 400.0),
     "faults": SelftestSection("Faults", 150.0),
 }
@@ -111,8 +117,9 @@ def main() -> int:
         name = measure.__name__
         say(Began(index, name))
         try:
-            for line in measure(job.context):
-                say(line.judged())  # JSON has no numbers that are not finite.
+            for found in measure(job.context):
+                # JSON has no numbers that are not finite.
+                say(found.judged() if isinstance(found, Line) else found)
         except Exception as error:  # The top of the process. The next measurement may succeed.
             traceback.print_exc()
             say(failed(f"{job.section}.{name}", f"{type(error).__name__}: {error}"))

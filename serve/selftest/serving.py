@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,16 +14,20 @@ from msgspec.structs import replace
 
 from launcher.command import HOST
 from launcher.demo import DEFAULT_MODEL
+from launcher.doctor import HOP_SECONDS
 from launcher.process import free_ports
+from launcher.remote import hop_speed
 from serve.client import Client
 from serve.core.blas import with_openblas
 from serve.core.errors import BrigadeError, ClusterError
+from serve.rank.speeds import fence_seconds, memory_speed
 from serve.selftest.launched import Server, launched, on_hosts, run_brigade
+from serve.selftest.links import routed
 from serve.selftest.report import Line, not_tried
 from serve.selftest.section import Context
 from serve.selftest.system import yes
 
-_ONE = "one rank"
+_ONE = "1 x 1"
 _NUM_TOKENS = 48
 _CLIENTS = "1,4,16"
 _LONG_PROMPT = 1024
@@ -35,6 +39,17 @@ class _Level(msgspec.Struct, frozen=True):
     tokens_per_second: float
     ttft_p50_seconds: float | None
     errors: dict[str, int]
+
+
+class _Forecast(msgspec.Struct, frozen=True):
+    num_stages: int
+    num_shards: int
+    num_clients: int
+    tokens_per_second: float
+
+
+class _Plan(msgspec.Struct, frozen=True):
+    layouts: list[_Forecast]
 
 
 class _Bench(msgspec.Struct, frozen=True):
@@ -66,8 +81,37 @@ def layouts(context: Context) -> Iterator[Line]:
     # Texts may differ where a model computes in 16 bits.
     id = "serving.own_text" if context.model else "serving.same_text"
     yield Line(id, yes(len(set(texts.values())) == 1))
+    yield from _forecasts(context, speeds)
     if _ONE in speeds:
         yield from _beside_mlx_lm(context, speeds[_ONE])
+
+
+def _forecasts(context: Context, measured: Mapping[str, float]) -> Iterator[Line]:
+    """Compares the measured tokens/s of one client with the planner's forecasts, from the speed of
+    the link between the first two ranks and of this machine's memory."""
+    # A tiny model is not limited by memory and links.
+    id = "serving.forecast" if context.model else "serving.forecast_embedded"
+    counts = {1, len(context.hosts)} if _ONE in measured else {len(context.hosts)}
+    if len(context.hosts) == 1:
+        yield not_tried(id, "there is only one rank")
+        return
+    with routed(context, context.hosts) as (connections, routes):
+        here, there = connections[:2]
+        link = hop_speed(here, there, routes[0, 1].ips[0], HOP_SECONDS)
+    speeds = f"{link.round_trip_seconds * 1e3},{link.bytes_per_second / 1e6}"
+    words = ["--model", context.model or str(DEFAULT_MODEL), "--explain", "--json"]
+    words += ["--link", speeds, "--memory-speed", str(memory_speed() / 1e9)]
+    words += ["--sum", str(fence_seconds() * 1e3)]
+    for num_ranks in sorted(counts):
+        run = run_brigade("plan", "-n", str(num_ranks), *words)
+        if run.returncode:
+            last = run.stderr.strip().rpartition("\n")[2]
+            raise ClusterError(f"`brigade plan` failed: {last}")
+        for each in msgspec.json.decode(run.stdout, type=_Plan).layouts:
+            layout = f"{each.num_stages} x {each.num_shards}"
+            if each.num_clients == 1 and layout in measured:
+                ratio = each.tokens_per_second / measured[layout]
+                yield Line(id, ratio, {"forecast (tokens/s)": each.tokens_per_second}, layout)
 
 
 def _of_server(server: Server) -> Iterator[Line]:

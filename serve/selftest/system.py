@@ -3,6 +3,7 @@
 import fcntl
 import os
 import platform
+import re
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.metadata import distribution
 from pathlib import Path
 
 import psutil
@@ -28,6 +30,10 @@ _SYNCED_BYTES = 1 << 20
 _SLEEP_SECONDS = 0.05
 _NUM_SLEEPS = 20
 _END_SECONDS = 10.0
+PORT_ACTIVE = "PORT_ACTIVE"
+# Lines of ibv_devices, such as "rdma_en2  e0c5797d9c8fac05", and of ibv_devinfo.
+_DEVICE = re.compile(r"^\s*(\S+)\s+[0-9a-f]{16}\s*$", re.MULTILINE)
+_STATE = re.compile(r"^hca_id:\s*(\S+)$(?:\n(?!hca_id).*)*?\n\s*state:\s*(\w+)", re.MULTILINE)
 _SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
@@ -44,15 +50,32 @@ def chip(_: Context) -> Iterator[Line]:
     yield Line("system.started_by", "ssh" if "SSH_CONNECTION" in os.environ else started)
 
 
+def wheel(_: Context) -> Iterator[Line]:
+    """Compares the tags of MLX's wheel with the interpreter that runs it."""
+    text = distribution("mlx").read_text("WHEEL") or ""
+    tags = [line.removeprefix("Tag: ") for line in text.splitlines() if line.startswith("Tag: ")]
+    own = f"cp{sys.version_info.major}{sys.version_info.minor}", platform.machine()
+    fits = any(tag.startswith(own[0]) and tag.endswith(own[1]) for tag in tags)
+    yield Line("system.wheel", ", ".join(tags) or "none")
+    yield Line("system.wheel_fits", yes(fits))
+
+
 def rdma(_: Context) -> Iterator[Line]:
-    devices = tool("ibv_devices")
-    if not devices:
-        yield not_tried("system.rdma", "this system has no ibv_devices")
+    yield Line("system.rdma_enabled", tool("rdma_ctl", "status") or "unknown")
+    states = port_states()
+    if not states:
+        yield not_tried("system.rdma", "this system lists no devices for RDMA")
         return
-    rows = [row.split() for row in devices.splitlines()]
-    # A row has a name and a number. The heading has three words, and the row below it only dashes.
-    num = sum(len(row) == 2 and not set(row[0]) <= {"-"} for row in rows)
-    yield Line("system.rdma", float(num))
+    yield Line("system.rdma", len(states))
+    num_active = list(states.values()).count(PORT_ACTIVE)
+    yield Line("system.rdma_active", num_active)
+
+
+def port_states() -> dict[str, str]:
+    """Returns the state of each device's port, such as PORT_ACTIVE, by the device's name. It is ""
+    for devices that ibv_devinfo does not describe."""
+    states = {name: "" for name in _DEVICE.findall(tool("ibv_devices"))}
+    return states | dict(_STATE.findall(tool("ibv_devinfo")))
 
 
 def keep_alive_options(_: Context) -> Iterator[Line]:
@@ -123,6 +146,7 @@ def timer(_: Context) -> Iterator[Line]:
 
 MEASUREMENTS = [
     chip,
+    wheel,
     rdma,
     keep_alive_options,
     disk,

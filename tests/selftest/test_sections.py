@@ -16,6 +16,7 @@ from serve.selftest import report, runner
 from serve.selftest.report import Line, Verdict
 from serve.selftest.runner import run_section
 from serve.selftest.section import SECTIONS, Context
+from tests.selftest.macs import DEVICES, PORTS, make_tool
 
 INSIDE = Path(__file__).parent / "inside"
 ROOT = Path(__file__).parents[2]
@@ -73,19 +74,19 @@ def test_each_fault_of_the_system_is_found(run: Run, fault: str, id: str) -> Non
 def test_facts_of_a_mac_are_read_from_its_tools(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    devices = "    device          \t   node GUID\n    ------          \t----------------\n"
-    devices += "    rdma_en2        \t8096a9d9edbaac05\n    rdma_en3        \t8196a9d9edbaac05\n"
     for name, output in (
-        ("ibv_devices", devices),
+        ("ibv_devices", DEVICES),
+        ("ibv_devinfo", PORTS),
+        ("rdma_ctl", "enabled"),
         ("sysctl", "Apple M3 Ultra"),
         ("sw_vers", "25C56"),
     ):
-        (tmp_path / name).write_text(f"#!/bin/sh\ncat <<'EOF'\n{output}\nEOF\n")
-        (tmp_path / name).chmod(0o755)
+        make_tool(tmp_path, name, output)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     lines = run("system")
-    found = [lines[f"system.{name}"].value for name in ("rdma", "chip", "macos_build")]
-    assert found == [2, "Apple M3 Ultra", "25C56"]
+    names = ("rdma", "rdma_active", "rdma_enabled", "chip", "macos_build")
+    found = [lines[f"system.{name}"].value for name in names]
+    assert found == [2, 1, "enabled", "Apple M3 Ultra", "25C56"]
 
 
 def test_the_self_test_includes_the_checks_of_doctor(

@@ -1,7 +1,8 @@
 """Python runs this first where PYTHONPATH has its folder: it breaks processes of a self-test.
 
-SELFTEST_FAULT is `PROGRAM | MODULE:NAME = EXPRESSION`: in processes of that program, the name gets
-the value of the expression, which may use `os`, `signal`, `time` and the module's own names.
+Each line of SELFTEST_FAULT is `PROGRAM | MODULE:NAME = EXPRESSION`: in processes of that program,
+the name gets the value of the expression, which may use `os`, `signal`, `time` and the module's own
+names.
 """
 
 import importlib
@@ -10,8 +11,10 @@ import signal
 import sys
 import time
 
-program, _, change = os.environ.get("SELFTEST_FAULT", "").partition(" | ")
-if program and program in sys.orig_argv:
+for line in os.environ.get("SELFTEST_FAULT", "").splitlines():
+    program, _, change = line.partition(" | ")
+    if program not in sys.orig_argv:
+        continue
     place, _, expression = change.partition(" = ")
     name, _, attribute = place.partition(":")
     module = importlib.import_module(name)
