@@ -34,7 +34,7 @@ PORT_ACTIVE = "PORT_ACTIVE"
 # Lines of ibv_devices, such as "rdma_en2  e0c5797d9c8fac05", and of ibv_devinfo.
 _DEVICE = re.compile(r"^\s*(\S+)\s+[0-9a-f]{16}\s*$", re.MULTILINE)
 _STATE = re.compile(r"^hca_id:\s*(\S+)$(?:\n(?!hca_id).*)*?\n\s*state:\s*(\w+)", re.MULTILINE)
-_SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
+_SLEEPER = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"]
 
 
 def yes(is_right: bool) -> str:
@@ -125,7 +125,11 @@ def open_files(_: Context) -> Iterator[Line]:
 def ending_processes(_: Context) -> Iterator[Line]:
     """Kills a process group of which only a zombie is left, and finds processes by environment."""
     environment = {**os.environ, "BRIGADE_SELFTEST": "child"}
-    with subprocess.Popen(_SLEEPER, env=environment, start_new_session=True) as child:
+    with subprocess.Popen(
+        _SLEEPER, env=environment, stdout=subprocess.PIPE, start_new_session=True
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # Until then, its environment may not be set.
         is_found = psutil.Process(child.pid).environ().get("BRIGADE_SELFTEST") == "child"
         signal_group(child.pid, signal.SIGKILL)
         if hasattr(os, "waitid"):

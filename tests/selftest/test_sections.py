@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from serve.selftest import report, runner
+from launcher.demo import DEFAULT_MODEL
+from serve.selftest import report, runner, serving
 from serve.selftest.report import Line, Verdict
 from serve.selftest.runner import run_section
 from serve.selftest.section import SECTIONS, Context
@@ -63,6 +64,10 @@ def test_this_system_gives_only_expected_values(run: Run) -> None:
             "system.folder_lock",
         ),
         ("signal_group = lambda *a: None", "system.ending_processes"),
+        (
+            "distribution = lambda name: type('', (), dict(read_text=lambda self, name: ''))()",
+            "system.wheel_fits",
+        ),
     ],
 )
 def test_each_fault_of_the_system_is_found(run: Run, fault: str, id: str) -> None:
@@ -188,6 +193,11 @@ FAULTS = [
         f"{SECTION} | serve.selftest.compute:fastest = lambda *a: 5.0",
         "compute.empty_step",
     ),
+    (
+        "compute",
+        f"{SECTION} | serve.selftest.compute:make_prompt_cache = lambda model: time.sleep(0.1)",
+        "compute.building",
+    ),
     ("memory", f"{SECTION} | mlx.core:get_cache_memory = lambda: 30 * 10**9", "memory.cache"),
     (
         "equality",
@@ -195,7 +205,13 @@ FAULTS = [
         "equality.golden",
     ),
     ("links", f"{SECTION} | launcher.doctor:RING_SECONDS = 0.01", "links.ring"),
-    ("links", f"{SECTION} | serve.selftest.links:_SUMS = 'tests.missing'", "links.sum"),
+    ("links", f"{SECTION} | serve.selftest.links:_SUMS = 'tests.missing'", "links.sums"),
+    (
+        "links",
+        "serve.ring.hop_speeds | serve.ring.check:received = "
+        "lambda transport: (time.sleep(0.02), transport.receive()[1][0])[1]",
+        "links.hop_with_step",
+    ),
     (
         "serving",
         f"{SECTION} | serve.selftest.launched:DEFAULT_MODEL = '/nowhere'",
@@ -214,6 +230,34 @@ FAULTS = [
 ]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("speed", "verdict"), [(1e6, Verdict.EXPECTED), (1.0, Verdict.WORSE)])
+def test_forecasts_are_compared_with_measured_speeds(speed: float, verdict: Verdict) -> None:
+    layouts = dict.fromkeys(["1 x 1", "2 x 1", "1 x 2"], speed)
+    context = Context(model=str(DEFAULT_MODEL), minutes=1)
+    lines = list(serving._forecasts(context, layouts))
+    assert [line.where for line in lines] == list(layouts)
+    assert {line.judged().verdict for line in lines} == {verdict}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("system", "verdict"), [("darwin", "yes"), ("linux", "no")])
+def test_a_launch_that_a_renamed_mac_does_not_list_is_found(
+    run: Run, system: str, verdict: str
+) -> None:
+    """With "linux", the list of launches depends on the name, as it may not on a Mac."""
+    record = f"launcher.record:sys = type('', (), dict(platform={system!r}))"
+    faults = [
+        f"launcher.cli | {record}",
+        f"{SECTION} | {record}",
+        f"{SECTION} | serve.selftest.endings:platform = "
+        "type('', (), dict(system=lambda: 'Darwin'))",
+        f"{SECTION} | serve.selftest.endings:MEASUREMENTS = [by_command]",
+    ]
+    assert run("endings", "\n".join(faults))["endings.renamed"].value == verdict
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_whole_self_test_finds_no_fault_on_a_working_host(tmp_path: Path) -> None:
@@ -222,10 +266,16 @@ def test_the_whole_self_test_finds_no_fault_on_a_working_host(tmp_path: Path) ->
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     (path,) = tmp_path.glob("selftest-*.json")
     lines = {f"{line.id} {line.where}": line for line in report.read(path).lines}
-    host_is_busy = ("machine.", "system.timer")
+    host_is_busy = ("machine.", "system.timer", "links.hop_with_step")
     found = {name: line for name, line in lines.items() if not name.startswith(host_is_busy)}
     assert is_right(found), ran.stdout
-    assert {"serving.mlx_lm_embedded ", "faults.text rank killed", "endings.listed "} <= set(lines)
+    layout = "serving.forecast_embedded 1 x 2"
+    assert {
+        layout,
+        "serving.mlx_lm_embedded ",
+        "faults.text rank killed",
+        "endings.listed ",
+    } <= set(lines)
     assert ran.returncode == int(not is_right(lines))
 
 

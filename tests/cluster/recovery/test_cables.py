@@ -3,15 +3,19 @@
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import combinations
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
+from serve.selftest.report import Line, Verdict
+from serve.selftest.section import Context, SectionRun
 from tests.cluster.recovery.test_namespaces import ip
 from tests.cluster.recovery.test_recovery import Stream, check_same, run_streams
 from tests.cluster.servers import (
@@ -23,6 +27,7 @@ from tests.cluster.servers import (
     serve_flags,
     started,
 )
+from tests.selftest.test_sections import INSIDE, ROOT, SECTION
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -231,6 +236,35 @@ def test_hosts_with_link_local_addresses_of_other_cables_are_named(make: Make) -
     assert f"{hosts.names[0]} and {hosts.names[1]}: they have no network in common" in last
     assert f"{hosts.names[0]} tried 169.254.7.2: " in last
     assert "Local Network" in last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seconds", "verdict"), [(30, Verdict.EXPECTED), (100, Verdict.WORSE)])
+def test_the_self_test_measures_a_lost_link(
+    make: Make, tmp_path: Path, seconds: int, verdict: Verdict
+) -> None:
+    hosts = make(2)
+    hosts.lay_cable(0, 1)
+    hosts.wait_until_up()
+    hostfile = tmp_path / "hosts.json"
+    hostfile.write_text(json.dumps([{"ssh": "127.0.0.1"}, {"ssh": hosts.names[1]}]))
+    context = Context(hostfile=str(hostfile), ssh=(str(tmp_path / "ssh"),))
+    changes = (("MEASUREMENTS", "[link_lost]"), ("_DOWN_SECONDS", str(seconds)))
+    faults = [f"{SECTION} | serve.selftest.faults:{name} = {value}" for name, value in changes]
+    environment = {"PYTHONPATH": f"{INSIDE}:{ROOT}", "SELFTEST_FAULT": "\n".join(faults)}
+    runner = [sys.executable, "-m", "serve.selftest.runner"]
+    job = msgspec.json.encode(SectionRun("faults", context)).decode()
+    ran = subprocess.run(
+        ["ip", "netns", "exec", hosts.names[0], *runner, job, "280"],
+        env=os.environ | environment,
+        capture_output=True,
+        check=True,
+    )
+    lines = [msgspec.json.decode(text, type=Line) for text in ran.stdout.splitlines()]
+    found = {line.id: line.judged() for line in lines}
+    assert found["faults.cable_pause"].verdict is verdict, found
+    assert found["faults.text"].value == "yes"
+    assert float(found["faults.cable_pause"].value) > seconds - 5
 
 
 @pytest.mark.slow
