@@ -128,7 +128,9 @@ class SelftestFlags(HostFlags):
         metavar="MODEL",
     )
     minutes: float = flag("minutes for all sections", 15.0, metavar="N", min=1, max=600)
-    faults: bool = flag("also kill and stop processes of its own servers; asks first", False)
+    faults: bool = flag(
+        "also kill and stop processes of its own servers, and take a link away; asks first", False
+    )
     yes: bool = flag("do not ask", False)
 
 

@@ -109,7 +109,7 @@ def building_ahead(_: Context) -> Iterator[Line]:
     build = fastest(lambda: model(mx.array([[1]]), cache=make_prompt_cache(model)), 10)
     by_step = fastest(lambda: decode(False), 2) / _NUM_TOKENS
     ahead = fastest(lambda: decode(True), 2) / _NUM_TOKENS
-    shares = {"ms to build": build, "GPU's share of a step": 1 - build / by_step}
+    shares = {"ms to build": build, "share of computing": 1 - build / by_step}
     yield Line("compute.building", build / _NUM_THIN_LAYERS, shares)
     series = {"ms a token": by_step, "ms built ahead": ahead}
     yield Line("compute.built_ahead", by_step / ahead, series)

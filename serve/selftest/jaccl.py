@@ -50,7 +50,7 @@ def _obstacle(device: str) -> str:
         return "this MLX has no JACCL: it needs macOS 26.2"
     states = port_states()
     if device not in states:
-        return f"there is no device {device}: RDMA needs Thunderbolt 5"
+        return f"there is no device {device}: RDMA needs Thunderbolt 5 without a bridge"
     if states[device] != PORT_ACTIVE:
         return f"the port of {device} is not active ({states[device] or 'unknown'})"
     return ""

@@ -33,7 +33,7 @@ _END_SECONDS = 10.0
 PORT_ACTIVE = "PORT_ACTIVE"
 # Lines of ibv_devices, such as "rdma_en2  e0c5797d9c8fac05", and of ibv_devinfo.
 _DEVICE = re.compile(r"^\s*(\S+)\s+[0-9a-f]{16}\s*$", re.MULTILINE)
-_STATE = re.compile(r"^hca_id:\s*(\S+)$(?:\n(?!hca_id).*)*?\n\s*state:\s*(\w+)", re.MULTILINE)
+_STATE = re.compile(r"^hca_id:\s*(\S+).*(?:\n(?!hca_id).*)*?\n\s*state:\s*(\w+)", re.MULTILINE)
 _SLEEPER = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"]
 
 

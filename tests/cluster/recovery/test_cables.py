@@ -238,33 +238,62 @@ def test_hosts_with_link_local_addresses_of_other_cables_are_named(make: Make) -
     assert "Local Network" in last
 
 
+@contextmanager
+def losing_link(make: Make, folder: Path, **changes: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """The self-test on the first of two hosts, as it loses the link; `changes` are of its names."""
+    hosts = make(2)
+    hosts.lay_cable(0, 1)
+    hosts.wait_until_up()
+    hostfile = folder / "hosts.json"
+    hostfile.write_text(json.dumps([{"ssh": "127.0.0.1"}, {"ssh": hosts.names[1]}]))
+    context = Context(hostfile=str(hostfile), ssh=(str(folder / "ssh"),))
+    changes["MEASUREMENTS"] = "[link_lost]"
+    faults = [f"{SECTION} | serve.selftest.faults:{name} = {changes[name]}" for name in changes]
+    environment = {"PYTHONPATH": f"{INSIDE}:{ROOT}", "SELFTEST_FAULT": "\n".join(faults)}
+    runner = [sys.executable, "-m", "serve.selftest.runner"]
+    job = msgspec.json.encode(SectionRun("faults", context)).decode()
+    with subprocess.Popen(
+        ["ip", "netns", "exec", hosts.names[0], *runner, job, "280"],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        yield process
+
+
+def judged(process: "subprocess.Popen[bytes]") -> dict[str, Line]:
+    out, _ = process.communicate()
+    lines = [msgspec.json.decode(text, type=Line) for text in out.splitlines()]
+    return {line.id: line.judged() for line in lines}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "verdict"), [(30, Verdict.EXPECTED), (100, Verdict.WORSE)])
 def test_the_self_test_measures_a_lost_link(
     make: Make, tmp_path: Path, seconds: int, verdict: Verdict
 ) -> None:
-    hosts = make(2)
-    hosts.lay_cable(0, 1)
-    hosts.wait_until_up()
-    hostfile = tmp_path / "hosts.json"
-    hostfile.write_text(json.dumps([{"ssh": "127.0.0.1"}, {"ssh": hosts.names[1]}]))
-    context = Context(hostfile=str(hostfile), ssh=(str(tmp_path / "ssh"),))
-    changes = (("MEASUREMENTS", "[link_lost]"), ("_DOWN_SECONDS", str(seconds)))
-    faults = [f"{SECTION} | serve.selftest.faults:{name} = {value}" for name, value in changes]
-    environment = {"PYTHONPATH": f"{INSIDE}:{ROOT}", "SELFTEST_FAULT": "\n".join(faults)}
-    runner = [sys.executable, "-m", "serve.selftest.runner"]
-    job = msgspec.json.encode(SectionRun("faults", context)).decode()
-    ran = subprocess.run(
-        ["ip", "netns", "exec", hosts.names[0], *runner, job, "280"],
-        env=os.environ | environment,
-        capture_output=True,
-        check=True,
-    )
-    lines = [msgspec.json.decode(text, type=Line) for text in ran.stdout.splitlines()]
-    found = {line.id: line.judged() for line in lines}
-    assert found["faults.cable_pause"].verdict is verdict, found
+    with losing_link(make, tmp_path, _DOWN_SECONDS=str(seconds)) as process:
+        found = judged(process)
+    pause = found["faults.cable_pause"]
+    assert pause.verdict is verdict, found
+    assert float(pause.value) > seconds - 5
     assert found["faults.text"].value == "yes"
-    assert float(found["faults.cable_pause"].value) > seconds - 5
+
+
+@pytest.mark.slow
+def test_the_self_test_asks_a_user_without_sudo_to_pull_the_cable(
+    make: Make, tmp_path: Path
+) -> None:
+    with losing_link(make, tmp_path, _take_down="lambda name: False") as process:
+        assert process.stderr is not None
+        assert b"Pull the cable of cable0 now" in process.stderr.readline()
+        first = f"brigade{os.getpid()}-0"
+        ip(f"-n {first} link set cable0 down")
+        time.sleep(10)
+        ip(f"-n {first} link set cable0 up")
+        found = judged(process)
+    assert found["faults.cable_pause"].verdict is Verdict.EXPECTED, found
+    assert found["faults.text"].value == "yes"
 
 
 @pytest.mark.slow
