@@ -167,8 +167,8 @@ class UpFlags:
 class NodesFlags:
     """The flags of `brigade nodes`."""
 
-    pair: str | None = flag("pair with this machine, by the code that it shows", None)
-    forget: str | None = flag("do not trust this machine any more, on all machines", None)
+    pair: str | None = flag("pair with a machine, by the code that it shows", None, metavar="NAME")
+    forget: str | None = flag("stop all machines from trusting this one", None, metavar="NAME")
     json: bool = flag("print the table as JSON", False)
 
     def __post_init__(self) -> None:

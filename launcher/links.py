@@ -29,10 +29,11 @@ class MeasuredHop:
 
 @dataclass(slots=True)
 class Measured:
-    """The fastest link of each pair of hosts that reach each other, their networks, and why other
-    pairs do not."""
+    """The fastest link of each pair of hosts that reach each other, their networks, the addresses
+    at which others have seen them, and why other pairs do not reach each other."""
 
     networks: list[Network]
+    seen: Sequence[Sequence[str]]
     links: dict[Pair, MeasuredHop] = field(default_factory=dict)
     failures: dict[Pair, str] = field(default_factory=dict)
 
@@ -42,10 +43,23 @@ class Measured:
         return {(ranks[a], ranks[b]): link.route for (a, b), link in self.links.items()}
 
 
-def measure(connections: Sequence[AgentConnection]) -> Measured:
+def not_measured(
+    connections: Sequence[AgentConnection],
+    seen: Mapping[str, Sequence[str]],
+) -> Measured:
+    """Asks all hosts for their addresses. `seen` are those at which others have seen each host, by
+    its name. Raises HostsError."""
+    networks = list_networks(connections)
+    return Measured(networks, [seen[connection.host.ssh] for connection in connections])
+
+
+def measure(
+    connections: Sequence[AgentConnection],
+    seen: Mapping[str, Sequence[str]],
+) -> Measured:
     """Measures all pairs of hosts over all addresses that they have in common, several pairs at
     once where they share no host. Raises HostsError."""
-    measured = Measured(list_networks(connections))
+    measured = not_measured(connections, seen)
 
     def measure_pair(pair: Pair) -> None:
         for caller, called in (pair, pair[::-1]):
@@ -65,9 +79,8 @@ def measure_hops(
 ) -> None:
     """Measures the hop between two hosts over each of its addresses, and keeps the fastest."""
     networks = measured.networks
-    known = connections[called].host.ips
     found = []
-    for route in common_routes(networks[caller], networks[called], known):
+    for route in common_routes(networks[caller], networks[called], measured.seen[called]):
         (ip,) = route.ips
         try:
             speed = hop_speed(connections[caller], connections[called], ip, MEASURE_SECONDS)

@@ -109,9 +109,9 @@ def _shared(near_caller: Network, near_called: Network) -> list[HostRoute]:
 def common_routes(
     near_caller: Network,
     near_called: Network,
-    known: Sequence[str],
+    seen: Sequence[str],
 ) -> list[HostRoute]:
-    """Returns the routes of one address each by which a host may reach another one. known are the
+    """Returns the routes of one address each by which a host may reach another one. `seen` are the
     addresses at which the other one was seen, for hosts that have no network in common."""
     own = {address.ip for address in near_caller}
     if own == {address.ip for address in near_called}:
@@ -119,7 +119,7 @@ def common_routes(
     routes = _shared(near_caller, near_called)
     if not routes:
         there = {address.ip for address in near_called} - own
-        routes = [HostRoute((ip,), "a router") for ip in known if ip in there]
+        routes = [HostRoute((ip,), "a router") for ip in seen if ip in there]
     return routes
 
 

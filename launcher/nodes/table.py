@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from launcher.doctor import print_table, query_host
-from launcher.links import Measured, MeasuredHop, measure_hops
+from launcher.links import MeasuredHop, measure_hops, not_measured
 from launcher.nodes import client
 from launcher.nodes.access import NodeAccess
 from launcher.nodes.client import Node
-from launcher.nodes.up import hosts_of, pair_by_asking, speed_words
-from launcher.remote import HostError, connected, list_networks, on_each
+from launcher.nodes.up import ask_at_terminal, hosts_of, pair_by_asking, speed_words
+from launcher.remote import HostError, connected, on_each
 from serve.core.agent_messages import HopSpeed, HostFacts
 from serve.core.amounts import format_bytes
 from serve.core.errors import ClusterError
@@ -44,7 +44,7 @@ def pair(name: str) -> str:
     if node.state != "found":
         raise ClusterError(f"{name} is paired already: `brigade nodes` lists it.")
     if os.isatty(0):
-        if not pair_by_asking(node, input):
+        if not pair_by_asking(node, ask_at_terminal):
             raise ClusterError(f"{name} was not paired, because no code was entered.")
     else:
         client.pair(node, sys.stdin.readline().strip())
@@ -64,14 +64,12 @@ def show(*, as_json: bool) -> None:
     if as_json:
         console.print_json(msgspec.json.encode(rows).decode())
         return
-    print_table(console, states(rows))
-    console.print()
-    print_table(console, machines(rows))
+    for table in (activities(rows), resources(rows), installations(rows)):
+        print_table(console, table)
+        console.print()
     problems = [f"{row.name}: {row.problem}" for row in rows if row.problem]
     if any(is_different(row, rows[0]) for row in rows):
         problems.append(f"{_DIFFERENT} is another version than here: `brigade up` names a remedy")
-    if problems:
-        console.print()
     for problem in problems:
         console.print(problem)
 
@@ -92,7 +90,7 @@ def ask_all(nodes: Sequence[Node]) -> list[NodeReport]:
     hosts = hosts_of([node for node in nodes if node.state in ("here", "paired")])
     with connected(hosts, NodeAccess(), lambda _: None, leave_out=leave_out) as there:
         facts = {own.host: own for own, _ in on_each(there, query_host)}
-        measured = Measured(list_networks(there))
+        measured = not_measured(there, {node.name: node.addresses for node in nodes})
         hops = {}
         for at, name in enumerate(facts):
             if at:
@@ -125,34 +123,39 @@ def report(
     return NodeReport(node.name, state, address, versions, facts, speed, problem)
 
 
-def states(rows: Sequence[NodeReport]) -> Table:
-    """What the machines have and do at the moment."""
-    table = Table(box=None)
-    for heading in ("machine", "state", "memory free", "load", "link from here"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("does")
+def activities(rows: Sequence[NodeReport]) -> Table:
+    """What the machines do at the moment, and how fast they are reached."""
+    table = Table("machine", "state", "link from here", "does", box=None)
     for row in rows:
-        memory = load = link = does = ""
+        link = does = ""
+        if row.facts:
+            does = "\n".join(dict.fromkeys(row.facts.ranks)) or "idle"
+        if row.speed:
+            link = "{}, {} MB/s".format(*speed_words(row.speed))
+        table.add_row(row.name, row.state, link, does)
+    return table
+
+
+def resources(rows: Sequence[NodeReport]) -> Table:
+    """What the machines have."""
+    table = Table("machine", "address", "memory free", "load", "power", box=None)
+    for row in rows:
+        memory = load = power = ""
         if row.facts:
             total = format_bytes(row.facts.memory_bytes)
             memory = f"{format_bytes(row.facts.free_memory_bytes)} of {total}"
             load = f"{row.facts.load:.1f}"
-            does = "\n".join(dict.fromkeys(row.facts.ranks)) or "idle"
-        if row.speed:
-            link = "{}, {} MB/s".format(*speed_words(row.speed))
-        table.add_row(row.name, row.state, memory, load, link, does)
+            power = power_words(row.facts)
+        table.add_row(row.name, row.address, memory, load, power)
     return table
 
 
-def machines(rows: Sequence[NodeReport]) -> Table:
-    """What the machines are."""
-    table = Table("machine", "address", "system", *VERSIONS, "power", box=None)
+def installations(rows: Sequence[NodeReport]) -> Table:
+    """What the machines are, and what is installed there."""
+    table = Table("machine", "system", *VERSIONS, box=None)
     for row in rows:
-        versions = marked(row.versions, rows[0].versions)
-        system = power = ""
-        if row.facts:
-            system, power = system_words(row.facts), power_words(row.facts)
-        table.add_row(row.name, row.address, system, *versions, power)
+        system = system_words(row.facts) if row.facts else ""
+        table.add_row(row.name, system, *marked(row.versions, rows[0].versions))
     return table
 
 
@@ -177,9 +180,9 @@ def system_words(facts: HostFacts) -> str:
 
 
 def power_words(facts: HostFacts) -> str:
-    """Returns a Mac's settings of power and sleep; nothing for other systems."""
+    """Returns a Mac's settings of power and sleep, which only Macs tell."""
     if facts.mac is None:
-        return ""
+        return "-"
     if facts.mac.sleep in ("", "0"):
         words = "does not sleep"
     else:

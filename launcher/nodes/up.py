@@ -33,7 +33,7 @@ def up(command: Sequence[str], names: Sequence[str], shown: Sequence[str]) -> in
     launches shows other words. Returns the exit code. Raises BrigadeError."""
     os.environ.update(client.neighbours())
     program_flags = check_words(command, None)
-    nodes = members(names, input if os.isatty(0) else None)
+    nodes = members(names, ask_at_terminal if os.isatty(0) else None)
     here = nodes[0].name
     leave_out = may_go_on((here, *names))
     with connected(
@@ -44,7 +44,7 @@ def up(command: Sequence[str], names: Sequence[str], shown: Sequence[str]) -> in
         check_before(facts, environment)
         check_words(command, len(connections))
         note_rdma(facts)
-        measured = measure(connections)
+        measured = measure(connections, {node.name: node.addresses for node in nodes})
         order = place(connections, measured, program_flags.num_shards)
         hosts = [each.host for each in connections]
         networks = [measured.networks[host] for host in order]
@@ -99,6 +99,13 @@ def _offer_pairing(node: Node, ask: Ask | None, *, is_named: bool) -> None:
     _note(what)
 
 
+def ask_at_terminal(question: str) -> str:
+    try:
+        return input(question)
+    except EOFError:
+        return ""
+
+
 def pair_by_asking(node: Node, ask: Ask) -> bool:
     """Asks for the code of a node until it is right. Returns false if none is entered."""
     while code := ask(f"Code that {node.name} shows (Enter leaves it out): ").strip():
@@ -112,7 +119,7 @@ def pair_by_asking(node: Node, ask: Ask) -> bool:
 
 
 def hosts_of(nodes: Sequence[Node]) -> list[Host]:
-    return [Host(at, node.name, node.addresses, has_rank=False) for at, node in enumerate(nodes)]
+    return [Host(at, node.name, (), has_rank=False) for at, node in enumerate(nodes)]
 
 
 def may_go_on(needed: Sequence[str]) -> Callable[[HostError], bool]:

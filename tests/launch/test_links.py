@@ -83,7 +83,7 @@ def test_every_host_gets_one_rank_and_this_machine_rank_0(num_hosts: int, random
 
 def test_routes_are_those_of_the_ranks_in_their_new_order() -> None:
     links = {(0, 1): link(CABLE, "10.0.0.2"), (2, 0): link(WIFI, "10.0.0.1")}
-    measured = Measured([network()] * 3, links)
+    measured = Measured([network()] * 3, [()] * 3, links)
     routes = measured.routes([0, 2, 1])
     assert {pair: route.ips for pair, route in routes.items()} == {
         (0, 2): ("10.0.0.2",),
