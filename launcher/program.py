@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
 from launcher.process import Start
 from launcher.record import recorded
@@ -49,6 +50,27 @@ def check_words(words: Sequence[str], num_ranks: int | None, rank: int = 0) -> P
         config.replan,
         config.num_shards or 1,
     )
+
+
+def model_folder(words: Sequence[str]) -> Path | None:
+    """Returns the model's folder that a command `serve` names, or None for a model on the hub.
+    Raises UsageError."""
+    config = parse(ServeConfig, words[1:], "brigade serve", "")
+    return None if config.hub_id else config.model.resolve()
+
+
+def with_published_model(words: Sequence[str]) -> list[str]:
+    """Returns a command `serve` that means the same on all hosts of a group: the model's folder
+    becomes an entry of this host's cache, which the others read like a repository. Raises
+    BrigadeError."""
+    config = parse(ServeConfig, words[1:], "brigade serve", "")
+    # Imported here, because most launches do not need it.
+    from serve.hub.folders import publish
+
+    repo, commit = publish(config.model, config.cache_dir)
+    # Of a flag that is given twice, the second value counts.
+    model = ["--model", repo, "--revision", commit]
+    return [*words, *model, "--served-model-name", config.model_name]
 
 
 def supervise(

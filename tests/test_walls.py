@@ -59,7 +59,7 @@ WALLS = {
     "launcher": ["launcher", "serve.client", "serve.core"],
     "launcher.nodes.weights": ["launcher", "serve.hub", "serve.core"],
     "launcher.cli": ["launcher", "serve.client", "serve.core", "serve.cli", "serve.selftest"],
-    "launcher.program": ["launcher", "serve.core", "serve.cli"],
+    "launcher.program": ["launcher", "serve.core", "serve.cli", "serve.hub.folders"],
 }
 
 OWNERS = {

@@ -1,5 +1,6 @@
 """`brigade up`: serves a model on the machines of a group."""
 
+import functools
 import json
 import os
 import shlex
@@ -17,8 +18,15 @@ from launcher.links import Measured, measure, place
 from launcher.nodes import client
 from launcher.nodes.access import NodeAccess
 from launcher.nodes.client import Node
-from launcher.program import check_words, supervise
-from launcher.remote import HostError, check_routes, connected, on_each, remote_ranks
+from launcher.program import check_words, model_folder, supervise, with_published_model
+from launcher.remote import (
+    AgentConnection,
+    HostError,
+    check_routes,
+    connected,
+    on_each,
+    remote_ranks,
+)
 from launcher.routes import needed_pairs
 from launcher.supervisor import event_line, write_line
 from serve.core.agent_messages import HopSpeed, HostFacts
@@ -42,7 +50,7 @@ def up(command: Sequence[str], names: Sequence[str], shown: Sequence[str]) -> in
         environment = {**forwarded(os.environ), LAUNCHER: here}
         facts = [facts for facts, _ in on_each(connections, query_host)]
         check_before(facts, environment)
-        check_words(command, len(connections))
+        program = with_reachable_model(command, connections)
         note_rdma(facts)
         measured = measure(connections, {node.name: node.addresses for node in nodes})
         order = place(connections, measured, program_flags.num_shards)
@@ -54,8 +62,26 @@ def up(command: Sequence[str], names: Sequence[str], shown: Sequence[str]) -> in
         log_warnings(check_kinds(hosts, routes, needed))
         show_choice(facts, measured, order)
         drain_seconds = program_flags.drain_seconds
-        ranks = remote_ranks(connections, routes, rank_words(command), environment, drain_seconds)
+        ranks = remote_ranks(connections, routes, rank_words(program), environment, drain_seconds)
         return supervise(command, [host.ssh for host in hosts], ranks, program_flags, shown)
+
+
+def with_reachable_model(
+    command: Sequence[str],
+    connections: Sequence[AgentConnection],
+) -> Sequence[str]:
+    """Returns a command whose model all ranks can read: a folder that not all machines have is
+    published by this one. Raises BrigadeError."""
+    folder = model_folder(command)
+    if folder is None:
+        return command
+    check_words(command, len(connections))
+    query = functools.partial(query_host, model=folder)
+    models = [facts.model for facts, _ in on_each(connections, query)]
+    if all(model == models[0] for model in models):
+        return [*command, "--model", str(folder)]  # Other machines work in other folders.
+    _note(f"not all machines have {folder}: they read it from this one")
+    return with_published_model(command)
 
 
 def members(names: Sequence[str], ask: Ask | None) -> list[Node]:

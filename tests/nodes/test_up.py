@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,10 +37,10 @@ def fresh(name: str) -> str:
 class Up:
     """A running `brigade up`."""
 
-    def __init__(self, node: RunningNode, folder: Path, *words: str) -> None:
+    def __init__(self, node: RunningNode, folder: Path, model: Path, *words: str) -> None:
         (self.port,) = free_ports(1)
         self._log = folder / f"up-{self.port}.log"
-        command = ["up", str(TINY_CHAT), "--port", str(self.port), *words]
+        command = ["up", str(model), "--port", str(self.port), *words]
         with self._log.open("wb") as output:
             self.process = subprocess.Popen(
                 [*node.before, sys.executable, "-m", "launcher.cli", *command],
@@ -61,12 +62,12 @@ class Up:
     def ready(self) -> "Up":
         return self.see("Ready on ")
 
-    def answer(self) -> str:
+    def answer(self, model: str = "tiny-chat") -> str:
         """Returns an answer, as soon as the server gives one."""
         url = f"http://127.0.0.1:{self.port}"
         wait_until(lambda: httpx2.get(f"{url}/ready", timeout=60).status_code == 200)
         body = {
-            "model": "tiny-chat",
+            "model": model,
             "messages": [{"role": "user", "content": "hi"}],
             "max_tokens": 8,
         }
@@ -83,8 +84,13 @@ class Up:
 
 
 @contextmanager
-def up(node: RunningNode, folder: Path, *words: str) -> Iterator[Up]:
-    running = Up(node, folder, *words)
+def up(
+    node: RunningNode,
+    folder: Path,
+    *words: str,
+    model: Path = TINY_CHAT,
+) -> Iterator[Up]:
+    running = Up(node, folder, model, *words)
     try:
         yield running
     finally:
@@ -190,6 +196,26 @@ def test_machines_that_are_not_paired_or_away_are_named(tmp_path: Path) -> None:
                 assert refused.stderr.splitlines()[-1].startswith(f"brigade up: {two.name}")
             finally:
                 two.process.send_signal(signal.SIGCONT)
+
+
+def test_a_model_that_only_this_machine_has_is_read_by_all(tmp_path: Path) -> None:
+    model = tmp_path / "own-model"
+    shutil.copytree(TINY_CHAT, model)
+    # The other machine sees an empty folder.
+    hide = f'mount -t tmpfs none {model} && exec "$@"'
+    with ExitStack() as stack:
+        home = f"HF_HOME={tmp_path}/home"
+        one = stack.enter_context(running_node(fresh("one"), tmp_path, before=["env", f"{home}-1"]))
+        joins = ["--join", f"127.0.0.1:{one.port}"]
+        before = ["unshare", "-m", "sh", "-c", hide, "sh", "env", f"{home}-2"]
+        two = stack.enter_context(running_node(fresh("two"), tmp_path, joins, before))
+        one.pair(two)
+        with up(one, tmp_path, model=model) as running:
+            running.ready()
+            assert f"not all machines have {model}: they read it from this one" in running.text
+            assert running.answer("own-model")
+        fetched = list((tmp_path / "home-2").rglob("*.safetensors"))
+        assert fetched, "the other machine has fetched its layers"
 
 
 @pytest.mark.parametrize(
