@@ -140,8 +140,9 @@ class Holdings:
         folder = self._cache / folder_name(snapshot.repo) / snapshot.commit
         path = folder / name
         is_partial = path.suffix == ".safetensors" and not path.is_symlink()
-        whole = cached_whole(snapshot, name, self._hub_cache) if is_partial else path
-        if not is_partial and not path.exists():
+        if path.exists() and not is_partial:
+            whole: Path | None = path
+        else:
             whole = cached_whole(snapshot, name, self._hub_cache)
         if whole:
             found = self._digests_of(whole.resolve(), file, wait_seconds)
@@ -179,7 +180,7 @@ class Holdings:
             found = future.result(seconds)
         except TimeoutError as error:
             raise BusyError from error
-        except OSError:
+        except (OSError, ModelError):
             found = None
         with self._lock:
             self._running.pop(path, None)
