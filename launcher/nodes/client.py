@@ -7,16 +7,16 @@ from typing import Any, Literal, TypeVar
 
 from launcher.command import HOST, NEIGHBOURS
 from launcher.nodes.door import STRANGER
-from launcher.nodes.group import Group, node_folder, public, since_now
-from launcher.nodes.link import Place, connect, conversation, host_key
+from launcher.nodes.group import NodeFiles, node_folder, public, since_now
+from launcher.nodes.link import NodePlace, connect, conversation, host_key
 from launcher.nodes.messages import (
     Code,
     Exchange,
-    Hello,
     ListSeen,
     Machine,
     Machines,
     NodeError,
+    NodeHello,
     NodeMessage,
     PairingStart,
     SeenList,
@@ -50,8 +50,8 @@ class Node:
     version: str
 
     @property
-    def place(self) -> Place:
-        return Place(self.name, self.addresses, self.port, self.key)
+    def place(self) -> NodePlace:
+        return NodePlace(self.name, self.addresses, self.port, self.key)
 
 
 def known_nodes() -> list[Node]:
@@ -96,7 +96,7 @@ def forget(node: Node) -> None:
     """Revokes a node's key on this machine, and on all others of the group. Raises ClusterError."""
     if node.state not in ("paired", "away"):
         raise ClusterError(f"{node.name} is not paired: there is nothing to forget.")
-    since = since_now(Group(node_folder()).machines(), node.key)
+    since = since_now(NodeFiles(node_folder()).machines(), node.key)
     revoked = Machine(node.key, node.name, since, is_revoked=True)
     _run(_ask(_own_place(), Exchange([revoked]), Machines))
 
@@ -113,19 +113,19 @@ def _run(work: Coroutine[Any, Any, Result]) -> Result:
         raise ClusterError(f"{error}.") from error
 
 
-def _own_place() -> Place:
+def _own_place() -> NodePlace:
     folder = node_folder()
     port = own_node(folder).port
-    return Place("this machine's node", (HOST,), port, public(Group(folder).own_key()))
+    return NodePlace("this machine's node", (HOST,), port, public(NodeFiles(folder).own_key()))
 
 
 async def _ask(
-    place: Place,
+    place: NodePlace,
     question: NodeMessage,
     expected: type[Answer],
     seconds: float = 10.0,
 ) -> Answer:
-    connection = await connect(place, Group(node_folder()))
+    connection = await connect(place, NodeFiles(node_folder()))
     async with connection, conversation(connection, "node") as talk:
         answer: Answer = await talk.ask(question, expected, seconds)
     return answer  # noqa: RET504 (mypy cannot see that `async with` hides no error)
@@ -133,9 +133,9 @@ async def _ask(
 
 async def _known_nodes() -> list[Node]:
     place = _own_place()
-    connection = await connect(place, Group(node_folder()))
+    connection = await connect(place, NodeFiles(node_folder()))
     async with connection, conversation(connection, "node") as talk:
-        own = await talk.ask(Hello("-", __version__, 0), Hello)
+        own = await talk.ask(NodeHello("-", __version__, 0), NodeHello)
         machines = (await talk.ask(Exchange([]), Machines)).machines
         seen = (await talk.ask(ListSeen(), SeenList)).nodes
     here = Node(own.name, place.key, (HOST,), own.port, "here", own.version)
@@ -167,13 +167,13 @@ def _sorted(machines: list[Machine], seen: list[SeenNode]) -> list[Node]:
 
 async def _pair(node: Node, code: str) -> None:
     own = _own_place()
-    group = Group(node_folder())
-    place = Place(node.name, node.addresses, node.port, node.key)
-    own_key = public(group.own_key())
-    connection = await connect(place, group, STRANGER)
+    files = NodeFiles(node_folder())
+    place = NodePlace(node.name, node.addresses, node.port, node.key)
+    own_key = public(files.own_key())
+    connection = await connect(place, files, STRANGER)
     async with connection, conversation(connection, "pair") as talk:
         their_key = host_key(connection)
-        own_name = (await _ask(own, Hello("-", __version__, 0), Hello)).name
+        own_name = (await _ask(own, NodeHello("-", __version__, 0), NodeHello)).name
 
         def start(element: bytes) -> PairingStart:
             return PairingStart(own_name, own.port, element)
@@ -183,6 +183,6 @@ async def _pair(node: Node, code: str) -> None:
         except NodeError as error:
             raise NodeError(f"{node.name}: {error}") from error
         address = str(connection.get_extra_info("peername")[0])
-    since = since_now(group.machines(), their_key)
+    since = since_now(files.machines(), their_key)
     machine = Machine(their_key, name, since, addresses=[address], port=node.port)
     await _ask(own, Exchange([machine]), Machines)

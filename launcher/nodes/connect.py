@@ -10,9 +10,10 @@ import asyncssh
 
 from launcher.nodes.client import node_named
 from launcher.nodes.door import PACKET_BYTES, WINDOW_BYTES
-from launcher.nodes.group import Group, node_folder
+from launcher.nodes.group import NodeFiles, node_folder
 from launcher.nodes.link import connect
 from launcher.nodes.messages import NodeError
+from launcher.supervisor import write_line
 from serve.core.errors import BrigadeError
 
 
@@ -20,7 +21,7 @@ async def run(name: str, service: str) -> int:
     """Returns 0 if the service has ended, and 1 if the connection was lost. Raises BrigadeError,
     NodeError."""
     node = await asyncio.to_thread(node_named, name)
-    connection = await connect(node.place, Group(node_folder()))
+    connection = await connect(node.place, NodeFiles(node_folder()))
     async with connection:
         process = await connection.create_process(
             service,
@@ -40,9 +41,9 @@ def main() -> int:
     try:
         return asyncio.run(run(name, " ".join(service)))
     except (BrigadeError, NodeError) as error:
-        print(f"{error}", file=sys.stderr)
+        write_line(f"{error}")
     except (asyncssh.Error, OSError) as error:
-        print(f"{name}: the connection was lost ({error})", file=sys.stderr)
+        write_line(f"{name}: the connection was lost ({error})")
     return 1
 
 

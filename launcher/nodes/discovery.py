@@ -24,7 +24,7 @@ from launcher.nodes.messages import Machine, SeenNode
 
 SERVICE = "_brigade._tcp.local."
 LOOK_SECONDS = 10.0  # how often the addresses of this machine are compared with the announced ones
-HELLO_SECONDS = 150.0  # how long a node counts as there after its last Hello
+HELLO_SECONDS = 150.0  # how long a node counts as there after its last NodeHello
 _ANSWER_MS = 3000
 _MAX_SEEN = 256
 _logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Seen:
             self._announced[service] = node
 
     def greeted(self, node: SeenNode) -> None:
-        """Notes a node that has said Hello itself. Its key is proved."""
+        """Notes a node that has said NodeHello itself. Its key is proved."""
         self._forget_old()
         if node.key in self._greeted or len(self._greeted) < _MAX_SEEN:
             self._greeted[node.key] = (time.monotonic(), node)

@@ -19,7 +19,7 @@ from typing import Any
 
 import asyncssh
 
-from launcher.nodes.group import Group, public
+from launcher.nodes.group import NodeFiles, public
 from serve.core.errors import BrigadeError
 
 MEMBER = "member"
@@ -60,7 +60,7 @@ class Services:
 class Visitor(asyncssh.SSHServer):
     """One connection to the node. key is the public key that the visitor has proved to hold."""
 
-    group: Group
+    files: NodeFiles
     services: Services
     connections: Connections
     key: str = ""
@@ -103,8 +103,8 @@ class Visitor(asyncssh.SSHServer):
         return username == STRANGER or (username == MEMBER and self.may_be_member())
 
     def may_be_member(self) -> bool:
-        members = {machine.key for machine in self.group.members()}
-        return self.key in members or self.key == public(self.group.own_key())
+        members = {machine.key for machine in self.files.members()}
+        return self.key in members or self.key == public(self.files.own_key())
 
     def auth_completed(self) -> None:
         self.is_member = self._connection.get_extra_info("username") == MEMBER
@@ -142,7 +142,7 @@ async def serve_process(process: Process) -> None:
 
 
 async def listen(
-    group: Group,
+    files: NodeFiles,
     services: Services,
     port: int,
     connections: Connections,
@@ -151,8 +151,8 @@ async def listen(
     return await asyncssh.listen(
         "0.0.0.0",
         port,
-        server_factory=lambda: Visitor(group, services, connections),
-        server_host_keys=[group.own_key()],
+        server_factory=lambda: Visitor(files, services, connections),
+        server_host_keys=[files.own_key()],
         process_factory=serve_process,
         encoding=None,
         allow_pty=False,

@@ -47,7 +47,7 @@ def public(key: asyncssh.SSHKey) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class NodeFiles:
     """The files of this machine's node."""
 
     folder: Path

@@ -15,7 +15,7 @@ from launcher.nodes.door import (
     PACKET_BYTES,
     WINDOW_BYTES,
 )
-from launcher.nodes.group import Group, public
+from launcher.nodes.group import NodeFiles, public
 from launcher.nodes.messages import Conversation, FromNode, NodeError
 
 CONNECT_SECONDS = 10.0
@@ -24,7 +24,7 @@ _STAGGER_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NodePlace:
     """Where a node may be: its addresses, best first, and its port. Its key must be this one; ""
     accepts any key, which only a pairing may do."""
 
@@ -35,15 +35,15 @@ class Place:
 
 
 async def connect(
-    place: Place,
-    group: Group,
+    place: NodePlace,
+    files: NodeFiles,
     user: str = MEMBER,
 ) -> asyncssh.SSHClientConnection:
     """Tries all addresses, each a moment after the one before, and returns the first connection.
     Raises NodeError."""
     if not place.addresses:
         raise NodeError(f"{place.name}: no address is known: run `brigade node` there")
-    key = group.own_key()
+    key = files.own_key()
     tries = [
         asyncio.create_task(_connect(place, address, key, user, number * _STAGGER_SECONDS))
         for number, address in enumerate(place.addresses)
@@ -84,7 +84,7 @@ async def _end(tries: Sequence[asyncio.Task[asyncssh.SSHClientConnection]]) -> N
 
 
 async def _connect(
-    place: Place,
+    place: NodePlace,
     address: str,
     key: asyncssh.SSHKey,
     user: str,

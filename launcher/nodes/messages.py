@@ -36,8 +36,8 @@ class SeenNode(msgspec.Struct, frozen=True):
     port: int
 
 
-class Hello(NodeMessage, frozen=True):
-    """A node tells another one, which may be a stranger, that it is here. The answer is Hello."""
+class NodeHello(NodeMessage, frozen=True):
+    """A node tells another one, or a stranger, that it is here. The answer is NodeHello."""
 
     name: str
     version: str
@@ -66,7 +66,7 @@ class PairingProof(NodeMessage, frozen=True):
     proof: bytes
 
 
-class Refused(NodeMessage, frozen=True):
+class Refusal(NodeMessage, frozen=True):
     """A node says why it does not do what it was asked."""
 
     reason: str
@@ -111,10 +111,10 @@ class Stopped(NodeMessage, frozen=True):
 
 
 ToNode: TypeAlias = (
-    Hello | PairingStart | PairingProof | Exchange | ListSeen | ShowCode | StopLaunch
+    NodeHello | PairingStart | PairingProof | Exchange | ListSeen | ShowCode | StopLaunch
 )
 FromNode: TypeAlias = (
-    Hello | PairingReply | PairingProof | Refused | Machines | SeenList | Code | Stopped
+    NodeHello | PairingReply | PairingProof | Refusal | Machines | SeenList | Code | Stopped
 )
 Received = TypeVar("Received", bound=NodeMessage)
 
@@ -143,7 +143,7 @@ class Conversation:
     async def hear(self, expected: type[Received], seconds: float) -> Received:
         """Returns the next message, which must have this type."""
         message = await self.hear_any(seconds)
-        if isinstance(message, Refused):
+        if isinstance(message, Refusal):
             raise NodeError(message.reason)
         if not isinstance(message, expected):
             raise NodeError(f"it sent {type(message).__name__} instead of {expected.__name__}")

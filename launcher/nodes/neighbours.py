@@ -12,28 +12,28 @@ import asyncssh
 
 from launcher.command import NEIGHBOURS
 from launcher.nodes.door import PACKET_BYTES, WEIGHTS, WINDOW_BYTES, bridge
-from launcher.nodes.group import Group
-from launcher.nodes.link import Place, connect
+from launcher.nodes.group import NodeFiles
+from launcher.nodes.link import NodePlace, connect
 from launcher.nodes.messages import NodeError
 
 _logger = logging.getLogger(__name__)
 _BUFFER_BYTES = 4 << 20
 
 
-class Neighbours:
+class NeighbourSockets:
     """The sockets of one folder. A connection to a machine is made when a rank first asks it, and
     kept for later ones."""
 
-    def __init__(self, folder: Path, group: Group) -> None:
+    def __init__(self, folder: Path, files: NodeFiles) -> None:
         self._folder = folder
-        self._group = group
-        self._sockets: dict[Place, tuple[Path, asyncio.Server]] = {}
-        self._connections: dict[Place, asyncssh.SSHClientConnection] = {}
-        self._locks: dict[Place, asyncio.Lock] = {}
+        self._files = files
+        self._sockets: dict[NodePlace, tuple[Path, asyncio.Server]] = {}
+        self._connections: dict[NodePlace, asyncssh.SSHClientConnection] = {}
+        self._locks: dict[NodePlace, asyncio.Lock] = {}
         self._num_made = 0
         self._refreshing = asyncio.Lock()
 
-    async def __aenter__(self) -> "Neighbours":
+    async def __aenter__(self) -> "NeighbourSockets":
         self._folder.mkdir(0o700)
         return self
 
@@ -49,7 +49,7 @@ class Neighbours:
         """Returns the variables that tell ranks of this machine where the sockets are."""
         return {NEIGHBOURS: str(self._folder)}
 
-    async def refresh(self, places: Sequence[Place]) -> None:
+    async def refresh(self, places: Sequence[NodePlace]) -> None:
         """Makes a socket for each new place, and removes those of places that are gone."""
         async with self._refreshing:
             for place in set(self._sockets) - set(places):
@@ -62,7 +62,7 @@ class Neighbours:
                 if place not in self._sockets:
                     self._sockets[place] = await self._listen(place)
 
-    async def _listen(self, place: Place) -> tuple[Path, asyncio.Server]:
+    async def _listen(self, place: NodePlace) -> tuple[Path, asyncio.Server]:
         # A short name: on macOS the path of a socket has at most 103 characters.
         self._num_made += 1
         path = self._folder / f"{self._num_made}.sock"
@@ -81,12 +81,12 @@ class Neighbours:
         return path, await asyncio.start_unix_server(serve, path, limit=_BUFFER_BYTES)
 
     async def _open(
-        self, place: Place
+        self, place: NodePlace
     ) -> tuple[asyncssh.SSHReader[bytes], asyncssh.SSHWriter[bytes]]:
         async with self._locks.setdefault(place, asyncio.Lock()):
             connection = self._connections.get(place)
             if connection is None or connection.is_closed():
-                connection = await connect(place, self._group)
+                connection = await connect(place, self._files)
                 self._connections[place] = connection
         return await connection.open_connection(
             WEIGHTS, 80, encoding=None, window=WINDOW_BYTES, max_pktsize=PACKET_BYTES

@@ -30,19 +30,26 @@ from launcher.nodes.door import (
     listen,
     run_agent,
 )
-from launcher.nodes.group import MAX_NAME_CHARACTERS, Group, is_name, node_folder, public, since_now
-from launcher.nodes.link import Place, connect, conversation, host_key
+from launcher.nodes.group import (
+    MAX_NAME_CHARACTERS,
+    NodeFiles,
+    is_name,
+    node_folder,
+    public,
+    since_now,
+)
+from launcher.nodes.link import NodePlace, connect, conversation, host_key
 from launcher.nodes.messages import (
     Code,
     Conversation,
     Exchange,
-    Hello,
     ListSeen,
     Machine,
     Machines,
     NodeError,
+    NodeHello,
     PairingStart,
-    Refused,
+    Refusal,
     SeenList,
     SeenNode,
     ShowCode,
@@ -50,9 +57,10 @@ from launcher.nodes.messages import (
     Stopped,
     ToNode,
 )
-from launcher.nodes.neighbours import Neighbours
+from launcher.nodes.neighbours import NeighbourSockets
 from launcher.nodes.pairing import EXCHANGE_SECONDS, Codes, answer_pairing
 from launcher.nodes.serving import serving
+from launcher.supervisor import write_line
 from serve import __version__
 from serve.core.errors import BrigadeError, ClusterError, UsageError
 from serve.core.folder import own_folder
@@ -72,13 +80,13 @@ def default_name() -> str:
 
 
 @dataclass(eq=False)
-class Node:
+class NodeServer:
     """The running node of one user on one machine."""
 
-    group: Group
+    files: NodeFiles
     name: str
     port: int
-    neighbours: Neighbours
+    neighbours: NeighbourSockets
     weights_path: str
     seen: Seen = field(default_factory=Seen)
     codes: Codes = field(default_factory=Codes)
@@ -87,7 +95,7 @@ class Node:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.key = public(self.group.own_key())
+        self.key = public(self.files.own_key())
         self.had_agent = asyncio.Event()
 
     # --- services
@@ -101,15 +109,15 @@ class Node:
     async def _hello(self, visitor: Visitor, process: Process) -> None:
         talk = Conversation(process.stdin, process.stdout, ToNode)
         with suppress(NodeError):
-            hello = await talk.hear(Hello, EXCHANGE_SECONDS)
+            hello = await talk.hear(NodeHello, EXCHANGE_SECONDS)
             if is_name(hello.name) and is_name(hello.version) and 0 < hello.port < 65536:
                 self.seen.greeted(
                     SeenNode(visitor.key, hello.name, hello.version, [visitor.address], hello.port)
                 )
             talk.say(self._own_hello())
 
-    def _own_hello(self) -> Hello:
-        return Hello(self.name, __version__, self.port)
+    def _own_hello(self) -> NodeHello:
+        return NodeHello(self.name, __version__, self.port)
 
     async def _pair(self, visitor: Visitor, process: Process) -> None:
         talk = Conversation(process.stdin, process.stdout, ToNode)
@@ -117,7 +125,7 @@ class Node:
             start = await talk.hear(PairingStart, EXCHANGE_SECONDS)
             problem = self._objection(visitor, start)
             if problem:
-                talk.say(Refused(problem))
+                talk.say(Refusal(problem))
                 return
             keys = self.key, visitor.key
             is_right = await answer_pairing(talk, self.codes, start, self.name, *keys)
@@ -126,10 +134,10 @@ class Node:
             return
         if is_right:
             address = [visitor.address]
-            since = since_now(self.group.machines(), visitor.key)
+            since = since_now(self.files.machines(), visitor.key)
             new = Machine(visitor.key, start.name, since, addresses=address, port=start.port)
             self.exchange([new], visitor.key)
-            print(f"Paired with {start.name}.", flush=True)
+            write_line(f"Paired with {start.name}.")
         else:
             _logger.warning("event=wrong_code address=%s", visitor.address)
         self.show_code()
@@ -137,7 +145,7 @@ class Node:
     def _objection(self, visitor: Visitor, start: PairingStart) -> str:
         if not is_name(start.name) or not 0 <= start.port < 65536:
             return "its name or port cannot be used"
-        others = [each for each in self.group.members() if each.key != visitor.key]
+        others = [each for each in self.files.members() if each.key != visitor.key]
         if start.name in [self.name, *(each.name for each in others)]:
             return (
                 f"the group has another machine with the name {start.name}: start the node there "
@@ -147,8 +155,8 @@ class Node:
 
     def show_code(self) -> None:
         """Shows the code at a terminal. A log must not hold it: `brigade node --code` tells it."""
-        if sys.stdout.isatty():
-            print(f"Code for pairing: {self.codes.code}", flush=True)
+        if sys.stderr.isatty():
+            write_line(f"Code for pairing: {self.codes.code}")
 
     async def _agent(self, _: Visitor, process: Process) -> None:
         task = asyncio.current_task()
@@ -177,16 +185,16 @@ class Node:
             try:
                 talk.say(await self._answer(visitor, message))
             except BrigadeError as error:
-                talk.say(Refused(str(error).rstrip(".")))
+                talk.say(Refusal(str(error).rstrip(".")))
 
     async def _answer(self, visitor: Visitor, message: Any) -> Any:
         is_own = visitor.key == self.key
         match message:
-            case Hello():
+            case NodeHello():
                 return self._own_hello()
             case Exchange(machines):
                 self.exchange(machines, visitor.key)
-                return Machines(self.group.machines())
+                return Machines(self.files.machines())
             case ListSeen() if is_own:
                 return SeenList(self.seen.nodes())
             case ShowCode() if is_own:
@@ -194,11 +202,11 @@ class Node:
             case StopLaunch():
                 return Stopped(await asyncio.to_thread(stop_launches))
             case _:
-                return Refused(f"this node does not answer {type(message).__name__} to you")
+                return Refusal(f"this node does not answer {type(message).__name__} to you")
 
     def exchange(self, machines: list[Machine], sender: str = "") -> None:
         """Merges a list of machines into this one's, and tells the others if it has changed."""
-        if not self.group.merge(each for each in machines if each.key != self.key):
+        if not self.files.merge(each for each in machines if each.key != self.key):
             return
         for visitor in list(self.visitors):
             if visitor.is_member and not visitor.may_be_member():
@@ -213,18 +221,20 @@ class Node:
 
     # --- other nodes
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[NodePlace]:
         """Returns where the other machines of the group may be: where they have announced
         themselves, then where they were seen before."""
         seen = {node.key: node for node in self.seen.nodes()}
         found = []
-        for machine in self.group.members():
+        for machine in self.files.members():
             addresses = list(machine.addresses)
             port = machine.port
             if node := seen.get(machine.key):
                 addresses = [*node.addresses, *addresses]
                 port = node.port
-            found.append(Place(machine.name, tuple(dict.fromkeys(addresses)), port, machine.key))
+            found.append(
+                NodePlace(machine.name, tuple(dict.fromkeys(addresses)), port, machine.key)
+            )
         return found
 
     async def _spread(self, sender: str) -> None:
@@ -236,22 +246,22 @@ class Node:
             elif isinstance(told, BaseException):
                 raise told
 
-    async def _tell(self, place: Place) -> None:
-        connection = await connect(place, self.group)
+    async def _tell(self, place: NodePlace) -> None:
+        connection = await connect(place, self.files)
         async with connection, conversation(connection, "node") as talk:
-            answer = await talk.ask(Exchange(self.group.machines()), Machines)
+            answer = await talk.ask(Exchange(self.files.machines()), Machines)
             self.exchange(answer.machines, place.key)
 
     async def join(self, host: str, port: int) -> None:
-        """Says Hello to a node again and again, because neither hears the other's multicast."""
-        place = Place(host, (host,), port, "")
+        """Says NodeHello to a node again and again, because neither hears the other's multicast."""
+        place = NodePlace(host, (host,), port, "")
         before = ""
         while True:
             problem = ""
             try:
-                connection = await connect(place, self.group, STRANGER)
+                connection = await connect(place, self.files, STRANGER)
                 async with connection, conversation(connection, "hello") as talk:
-                    hello = await talk.ask(self._own_hello(), Hello)
+                    hello = await talk.ask(self._own_hello(), NodeHello)
                     key = host_key(connection)
                     self.seen.greeted(SeenNode(key, hello.name, hello.version, [host], hello.port))
             except NodeError as error:
@@ -371,16 +381,16 @@ def _joined(text: str | None) -> tuple[str, int] | None:
 
 async def _run(name: str, port: int, joined: tuple[str, int] | None, *, once: bool) -> None:
     folder = node_folder()
-    group = Group(folder)
+    files = NodeFiles(folder)
     async with AsyncExitStack() as stack:
         sockets = Path(stack.enter_context(own_folder()))
         weights_path = str(sockets / "weights")
         await stack.enter_async_context(serving(weights.app(), weights_path))
-        neighbours = Neighbours(sockets / "neighbours", group)
+        neighbours = NeighbourSockets(sockets / "neighbours", files)
         await stack.enter_async_context(neighbours)
-        node = Node(group, name, port, neighbours, weights_path)
+        node = NodeServer(files, name, port, neighbours, weights_path)
         try:
-            door = await listen(group, node.services, port, node.visitors)
+            door = await listen(files, node.services, port, node.visitors)
         except OSError as error:
             raise ClusterError(
                 f"port {port} cannot be used ({error.strerror}): choose another --port."
@@ -391,6 +401,6 @@ async def _run(name: str, port: int, joined: tuple[str, int] | None, *, once: bo
         running = Running(node.port, str(sockets / "neighbours"))
         stack.enter_context(only_node(folder, running))
         await neighbours.refresh(node.places())
-        print(f"Node {name} listens on port {node.port}.", flush=True)
+        write_line(f"Node {name} listens on port {node.port}.")
         node.show_code()
         await node.run(joined, once=once)

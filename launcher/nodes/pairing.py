@@ -20,7 +20,7 @@ from launcher.nodes.messages import (
     PairingProof,
     PairingReply,
     PairingStart,
-    Refused,
+    Refusal,
 )
 
 EXCHANGE_SECONDS = 5.0
@@ -89,7 +89,7 @@ async def answer_pairing(
     one pairing runs at a time: parallel ones would each get a try before the pause."""
     pause = codes.pause_seconds()
     if codes.is_busy or pause:
-        conversation.say(Refused(f"no pairing now: try again in {max(1, math.ceil(pause))} s"))
+        conversation.say(Refusal(f"no pairing now: try again in {max(1, math.ceil(pause))} s"))
         return False
     codes.is_busy = True
     is_right = False
@@ -110,7 +110,7 @@ async def answer_pairing(
     if is_right:
         conversation.say(PairingProof(_proof(shared, b"the node")))
     else:
-        conversation.say(Refused(_WRONG_CODE))
+        conversation.say(Refusal(_WRONG_CODE))
     return is_right
 
 

@@ -195,7 +195,7 @@ def test_a_stranger_learns_name_and_version_only(node: RunningNode) -> None:
     async def test() -> None:
         async with stranger(node) as connection:
             process = await connection.create_process("hello", encoding=None)
-            process.stdin.write(b'{"type":"Hello","name":"x","version":"1","port":1}\n')
+            process.stdin.write(b'{"type":"NodeHello","name":"x","version":"1","port":1}\n')
             answer = (await process.stdout.readline()).decode()
             assert set(json.loads(answer)) == {"type", "name", "version", "port"}
 
@@ -246,7 +246,7 @@ def test_a_stranger_is_sent_away_after_a_while(
 ) -> None:
     """Run in this process, where the time is short."""
     from launcher.nodes.door import Services, listen
-    from launcher.nodes.group import Group
+    from launcher.nodes.group import NodeFiles
 
     monkeypatch.setattr(door, "STRANGER_SECONDS", 0.3)
 
@@ -254,9 +254,9 @@ def test_a_stranger_is_sent_away_after_a_while(
         raise AssertionError("nothing was asked for")
 
     async def test() -> None:
-        group = Group(tmp_path)
+        files = NodeFiles(tmp_path)
         visitors: set[Any] = set()
-        server = await listen(group, Services({}, {}, none), 0, visitors)
+        server = await listen(files, Services({}, {}, none), 0, visitors)
         connection = await asyncssh.connect(
             HOST,
             server.get_port(),

@@ -6,7 +6,7 @@ from pathlib import Path
 import asyncssh
 import pytest
 
-from launcher.nodes.group import Group, is_name, merged, public, since_now
+from launcher.nodes.group import NodeFiles, is_name, merged, public, since_now
 from launcher.nodes.messages import Machine
 from serve.core.errors import ClusterError
 
@@ -61,11 +61,11 @@ def test_the_list_of_machines_is_bounded() -> None:
 def test_a_list_that_cannot_be_read_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "machines.json").write_text("{")
     with pytest.raises(ClusterError, match="delete it"):
-        Group(tmp_path).members()
+        NodeFiles(tmp_path).members()
     (tmp_path / "key").write_text("no key")
     (tmp_path / "key").chmod(0o600)
     with pytest.raises(ClusterError, match="delete it"):
-        Group(tmp_path).own_key()
+        NodeFiles(tmp_path).own_key()
 
 
 @pytest.mark.parametrize("name", ["studio-1", "m.local", "Büro_2"])

@@ -15,7 +15,7 @@ from launcher.nodes.messages import (
     PairingProof,
     PairingReply,
     PairingStart,
-    Refused,
+    Refusal,
     ToNode,
 )
 from launcher.nodes.pairing import MAX_PAUSE_SECONDS, Codes, answer_pairing, pair
@@ -247,7 +247,7 @@ def test_lines_that_are_no_messages_are_refused() -> None:
 def test_a_refusal_is_shown_as_the_node_words_it() -> None:
     async def test(_: Machines) -> None:
         client, node = conversations()
-        node.say(Refused("not today"))
+        node.say(Refusal("not today"))
         with pytest.raises(NodeError, match="not today"):
             await client.hear(PairingReply, 5.0)
 
