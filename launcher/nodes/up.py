@@ -39,8 +39,9 @@ Ask = Callable[[str], str]
 def up(command: Sequence[str], names: Sequence[str], shown: Sequence[str]) -> int:
     """Serves on the machines with these names, or on all. command begins with `serve`; the list of
     launches shows other words. Returns the exit code. Raises BrigadeError."""
-    os.environ.update(client.neighbours())
     program_flags = check_words(command, None)
+    # The model is checked here, too, and another machine may be the only one that has it.
+    os.environ.update(client.neighbours())
     nodes = members(names, ask_at_terminal if os.isatty(0) else None)
     here = nodes[0].name
     leave_out = may_go_on((here, *names))
@@ -72,10 +73,10 @@ def with_reachable_model(
 ) -> Sequence[str]:
     """Returns a command whose model all ranks can read: a folder that not all machines have is
     published by this one. Raises BrigadeError."""
+    check_words(command, len(connections))
     folder = model_folder(command)
     if folder is None:
         return command
-    check_words(command, len(connections))
     query = functools.partial(query_host, model=folder)
     models = [facts.model for facts, _ in on_each(connections, query)]
     if all(model == models[0] for model in models):
