@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 
+from launcher.access import HostAccess
 from launcher.checks import check_kinds
 from launcher.command import HOST, PROGRAMS, check_variable, forwarded, rank_words
 from launcher.demo import DEFAULT_MODEL, Demo
@@ -39,7 +40,7 @@ _catch_ctrl_c()
 # The errors of a failed write to standard output.
 UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
-LAUNCH_USAGE = """brigade launch (-n N | --hostfile F) [options] [--] serve …
+LAUNCH_USAGE = """brigade launch (-n N | --nodes all | --hostfile F) [options] [--] serve …
        brigade launch --status | --stop [PID]"""
 UP_USAGE = "brigade up MODEL [--nodes NAME,NAME] [flags of `brigade serve`]"
 
@@ -48,6 +49,11 @@ UP_USAGE = "brigade up MODEL [--nodes NAME,NAME] [flags of `brigade serve`]"
 class HostFlags:
     """The flags that say which hosts there are, and how to reach them."""
 
+    nodes: str | None = flag(
+        "machines of the group besides this one, or `all`, each with a rank",
+        None,
+        metavar="NAME,NAME",
+    )
     hostfile: Path | None = flag("JSON file with the hosts, one for each rank", None)
     python: str | None = flag(
         "path of the Python with mlx-brigade on the hosts (default: the path of this Python)",
@@ -61,11 +67,34 @@ class HostFlags:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        for name in ("hostfile", "python", "cwd", "ssh"):
+            if self.nodes and getattr(self, name):
+                raise UsageError(f"--{name} is not for --nodes: leave one of them out.")
 
     @property
-    def access(self) -> SshAccess:
+    def access(self) -> HostAccess:
+        if self.nodes:
+            # Imported here, because hosts reached by ssh do not need it.
+            from launcher.nodes.access import NodeAccess
+
+            return NodeAccess()
         ssh = shlex.split(self.ssh or "ssh")
         return SshAccess(tuple(ssh), self.python or sys.executable, self.cwd)
+
+    @property
+    def node_names(self) -> list[str]:
+        """The names after --nodes; none for `all`."""
+        return split_names(self.nodes or "") if self.nodes != "all" else []
+
+    def hosts(self) -> Sequence[Host]:
+        """Returns the hosts, or this machine alone. Raises BrigadeError."""
+        if self.nodes:
+            from launcher.nodes.up import hosts_of, members
+
+            return hosts_of(members(self.node_names, None))
+        if self.hostfile:
+            return _read(self.hostfile).hosts
+        return (Host(0, HOST, ()),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +121,10 @@ class LaunchFlags(HostFlags):
     )
 
     def __post_init__(self) -> None:
-        check_ranges(self)
-        where = (self.num_ranks, self.hostfile, self.status or None, self.stop)
+        HostFlags.__post_init__(self)
+        where = (self.num_ranks, self.nodes, self.hostfile, self.status or None, self.stop)
         if len(where) - where.count(None) != 1:
-            raise UsageError("give one of -n, --hostfile, --status and --stop.")
+            raise UsageError("give one of -n, --nodes, --hostfile, --status and --stop.")
         if self.num_ranks and (self.cwd or self.ssh):
             raise UsageError("--cwd and --ssh are for --hostfile: leave them out with -n.")
         for name in ("env", "cwd", "ssh", "python"):
@@ -210,13 +239,18 @@ def launch(words: Sequence[str]) -> int:
             raise UsageError("--status and --stop take no command: leave out `--` and the rest.")
         return show_launches() if flags.status else stop_launch(flags.stop)
     environment = dict(check_variable(word, "--env") for word in flags.env)
+    if flags.nodes:
+        from launcher.nodes.up import up as launch_on_nodes
+
+        return launch_on_nodes(command, flags.node_names, command, environment)
     access = flags.access
     program = rank_words(command)
     if flags.num_ranks:
         program_flags = check_words(command, flags.num_ranks)
         environment = {**os.environ, **environment}
         check_before([host_facts(None, [])], environment)
-        ranks = local_ranks([access.python, *program], flags.num_ranks, environment)
+        python = flags.python or sys.executable
+        ranks = local_ranks([python, *program], flags.num_ranks, environment)
         return supervise(command, [HOST] * flags.num_ranks, ranks, program_flags)
     assert flags.hostfile is not None
     hostfile = _read(flags.hostfile)
@@ -284,11 +318,8 @@ def stop_launch(pid: int | None) -> int:
 
 def doctor(words: Sequence[str]) -> int:
     flags = parse(DoctorFlags, words, "brigade doctor", PURPOSES["doctor"])
-    hosts: Sequence[Host] = (Host(0, HOST, ()),)
-    if flags.hostfile:
-        hosts = _read(flags.hostfile).hosts
     return diagnose(
-        hosts,
+        flags.hosts(),
         flags.access,
         flags.model,
         flags.port,
@@ -307,13 +338,13 @@ def selftest(words: Sequence[str]) -> int:
     from serve.selftest.run import selftest as run_sections
     from serve.selftest.section import Context
 
-    access = flags.access
     context = Context(
         model=flags.model,
         hostfile=str(flags.hostfile.resolve()) if flags.hostfile else None,
-        ssh=access.ssh,
-        python=access.python,
-        folder=str(access.folder) if access.folder else None,
+        nodes=tuple(host.ssh for host in flags.hosts()) if flags.nodes else (),
+        ssh=tuple(shlex.split(flags.ssh or "ssh")),
+        python=flags.python or sys.executable,
+        folder=str(flags.cwd) if flags.cwd else None,
         minutes=flags.minutes,
     )
     return run_sections(context, faults=flags.faults, asks=not flags.yes)
@@ -339,11 +370,14 @@ def up(words: Sequence[str]) -> int:
     if model is None or model.startswith("-"):
         raise UsageError(f"name the model first: {UP_USAGE}.")
     command = current("serve", ["serve", "--model", model, *rest], ServeConfig)
-    names = [name for name in (flags.nodes or "").split(",") if name]
     # Imported here, because other commands do not need it.
     from launcher.nodes.up import up as serve_on_nodes
 
-    return serve_on_nodes(command, names, ["up", *words])
+    return serve_on_nodes(command, split_names(flags.nodes or ""), ["up", *words], {})
+
+
+def split_names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
 
 
 def split_model(words: Sequence[str]) -> tuple[str | None, list[str], list[str]]:

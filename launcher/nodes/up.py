@@ -4,7 +4,7 @@ import functools
 import json
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -36,9 +36,17 @@ from serve.core.errors import ClusterError, UsageError
 Ask = Callable[[str], str]
 
 
-def up(command: Sequence[str], names: Sequence[str], shown: Sequence[str]) -> int:
-    """Serves on the machines with these names, or on all. command begins with `serve`; the list of
-    launches shows other words. Returns the exit code. Raises BrigadeError."""
+def up(
+    command: Sequence[str],
+    names: Sequence[str],
+    shown: Sequence[str],
+    variables: Mapping[str, str],
+) -> int:
+    """Starts one rank on each of the machines with these names, or on all, with these environment
+    variables. command begins with the name of a program; the list of launches shows other words.
+    Returns the exit code. Raises BrigadeError."""
+    words = rank_words(command)
+    serves = command[0] == "serve"
     program_flags = check_words(command, None)
     # The model is checked here, too, and another machine may be the only one that has it.
     os.environ.update(client.neighbours())
@@ -46,24 +54,27 @@ def up(command: Sequence[str], names: Sequence[str], shown: Sequence[str]) -> in
     here = nodes[0].name
     leave_out = may_go_on((here, *names))
     with connected(
-        hosts_of(nodes), NodeAccess(), write_line, serves=True, leave_out=leave_out
+        hosts_of(nodes), NodeAccess(), write_line, serves=serves, leave_out=leave_out
     ) as connections:
-        environment = {**forwarded(os.environ), LAUNCHER: here}
+        environment = {**forwarded(os.environ), **variables, LAUNCHER: here}
         facts = [facts for facts, _ in on_each(connections, query_host)]
         check_before(facts, environment)
-        program = with_reachable_model(command, connections)
+        if serves:
+            words = rank_words(with_reachable_model(command, connections))
+        else:
+            check_words(command, len(connections))
         note_rdma(facts)
         measured = measure(connections, {node.name: node.addresses for node in nodes})
         order = place(connections, measured, program_flags.num_shards)
         hosts = [each.host for each in connections]
         networks = [measured.networks[host] for host in order]
         routes = measured.routes(order)
-        needed = needed_pairs(len(hosts), program_flags.num_shards)
+        needed = needed_pairs(len(hosts), program_flags.num_shards, serves=serves)
         check_routes(hosts, networks, routes, needed, measured.failures)
         log_warnings(check_kinds(hosts, routes, needed))
         show_choice(facts, measured, order)
         drain_seconds = program_flags.drain_seconds
-        ranks = remote_ranks(connections, routes, rank_words(program), environment, drain_seconds)
+        ranks = remote_ranks(connections, routes, words, environment, drain_seconds)
         return supervise(command, [host.ssh for host in hosts], ranks, program_flags, shown)
 
 

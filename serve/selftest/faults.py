@@ -78,7 +78,7 @@ def link_lost(context: Context) -> Iterator[Line | Told]:
 
 def _interface(context: Context) -> str | None:
     """Returns the interface of this machine, as rank 0, to rank 1 on another one."""
-    if context.hostfile is None or len({host.ssh for host in context.hosts}) == 1:
+    if not context.has_hosts or len({host.ssh for host in context.hosts}) == 1:
         return None
     with routed(context, context.hosts) as (_, routes):
         (ip, *_) = routes[1, 0].ips
@@ -138,7 +138,7 @@ def _broken(
     break_it: Callable[[Server], None],
     *flags: str,
 ) -> Iterator[Line]:
-    embedded = replace(context, model=None, hostfile=None)
+    embedded = replace(context, model=None, hostfile=None, nodes=())
     wired = wired_gb()
     with launched(embedded, _LOCAL, *flags) as server:
         whole = server.ask(_NUM_TOKENS)

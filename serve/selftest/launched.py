@@ -135,8 +135,7 @@ def launched(
 ) -> Iterator[Server]:
     """Starts a server and waits until it is ready. `where` is `-n N`, or the words that name the
     hosts. Raises ClusterError."""
-    first, *_ = context.hosts
-    if not first.is_local:
+    if not context.starts_here:
         raise ClusterError(
             'Rank 0 is another machine: run it there, with "ssh": "127.0.0.1" in its line of the '
             "hostfile."
@@ -170,7 +169,9 @@ def launched(
 
 
 def on_hosts(context: Context) -> list[str]:
-    """Returns the words of `brigade launch` for all hosts: without a hostfile, two local ranks."""
+    """Returns the words of `brigade launch` for all hosts, or for two local ranks."""
+    if context.nodes:
+        return ["--nodes", ",".join(context.nodes)]
     if context.hostfile is None:
         return ["-n", "2"]
     words = ["--hostfile", context.hostfile, "--python", context.python]

@@ -13,7 +13,7 @@ from serve.selftest.section import Context
 
 
 def doctor(context: Context) -> Iterator[Line]:
-    hosts = context.hosts if context.hostfile else context.hosts[:1]
+    hosts = context.hosts if context.has_hosts else context.hosts[:1]
     with connected(hosts, context.access, lambda _: None) as connections:
         answers = on_each(connections, query_host)
     for rank, (facts, ahead_seconds) in enumerate(answers):

@@ -37,8 +37,8 @@ _ABOUT = (
     "addresses, paths or texts. Look at it before you send it."
 )
 _FAULTS = (
-    "--faults kills and stops processes of servers that it starts itself. With a hostfile, it also "
-    "takes the link between ranks 0 and 1 away for 30 s. Go on?"
+    "--faults kills and stops processes of servers that it starts itself. With other machines, it "
+    "also takes the link between ranks 0 and 1 away for 30 s. Go on?"
 )
 
 
@@ -79,7 +79,7 @@ def _lines_of(name: str, context: Context, deadline: float, faults: bool) -> Ite
         yield not_tried("faults.all", "--faults was not given")
     elif time.monotonic() > deadline:
         yield not_tried(f"{name}.all", OVER)
-    elif section.on_each_host and context.hostfile:
+    elif section.on_each_host and context.has_hosts:
         try:
             yield from _on_each_host(name, context, deadline)
         except BrigadeError as error:

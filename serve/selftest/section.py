@@ -18,18 +18,22 @@ from typing import TypeAlias
 
 import msgspec
 
+from launcher.access import HostAccess
 from launcher.command import HOST
 from launcher.hostfile import Host, read_hostfile
+from launcher.nodes.access import NodeAccess
 from launcher.ssh import SshAccess
 from serve.selftest.report import Line, failed
 
 
 class Context(msgspec.Struct, frozen=True):
     """The settings of a self-test, for its processes. model is None for the embedded model.
-    hostfile is None for one machine; ssh, python and folder are as in SshAccess."""
+    Without a hostfile and nodes, one machine is tested. nodes are names of the group's machines,
+    this one first; ssh, python and folder are as in SshAccess."""
 
     model: str | None = None
     hostfile: str | None = None
+    nodes: tuple[str, ...] = ()
     ssh: tuple[str, ...] = ("ssh",)
     python: str = sys.executable
     folder: str | None = None
@@ -37,13 +41,27 @@ class Context(msgspec.Struct, frozen=True):
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        """The hosts of the hostfile, or two ranks on this machine."""
+        """The group's machines, the hosts of the hostfile, or two ranks on this machine."""
+        if self.nodes:
+            return tuple(Host(rank, name, ()) for rank, name in enumerate(self.nodes))
         if self.hostfile:
             return read_hostfile(Path(self.hostfile)).hosts
         return Host(0, HOST, (HOST,), is_shared=True), Host(1, HOST, (HOST,), is_shared=True)
 
     @property
-    def access(self) -> SshAccess:
+    def has_hosts(self) -> bool:
+        """Whether there may be other machines."""
+        return bool(self.nodes or self.hostfile)
+
+    @property
+    def starts_here(self) -> bool:
+        """Whether rank 0 is on this machine."""
+        return bool(self.nodes) or self.hosts[0].is_local
+
+    @property
+    def access(self) -> HostAccess:
+        if self.nodes:
+            return NodeAccess()
         folder = Path(self.folder) if self.folder else None
         return SshAccess(self.ssh, self.python, folder)
 
