@@ -12,6 +12,14 @@ _END_SECONDS = 5.0
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.over = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        """Waits for the end. uvicorn's own loop wakes up ten times a second."""
+        await self.over.wait()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leaves the signal handlers to the node."""
@@ -21,7 +29,14 @@ class _Server(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp, path: str) -> AsyncIterator[None]:
     """Serves an app on a Unix socket that only this user can open."""
-    config = uvicorn.Config(app, uds=path, lifespan="auto", log_config=None, access_log=False)
+    config = uvicorn.Config(
+        app,
+        uds=path,
+        lifespan="auto",
+        log_config=None,
+        access_log=False,
+        date_header=False,  # uvicorn's own loop would keep it right.
+    )
     server = _Server(config)
     work = asyncio.create_task(server.serve())
     while not server.started and not work.done():
@@ -31,4 +46,5 @@ async def serving(app: ASGIApp, path: str) -> AsyncIterator[None]:
         yield
     finally:
         server.should_exit = server.force_exit = True
+        server.over.set()
         await asyncio.wait([work], timeout=_END_SECONDS)

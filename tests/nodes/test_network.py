@@ -1,8 +1,10 @@
 """Nodes on machines of their own, which find each other by multicast."""
 
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.nodes.network import network
@@ -52,3 +54,22 @@ def test_a_machine_that_is_gone_is_away(tmp_path: Path) -> None:
         one.pair(two)
         two.stop()
         wait_until(lambda: one.states()[two.name] == "away")
+
+
+@pytest.mark.slow
+def test_idle_nodes_use_little_of_a_processor(tmp_path: Path) -> None:
+    """The processor's clock counts, so a busy machine changes nothing. No other node is in this
+    network."""
+    with network(2) as machines, ExitStack() as stack:
+        one, two = (
+            stack.enter_context(
+                running_node(f"m{number}", tmp_path, before=machines.inside(number))
+            )
+            for number in range(2)
+        )
+        one.pair(two)
+        processes = [psutil.Process(node.process.pid) for node in (one, two)]
+        before = [sum(process.cpu_times()[:2]) for process in processes]
+        time.sleep(60)
+        for process, seconds in zip(processes, before, strict=True):
+            assert (sum(process.cpu_times()[:2]) - seconds) / 60 < 0.001
