@@ -434,7 +434,7 @@ def read_once(
     return b"".join(remote.read(start, end)), file.name, start, end
 
 
-@pytest.mark.parametrize("num_transfers", [110, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_transfers", [110, pytest.param(500, marks=pytest.mark.slow)])
 def test_no_wrong_answer_of_a_neighbour_is_accepted(
     hub: FakeHub, machines: Machines, repo: Path, num_transfers: int
 ) -> None:
@@ -461,7 +461,7 @@ def test_no_wrong_answer_of_a_neighbour_is_accepted(
     assert num_wrong == 0
 
 
-@pytest.mark.parametrize("num_transfers", [100, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_transfers", [100, pytest.param(500, marks=pytest.mark.slow)])
 def test_no_byte_that_changes_on_its_way_is_accepted(
     hub: FakeHub, machines: Machines, repo: Path, num_transfers: int
 ) -> None:

@@ -63,7 +63,10 @@ def test_this_system_gives_only_expected_values(run: Run) -> None:
             "fcntl = type('', (), dict(flock=lambda *a: 0, LOCK_EX=0, LOCK_NB=0))",
             "system.folder_lock",
         ),
-        ("signal_group = lambda *a: None", "system.ending_processes"),
+        pytest.param(
+            *("signal_group = lambda *a: None", "system.ending_processes"),
+            marks=pytest.mark.slow,  # It waits for half a minute.
+        ),
         (
             "distribution = lambda name: type('', (), dict(read_text=lambda self, name: ''))()",
             "system.wheel_fits",
