@@ -2,7 +2,7 @@
 
 GET /api/models/REPO/revision/REVISION    the files of a commit
 GET /REPO/resolve/REVISION/FILE           a file or a range of it; also HEAD
-GET /REPO/held/REVISION/FILE              the ranges of a file that are held; the hub has no such
+GET /REPO/held/REVISION/FILE              the ranges of a file that are held or fetched; not the hub's
 """
 
 import asyncio
@@ -79,7 +79,8 @@ class _Weights:
     async def list_ranges(self, request: Request) -> Response:
         snapshot = await self._snapshot(request)
         held = await self._file(request, snapshot, _POLL_SECONDS)
-        return _json(to_json(HeldRanges(held.file.etag, held.ranges)))
+        coming = await run_in_threadpool(held.coming)
+        return _json(to_json(HeldRanges(held.file.etag, held.ranges, coming)))
 
     async def send(self, request: Request) -> Response:
         snapshot = await self._snapshot(request)

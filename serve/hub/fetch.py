@@ -1,11 +1,9 @@
 """Fetches byte ranges of remote files into sparse files, in place.
 
 A fetch uses several connections, and several processes can share one folder without fetching the
-same bytes twice: a process claims a range by locking the same bytes of another file beside it. The
-system releases such a lock when the process ends, however it ends.
+same bytes twice.
 """
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -20,6 +18,7 @@ from pathlib import Path
 
 from serve.core.errors import ModelError
 from serve.core.folder import full_sync
+from serve.hub.claims import Claims
 from serve.hub.digests import BLOCK_BYTES, FilePiece
 from serve.hub.journal import Journal
 from serve.hub.ranges import Range, requests, subtract, total
@@ -30,6 +29,7 @@ Progress = Callable[[int, int], None]
 
 STAT_BLOCK_BYTES = 512  # the unit of st_blocks, on all systems
 _CLAIMED_ELSEWHERE_SECONDS = 0.05
+_COMING_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,9 @@ class Shard:
         self.path = folder / remote.file.name
         self.remote = remote
         self._journal = Journal.of(folder, remote.file)
-        self._claims = self._journal.path.with_suffix(".claims")
+        self.claims = Claims(self._journal.claims_path)
         self._lock = threading.Lock()
         self._data = -1
-        self._locks = -1
 
     def present(self) -> list[Range]:
         with self._lock:
@@ -67,31 +66,11 @@ class Shard:
         return max(0, taken - total(self.present()))
 
     def open(self) -> None:
-        """Opens the files, before any claim or write. They are closed only when the last thread
-        drops this object, because closing the file of claims releases all claims."""
+        """Opens the files, before any claim or write."""
         if self._data < 0:
             self._data = os.open(self.path, os.O_WRONLY)
             weakref.finalize(self, os.close, self._data)
-            self._locks = os.open(self._claims, os.O_RDWR | os.O_CREAT, 0o644)
-            weakref.finalize(self, os.close, self._locks)
-
-    @contextmanager
-    def claim(self, wanted: Range) -> Iterator[bool]:
-        """Yields whether the range is claimed; False if another process has claimed a part."""
-        start, end = wanted
-        try:
-            fcntl.lockf(self._locks, fcntl.LOCK_EX | fcntl.LOCK_NB, end - start, start)
-        except (BlockingIOError, PermissionError):
-            yield False
-            return
-        except OSError:
-            # The file system has no locks: two processes may fetch the same bytes.
-            yield True
-            return
-        try:
-            yield True
-        finally:
-            fcntl.lockf(self._locks, fcntl.LOCK_UN, end - start, start)
+            self.claims.open()
 
     def fill(
         self,
@@ -152,11 +131,13 @@ class _Stopped(Exception):
 
 
 class Fetch:
-    """One fetch of all the ranges that one rank wants, in this order."""
+    """One fetch of all the ranges that one rank wants, in this order. Those in `later` come last,
+    because neighbours may fetch them, too: the rank waits for what they are fetching already."""
 
     def __init__(
         self,
         wanted: Iterable[tuple[Shard, list[Range]]],
+        later: Iterable[tuple[Shard, list[Range]]],
         sizes: Sizes,
         progress: Progress,
     ) -> None:
@@ -164,30 +145,45 @@ class Fetch:
         self._progress = progress
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._jobs: deque[_Job] = deque()
         self._total = 0
-        self.num_missing = 0
+        self._first = self._missing(wanted)
+        self._later = self._missing(later)
+        jobs = [*self._first, *self._later]
+        self._shards = {shard for shard, _ in jobs}
+        self.num_missing = total(requested for _, requested in jobs)
+        self._done = self._total - self.num_missing
+
+    def _missing(self, wanted: Iterable[tuple[Shard, list[Range]]]) -> deque[_Job]:
+        jobs: deque[_Job] = deque()
         for shard, ranges in wanted:
             self._total += total(ranges)
-            requested = requests(ranges, shard.present(), sizes.request_bytes)
-            self.num_missing += total(requested)
-            self._jobs.extend((shard, each) for each in requested)
-        self._shards = {shard for shard, _ in self._jobs}
-        self._done = self._total - self.num_missing
+            requested = requests(ranges, shard.present(), self._sizes.request_bytes)
+            jobs.extend((shard, each) for each in requested)
+        return jobs
 
     def run(self) -> None:
         """Fetches everything. Raises ModelError."""
         self._check_room()
         for shard in self._shards:
             shard.open()
-        pool = ThreadPoolExecutor(self._sizes.num_connections, "fetch")
-        work = [pool.submit(self._work) for _ in range(self._sizes.num_connections)]
+        self._run(self._first, waits=False)
+        self._run(self._later, waits=True)
+
+    def _run(self, jobs: deque[_Job], *, waits: bool) -> None:
+        num_threads = min(self._sizes.num_connections, len(jobs))
+        if not num_threads:
+            return
+        pool = ThreadPoolExecutor(num_threads, "fetch")
+        work = [pool.submit(self._work, jobs, waits) for _ in range(num_threads)]
+        is_done = False
         try:
-            for done in as_completed(work):
-                done.result()
+            for each in as_completed(work):
+                each.result()
+            is_done = True
         finally:
             # After an error the other threads may still wait for a server: do not wait for them.
-            self._stop.set()
+            if not is_done:
+                self._stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _check_room(self) -> None:
@@ -203,25 +199,27 @@ class Fetch:
                     "choose another --cache-dir."
                 )
 
-    def _work(self) -> None:
+    def _work(self, jobs: deque[_Job], waits: bool) -> None:
         try:
-            while job := self._next():
+            while jobs:
+                try:
+                    job = jobs.popleft()
+                except IndexError:
+                    return  # Another thread has taken the last one.
                 shard, requested = job
-                with shard.claim(requested) as is_mine:
+                if waits and shard.remote.is_coming(*requested):
+                    jobs.append(job)
+                    self._sleep(_COMING_SECONDS)
+                    continue
+                with shard.claims.claim(requested) as is_mine:
                     if is_mine:
                         self._get(shard, requested)
                 if not is_mine:
                     # The process that has claimed this job may end before it has fetched the bytes.
-                    self._jobs.append(job)
+                    jobs.append(job)
                     self._sleep(_CLAIMED_ELSEWHERE_SECONDS)
         except _Stopped:
             return
-
-    def _next(self) -> _Job | None:
-        try:
-            return self._jobs.popleft()
-        except IndexError:
-            return None
 
     def _get(self, shard: Shard, requested: Range) -> None:
         """Fetches the missing part of a job: another process may have fetched some of it."""

@@ -14,6 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from serve.core.errors import ModelError
+from serve.hub.claims import claimed_by_others
 from serve.hub.digests import (
     BLOCK_BYTES,
     DigestStore,
@@ -23,7 +24,7 @@ from serve.hub.digests import (
     is_git_hash,
 )
 from serve.hub.journal import Journal
-from serve.hub.ranges import Range, union
+from serve.hub.ranges import Range, subtract, union
 from serve.hub.snapshot import (
     ADAPTER,
     MODEL,
@@ -59,10 +60,17 @@ class HeldFile:
     path: Path
     file: RepoFile
     pieces: list[FilePiece]
+    claims_path: Path | None = None
 
     @property
     def ranges(self) -> list[Range]:
         return union((piece.start, piece.end) for piece in self.pieces)
+
+    def coming(self) -> list[Range]:
+        """Returns the missing bytes that ranks of this machine are fetching now."""
+        if self.claims_path is None:
+            return []
+        return claimed_by_others(self.claims_path, subtract([(0, self.file.size)], self.ranges))
 
     def read(self, start: int, end: int) -> Iterator[bytes]:
         """Yields bytes [start, end), each piece after it was checked. Raises NotHeldError."""
@@ -150,7 +158,8 @@ class Holdings:
                 return HeldFile(whole, file, found.pieces())
         if not is_partial:
             raise NotHeldError
-        return HeldFile(path, file, Journal.of(folder, file).pieces())
+        journal = Journal.of(folder, file)
+        return HeldFile(path, file, journal.pieces(), journal.claims_path)
 
     def _digests_of(
         self,

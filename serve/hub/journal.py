@@ -38,6 +38,11 @@ class Journal:
         path = folder / STATE_FOLDER / f"{file.name}.journal"
         return cls(path, f"{file.etag} {file.size}")
 
+    @property
+    def claims_path(self) -> Path:
+        """The file whose locks are claims on the bytes of the partial file."""
+        return self.path.with_suffix(".claims")
+
     def present(self) -> list[Range]:
         """Reads new lines and returns all present ranges, whichever process wrote them."""
         self._read()

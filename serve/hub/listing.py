@@ -49,10 +49,11 @@ class FileListing(msgspec.Struct, frozen=True):
 
 
 class HeldRanges(msgspec.Struct, frozen=True):
-    """The bytes of a file that a machine can give."""
+    """The bytes of a file that a machine can give, and those that it is fetching."""
 
     etag: str
     ranges: list[Range]
+    coming: list[Range] = []
 
 
 def to_json(message: FileListing | HeldRanges) -> bytes:

@@ -25,7 +25,7 @@ import msgspec
 from serve.hub.access import Retry, wait_seconds
 from serve.hub.digests import BLOCK_BYTES, content_digest, matches_etag
 from serve.hub.listing import FileListing, HeldRanges
-from serve.hub.ranges import Range, subtract, union
+from serve.hub.ranges import Range, subtract, total, union
 from serve.hub.snapshot import RepoFile, Snapshot, is_commit
 
 _TIMEOUT = httpx2.Timeout(20.0, connect=5.0)
@@ -33,6 +33,7 @@ _TIMEOUT = httpx2.Timeout(20.0, connect=5.0)
 _LIMITS = httpx2.Limits(keepalive_expiry=2.0)
 _MAX_LIST_BYTES = 32 << 20
 _FRESH_SECONDS = 2.0
+_MAX_STILL_SECONDS = 120.0
 _FIRST_REST_SECONDS = 1.0
 _MAX_REST_SECONDS = 60.0
 
@@ -62,7 +63,22 @@ class _Held:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.ranges: list[Range] = []
+        self.coming: list[Range] = []
         self.asked_at = float("-inf")
+        self._changed_at = float("-inf")
+
+    def tell(self, ranges: list[Range], coming: list[Range]) -> None:
+        self.asked_at = time.monotonic()
+        if (ranges, coming) != (self.ranges, self.coming):
+            self._changed_at = self.asked_at
+        self.ranges = ranges
+        self.coming = coming
+
+    def are_coming(self, start: int, end: int) -> bool:
+        """Whether some of these bytes are coming, and not so slowly that it may be in vain."""
+        if time.monotonic() - self._changed_at > _MAX_STILL_SECONDS:
+            return False
+        return total(subtract([(start, end)], self.coming)) < end - start
 
     def until(self, position: int) -> int:
         """Returns the end of the range that contains a position, or the position."""
@@ -113,8 +129,7 @@ class _Neighbour:
             held = self._held.setdefault(wanted, _Held())
         with held.lock:
             if time.monotonic() - held.asked_at > _FRESH_SECONDS and self.may_be_asked:
-                held.ranges = self._ask(lambda: self._held_ranges(wanted)) or []
-                held.asked_at = time.monotonic()
+                held.tell(*(self._ask(lambda: self._held_ranges(wanted)) or ([], [])))
         return held
 
     def known(self, wanted: Wanted) -> _Held:
@@ -197,8 +212,8 @@ class _Neighbour:
             raise _WrongAnswerError(f"asked for {repo} at {revision}, got {listing.sha}")
         return snapshot
 
-    def _held_ranges(self, wanted: Wanted) -> list[Range]:
-        """Asks until the neighbour has checked the file."""
+    def _held_ranges(self, wanted: Wanted) -> tuple[list[Range], list[Range]]:
+        """Returns which ranges it holds and which it is fetching, once it has checked the file."""
         repo, commit, file = wanted
         place = f"/{repo}/held/{commit}/{quote(file.name)}"
         while True:
@@ -210,7 +225,9 @@ class _Neighbour:
                 time.sleep(error.wait_seconds)
                 continue
             held = msgspec.json.decode(body, type=HeldRanges)
-            return union(held.ranges) if held.etag == file.etag else []
+            if held.etag != file.etag:
+                return [], []
+            return union(held.ranges), union(held.coming)
 
     def _range(self, wanted: Wanted, start: int, end: int) -> bytes:
         repo, commit, file = wanted
@@ -312,6 +329,10 @@ class NeighbourCaches:
                 if position < start < end:
                     end = start
         return end
+
+    def are_coming(self, wanted: Wanted, start: int, end: int) -> bool:
+        """Whether a neighbour is fetching some of these bytes."""
+        return any(each.held(wanted).are_coming(start, end) for each in self._usable())
 
     def _usable(self) -> list[_Neighbour]:
         return [each for each in self._all if each.may_be_asked]

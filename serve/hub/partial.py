@@ -11,9 +11,10 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from huggingface_hub.utils import WeakFileLock
 
@@ -50,6 +51,14 @@ _HOLE_BYTES = 1 << 20
 _logger = logging.getLogger(__name__)
 
 
+class FetchOrder(NamedTuple):
+    """The names of tensors to fetch before all others, and of those that neighbours may fetch, too:
+    they come last, and from a neighbour if one has begun with them by then."""
+
+    first: Set[str]
+    later: Set[str]
+
+
 class PartialModel:
     """A folder that can be filled tensor by tensor. tensors covers all weight files."""
 
@@ -77,23 +86,26 @@ class PartialModel:
         names: Iterable[str],
         progress: Progress,
         parts: Iterable[TensorPart] = (),
-        last: Container[str] = (),
+        order: FetchOrder | None = None,
     ) -> int:
-        """Fetches the missing bytes of these tensors and parts of tensors, first of those that are
-        not in `last`; returns the number of bytes received.
+        """Fetches the missing bytes of these tensors and parts of tensors; returns the number of
+        bytes received.
 
         Raises ModelError. Bytes that have arrived by then are kept, and are not fetched again.
         """
-        names = list(names)
-        wanted = self._wanted(name for name in names if name not in last)
-        then = self._wanted(name for name in names if name in last)
+        names = set(names)
+        order = order or FetchOrder(frozenset(), frozenset())
+        first = self._wanted(name for name in names if name in order.first)
+        wanted = self._wanted(names - order.first - order.later)
+        later = self._wanted(name for name in names if name in order.later)
         for part in parts:
             shard = self._shards.get(part.tensor.file.name)
             if shard:
                 wanted.setdefault(shard, []).extend(part.pieces())
         before = self._received()
         before_neighbours = self.neighbour_bytes
-        Fetch([*wanted.items(), *then.items()], self._sizes, progress).run()
+        now = [*first.items(), *wanted.items()]
+        Fetch(now, later.items(), self._sizes, progress).run()
         fetched = self._received() - before
         if fetched:
             from_neighbours = self.neighbour_bytes - before_neighbours

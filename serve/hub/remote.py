@@ -79,6 +79,10 @@ class RemoteFile:
             except FAILURES as error:
                 patience.wait(error)
 
+    def is_coming(self, start: int, end: int) -> bool:
+        """Whether a neighbour is fetching some of these bytes."""
+        return self._neighbours.are_coming(self._wanted, start, end)
+
     def _answer(self, start: int, end: int) -> Iterator[bytes]:
         if is_published(self.repo):
             raise NoNeighbour(f"no neighbour gives byte {start} of {self.file.name}")

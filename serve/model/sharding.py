@@ -125,6 +125,8 @@ class Sharding:
     divisions: Divisions
     made: dict[int, Made]
     digest: str
+    shard: int
+    num_shards: int
     blocks: tuple[str, ...] = ()
 
     def is_in_block(self, name: str) -> bool:
@@ -314,7 +316,14 @@ def _sharding(
             words += [str(division.axis), str(division.num_whole)]
         digest.update(f"{words}\n".encode())
     blocks = pairs.summed if pairs else ()
-    return Sharding(divisions, divider.made, digest.hexdigest()[:16], blocks)
+    return Sharding(
+        divisions=divisions,
+        made=divider.made,
+        digest=digest.hexdigest()[:16],
+        shard=group.rank(),
+        num_shards=group.size(),
+        blocks=blocks,
+    )
 
 
 def _linear_part(

@@ -27,7 +27,7 @@ from serve.model.trace import Arrays, depends_on, edges
 from serve.model.trial import named_arrays
 
 if TYPE_CHECKING:
-    from serve.hub.partial import PartialModel
+    from serve.hub.partial import FetchOrder, PartialModel
 
 _GROUP_BYTES = 64 << 20
 _IN_LAYER = re.compile(r"\.\d+\.")
@@ -111,7 +111,7 @@ def load_stage(
         _Cut.missing,
         raw,
         own_parts=_Cut.parts,
-        fetches_embedding_last=start > 0,
+        order=_Cut.order,
     )
     if isinstance(model, Path):
         folder = model
@@ -212,6 +212,22 @@ class _Cut:
                 found[key] = TensorPart(tensor, axis, division.ranges)
         return found
 
+    def order(self, names: set[str]) -> "FetchOrder":
+        """Chooses what the hub need not send twice. A tied embedding is wanted by the first stage,
+        which begins with it, and by the last one. Tensors that shards do not read in part are
+        wanted by all shards: each of them begins with some."""
+        from serve.hub.partial import FetchOrder
+
+        outside = {name for name in names if not _IN_LAYER.search(name)}
+        is_first = self.stage.start == 0
+        later = set() if is_first else outside
+        if self.sharding:
+            own, num_shards = self.sharding.shard, self.sharding.num_shards
+            later |= {
+                name for number, name in enumerate(sorted(names)) if number % num_shards != own
+            }
+        return FetchOrder(outside - later, later)
+
 
 def _read_part(array: mx.array, part: TensorPart) -> None:
     data: Any = part.read()
@@ -307,13 +323,14 @@ def _build(
     raw: Arrays,
     variant: Variant | None = None,
     own_parts: Callable[[Made, Arrays, Mapping[str, TensorRange]], Parts] = lambda *_: {},
-    fetches_embedding_last: bool = False,
+    order: Callable[[Made, set[str]], "FetchOrder | None"] = lambda *_: None,
 ) -> tuple[Made, int]:
     """Builds the lazy model and applies make to it. `raw` is filled with the arrays of the files.
     From a partial folder, fetches the tensors that the weights are computed from. For a weight in
-    own_parts, only the part of its tensor is fetched, if it is in few pieces. Returns the result of
-    make, not evaluated, and the bytes fetched. If the model's code evaluates arrays early, it reads
-    bytes that are not there yet: the bytes are then fetched too, and the model is built again."""
+    own_parts, only the part of its tensor is fetched, if it is in few pieces. `order` gets the
+    names of the other tensors. Returns the result of make, not evaluated, and the bytes fetched. If
+    the model's code evaluates arrays early, it reads bytes that are not there yet: the bytes are
+    then fetched too, and the model is built again."""
     if isinstance(model, Path):
         return make(build_model(model, raw, variant)), 0
     wanted: set[str] = set()
@@ -334,18 +351,9 @@ def _build(
                 whole.append(array)
         wanted |= _computed_from(whole, raw)
         report = functools.partial(progress, "fetching")
-        last = _fetched_last(wanted, fetches_embedding_last)
-        bytes_fetched += model.fetch(wanted, report, parts, last)
+        bytes_fetched += model.fetch(wanted, report, parts, order(made, wanted))
         if not early:
             return made, bytes_fetched
-
-
-def _fetched_last(names: set[str], is_embedding: bool) -> set[str]:
-    """Returns the tensors outside of layers, or those of layers. If the head uses the embedding,
-    the last stage fetches it last, and by then finds it at the first stage, which begins with it.
-    """
-    in_layers = {name for name in names if _IN_LAYER.search(name)}
-    return names - in_layers if is_embedding else in_layers
 
 
 def _neighbour_bytes(model: "Path | PartialModel") -> int:

@@ -28,7 +28,7 @@ from serve.front.text.pooling import pooling_of
 from serve.hub import fetch, journal, partial
 from serve.hub.access import HubError, explain
 from serve.hub.fetch import Sizes
-from serve.hub.partial import PartialModel, open_partial, pin
+from serve.hub.partial import FetchOrder, PartialModel, open_partial, pin
 from serve.hub.ranges import subtract, total
 from serve.hub.repo import resolve
 from serve.hub.snapshot import default_cache
@@ -209,12 +209,12 @@ def test_progress_ends_at_the_number_of_owned_bytes(hub: FakeHub, home: Path) ->
     assert {total for _, total in seen} == {owned_bytes(names)}
 
 
-def test_tensors_that_others_may_have_soon_are_fetched_last(hub: FakeHub, home: Path) -> None:
+def test_tensors_that_others_may_fetch_come_last(hub: FakeHub, home: Path) -> None:
     """The hub then sends the embedding once, also if the last stage uses it as the head."""
     model = opened(home / "cache", replace(SMALL, num_connections=1))
     names = ["model.embed.weight", "model.layers.0.q.weight", "model.norm"]
     hub.served.clear()
-    model.fetch(names, nobody, last={"model.embed.weight"})
+    model.fetch(names, nobody, order=FetchOrder(set(), {"model.embed.weight"}))
     embedding = model.tensors["model.embed.weight"]
     is_embedding = [
         served.file == embedding.file.name and embedding.start <= served.start < embedding.end
