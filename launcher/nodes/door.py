@@ -28,6 +28,8 @@ WEIGHTS = "weights"  # the pseudo host of the channel to the weights
 LOGIN_SECONDS = 10
 STRANGER_SECONDS = 30.0
 MAX_STRANGERS = 16
+MAX_STRANGER_SESSIONS = 4  # open ones on a connection; a pairing needs one
+STRANGER_WINDOW_BYTES = 64 << 10  # A stranger's messages are small, and wait in memory.
 KEEP_ALIVE_SECONDS = 5
 NUM_KEEP_ALIVES = 4
 WINDOW_BYTES = 16 << 20
@@ -65,7 +67,9 @@ class Visitor(asyncssh.SSHServer):
     connections: Connections
     key: str = ""
     is_member: bool = False
+    num_sessions: int = 0
     _connection: Any = field(default=None)
+    _end: asyncio.TimerHandle | None = field(default=None)
 
     def connection_made(self, conn: asyncssh.SSHServerConnection) -> None:
         self._connection = conn
@@ -73,10 +77,13 @@ class Visitor(asyncssh.SSHServer):
         if sum(not visitor.is_member for visitor in self.connections) > MAX_STRANGERS:
             conn.abort()
         # A stranger must not hold one of the few places for strangers.
-        asyncio.get_running_loop().call_later(STRANGER_SECONDS, self._end_stranger)
+        loop = asyncio.get_running_loop()
+        self._end = loop.call_later(STRANGER_SECONDS, self._end_stranger)
 
     def connection_lost(self, _: Exception | None) -> None:
         self.connections.discard(self)
+        if self._end:
+            self._end.cancel()  # It would keep the connection and all that it has received.
 
     def _end_stranger(self) -> None:
         if not self.is_member:
@@ -111,10 +118,33 @@ class Visitor(asyncssh.SSHServer):
 
     # --- what
 
+    def session_requested(self) -> Any:
+        """Returns a channel and its session. Those of strangers are few, and receive little: what
+        they send is kept in memory, even before they have named a service."""
+        if not self.is_member and self.num_sessions >= MAX_STRANGER_SESSIONS:
+            return False
+        window = WINDOW_BYTES if self.is_member else STRANGER_WINDOW_BYTES
+        packet = min(PACKET_BYTES, window)
+        channel = self._connection.create_server_channel(None, "strict", window, packet)
+        return channel, _Session(self)
+
     def connection_requested(self, dest_host: str, *_: Any) -> Any:
         if self.is_member and dest_host == WEIGHTS:
             return self.services.weights
         return False
+
+
+class _Session(asyncssh.SSHServerProcess[bytes]):
+    """A session that its visitor counts as long as its channel is open."""
+
+    def __init__(self, visitor: Visitor) -> None:
+        super().__init__(serve_process, None, 0, False)
+        self._visitor = visitor
+        visitor.num_sessions += 1
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._visitor.num_sessions -= 1
+        super().connection_lost(exc)
 
 
 async def serve_process(process: Process) -> None:
@@ -153,7 +183,6 @@ async def listen(
         port,
         server_factory=lambda: Visitor(files, services, connections),
         server_host_keys=[files.own_key()],
-        process_factory=serve_process,
         encoding=None,
         allow_pty=False,
         line_editor=False,

@@ -14,7 +14,13 @@ import psutil
 import pytest
 
 from launcher.nodes import door
-from launcher.nodes.door import MEMBER, STRANGER, WEIGHTS
+from launcher.nodes.door import (
+    MAX_STRANGER_SESSIONS,
+    MEMBER,
+    STRANGER,
+    STRANGER_WINDOW_BYTES,
+    WEIGHTS,
+)
 from tests.nodes.running import RunningNode
 
 HOST = "127.0.0.1"
@@ -187,6 +193,28 @@ def test_a_stranger_opens_no_channel(node: RunningNode) -> None:
                 await connection.forward_remote_port("", 0, HOST, 1)
             with pytest.raises((asyncssh.Error, OSError)):
                 await connection.start_sftp_client()
+
+    run(test)
+
+
+def test_what_a_stranger_sends_takes_little_memory(node: RunningNode) -> None:
+    """Both limits count: a node keeps what fills a window, also before a service is named."""
+
+    async def test() -> None:
+        async with stranger(node) as connection:
+            sessions = [
+                await connection.create_process("hello", encoding=None)
+                for _ in range(MAX_STRANGER_SESSIONS)
+            ]
+            with pytest.raises(asyncssh.ChannelOpenError):
+                await connection.create_process("hello", encoding=None)
+            for session in sessions:
+                # asyncssh has no public name for what it may send.
+                assert session.channel._send_window <= STRANGER_WINDOW_BYTES
+                session.close()
+                await session.wait_closed()
+            # A place that is free again can be used.
+            assert await what_ran(connection, "node") == (1, repr(b""))
 
     run(test)
 
