@@ -48,3 +48,6 @@ async def serving(app: ASGIApp, path: str) -> AsyncIterator[None]:
         server.should_exit = server.force_exit = True
         server.over.set()
         await asyncio.wait([work], timeout=_END_SECONDS)
+        # uvicorn leaves it out after force_exit, without which it would wait for slow readers.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(server.lifespan.shutdown(), _END_SECONDS)

@@ -29,7 +29,7 @@ from serve.hub.snapshot import Snapshot
 _NUM_ANSWERS_AT_ONCE = 12  # Each has up to a block in memory.
 _POLL_SECONDS = 0.5
 _LIBRARY_SECONDS = 8.0  # huggingface_hub gives up after ten.
-_RANGE = re.compile(r"bytes=(\d+)-(\d*)")
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})", re.ASCII)
 
 
 def app(cache: Path | None = None, hub_cache: Path | None = None) -> Starlette:

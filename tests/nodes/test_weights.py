@@ -6,7 +6,8 @@ import shutil
 import socket
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from serve.hub.folders import publish
 from serve.hub.neighbours import NeighbourCaches
 from serve.hub.partial import PartialModel
 from serve.hub.remote import RemoteFile
-from serve.hub.snapshot import ADAPTER, Snapshot
+from serve.hub.snapshot import ADAPTER, Snapshot, folder_name
 from tests.errors import fails
 from tests.hub import checkpoints
 from tests.hub.server import COMMIT, REPO, FakeHub
@@ -248,6 +249,69 @@ def test_the_library_of_the_hub_reads_from_a_neighbour(
 
 
 # --- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("/api/models/{repo}/revision/x%2f..%2f..%2f..%2fsecret", 404),
+        ("/api/models/{repo}/revision/{commit}%2f..", 404),
+        ("/api/models/../../revision/main", 404),
+        ("/{repo}/resolve/{commit}/.brigade/snapshot.json", 404),
+        ("/{repo}/resolve/{commit}/../../secret.json", 404),
+        ("/{repo}/resolve/{commit}/..%2f..%2fsecret.json", 404),
+        ("/{repo}/resolve/{commit}/{secret}", 404),
+        ("/{repo}/resolve/{commit}/%2f{secret}", 404),
+        ("/{repo}/resolve/{commit}/secret.json", 404),
+        ("/{repo}/resolve/{commit}/config.json%00", 404),
+        ("/{repo}/resolve/%ff/config.json", 404),
+        ("/../resolve/{commit}/config.json", 404),
+        ("/{repo}/held/{commit}/..%2f..%2fsecret.json", 404),
+        ("/{repo}/resolve/{commit}/config.json", 200),
+    ],
+)
+def test_no_request_leads_out_of_the_caches(
+    hub: FakeHub, machines: Machines, target: str, status: int
+) -> None:
+    (first,) = machines.make("first")
+    first.pin()
+    secret = first.cache / "secret.json"
+    secret.write_text("{}")
+    # A file that somebody has put into the folder, but that does not belong to the commit.
+    (first.cache / folder_name(REPO) / COMMIT / "secret.json").write_text("{}")
+    path = target.format(repo=REPO, commit=COMMIT, secret=secret)
+    assert asked(first, path) == status
+
+
+@pytest.mark.parametrize(
+    ("value", "status"),
+    [
+        ("bytes=0-3", 206),
+        ("bytes=3-1", 416),
+        ("bytes=99999999-", 416),
+        # Other forms of the header may be ignored.
+        ("bytes=-5", 200),
+        ("bytes=0-1,3-4", 200),
+        (f"bytes={'9' * 5000}-", 200),
+    ],
+)
+def test_ranges_that_cannot_be_given_are_refused_or_ignored(
+    hub: FakeHub, machines: Machines, value: str, status: int
+) -> None:
+    (first,) = machines.make("first")
+    first.pin()
+    assert asked(first, f"/{REPO}/resolve/{COMMIT}/config.json", {"Range": value}) == status
+
+
+def asked(machine: Machine, target: str, headers: Mapping[str, str] | None = None) -> int:
+    """Returns the status of an answer to a request whose target is sent as it is."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listening(machine.app(), listener):
+        connection = HTTPConnection(*listener.getsockname())
+        connection.request("GET", target, headers=dict(headers or {}))
+        status = connection.getresponse().status
+        connection.close()
+    return status
 
 
 def damaged(machine: Machine, name: str) -> Path:
