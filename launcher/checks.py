@@ -362,7 +362,7 @@ def check_shell(host: str, noise: Sequence[str]) -> Finding:
     if noise:
         fix = "print in interactive shells only: [[ $- == *i* ]] && …"
         return Finding("warn", host, f"its shell profile prints {noise[0][:60]!r}", fix)
-    return Finding("ok", host, "ssh can log in, and the shell prints nothing")
+    return Finding("ok", host, "it can be reached")
 
 
 def check_clock(host: str, ahead_seconds: float) -> Finding:

@@ -67,6 +67,7 @@ class HostFlags:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        split_names(self.nodes)
         for name in ("hostfile", "python", "cwd", "ssh"):
             if self.nodes and getattr(self, name):
                 raise UsageError(f"--{name} is not for --nodes: leave one of them out.")
@@ -84,7 +85,7 @@ class HostFlags:
     @property
     def node_names(self) -> list[str]:
         """The names after --nodes; none for `all`."""
-        return split_names(self.nodes or "") if self.nodes != "all" else []
+        return split_names(self.nodes)
 
     def hosts(self) -> Sequence[Host]:
         """Returns the hosts, or this machine alone. Raises BrigadeError."""
@@ -202,8 +203,11 @@ class NodesFlags:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if self.pair and self.forget:
+        if self.pair is not None and self.forget is not None:
             raise UsageError("give --pair or --forget, not both.")
+        for name in ("pair", "forget"):
+            if getattr(self, name) == "":
+                raise UsageError(f"--{name} names no machine: `brigade nodes` lists them.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,17 +371,24 @@ def node(words: Sequence[str]) -> int:
 def up(words: Sequence[str]) -> int:
     model, own, rest = split_model(words)
     flags = parse(UpFlags, own, "brigade up", PURPOSES["up"], usage=UP_USAGE)
-    if model is None or model.startswith("-"):
+    if not model or model.startswith("-"):
         raise UsageError(f"name the model first: {UP_USAGE}.")
     command = current("serve", ["serve", "--model", model, *rest], ServeConfig)
     # Imported here, because other commands do not need it.
     from launcher.nodes.up import up as serve_on_nodes
 
-    return serve_on_nodes(command, split_names(flags.nodes or ""), ["up", *words], {})
+    return serve_on_nodes(command, split_names(flags.nodes), ["up", *words], {})
 
 
-def split_names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
+def split_names(text: str | None) -> list[str]:
+    """Returns the names that a value of --nodes lists; none for `all`, and without a value. Raises
+    UsageError."""
+    if text in (None, "all"):
+        return []
+    names = [name for name in text.split(",") if name]
+    if not names:
+        raise UsageError(f"--nodes {text!r} names no machine: give names, or all.")
+    return names
 
 
 def split_model(words: Sequence[str]) -> tuple[str | None, list[str], list[str]]:

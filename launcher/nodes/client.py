@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 from launcher.command import HOST, NEIGHBOURS
 from launcher.nodes.door import STRANGER
 from launcher.nodes.group import NodeFiles, node_folder, public, since_now
-from launcher.nodes.link import NodePlace, connect, conversation, host_key
+from launcher.nodes.link import NodePlace, connect, conversation, host_key, talking
 from launcher.nodes.messages import (
     Code,
     Exchange,
@@ -102,7 +102,8 @@ def forget(node: Node) -> None:
 
 
 def stop_launches(node: Node) -> list[str]:
-    """Ends the launches of a node's machine, and returns their commands. Raises ClusterError."""
+    """Ends what `brigade up` has started on a node's machine, and returns the commands. Raises
+    ClusterError."""
     return _run(_ask(node.place, StopLaunch(), Stopped, STOP_SECONDS)).commands
 
 
@@ -125,16 +126,14 @@ async def _ask(
     expected: type[Answer],
     seconds: float = 10.0,
 ) -> Answer:
-    connection = await connect(place, NodeFiles(node_folder()))
-    async with connection, conversation(connection, "node") as talk:
+    async with talking(place, NodeFiles(node_folder())) as talk:
         answer: Answer = await talk.ask(question, expected, seconds)
     return answer  # noqa: RET504 (mypy cannot see that `async with` hides no error)
 
 
 async def _known_nodes() -> list[Node]:
     place = _own_place()
-    connection = await connect(place, NodeFiles(node_folder()))
-    async with connection, conversation(connection, "node") as talk:
+    async with talking(place, NodeFiles(node_folder())) as talk:
         own = await talk.ask(NodeHello("-", __version__, 0), NodeHello)
         machines = (await talk.ask(Exchange([]), Machines)).machines
         seen = (await talk.ask(ListSeen(), SeenList)).nodes

@@ -81,8 +81,8 @@ class NodeFiles:
         return [machine for machine in self.machines() if not machine.is_revoked]
 
     def merge(self, news: Iterable[Machine]) -> bool:
-        """Adds the later entries to the list. Returns whether it has changed. Raises ClusterError,
-        OSError."""
+        """Adds the later entries to the list. Returns whether it has changed. Raises
+        ClusterError."""
         before = self.machines()
         after = merged(before, news)
         if after == before:
@@ -93,15 +93,19 @@ class NodeFiles:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Writes a file that others cannot read, whole or not at all."""
+    """Writes a file that others cannot read, whole or not at all. Raises ClusterError."""
     new = path.with_suffix(".new")
-    new.unlink(missing_ok=True)
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        full_sync(descriptor)
-    new.rename(path)
+    try:
+        new.unlink(missing_ok=True)
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            full_sync(descriptor)
+        new.rename(path)
+    except OSError as error:
+        what = f"{path} cannot be written ({error.strerror})"
+        raise ClusterError(f"{what}: make room on the disk, or the folder writable.") from error
 
 
 def since_now(known: Iterable[Machine], key: str) -> float:

@@ -122,7 +122,8 @@ async def _connect(
         ) from error
     except asyncssh.Error as error:
         raise NodeError(f"{where}: no node of Brigade answers there ({error.reason})") from error
-    except (OSError, TimeoutError) as error:
+    except (OSError, TimeoutError, UnicodeError) as error:
+        # UnicodeError: the host cannot be a name, for example because of an empty label.
         reason = getattr(error, "strerror", None) or "no answer"
         raise NoRouteError(
             f"{where} cannot be reached ({reason}): is it on, and does `brigade node` run there? "
@@ -134,7 +135,8 @@ async def _connect(
 async def conversation(
     connection: asyncssh.SSHClientConnection, service: str
 ) -> AsyncIterator[Conversation]:
-    """Opens a service of a node that is a conversation of messages. Raises NodeError."""
+    """Opens a service of a node that is a conversation of messages. Raises NodeError, also if the
+    connection is lost during the conversation."""
     try:
         process = await connection.create_process(
             service, encoding=None, window=WINDOW_BYTES, max_pktsize=PACKET_BYTES
@@ -143,7 +145,21 @@ async def conversation(
         raise NodeError(f"it has no service {service} ({error})") from error
     try:
         yield Conversation(process.stdout, process.stdin, FromNode)
+    except (asyncssh.Error, OSError) as error:
+        raise NodeError(f"the connection was lost ({error})") from error
     finally:
         with suppress(OSError):
             process.stdin.write_eof()
         process.close()
+
+
+@asynccontextmanager
+async def talking(place: NodePlace, files: NodeFiles) -> AsyncIterator[Conversation]:
+    """Connects as a member, and opens the conversation of members. Raises NodeError, which names
+    the node."""
+    connection = await connect(place, files)
+    try:
+        async with connection, conversation(connection, "node") as talk:
+            yield talk
+    except NodeError as error:
+        raise NodeError(f"{place.name}: {error}") from error

@@ -5,8 +5,6 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-MAX_LINE_BYTES = 1 << 20
-
 
 class NodeMessage(msgspec.Struct, frozen=True, tag=True):
     """The base of these messages. The receiver ignores unknown fields, so that nodes of other
@@ -101,7 +99,8 @@ class Code(NodeMessage, frozen=True):
 
 
 class StopLaunch(NodeMessage, frozen=True):
-    """A machine of the group asks to end the launches of this machine. The answer is Stopped."""
+    """A machine of the group asks to end what `brigade up` has started on this machine. The answer
+    is Stopped."""
 
 
 class Stopped(NodeMessage, frozen=True):

@@ -6,10 +6,12 @@ import fcntl
 import json
 import logging
 import os
+import re
+import shlex
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +40,7 @@ from launcher.nodes.group import (
     public,
     since_now,
 )
-from launcher.nodes.link import NodePlace, connect, conversation, host_key
+from launcher.nodes.link import NodePlace, connect, conversation, host_key, talking
 from launcher.nodes.messages import (
     Code,
     Conversation,
@@ -68,7 +70,10 @@ from serve.core.folder import own_folder
 DEFAULT_PORT = 8422
 IDLE_SECONDS = 600.0  # how long a member's conversation may be silent
 JOIN_SECONDS = 60.0
+RETELL_SECONDS = 60.0
 AGENTS_END_SECONDS = 60.0
+EVERYBODY = "all"  # the value of --nodes that stands for all names
+_HOST_AND_PORT = re.compile(r"([\w.-]{1,253})(?::(\d{1,5}))?", re.ASCII)
 _logger = logging.getLogger(__name__)
 
 
@@ -93,6 +98,7 @@ class NodeServer:
     visitors: Connections = field(default_factory=set)
     agents: set[asyncio.Task[None]] = field(default_factory=set)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _behind: set[str] = field(default_factory=set)  # keys of machines that were not told all
 
     def __post_init__(self) -> None:
         self.key = public(self.files.own_key())
@@ -121,17 +127,22 @@ class NodeServer:
 
     async def _pair(self, visitor: Visitor, process: Process) -> None:
         talk = Conversation(process.stdin, process.stdout, ToNode)
+        code = self.codes.code
         try:
             start = await talk.hear(PairingStart, EXCHANGE_SECONDS)
-            problem = self._objection(visitor, start)
+            problem = self._objection(visitor, start) or self.codes.refusal()
             if problem:
                 talk.say(Refusal(problem))
                 return
             keys = self.key, visitor.key
             is_right = await answer_pairing(talk, self.codes, start, self.name, *keys)
         except NodeError as error:
-            _logger.warning("event=pairing_failed address=%s reason=%s", visitor.address, error)
+            reason = json.dumps(str(error))
+            _logger.warning("event=pairing_failed address=%s reason=%s", visitor.address, reason)
             return
+        finally:
+            if self.codes.code != code:
+                self.show_code()
         if is_right:
             address = [visitor.address]
             since = since_now(self.files.machines(), visitor.key)
@@ -140,13 +151,14 @@ class NodeServer:
             write_line(f"Paired with {start.name}.")
         else:
             _logger.warning("event=wrong_code address=%s", visitor.address)
-        self.show_code()
 
     def _objection(self, visitor: Visitor, start: PairingStart) -> str:
         if not is_name(start.name) or not 0 <= start.port < 65536:
             return "its name or port cannot be used"
+        if start.name == self.name:
+            return f"it has the name {self.name}, too: start one of them with another --name"
         others = [each for each in self.files.members() if each.key != visitor.key]
-        if start.name in [self.name, *(each.name for each in others)]:
+        if start.name in [each.name for each in others]:
             return (
                 f"the group has another machine with the name {start.name}: start the node there "
                 f"with another --name, or run `brigade nodes --forget {start.name}` here first"
@@ -238,19 +250,29 @@ class NodeServer:
         return found
 
     async def _spread(self, sender: str) -> None:
-        """Tells the other machines what is new. Those that are away hear it when they are back."""
+        """Tells the other machines what is new. keep_telling tells those that are away."""
         places = [place for place in self.places() if place.key != sender]
-        for told in await asyncio.gather(*map(self._tell, places), return_exceptions=True):
-            if isinstance(told, NodeError):
-                _logger.info("event=not_told reason=%s", told)
-            elif isinstance(told, BaseException):
-                raise told
+        await asyncio.gather(*map(self._tell, places))
 
     async def _tell(self, place: NodePlace) -> None:
-        connection = await connect(place, self.files)
-        async with connection, conversation(connection, "node") as talk:
-            answer = await talk.ask(Exchange(self.files.machines()), Machines)
+        try:
+            async with talking(place, self.files) as talk:
+                answer = await talk.ask(Exchange(self.files.machines()), Machines)
             self.exchange(answer.machines, place.key)
+        except (NodeError, BrigadeError) as error:
+            if place.key not in self._behind:
+                _logger.info("event=not_told reason=%s", json.dumps(str(error)))
+            self._behind.add(place.key)
+        else:
+            self._behind.discard(place.key)
+
+    async def keep_telling(self) -> None:
+        """Tells machines that were away what they have missed, such as that one is revoked."""
+        while True:
+            await asyncio.sleep(RETELL_SECONDS)
+            with suppress(BrigadeError):  # Files that cannot be read are reported when asked for.
+                places = [place for place in self.places() if place.key in self._behind]
+                await asyncio.gather(*map(self._tell, places))
 
     async def join(self, host: str, port: int) -> None:
         """Says NodeHello to a node again and again, because neither hears the other's multicast."""
@@ -277,7 +299,10 @@ class NodeServer:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, over.set)
         self._start(self._spread(""))
-        work = [asyncio.create_task(announce(self._own_seen(), self.seen))]
+        work = [
+            asyncio.create_task(announce(self._own_seen(), self.seen)),
+            asyncio.create_task(self.keep_telling()),
+        ]
         if joined:
             work.append(asyncio.create_task(self.join(*joined)))
         if once:
@@ -313,8 +338,10 @@ class NodeServer:
 
 
 def stop_launches() -> list[str]:
-    """Ends this machine's launches, and returns their commands. Raises BrigadeError."""
-    return [" ".join(record.stop(launch.pid).words) for launch in record.launches()]
+    """Ends what `brigade up` has started on this machine, and returns the commands. Raises
+    BrigadeError."""
+    own = [launch for launch in record.launches() if launch.words[:1] == ["up"]]
+    return [shlex.join(record.stop(launch.pid).words) for launch in own]
 
 
 class Running(msgspec.Struct, frozen=True):
@@ -325,9 +352,18 @@ class Running(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def only_node(folder: Path, running: Running) -> Iterator[None]:
-    """Holds the lock of this user's node, and tells commands about it. Raises ClusterError."""
-    descriptor = os.open(folder / "node", os.O_RDWR | os.O_CREAT, 0o600)
+def only_node(folder: Path) -> Iterator[Callable[[Running], None]]:
+    """Holds the lock of this user's node. Yields a function that tells commands where the node can
+    be reached. Raises ClusterError."""
+    path = folder / "node"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ClusterError(f"{path} cannot be written ({error.strerror}): delete it.") from error
+
+    def tell(running: Running) -> None:
+        os.pwrite(descriptor, msgspec.json.encode(running), 0)
+
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -336,29 +372,31 @@ def only_node(folder: Path, running: Running) -> Iterator[None]:
                 "your node runs on this machine already: `brigade nodes` shows what it sees."
             ) from None
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, msgspec.json.encode(running), 0)
-        yield
+        yield tell
     finally:
         os.close(descriptor)
 
 
 def own_node(folder: Path) -> Running:
     """Returns this user's node on this machine. Raises ClusterError if none runs."""
-    with suppress(FileNotFoundError), (folder / "node").open("rb") as file:
+    with suppress(OSError), (folder / "node").open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return msgspec.json.decode(file.read(), type=Running)
+            try:
+                return msgspec.json.decode(file.read(), type=Running)
+            except msgspec.DecodeError:
+                raise ClusterError("the node of this machine is starting: try again.") from None
     raise ClusterError("no node runs on this machine: run `brigade node` in another terminal.")
 
 
 def run(name: str, port: int, joined: str | None, *, once: bool) -> None:
     """Runs this machine's node until a signal comes or, with once, until the first launch has
     ended. joined is HOST or HOST:PORT of a node in another network. Raises BrigadeError."""
-    if not is_name(name):
+    if not is_name(name) or name == EVERYBODY:
         raise UsageError(
             f"--name {name!r} cannot be used: take at most {MAX_NAME_CHARACTERS} letters, digits, "
-            "dots, dashes and underscores.",
+            "dots, dashes and underscores, but not 'all'.",
             code="malformed",
         )
     logging.basicConfig(level=logging.INFO, format="[node] %(asctime)s %(levelname)s %(message)s")
@@ -371,18 +409,19 @@ def run(name: str, port: int, joined: str | None, *, once: bool) -> None:
 def _joined(text: str | None) -> tuple[str, int] | None:
     if text is None:
         return None
-    host, colon, port = text.rpartition(":")
-    if not colon:
-        return text, DEFAULT_PORT
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    found = _HOST_AND_PORT.fullmatch(text)
+    host, port = found.groups() if found else ("", None)
+    number = DEFAULT_PORT if port is None else int(port)
+    if not host or not 0 < number < 65536:
         raise UsageError(f"--join {text!r} is not HOST or HOST:PORT.", code="malformed")
-    return host, int(port)
+    return host, number
 
 
 async def _run(name: str, port: int, joined: tuple[str, int] | None, *, once: bool) -> None:
     folder = node_folder()
     files = NodeFiles(folder)
     async with AsyncExitStack() as stack:
+        tell = stack.enter_context(only_node(folder))
         sockets = Path(stack.enter_context(own_folder()))
         weights_path = str(sockets / "weights")
         await stack.enter_async_context(serving(weights.app(), weights_path))
@@ -392,14 +431,14 @@ async def _run(name: str, port: int, joined: tuple[str, int] | None, *, once: bo
         try:
             door = await listen(files, node.services, port, node.visitors)
         except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
             raise ClusterError(
-                f"port {port} cannot be used ({error.strerror}): choose another --port."
+                f"port {port} cannot be used ({reason}): choose another --port."
             ) from error
         stack.push_async_callback(door.wait_closed)
         stack.callback(door.close)
         node.port = door.get_port()
-        running = Running(node.port, str(sockets / "neighbours"))
-        stack.enter_context(only_node(folder, running))
+        tell(Running(node.port, str(sockets / "neighbours")))
         await neighbours.refresh(node.places())
         write_line(f"Node {name} listens on port {node.port}.")
         node.show_code()

@@ -47,6 +47,13 @@ class Codes:
         """Returns how long no pairing is possible."""
         return max(0.0, self._open_at - self._clock())
 
+    def refusal(self) -> str:
+        """Returns why no pairing is possible at this moment, or ""."""
+        pause = self.pause_seconds()
+        if self.is_busy or pause:
+            return f"no pairing now: try again in {max(1, math.ceil(pause))} s"
+        return ""
+
     def was_wrong(self) -> None:
         pause = min(2.0**self._num_wrong, MAX_PAUSE_SECONDS)
         self._open_at = self._clock() + pause
@@ -87,9 +94,8 @@ async def answer_pairing(
 ) -> bool:
     """Pairs as the node, after its peer has begun. Returns whether the peer knows the code. Only
     one pairing runs at a time: parallel ones would each get a try before the pause."""
-    pause = codes.pause_seconds()
-    if codes.is_busy or pause:
-        conversation.say(Refusal(f"no pairing now: try again in {max(1, math.ceil(pause))} s"))
+    if refusal := codes.refusal():
+        conversation.say(Refusal(refusal))
         return False
     codes.is_busy = True
     is_right = False

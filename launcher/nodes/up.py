@@ -3,13 +3,11 @@
 import functools
 import json
 import os
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-from launcher import record
 from launcher.checks import check_kinds
 from launcher.command import LAUNCHER, forwarded, rank_words
 from launcher.doctor import check_before, log_warnings, print_table, query_host
@@ -18,6 +16,7 @@ from launcher.links import Measured, measure, place
 from launcher.nodes import client
 from launcher.nodes.access import NodeAccess
 from launcher.nodes.client import Node
+from launcher.nodes.node import stop_launches
 from launcher.program import check_words, model_folder, supervise, with_published_model
 from launcher.remote import (
     AgentConnection,
@@ -102,9 +101,14 @@ def members(names: Sequence[str], ask: Ask | None) -> list[Node]:
     returns for a question; ask is None if nobody can answer. Raises ClusterError."""
     nodes = client.known_nodes()
     _check_names(names, nodes)
+    taken = {node.name for node in nodes if node.state != "found"}
     for node in nodes:
         if node.state == "found" and (not names or node.name in names):
-            _offer_pairing(node, ask, is_named=node.name in names)
+            if node.name in taken:
+                # Perhaps a stranger that wants to be taken for it.
+                _note(f"another machine has the name {node.name}: start one with another --name")
+            else:
+                _offer_pairing(node, ask, is_named=node.name in names)
     nodes = client.known_nodes()
     for node in nodes:
         if node.state == "away" and not names:
@@ -206,10 +210,8 @@ def show_choice(facts: Sequence[HostFacts], measured: Measured, order: Sequence[
 def down() -> str:
     """Ends what `brigade up` has started on this machine, or else on another one of the group, and
     returns what has ended. Raises BrigadeError."""
-    own = [launch for launch in record.launches() if launch.words[:1] == ["up"]]
-    if own:
-        ended = [record.stop(launch.pid).words for launch in own]
-        return f"ended here: {'; '.join(map(shlex.join, ended))}"
+    if ended := stop_launches():
+        return f"ended here: {'; '.join(ended)}"
     for node in client.known_nodes():
         if node.state == "paired":
             try:

@@ -72,6 +72,13 @@ class RunningNode:
         code = other.ask("print(client.own_code())")
         self.ask(f"client.pair(client.node_named({other.name!r}), {code!r})")
 
+    def pair_by_port(self, other: "RunningNode") -> None:
+        """Pairs this node's machine with another one, even if a third has the other's name."""
+        found = f"[node for node in client.known_nodes() if node.port == {other.port}]"
+        wait_until(lambda: self.ask(f"print(len({found}))") == "1")
+        code = other.ask("print(client.own_code())")
+        self.ask(f"client.pair({found}[0], {code!r})")
+
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)

@@ -68,6 +68,12 @@ def test_a_list_that_cannot_be_read_is_an_error_that_says_what_to_do(tmp_path: P
         NodeFiles(tmp_path).own_key()
 
 
+def test_a_disk_that_is_full_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "key.new").mkdir()  # It cannot be written, even by root.
+    with pytest.raises(ClusterError, match="key cannot be written"):
+        NodeFiles(tmp_path).own_key()
+
+
 @pytest.mark.parametrize("name", ["studio-1", "m.local", "Büro_2"])
 def test_plain_names_are_names(name: str) -> None:
     assert is_name(name)

@@ -1,14 +1,17 @@
 """Real nodes: who sees whom, who may do what, and what becomes of it."""
 
 import json
+import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
-from serve.core.errors import ClusterError
+from launcher.cli import main
+from serve.core.errors import ClusterError, UsageError
 from tests.nodes.running import RunningNode, running_node
 from tests.test_launcher import wait_until
 
@@ -62,10 +65,82 @@ def test_a_name_that_nobody_has_is_an_error_that_lists_those_there_are(
     assert f"three is not known here, only {one.name}, {two.name}".encode() in error
 
 
-def test_a_second_node_of_the_same_user_is_refused(pair_of_nodes: Pair) -> None:
-    run = pair_of_nodes[0].brigade("node", "--port", "0")
+@pytest.mark.parametrize("is_same_port", [False, True])
+def test_a_second_node_of_the_same_user_is_refused(pair_of_nodes: Pair, is_same_port: bool) -> None:
+    port = pair_of_nodes[0].port if is_same_port else 0
+    run = pair_of_nodes[0].brigade("node", "--port", str(port))
     assert run.returncode == ClusterError.exit_code
-    assert "runs on this machine already" in run.stderr
+    assert run.stderr.startswith("brigade node: your node runs on this machine already")
+    assert run.stderr.count("\n") == 1
+
+
+def test_a_port_that_is_in_use_is_refused(pair_of_nodes: Pair, tmp_path: Path) -> None:
+    with running_node("n", tmp_path, ["--port", str(pair_of_nodes[0].port)]) as node:
+        assert node.process.wait(60) == ClusterError.exit_code
+        said = node.log.read_text()
+        assert f"port {pair_of_nodes[0].port} cannot be used (Address already in use)" in said
+        assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_node_ends_without_a_word(tmp_path: Path, number: signal.Signals) -> None:
+    with running_node("n", tmp_path) as node:
+        before = node.log.read_text()
+        node.process.send_signal(number)
+        assert node.process.wait(60) == 0
+        assert node.log.read_text() == before
+
+
+def test_a_node_with_a_host_that_cannot_be_one_goes_on(tmp_path: Path) -> None:
+    with running_node("n", tmp_path, ["--join", "a..b"]) as node:
+        wait_until(lambda: "event=not_joined" in node.log.read_text())
+        assert node.states() == {node.name: "here"} | node.states()
+        assert node.process.poll() is None
+
+
+def test_only_what_up_has_started_is_ended_for_others(pair_of_nodes: Pair) -> None:
+    """A group's machine that says `down` must not end a training on another machine."""
+    one, two = pair_of_nodes
+    program = """
+from launcher.record import recorded
+with recorded([{!r}, "a b"], ["h"], 1.0):
+    print("recorded", flush=True)
+    input()
+"""
+    with ExitStack() as stack:
+        for word in ("up", "fine-tune"):
+            process = subprocess.Popen(
+                [sys.executable, "-c", program.format(word)],
+                env=one.environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            process.stdout.readline()
+        ended = two.ask(f"print(client.stop_launches(client.node_named({one.name!r})))")
+        assert ended == repr(["up 'a b'"])
+        assert process.poll() is None
+
+
+def test_a_stranger_with_the_name_of_a_member_does_not_replace_it(tmp_path: Path) -> None:
+    with running_node("a", tmp_path) as a:
+        joins = ["--join", f"127.0.0.1:{a.port}"]
+        with (
+            running_node("b", tmp_path, joins) as b,
+            running_node("b", tmp_path / "2", joins),
+        ):
+            a.pair_by_port(b)
+            program = "print([node.state for node in client.known_nodes()])"
+            wait_until(lambda: "'paired'" in a.ask(program) and "'found'" in a.ask(program))
+            found = a.ask(
+                f"""
+from launcher.nodes.up import members
+print([(node.name, node.state) for node in members([{b.name!r}], None)])
+"""
+            )
+            assert found == repr([(a.name, "here"), (b.name, "paired")])
 
 
 def test_commands_say_that_no_node_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +158,11 @@ def test_commands_say_that_no_node_runs(tmp_path: Path, monkeypatch: pytest.Monk
         (["--name", ""], "cannot be used"),
         (["--join", "host:x"], "is not HOST or HOST:PORT"),
         (["--join", ":1"], "is not HOST or HOST:PORT"),
+        (["--join", ""], "is not HOST or HOST:PORT"),
+        (["--join", "host:²"], "is not HOST or HOST:PORT"),
+        (["--join", "host:0"], "is not HOST or HOST:PORT"),
+        (["--join", "::1"], "is not HOST or HOST:PORT"),
+        (["--name", "all"], "cannot be used"),
         (["--port", "65536"], "--port"),
     ],
 )
@@ -97,6 +177,28 @@ def test_wrong_flags_are_refused(
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert run.returncode == 2
     assert error in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["launch", "--nodes", "", "--", "serve", "--model", "m"], "--nodes"),
+        (["launch", "--nodes", ",", "--", "serve", "--model", "m"], "--nodes"),
+        (["doctor", "--nodes", ""], "--nodes"),
+        (["selftest", "--nodes="], "--nodes"),
+        (["up", "m", "--nodes", ""], "--nodes"),
+        (["up", ""], "name the model first"),
+        (["nodes", "--pair", ""], "--pair"),
+        (["nodes", "--forget="], "--forget"),
+    ],
+)
+def test_names_that_are_empty_are_refused(
+    words: list[str], flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == UsageError.exit_code
+    said = capsys.readouterr().err
+    assert flag in said
+    assert said.count("\n") == 1
 
 
 def test_files_of_the_node_are_private(pair_of_nodes: Pair) -> None:
@@ -163,6 +265,7 @@ def test_a_name_that_the_group_has_already_is_refused(tmp_path: Path) -> None:
         with running_node("a", tmp_path / "2", joins) as other:
             wait_until(lambda: b.name in other.states())
             code = a.ask("print(client.own_code())")
+            # The node itself has this name, so nothing can be forgotten.
             error = other.ask(
                 f"""
 try:
@@ -172,6 +275,7 @@ except Exception as error:
     print(error)
 """
             )
+            assert "it has the name" in error
             assert "another --name" in error
         assert b.process.poll() is None
 
