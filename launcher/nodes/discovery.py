@@ -27,6 +27,7 @@ LOOK_SECONDS = 10.0  # how often the addresses of this machine are compared with
 HELLO_SECONDS = 150.0  # how long a node counts as there after its last NodeHello
 _ANSWER_MS = 3000
 _MAX_SEEN = 256
+_MAX_LABEL_BYTES = 54  # of a name, so that there is room for what follows it
 _logger = logging.getLogger(__name__)
 
 
@@ -106,14 +107,19 @@ class _Announcement:
         self._zeroconf = AsyncZeroconf(ip_version=zeroconf.IPVersion.V4Only)
         self._info = AsyncServiceInfo(
             SERVICE,
-            f"{own.name}-{secrets.token_hex(4)}.{SERVICE}",  # Two machines may have one name.
+            # Two machines may have one name, and a label has at most 63 bytes.
+            f"{_cut(own.name)}-{secrets.token_hex(4)}.{SERVICE}",
             port=own.port,
             properties={"name": own.name, "version": own.version, "key": own.key},
             parsed_addresses=addresses,
         )
 
     async def __aenter__(self) -> None:
-        await (await self._zeroconf.async_register_service(self._info))
+        try:
+            await (await self._zeroconf.async_register_service(self._info))
+        except BaseException:
+            await self._zeroconf.async_close()  # Otherwise each try would leave its sockets open.
+            raise
         self._browser = AsyncServiceBrowser(
             self._zeroconf.zeroconf, SERVICE, handlers=[self._changed]
         )
@@ -139,6 +145,10 @@ class _Announcement:
         node = _read(info.decoded_properties, info.parsed_addresses(), info.port or 0)
         if node and node.key != self._key:
             self._seen.announced(service, node)
+
+
+def _cut(name: str) -> str:
+    return name.encode()[:_MAX_LABEL_BYTES].decode(errors="ignore")
 
 
 def _read(

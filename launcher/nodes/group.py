@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from ipaddress import IPv4Address
 from pathlib import Path
 
 import asyncssh
@@ -22,7 +23,8 @@ from serve.core.folder import full_sync
 
 _DECODER = msgspec.json.Decoder(list[Machine])
 MAX_MACHINES = 256  # entries of a list, revoked ones included
-MAX_NAME_CHARACTERS = 63
+MAX_NAME_BYTES = 63
+MAX_ADDRESSES = 64  # of one machine
 _LATEST = 1e11  # seconds since the epoch; larger numbers would lose their fractions
 
 
@@ -130,16 +132,19 @@ def merged(known: Iterable[Machine], news: Iterable[Machine]) -> list[Machine]:
 
 
 def is_plausible(machine: Machine) -> bool:
-    """Whether an entry has a time, a name, and a key that could be one."""
+    """Whether an entry has a time, a name, and a key and places that could be right."""
     try:
         key = asyncssh.import_public_key(machine.key)
+        for address in machine.addresses:
+            IPv4Address(address)
     except ValueError:
         return False
     is_time = 0 <= machine.since < _LATEST
-    return is_time and public(key) == machine.key and is_name(machine.name)
+    is_place = 0 <= machine.port < 65536 and len(machine.addresses) <= MAX_ADDRESSES
+    return is_time and is_place and public(key) == machine.key and is_name(machine.name)
 
 
 def is_name(name: str) -> bool:
     """Whether a name can stand in a table, a log line and an announcement."""
-    is_short = 0 < len(name) <= MAX_NAME_CHARACTERS
+    is_short = 0 < len(name.encode(errors="replace")) <= MAX_NAME_BYTES
     return is_short and all(letter.isalnum() or letter in "-_." for letter in name)

@@ -33,7 +33,7 @@ from launcher.nodes.door import (
     run_agent,
 )
 from launcher.nodes.group import (
-    MAX_NAME_CHARACTERS,
+    MAX_NAME_BYTES,
     NodeFiles,
     is_name,
     node_folder,
@@ -81,7 +81,7 @@ def default_name() -> str:
     """Returns this machine's host name, without its domain and signs that a name cannot have."""
     host = socket.gethostname().partition(".")[0]
     name = "".join(letter if letter.isalnum() or letter == "-" else "-" for letter in host)
-    return name[:MAX_NAME_CHARACTERS] or "node"
+    return name.encode()[:MAX_NAME_BYTES].decode(errors="ignore") or "node"
 
 
 @dataclass(eq=False)
@@ -175,8 +175,8 @@ class NodeServer:
         assert task is not None
         self.agents.add(task)
         self.had_agent.set()
-        await self.neighbours.refresh(self.places())
         try:
+            await self.neighbours.refresh(self.places())
             await run_agent(process, self.neighbours.environment())
         finally:
             self.agents.discard(task)
@@ -395,8 +395,8 @@ def run(name: str, port: int, joined: str | None, *, once: bool) -> None:
     ended. joined is HOST or HOST:PORT of a node in another network. Raises BrigadeError."""
     if not is_name(name) or name == EVERYBODY:
         raise UsageError(
-            f"--name {name!r} cannot be used: take at most {MAX_NAME_CHARACTERS} letters, digits, "
-            "dots, dashes and underscores, but not 'all'.",
+            f"--name {name!r} cannot be used: take at most {MAX_NAME_BYTES} bytes of letters, "
+            "digits, dots, dashes and underscores, but not 'all'.",
             code="malformed",
         )
     logging.basicConfig(level=logging.INFO, format="[node] %(asctime)s %(levelname)s %(message)s")

@@ -47,6 +47,12 @@ def test_a_clock_that_is_ahead_does_not_prevent_later_decisions() -> None:
         Machine(KEYS[0], "m", float("inf")),
         Machine(KEYS[0], "m", float("nan")),
         Machine(KEYS[0], "m", -1.0),
+        Machine(KEYS[0], "ü" * 40, 1.0),
+        Machine(KEYS[0], "m", 1.0, port=-1),
+        Machine(KEYS[0], "m", 1.0, port=65536),
+        Machine(KEYS[0], "m", 1.0, addresses=["a..b"]),
+        Machine(KEYS[0], "m", 1.0, addresses=["1.2.3.4\0"]),
+        Machine(KEYS[0], "m", 1.0, addresses=["1.2.3.4"] * 65),
     ],
 )
 def test_entries_that_cannot_be_right_are_left_out(entry: Machine) -> None:

@@ -1,6 +1,8 @@
 """Real nodes: who sees whom, who may do what, and what becomes of it."""
 
+import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -9,8 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import zeroconf
+from zeroconf.asyncio import AsyncZeroconf
 
 from launcher.cli import main
+from launcher.nodes import discovery
+from launcher.nodes.messages import SeenNode
 from serve.core.errors import ClusterError, UsageError
 from tests.nodes.running import RunningNode, running_node
 from tests.test_launcher import wait_until
@@ -199,6 +205,35 @@ def test_names_that_are_empty_are_refused(
     said = capsys.readouterr().err
     assert flag in said
     assert said.count("\n") == 1
+
+
+def test_a_machine_with_the_longest_name_is_found(pair_of_nodes: Pair, tmp_path: Path) -> None:
+    """A label of DNS has at most 63 bytes, and a node adds some to its name."""
+    with running_node("a" * (62 - len(str(os.getpid()))), tmp_path) as node:
+        assert len(node.name) == 63
+        wait_until(lambda: node.name in pair_of_nodes[0].states())
+
+
+def test_an_announcement_that_fails_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise zeroconf.Error("no")
+
+    async def test() -> list[int]:
+        seen = discovery.Seen()
+        own = SeenNode("key", "n", "1", [], 1)
+        announcing = asyncio.create_task(discovery.announce(own, seen))
+        await asyncio.sleep(0.2)
+        counts: list[int] = []
+        for _ in range(3):
+            await asyncio.sleep(0.3)
+            counts.append(psutil.Process().num_fds())
+        announcing.cancel()
+        return counts
+
+    monkeypatch.setattr(AsyncZeroconf, "async_register_service", fail)
+    monkeypatch.setattr(discovery, "LOOK_SECONDS", 0.1)
+    first, _, last = asyncio.run(test())
+    assert last <= first + 3, "the sockets of one try"
 
 
 def test_files_of_the_node_are_private(pair_of_nodes: Pair) -> None:
