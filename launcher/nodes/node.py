@@ -71,6 +71,7 @@ DEFAULT_PORT = 8422
 IDLE_SECONDS = 600.0  # how long a member's conversation may be silent
 JOIN_SECONDS = 60.0
 RETELL_SECONDS = 60.0
+TOUCH_SECONDS = 3600.0
 AGENTS_END_SECONDS = 60.0
 EVERYBODY = "all"  # the value of --nodes that stands for all names
 _HOST_AND_PORT = re.compile(r"([\w.-]{1,253})(?::(\d{1,5}))?", re.ASCII)
@@ -274,6 +275,16 @@ class NodeServer:
                 places = [place for place in self.places() if place.key in self._behind]
                 await asyncio.gather(*map(self._tell, places))
 
+    async def keep_sockets(self) -> None:
+        """Touches the node's sockets. macOS removes temporary files that were not used for three
+        days, and a node may run for months."""
+        folder = Path(self.weights_path).parent
+        while True:
+            await asyncio.sleep(TOUCH_SECONDS)
+            for path in (folder, *folder.rglob("*")):
+                with suppress(OSError):  # A socket to a neighbour has just been removed.
+                    os.utime(path)
+
     async def join(self, host: str, port: int) -> None:
         """Says NodeHello to a node again and again, because neither hears the other's multicast."""
         place = NodePlace(host, (host,), port, "")
@@ -302,6 +313,7 @@ class NodeServer:
         work = [
             asyncio.create_task(announce(self._own_seen(), self.seen)),
             asyncio.create_task(self.keep_telling()),
+            asyncio.create_task(self.keep_sockets()),
         ]
         if joined:
             work.append(asyncio.create_task(self.join(*joined)))

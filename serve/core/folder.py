@@ -23,8 +23,8 @@ _UNLOCKED_SECONDS = 60.0  # far more than it takes to lock a folder that was jus
 class OwnFolder:
     """A folder that is locked as long as this process lives: the system releases the lock. The
     folder is locked before it gets its final name, so an unlocked folder with such a name has no
-    owner. systemd-tmpfiles does not remove locked folders. macOS does, so it must not hold files
-    that are needed for days."""
+    owner. systemd-tmpfiles does not remove locked folders. macOS does, so files that are
+    needed for days must be touched."""
 
     def __init__(self) -> None:
         unlocked = tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX)

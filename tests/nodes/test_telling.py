@@ -1,6 +1,7 @@
-"""Nodes in this process, one of which is away when the other one has news."""
+"""Nodes in this process: what they tell each other, and what they do again and again."""
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ class Member:
         (self.port,) = free_ports(1)
         self.files = NodeFiles(folder)
         sockets = NeighbourSockets(folder / "sockets", self.files)
-        self.node = NodeServer(self.files, name, self.port, sockets, "")
+        weights = str(folder / "weights")
+        self.node = NodeServer(self.files, name, self.port, sockets, weights)
         self.neighbours = sockets
 
     @property
@@ -64,6 +66,27 @@ def test_a_machine_that_was_away_hears_that_another_one_is_revoked(
                 await asyncio.sleep(0.05)
             telling.cancel()
             await close(door)
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_sockets_do_not_look_as_if_nobody_used_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "TOUCH_SECONDS", 0.05)
+    member = Member(tmp_path / "1", "one")
+    place = NodePlace("two", (HOST,), 1, "key")
+
+    async def test() -> None:
+        async with member.neighbours:
+            await member.neighbours.refresh([place])
+            (path,) = (tmp_path / "1" / "sockets").glob("*.sock")
+            os.utime(path, (0.0, 0.0))
+            keeping = asyncio.create_task(member.node.keep_sockets())
+            while not path.stat().st_atime:
+                assert not keeping.done()
+                await asyncio.sleep(0.05)
+            keeping.cancel()
 
     asyncio.run(asyncio.wait_for(test(), 60))
 
