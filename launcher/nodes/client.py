@@ -1,6 +1,7 @@
 """What commands ask of the nodes, each in one call that waits for the answer."""
 
 import asyncio
+import re
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -89,7 +90,13 @@ def own_code() -> str:
 
 def pair(node: Node, code: str) -> None:
     """Pairs this machine with a node by the code that it shows. Raises ClusterError."""
-    _run(_pair(node, code))
+    digits = re.sub(r"[\s-]", "", code)
+    if not re.fullmatch(r"[0-9]{6}", digits):
+        # Sending it would cost a try, and a pause.
+        raise ClusterError(
+            f"a code has six digits: {node.name} shows it, as does `brigade node --code` there."
+        )
+    _run(_pair(node, digits))
 
 
 def forget(node: Node) -> None:

@@ -236,6 +236,34 @@ def test_an_announcement_that_fails_leaves_nothing_open(monkeypatch: pytest.Monk
     assert last <= first + 3, "the sockets of one try"
 
 
+@pytest.mark.parametrize("code", ["", "12345", "1234567", "12345x", "１２３４５６"])
+def test_what_cannot_be_a_code_costs_no_try(pair_of_nodes: Pair, code: str) -> None:
+    one, two = pair_of_nodes
+    before = one.ask("print(client.own_code())")
+    for _ in range(3):  # After three tries there would be another code.
+        said = two.ask(
+            f"""
+try:
+    client.pair(client.node_named({one.name!r}), {code!r})
+except Exception as error:
+    print(error)
+"""
+        )
+        assert "a code has six digits" in said
+    assert one.ask("print(client.own_code())") == before
+
+
+def test_a_code_may_be_typed_in_groups(tmp_path: Path) -> None:
+    with (
+        running_node("a", tmp_path) as a,
+        running_node("b", tmp_path, ["--join", f"127.0.0.1:{a.port}"]) as b,
+    ):
+        wait_until(lambda: a.name in b.states())
+        code = a.ask("print(client.own_code())")
+        b.ask(f"client.pair(client.node_named({a.name!r}), '{code[:3]} {code[3:]} ')")
+        assert b.states()[a.name] == "paired"
+
+
 def test_files_of_the_node_are_private(pair_of_nodes: Pair) -> None:
     one = pair_of_nodes[0]
     folders = list(one.state.glob("brigade/*/node"))
