@@ -9,7 +9,14 @@ from typing import Any, Literal, TypeVar
 from launcher.command import HOST, NEIGHBOURS
 from launcher.nodes.door import STRANGER
 from launcher.nodes.group import NodeFiles, node_folder, public, since_now
-from launcher.nodes.link import NodePlace, connect, conversation, host_key, talking
+from launcher.nodes.link import (
+    NodePlace,
+    NotMemberError,
+    connect,
+    conversation,
+    host_key,
+    talking,
+)
 from launcher.nodes.messages import (
     Code,
     Exchange,
@@ -99,6 +106,12 @@ def pair(node: Node, code: str) -> None:
     _run(_pair(node, digits))
 
 
+def is_member_at(node: Node) -> bool:
+    """Whether a paired node still takes this machine as one of its group. Raises ClusterError if it
+    does not answer."""
+    return _run(_is_member_at(node.place))
+
+
 def forget(node: Node) -> None:
     """Revokes a node's key on this machine, and on all others of the group. Raises ClusterError."""
     if node.state not in ("paired", "away"):
@@ -136,6 +149,14 @@ async def _ask(
     async with talking(place, NodeFiles(node_folder())) as talk:
         answer: Answer = await talk.ask(question, expected, seconds)
     return answer  # noqa: RET504 (mypy cannot see that `async with` hides no error)
+
+
+async def _is_member_at(place: NodePlace) -> bool:
+    try:
+        async with talking(place, NodeFiles(node_folder())):
+            return True
+    except NotMemberError:
+        return False
 
 
 async def _known_nodes() -> list[Node]:

@@ -72,6 +72,10 @@ class NoRouteError(NodeError):
     """Nobody answers at this address."""
 
 
+class NotMemberError(NodeError):
+    """The node answers, but does not know this machine's key, or has revoked it."""
+
+
 async def _end(tries: Sequence[asyncio.Task[asyncssh.SSHClientConnection]]) -> None:
     """Ends the tries that are not needed, and closes connections that came too late."""
     finished = [each for each in tries if each.done() and not each.cancelled()]
@@ -117,7 +121,7 @@ async def _connect(
             f"run `brigade nodes --forget {place.name}` and pair it again"
         ) from error
     except asyncssh.PermissionDenied as error:
-        raise NodeError(
+        raise NotMemberError(
             f"{where} does not know this machine: run `brigade nodes --pair {place.name}`"
         ) from error
     except asyncssh.Error as error:

@@ -41,7 +41,10 @@ def pair(name: str) -> str:
     """Pairs with a machine by its code, from the terminal or from a line of standard input, and
     says so. Raises ClusterError."""
     node = client.node_named(name)
-    if node.state != "found":
+    if node.state == "here":
+        raise ClusterError(f"{name} is this machine: name another one.")
+    # Another machine of the group may have revoked this one, which then has to pair again.
+    if node.state != "found" and client.is_member_at(node):
         raise ClusterError(f"{name} is paired already: `brigade nodes` lists it.")
     if os.isatty(0):
         if not pair_by_asking(node, ask_at_terminal):
@@ -71,7 +74,7 @@ def show(*, as_json: bool) -> None:
     if any(is_different(row, rows[0]) for row in rows):
         problems.append(f"{_DIFFERENT} is another version than here: `brigade up` names a remedy")
     for problem in problems:
-        console.print(problem)
+        console.print(problem, soft_wrap=True)  # Commands can then be copied.
 
 
 def ask_all(nodes: Sequence[Node]) -> list[NodeReport]:
