@@ -304,11 +304,14 @@ class NodeServer:
             before = problem
             await asyncio.sleep(JOIN_SECONDS)
 
-    async def run(self, joined: tuple[str, int] | None, *, once: bool) -> None:
-        """Serves until a signal comes or, with once, until the first launch has ended."""
-        over = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, over.set)
+    async def run(
+        self,
+        joined: tuple[str, int] | None,
+        over: asyncio.Event,
+        *,
+        once: bool,
+    ) -> None:
+        """Serves until `over` is set or, with once, until the first launch has ended."""
         self._start(self._spread(""))
         work = [
             asyncio.create_task(announce(self._own_seen(), self.seen)),
@@ -430,6 +433,9 @@ def _joined(text: str | None) -> tuple[str, int] | None:
 
 
 async def _run(name: str, port: int, joined: tuple[str, int] | None, *, once: bool) -> None:
+    over = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, over.set)
     folder = node_folder()
     files = NodeFiles(folder)
     async with AsyncExitStack() as stack:
@@ -454,4 +460,4 @@ async def _run(name: str, port: int, joined: tuple[str, int] | None, *, once: bo
         await neighbours.refresh(node.places())
         write_line(f"Node {name} listens on port {node.port}.")
         node.show_code()
-        await node.run(joined, once=once)
+        await node.run(joined, over, once=once)
