@@ -113,7 +113,8 @@ class EarlyServer:
         """Ends the streams, and returns when the last reply is sent."""
         self._events.watchers.close()
         self._server.should_exit = True
-        await self._serving
+        # A signal that cancels the caller must not cancel the server, for which `stop` waits again.
+        await asyncio.shield(self._serving)
 
 
 class Front:

@@ -262,6 +262,23 @@ def test_the_page_is_served_before_the_model_is_read() -> None:
     asyncio.run(run())
 
 
+def test_a_signal_while_the_server_of_the_start_ends_ends_the_process_in_order() -> None:
+    """The signal cancels the caller, who then waits for the server once more."""
+
+    async def run() -> None:
+        listening = bind("127.0.0.1", 0)
+        early = EarlyServer(CONFIG, listening, ServerState(CONFIG))
+        stopping = asyncio.create_task(early.stop())
+        await asyncio.sleep(0)
+        stopping.cancel()
+        await asyncio.wait([stopping])
+        assert stopping.cancelled()
+        await early.stop()
+        listening.close()
+
+    asyncio.run(run())
+
+
 # --- cancelling
 
 
