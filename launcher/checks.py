@@ -358,11 +358,12 @@ def check_same(
     return Finding("ok", "all hosts", "the same " + ", ".join(names))
 
 
-def check_shell(host: str, noise: Sequence[str]) -> Finding:
+def check_shell(host: str, noise: Sequence[str], reached: str) -> Finding:
+    """Checks what a host printed before its agent answered. `reached` says that all is well."""
     if noise:
         fix = "print in interactive shells only: [[ $- == *i* ]] && …"
         return Finding("warn", host, f"its shell profile prints {noise[0][:60]!r}", fix)
-    return Finding("ok", host, "it can be reached")
+    return Finding("ok", host, reached)
 
 
 def check_clock(host: str, ahead_seconds: float) -> Finding:

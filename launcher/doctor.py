@@ -134,7 +134,7 @@ def examine_connected(
         label = connection.host.label if has_several else own.host
         facts.append(named(own, label))
         if not connection.host.is_local:
-            notes.append(check_shell(label, connection.noise))
+            notes.append(check_shell(label, connection.noise, connection.reached))
             notes.append(check_clock(label, ahead_seconds))
     findings = [*check_hosts(facts), *notes]
     routes: Routes = {}

@@ -109,6 +109,10 @@ class AgentConnection:
     def name(self) -> str:
         return self.host.label
 
+    @property
+    def reached(self) -> str:
+        return self._access.reached
+
     def greet(self) -> None:
         """Waits until the agent has started and has entered the working folder."""
         folder = self._access.folder

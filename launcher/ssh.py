@@ -93,6 +93,7 @@ class SshAccess:
     ssh: tuple[str, ...] = ("ssh",)
     python: str = sys.executable
     folder: Path | None = None
+    reached: str = "ssh can log in, and the shell prints nothing"
 
     def command(self, host: Host, token: str) -> list[str]:
         command = agent_command(self.python, token)

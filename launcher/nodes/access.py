@@ -10,6 +10,7 @@ class NodeAccess:
     """A host's name is that of its node. Its node starts the agent, with its own Python."""
 
     folder: Path | None = None
+    reached: str = "its node answers"
 
     def command(self, host: Host, token: str) -> list[str]:
         return [sys.executable, "-m", "launcher.nodes.connect", host.ssh, "agent", token]

@@ -359,8 +359,8 @@ def test_the_finding_for_a_broken_hop_says_what_to_fix(reason: str, fix: str) ->
 
 
 def test_findings_cover_shell_profile_and_clock_and_port() -> None:
-    assert checks.check_shell("a", []).status == "ok"
-    assert "'Welcome'" in checks.check_shell("a", ["Welcome", "more"]).what
+    assert checks.check_shell("a", [], "it answers").status == "ok"
+    assert "'Welcome'" in checks.check_shell("a", ["Welcome", "more"], "").what
     assert checks.check_clock("a", -1.0) == Finding("ok", "a", "its clock is 1.0 s behind")
     assert checks.check_clock("a", 9.0).status == "warn"
     assert checks.check_port(host(port=80)).status == "ok"
