@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 
-from launcher.remote import AgentConnection, HostError, hop_speed, list_networks
+from launcher.remote import AgentConnection, HostError, LostHostError, hop_speed, list_networks
 from launcher.routes import HostRoute, Network, Pair, common_routes, needed_pairs
 from serve.core.agent_messages import HopSpeed
 
@@ -58,7 +58,7 @@ def measure(
     seen: Mapping[str, Sequence[str]],
 ) -> Measured:
     """Measures all pairs of hosts over all addresses that they have in common, several pairs at
-    once where they share no host. Raises HostsError."""
+    once where they share no host. Raises HostError, HostsError."""
     measured = not_measured(connections, seen)
 
     def measure_pair(pair: Pair) -> None:
@@ -77,7 +77,8 @@ def measure_hops(
     caller: int,
     called: int,
 ) -> None:
-    """Measures the hop between two hosts over each of its addresses, and keeps the fastest."""
+    """Measures the hop between two hosts over each of its addresses, and keeps the fastest. Raises
+    LostHostError."""
     networks = measured.networks
     found = []
     for route in common_routes(networks[caller], networks[called], measured.seen[called]):
@@ -85,6 +86,8 @@ def measure_hops(
         try:
             speed = hop_speed(connections[caller], connections[called], ip, MEASURE_SECONDS)
             found.append(MeasuredHop(route, speed))
+        except LostHostError:
+            raise
         except HostError as error:
             name = connections[caller].host
             measured.failures[caller, called] = f"; {name} tried {ip}: {error.what}"

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
@@ -54,6 +54,7 @@ from serve.core.wire import LineReader, line
 GREETING_SECONDS = CONNECT_SECONDS + 10.0
 ANSWER_SECONDS = 20.0
 GOODBYE_SECONDS = 2.0
+CHECK_SECONDS = 0.2
 KILL_SECONDS = 5.0  # how long an agent may take to kill its rank
 
 Result = TypeVar("Result")
@@ -69,6 +70,10 @@ class HostError(ClusterError):
         self.what = what
         self.fix = fix
         super().__init__(": ".join(filter(None, (where, what, fix))) + ".")
+
+
+class LostHostError(HostError):
+    """The connection to a host's agent was lost, or the agent does not answer."""
 
 
 class HostsError(ClusterError):
@@ -155,10 +160,24 @@ class AgentConnection:
         except ClusterError as error:
             return AgentError(str(error))
 
+    def check(self) -> None:
+        """Raises LostHostError if the connection has ended."""
+        if self.process.poll() is not None:
+            said = "\n".join(self.noise)
+            raise LostHostError(self.name, *self._access.meaning(self.host, said))
+
     def again(self) -> "AgentConnection":
         """Returns a new connection to the same host: an agent runs only one rank."""
         self.close()
         return AgentConnection(self.host, self._access)
+
+    def lost_line(self) -> str:
+        """Returns the line that says that the connection was lost, and what to do."""
+        line = f"the connection to {self.host.ssh} was lost"
+        if self.host.is_local:
+            return f"{line}."
+        _, fix = self._access.meaning(self.host, "")
+        return f"{line}: {fix}."
 
     def close(self) -> None:
         """Closes the agent's input, which ends the agent and its rank."""
@@ -178,11 +197,12 @@ class AgentConnection:
                 answer = self.next_line(max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 what = f"it did not answer within {timeout_seconds:g} s"
-                raise HostError(self.name, what, self._access.silent(self.host)) from None
+                fix = self._access.silent(self.host)
+                raise LostHostError(self.name, what, fix) from None
             match answer:
                 case None:
                     output = "\n".join(self.noise)
-                    raise HostError(self.name, *self._access.meaning(self.host, output))
+                    raise LostHostError(self.name, *self._access.meaning(self.host, output))
                 case str():
                     self.noise += filter(None, [answer])  # the text of a shell profile, or an error
                 case AgentError(reason):
@@ -231,7 +251,7 @@ class RemoteProcess:
                 case _:
                     yield f"its agent sent {type(said).__name__} while the rank ran."
         if self._returncode is None:
-            yield f"the connection to {self._connection.host.ssh} was lost."
+            yield f"brigade launch: {self._connection.lost_line()}"
         self._read_all.set()
 
     def signal(self, signum: int) -> None:
@@ -344,9 +364,31 @@ def on_each(
     return results
 
 
+def while_connected(
+    connections: Sequence[AgentConnection],
+    work: Callable[[], Result],
+) -> Result:
+    """Returns the result of work on this machine that may take long, as asking the hub does. Does
+    not wait for it when a connection has ended, which also happens by a signal. Raises HostError,
+    and what work raises."""
+    done: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except Exception as error:  # The top of the thread: the caller raises it.
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while not wait([done], CHECK_SECONDS).done:
+        for connection in connections:
+            connection.check()
+    return done.result()
+
+
 def find_routes(connections: Sequence[AgentConnection], needed: Sequence[Pair]) -> Routes:
     """Chooses the addresses at which the ranks find each other. Raises HostsError for needed pairs
-    of ranks whose hosts have no network in common."""
+    of ranks whose hosts have no network in common, and HostError."""
     hosts = [each.host for each in connections]
     networks = list_networks(connections)
     failures: dict[Pair, str] = {}
@@ -355,6 +397,8 @@ def find_routes(connections: Sequence[AgentConnection], needed: Sequence[Pair]) 
         caller, called = (connections[rank] for rank in pair)
         try:
             hop_speed(caller, called, ip, seconds=0.0)
+        except LostHostError:
+            raise
         except HostError as error:
             failures[pair] = f"; {hosts[pair[0]]} tried {ip}: {error.what}"
             return False
@@ -398,7 +442,8 @@ def hop_speed(
     ip: str,
     seconds: float,
 ) -> HopSpeed:
-    """Measures the hop to an address of a host, by sending for some seconds. Raises HostError."""
+    """Measures the hop to an address of a host, by sending for some seconds. Raises HostError, and
+    LostHostError if it says nothing of the hop."""
     port = called.request(StartEcho(ip), EchoStarted).port
     return caller.request(MeasureHop(ip, port, seconds), HopSpeed)
 

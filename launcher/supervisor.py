@@ -32,7 +32,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic
 from types import FrameType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from launcher.command import exit_code
 from launcher.process import Process, Start
@@ -63,6 +63,8 @@ _READY_EVENT = re.compile(r"[\d-]+ [\d:,]+ INFO event=ready num_ranks=\d+ url=\S
 
 # The signals of a closed terminal and of Ctrl-\, which are passed to ranks as SIGTERM.
 _AS_SIGTERM = (signal.SIGHUP, signal.SIGQUIT)
+
+_DEFAULT_HANDLERS = (None, signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
 
 # The one line in which a rank says why it ends.
 _ERROR = re.compile(r"brigade [a-z-]+: (.+)")
@@ -172,6 +174,7 @@ class Supervisor:
         self._processes: dict[int, Process] = {}
         self._alive: set[int] = set()
         self._returning: set[int] = set()
+        self._unreachable: dict[int, str] = {}  # why a rank that is waited for cannot be started
         self._unwanted: set[int] = set()  # ranks that came back too late
         self._came_back_at: dict[int, float] = {}
         self._max_restarts = max_restarts
@@ -180,6 +183,7 @@ class Supervisor:
         self._trains = trains
         self._is_restarting = False  # whether all ranks of a training run end to start again
         self._has_been_ready = False
+        self._have_started = False  # whether each rank has been started once
         self._early_seconds = EARLY_SECONDS + join_seconds
         self._losses: dict[int, RestartWindow] = {}
         self._ending = threading.Event()
@@ -200,6 +204,7 @@ class Supervisor:
             with self._signals(), self._ranks as starts:
                 try:
                     self._start(starts)
+                    self._have_started = True
                     while self._is_running():
                         self._handle(self._next_event())
                 finally:
@@ -223,9 +228,9 @@ class Supervisor:
             self._write_reason(rank)
         if self._first_failed:
             rank, code = self._first_failed
-            reason = ""
-            if rank in self._errors:
-                reason = f" reason={json.dumps(self._errors[rank])}"
+            reason = " ".join(filter(None, [self._errors.get(rank), *self._unreachable.values()]))
+            if reason:
+                reason = f" reason={json.dumps(reason)}"
             self._log(f"event=failed rank={rank} code={code}{reason}", "ERROR")
 
     def _write_reason(self, rank: int) -> None:
@@ -440,8 +445,15 @@ class Supervisor:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        def forward(signum: int, _: FrameType | None) -> None:
+        former: dict[int, Any] = {}
+
+        def forward(signum: int, frame: FrameType | None) -> None:
             self._events.put(Asked(signum))
+            handler = former.get(signum)
+            # While a host is asked to start its rank, nobody reads the queue. The one who has
+            # connected to the hosts can hang up.
+            if not self._have_started and handler not in _DEFAULT_HANDLERS:
+                handler(signum, frame)
 
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -450,12 +462,14 @@ class Supervisor:
         for number in _AS_SIGTERM:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 caught.append(number)
-        before = [(signum, signal.signal(signum, forward)) for signum in caught]
+        for number in caught:
+            former[number] = signal.getsignal(number)
+            signal.signal(number, forward)
         try:
             yield
         finally:
-            for signum, handler in before:
-                signal.signal(signum, handler)
+            for caught_number, handler in former.items():
+                signal.signal(caught_number, handler)
 
     def _start(self, starts: Sequence[Start]) -> None:
         self._starts = starts
@@ -514,8 +528,10 @@ class Supervisor:
         while not self._ending.is_set():
             try:
                 self._events.put(Returned(rank, self._starts[rank]()))
+                self._unreachable.pop(rank, None)
                 return
             except (OSError, ClusterError) as error:
+                self._unreachable[rank] = str(error)
                 if str(error) != logged:
                     logged = str(error)
                     self._log(f"event=rank_waited_for rank={rank} reason={json.dumps(logged)}")

@@ -1,6 +1,7 @@
 """Connects to a node, and checks that it is the one with the expected key."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ async def _connect(
     wait_seconds: float,
 ) -> asyncssh.SSHClientConnection:
     await asyncio.sleep(wait_seconds)
-    where = f"{place.name} ({address}:{place.port})"
+    at = f"{address}:{place.port}"
     known: KnownHosts = None
     if place.key:
         known = ([asyncssh.import_public_key(place.key)], [], [])
@@ -117,21 +118,24 @@ async def _connect(
         )
     except asyncssh.HostKeyNotVerifiable as error:
         raise NodeError(
-            f"{where}: another machine answers there, or its key has changed: if so, "
-            f"run `brigade nodes --forget {place.name}` and pair it again"
+            f"{place.name}: another machine answers at {at}, or its key has changed: if so, run "
+            f"`brigade nodes --forget {place.name}` and pair it again"
         ) from error
     except asyncssh.PermissionDenied as error:
         raise NotMemberError(
-            f"{where} does not know this machine: run `brigade nodes --pair {place.name}`"
+            f"{place.name}: {at} does not know this machine: run `brigade nodes --pair "
+            f"{place.name}`"
         ) from error
     except asyncssh.Error as error:
-        raise NodeError(f"{where}: no node of Brigade answers there ({error.reason})") from error
+        what = f"no node of Brigade answers at {at} ({error.reason})"
+        raise NodeError(f"{place.name}: {what}") from error
     except (OSError, TimeoutError, UnicodeError) as error:
         # UnicodeError: the host cannot be a name, for example because of an empty label.
-        reason = getattr(error, "strerror", None) or "no answer"
+        number = getattr(error, "errno", None)
+        reason = os.strerror(number) if number else "no answer"
         raise NoRouteError(
-            f"{where} cannot be reached ({reason}): is it on, and does `brigade node` run there? "
-            "On macOS, allow the terminal under Privacy & Security, Local Network"
+            f"{place.name}: {at} cannot be reached ({reason}): is it on, and does `brigade node` "
+            "run there? On macOS, allow the terminal under Privacy & Security, Local Network"
         ) from error
 
 

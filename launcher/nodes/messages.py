@@ -3,7 +3,10 @@
 import asyncio
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+import asyncssh
 import msgspec
+
+HUNG_UP = "it hung up: run `brigade node` there again"
 
 
 class NodeMessage(msgspec.Struct, frozen=True, tag=True):
@@ -153,8 +156,10 @@ class Conversation:
             line = await asyncio.wait_for(self._reader.readline(), seconds)
         except TimeoutError as error:
             raise NodeError(f"it did not answer within {seconds:g} s") from error
+        except (asyncssh.Error, OSError) as error:
+            raise NodeError(HUNG_UP) from error
         if not line.endswith(b"\n"):
-            raise NodeError("it hung up")
+            raise NodeError(HUNG_UP)
         try:
             message: NodeMessage = self._decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -167,5 +172,8 @@ class Conversation:
         expected: type[Received],
         seconds: float = 10.0,
     ) -> Received:
-        self.say(question)
+        try:
+            self.say(question)
+        except OSError as error:
+            raise NodeError(HUNG_UP) from error
         return await self.hear(expected, seconds)

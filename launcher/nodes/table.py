@@ -14,7 +14,7 @@ from launcher.nodes import client
 from launcher.nodes.access import NodeAccess
 from launcher.nodes.client import Node
 from launcher.nodes.up import ask_at_terminal, hosts_of, pair_by_asking, speed_words
-from launcher.remote import HostError, connected, on_each
+from launcher.remote import HostError, LostHostError, connected, on_each
 from serve.core.agent_messages import HopSpeed, HostFacts
 from serve.core.amounts import format_bytes
 from serve.core.errors import ClusterError
@@ -97,9 +97,13 @@ def ask_all(nodes: Sequence[Node]) -> list[NodeReport]:
         hops = {}
         for at, name in enumerate(facts):
             if at:
-                measure_hops(measured, there, 0, at)
+                try:
+                    measure_hops(measured, there, 0, at)
+                except LostHostError as error:
+                    if not leave_out(error):
+                        raise
             hops[name] = measured.links.get((0, at))
-            if at and hops[name] is None:
+            if at and hops[name] is None and name not in problems:
                 reason = measured.failures.get((0, at), "")
                 problems[name] = f"it has no network in common with this machine{reason}"
     return [

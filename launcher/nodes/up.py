@@ -1,9 +1,9 @@
 """`brigade up`: serves a model on the machines of a group."""
 
-import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +25,7 @@ from launcher.remote import (
     connected,
     on_each,
     remote_ranks,
+    while_connected,
 )
 from launcher.routes import needed_pairs
 from launcher.supervisor import event_line, write_line
@@ -61,7 +62,7 @@ def up(
         if serves:
             words = rank_words(with_reachable_model(command, connections))
         else:
-            check_words(command, len(connections))
+            while_connected(connections, partial(check_words, command, len(connections)))
         note_rdma(facts)
         measured = measure(connections, {node.name: node.addresses for node in nodes})
         order = place(connections, measured, program_flags.num_shards)
@@ -83,11 +84,11 @@ def with_reachable_model(
 ) -> Sequence[str]:
     """Returns a command whose model all ranks can read: a folder that not all machines have is
     published by this one. Raises BrigadeError."""
-    check_words(command, len(connections))
+    while_connected(connections, partial(check_words, command, len(connections)))
     folder = model_folder(command)
     if folder is None:
         return command
-    query = functools.partial(query_host, model=folder)
+    query = partial(query_host, model=folder)
     models = [facts.model for facts, _ in on_each(connections, query)]
     if all(model == models[0] for model in models):
         return [*command, "--model", str(folder)]  # Other machines work in other folders.
@@ -212,13 +213,17 @@ def down() -> str:
     returns what has ended. Raises BrigadeError."""
     if ended := stop_launches():
         return f"ended here: {'; '.join(ended)}"
+    problems = []
     for node in client.known_nodes():
         if node.state == "paired":
             try:
                 commands = client.stop_launches(node)
             except ClusterError as error:
-                _note(f"{node.name} was not asked: {error}")
+                problems.append(str(error).rstrip("."))
                 continue
             if commands:
                 return f"ended on {node.name}: {'; '.join(commands)}"
-    raise UsageError("nothing that `brigade up` has started runs on any machine of the group.")
+    nothing = "nothing that `brigade up` has started runs on"
+    if problems:
+        raise ClusterError(f"{nothing} the machines that answer, but {'; '.join(problems)}.")
+    raise UsageError(f"{nothing} any machine of the group.")

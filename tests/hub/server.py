@@ -41,6 +41,7 @@ class Faults:
     wrong_place: int = 0  # answers with another range than asked for
     delay_seconds: float = 0.0  # before each chunk
     no_sizes: bool = False  # the listing has neither sizes nor etags
+    is_silent: bool = False  # sends nothing more, and keeps its connections open
 
 
 @dataclass
@@ -73,6 +74,10 @@ class FakeHub:
             for s in self.served
             if s.file in headers and file in (None, s.file)
         )
+
+    def wait_while_silent(self) -> None:
+        while self.faults.is_silent:
+            time.sleep(0.01)
 
     def take(self, fault: str) -> bool:
         with self.lock:
@@ -133,6 +138,7 @@ class _HubAnswer(_Answer):
     def answer(self) -> None:
         hub, path = self.hub, unquote(urlsplit(self.path).path)
         hub.requests[self.command + " " + path] += 1
+        hub.wait_while_silent()
         allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         if hub.faults.gated and not allowed:
             return self.say(hub.faults.gated, X_Error_Code="GatedRepo", X_Error_Message="gated")
@@ -176,6 +182,7 @@ class _StorageAnswer(_Answer):
     def answer(self) -> None:
         hub, faults, parts = self.hub, self.hub.faults, urlsplit(self.path)
         name = parts.path.rpartition("/")[2]
+        hub.wait_while_silent()
         if self.headers.get("Authorization"):
             hub.leaked_tokens.append(self.path)
         if hub.take("expired"):
@@ -220,6 +227,7 @@ class _StorageAnswer(_Answer):
         for offset in range(start, stop, CHUNK_BYTES):
             if self.hub.faults.delay_seconds:
                 time.sleep(self.hub.faults.delay_seconds)
+            self.hub.wait_while_silent()
             self.wfile.write(data[offset : min(offset + CHUNK_BYTES, stop)])
             with self.hub.lock:
                 self.hub.num_bytes += min(CHUNK_BYTES, stop - offset)
@@ -251,6 +259,7 @@ def running(folder: Path, change: Callable[[Faults], None] | None = None) -> Ite
     try:
         yield hub
     finally:
+        hub.faults.is_silent = False
         for server in servers:
             server.shutdown()
             server.server_close()

@@ -1,5 +1,6 @@
 """Network namespaces that stand for machines on one switch, over which multicast passes."""
 
+import itertools
 import os
 import subprocess
 from collections.abc import Iterator
@@ -9,13 +10,16 @@ import pytest
 
 from tests.cluster.recovery.test_namespaces import ip
 
+_numbers = itertools.count()
+
 
 class Network:
     """Machines by number, each with the address 198.19.0.(number + 1) on its interface `lan`."""
 
     def __init__(self, num_machines: int) -> None:
-        self._space = f"bgsw{os.getpid()}"
-        self.names = [f"bgnode{os.getpid()}-{number}" for number in range(num_machines)]
+        own = f"{os.getpid()}-{next(_numbers)}"  # A process may have several networks.
+        self._space = f"bgsw{own}"
+        self.names = [f"bgnode{own}-{number}" for number in range(num_machines)]
 
     def make(self) -> None:
         ip(f"netns add {self._space}")

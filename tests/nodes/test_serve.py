@@ -6,6 +6,7 @@ from pathlib import Path
 
 import mlx_lm
 import pytest
+from huggingface_hub import hf_hub_download
 
 from serve.core.checkpoint import read_checkpoint
 from serve.hub.folders import publish
@@ -53,6 +54,33 @@ def test_ranks_serve_a_folder_that_only_one_of_them_has(
     model, tokenizer = mlx_lm.load(str(TINY_CHAT))
     prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)
     assert from_cluster == mlx_lm.generate(model, tokenizer, prompt, max_tokens=32)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("owner", [0, 1])
+def test_all_ranks_but_one_are_offline(
+    tmp_path: Path, machines: Machines, monkeypatch: pytest.MonkeyPatch, owner: int
+) -> None:
+    """The machine that may ask the hub has the model. The hub hears of no other one."""
+    folder = tmp_path / "repo"
+    shutil.copytree(TINY_CHAT, folder)
+    ranks = Ranks(tmp_path, free_ports(4), [], ("--model", REPO))
+    both = machines.make("rank-0", "rank-1")
+    with running(folder) as hub, machines.serving(*both), ExitStack() as stack:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        for name in filter(is_offered, sorted(path.name for path in folder.iterdir())):
+            hf_hub_download(REPO, name, endpoint=hub.url, cache_dir=both[owner].hub_cache)
+        before = hub.num_bytes
+        for rank, machine in reversed(list(enumerate(both))):
+            offline = f"HF_HUB_OFFLINE={int(rank != owner)}"
+            command = [*environment(machine), offline, *ranks.command(rank)]
+            server = stack.enter_context(started(command, 0 if rank else ranks.ports[-1]))
+        server.wait_until_ready()
+        stages = server.get("/admin/pipeline")["stages"]
+        assert answer(server, REPO)
+    other = stages[1 - owner]
+    assert other["bytes_fetched"] == other["bytes_from_neighbours"] > 0
+    assert hub.num_bytes - before < 100_000, "at most a list of files"
 
 
 @pytest.mark.long

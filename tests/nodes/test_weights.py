@@ -7,6 +7,7 @@ import socket
 import threading
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -483,6 +484,54 @@ def test_a_transfer_that_breaks_goes_on_where_it_stopped(
         assert fetch(model, [name]) == (0, owned_bytes([name]))
     assert wire.num_spoiled == 1
     assert sent <= owned_bytes([name]) + block_bytes
+
+
+@pytest.mark.parametrize("how", ["silent", "cut"])
+def test_a_hub_that_is_cut_off_is_replaced_by_a_neighbour_that_has_the_rest(
+    hub: FakeHub, machines: Machines, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
+    monkeypatch.setattr(neighbours, "_FIRST_REST_SECONDS", 0.0)
+    monkeypatch.setattr(neighbours, "_FRESH_SECONDS", 0.0)
+    first, second = machines.make("first", "second")
+    fetch(first.open(), everything())
+    model = second.open()
+    with ExitStack() as stack:
+
+        def cut_off(done: int, total: int) -> None:
+            if done < total // 3 or hub.faults.is_silent or hub.faults.cut:
+                return
+            stack.enter_context(machines.serving(first))
+            if how == "silent":
+                hub.faults.is_silent = True
+            else:
+                hub.faults.cut, hub.faults.cut_bytes = 1000, -1
+
+        fetched = model.fetch(everything(), cut_off)
+    assert fetched == owned_bytes(everything())
+    assert 0 < model.neighbour_bytes < fetched
+    assert fetch(model, everything()) == (0, 0), "all bytes are right"
+
+
+def test_offline_a_rank_says_what_nobody_has_and_goes_on_when_a_neighbour_has_it(
+    hub: FakeHub, machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first machine may ask the hub."""
+    first, second = machines.make("first", "second")
+    lower = checkpoints.owned_by(1, 2)
+    fetch(first.pin(), lower)
+    with machines.serving(first):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        model = second.open()
+        with fails(ModelError, "hub_offline"):
+            model.fetch(everything(), nobody)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        fetch(first.open(), everything())
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        from_hub, from_neighbours = fetch(second.open(), everything())
+    assert from_hub == 0
+    assert from_neighbours > 0
 
 
 def read_once(
