@@ -80,20 +80,16 @@ def show(*, as_json: bool) -> None:
 def ask_all(nodes: Sequence[Node]) -> list[NodeReport]:
     """Asks the machines of the group for their facts, and measures the link to each, one after the
     other. Raises ClusterError if this machine does not answer."""
-    problems = {
-        node.name: f"to use it, run `brigade nodes --pair {node.name}`"
-        for node in nodes
-        if node.state == "found"
-    }
+    problems: dict[str, str] = {}
 
     def leave_out(error: HostError) -> bool:
         problems[error.where] = f"{error.what}: {error.fix}"
         return error.where != nodes[0].name
 
-    hosts = hosts_of([node for node in nodes if node.state in ("here", "paired")])
-    with connected(hosts, NodeAccess(), lambda _: None, leave_out=leave_out) as there:
+    members = [node for node in nodes if node.state in ("here", "paired")]
+    with connected(hosts_of(members), NodeAccess(), lambda _: None, leave_out=leave_out) as there:
         facts = {own.host: own for own, _ in on_each(there, query_host)}
-        measured = not_measured(there, {node.name: node.addresses for node in nodes})
+        measured = not_measured(there, {node.name: node.addresses for node in members})
         hops = {}
         for at, name in enumerate(facts):
             if at:
@@ -106,10 +102,15 @@ def ask_all(nodes: Sequence[Node]) -> list[NodeReport]:
             if at and hops[name] is None and name not in problems:
                 reason = measured.failures.get((0, at), "")
                 problems[name] = f"it has no network in common with this machine{reason}"
-    return [
-        report(node, facts.get(node.name), hops.get(node.name), problems.get(node.name, ""))
-        for node in nodes
-    ]
+    reports = []
+    for node in nodes:
+        if node in members:
+            name = node.name
+            reports.append(report(node, facts.get(name), hops.get(name), problems.get(name, "")))
+        else:  # A stranger may have the name of a member.
+            to_pair = f"to use it, run `brigade nodes --pair {node.name}`"
+            reports.append(report(node, None, None, to_pair if node.state == "found" else ""))
+    return reports
 
 
 def report(

@@ -147,6 +147,13 @@ print([(node.name, node.state) for node in members([{b.name!r}], None)])
 """
             )
             assert found == repr([(a.name, "here"), (b.name, "paired")])
+            reports = json.loads(a.brigade("nodes", "--json").stdout)
+            own = [each for each in reports if each["name"] in (a.name, b.name)]
+            assert [(each["state"], each["facts"] is None) for each in own] == [
+                ("this machine", False),
+                ("paired", False),
+                ("not paired", True),
+            ]
 
 
 def test_commands_say_that_no_node_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
