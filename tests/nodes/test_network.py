@@ -14,6 +14,7 @@ from tests.test_launcher import wait_until
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 
+@pytest.mark.slow
 def test_four_machines_find_each_other_and_again_after_their_addresses_have_changed(
     tmp_path: Path,
 ) -> None:

@@ -153,6 +153,7 @@ def test_a_machine_without_others_serves_alone(tmp_path: Path) -> None:
         assert running.answer()
 
 
+@pytest.mark.slow
 def test_the_pythons_of_the_machines_may_be_in_different_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +171,7 @@ def test_the_pythons_of_the_machines_may_be_in_different_places(
         assert sorted(pythons) == sorted([sys.executable, other])
 
 
+@pytest.mark.slow
 def test_machines_that_are_not_paired_or_away_are_named(tmp_path: Path) -> None:
     with running_node(fresh("one"), tmp_path) as one:
         joins = ["--join", f"127.0.0.1:{one.port}"]
@@ -307,6 +309,7 @@ def slow_down(machines: Network, number: int) -> None:
     subprocess.run([*machines.inside(number), *tc], check=True)
 
 
+@pytest.mark.slow
 def test_the_ring_follows_the_cables_and_avoids_the_slow_switch(tmp_path: Path) -> None:
     """Cables lead from m0 to m2, from there to m1, and from there to m3."""
     with network(4) as machines, ExitStack() as stack:
