@@ -99,7 +99,7 @@ class NodeServer:
     visitors: Connections = field(default_factory=set)
     agents: set[asyncio.Task[None]] = field(default_factory=set)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    _behind: set[str] = field(default_factory=set)  # keys of machines that were not told all
+    _behind: set[str] = field(default_factory=set)  # keys of machines that missed news
 
     def __post_init__(self) -> None:
         self.key = public(self.files.own_key())

@@ -132,7 +132,7 @@ def report(
 
 
 def activities(rows: Sequence[NodeReport]) -> Table:
-    """What the machines do at the moment, and how fast they are reached."""
+    """Builds the table of what each machine does, and of how fast it is reached."""
     table = Table("machine", "state", "link from here", "does", box=None)
     for row in rows:
         link = does = ""
@@ -145,7 +145,7 @@ def activities(rows: Sequence[NodeReport]) -> Table:
 
 
 def resources(rows: Sequence[NodeReport]) -> Table:
-    """What the machines have."""
+    """Builds the table of memory, load and power of each machine."""
     table = Table("machine", "address", "memory free", "load", "power", box=None)
     for row in rows:
         memory = load = power = ""
@@ -159,7 +159,7 @@ def resources(rows: Sequence[NodeReport]) -> Table:
 
 
 def installations(rows: Sequence[NodeReport]) -> Table:
-    """What the machines are, and what is installed there."""
+    """Builds the table of systems and installed versions."""
     table = Table("machine", "system", *VERSIONS, box=None)
     for row in rows:
         system = system_words(row.facts) if row.facts else ""

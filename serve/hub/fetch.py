@@ -131,8 +131,8 @@ class _Stopped(Exception):
 
 
 class Fetch:
-    """One fetch of all the ranges that one rank wants, in this order. Those in `later` come last,
-    because neighbours may fetch them, too: the rank waits for what they are fetching already."""
+    """One fetch of all the ranges that one rank wants, in this order, and then of those in `later`,
+    which neighbours may fetch, too. The rank waits for what a neighbour is already fetching."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Fetch:
         return jobs
 
     def run(self) -> None:
-        """Fetches everything. Raises ModelError."""
+        """Fetches all missing bytes, and writes them to the disk. Raises ModelError."""
         self._check_room()
         for shard in self._shards:
             shard.open()
@@ -175,15 +175,14 @@ class Fetch:
             return
         pool = ThreadPoolExecutor(num_threads, "fetch")
         work = [pool.submit(self._work, jobs, waits) for _ in range(num_threads)]
-        is_done = False
         try:
             for each in as_completed(work):
                 each.result()
-            is_done = True
+        except BaseException:
+            # The other threads may still wait for a server: do not wait for them.
+            self._stop.set()
+            raise
         finally:
-            # After an error the other threads may still wait for a server: do not wait for them.
-            if not is_done:
-                self._stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _check_room(self) -> None:

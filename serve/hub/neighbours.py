@@ -75,7 +75,8 @@ class _Held:
         self.coming = coming
 
     def are_coming(self, start: int, end: int) -> bool:
-        """Whether some of these bytes are coming, and not so slowly that it may be in vain."""
+        """Whether the neighbour is fetching some of these bytes. False if it has got no further for
+        a long time, because its rank may be stuck."""
         if time.monotonic() - self._changed_at > _MAX_STILL_SECONDS:
             return False
         return total(subtract([(start, end)], self.coming)) < end - start

@@ -52,11 +52,11 @@ _logger = logging.getLogger(__name__)
 
 
 class FetchOrder(NamedTuple):
-    """The names of tensors to fetch before all others, and of those that neighbours may fetch, too:
-    they come last, and from a neighbour if one has begun with them by then."""
+    """The names of tensors to fetch before all others, and of those to fetch after them. Neighbours
+    may fetch the latter, too: what a neighbour has begun with by then is taken from it."""
 
-    first: Set[str]
-    later: Set[str]
+    first: Set[str] = frozenset()
+    later: Set[str] = frozenset()
 
 
 class PartialModel:
@@ -94,10 +94,10 @@ class PartialModel:
         Raises ModelError. Bytes that have arrived by then are kept, and are not fetched again.
         """
         names = set(names)
-        order = order or FetchOrder(frozenset(), frozenset())
-        first = self._wanted(name for name in names if name in order.first)
+        order = order or FetchOrder()
+        first = self._wanted(names & order.first)
         wanted = self._wanted(names - order.first - order.later)
-        later = self._wanted(name for name in names if name in order.later)
+        later = self._wanted(names & order.later)
         for part in parts:
             shard = self._shards.get(part.tensor.file.name)
             if shard:

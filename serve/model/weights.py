@@ -213,9 +213,9 @@ class _Cut:
         return found
 
     def order(self, names: set[str]) -> "FetchOrder":
-        """Chooses what the hub need not send twice. A tied embedding is wanted by the first stage,
-        which begins with it, and by the last one. Tensors that shards do not read in part are
-        wanted by all shards: each of them begins with some."""
+        """Chooses an order in which the hub sends each tensor once, although several ranks need it.
+        The first stage begins with the embedding; if it is tied, the last stage ends with it. Where
+        shards need whole tensors, each shard begins with its share of them."""
         from serve.hub.partial import FetchOrder
 
         outside = {name for name in names if not _IN_LAYER.search(name)}

@@ -1,30 +1,39 @@
 """Nodes on machines of their own, which find each other by multicast."""
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.nodes.network import network
-from tests.nodes.running import running_node
+from tests.nodes.network import Network, network
+from tests.nodes.running import RunningNode, running_node
 from tests.test_launcher import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+
+
+@contextmanager
+def nodes_on_a_switch(num_nodes: int, folder: Path) -> Iterator[tuple[Network, list[RunningNode]]]:
+    with network(num_nodes) as machines, ExitStack() as stack:
+        yield (
+            machines,
+            [
+                stack.enter_context(
+                    running_node(f"m{number}", folder, before=machines.inside(number))
+                )
+                for number in range(num_nodes)
+            ],
+        )
 
 
 @pytest.mark.slow
 def test_four_machines_find_each_other_and_again_after_their_addresses_have_changed(
     tmp_path: Path,
 ) -> None:
-    with network(4) as machines, ExitStack() as stack:
-        nodes = [
-            stack.enter_context(
-                running_node(f"m{number}", tmp_path, before=machines.inside(number))
-            )
-            for number in range(4)
-        ]
+    with nodes_on_a_switch(4, tmp_path) as (machines, nodes):
         for node in nodes:
             wait_until(lambda node=node: len(node.states()) == 4)  # type: ignore[misc]
         first = nodes[0]
@@ -45,13 +54,7 @@ def test_four_machines_find_each_other_and_again_after_their_addresses_have_chan
 
 
 def test_a_machine_that_is_gone_is_away(tmp_path: Path) -> None:
-    with network(2) as machines, ExitStack() as stack:
-        one, two = (
-            stack.enter_context(
-                running_node(f"m{number}", tmp_path, before=machines.inside(number))
-            )
-            for number in range(2)
-        )
+    with nodes_on_a_switch(2, tmp_path) as (_, (one, two)):
         one.pair(two)
         two.stop()
         wait_until(lambda: one.states()[two.name] == "away")
@@ -61,13 +64,7 @@ def test_a_machine_that_is_gone_is_away(tmp_path: Path) -> None:
 def test_idle_nodes_use_little_of_a_processor(tmp_path: Path) -> None:
     """The processor's clock counts, so a busy machine changes nothing. No other node is in this
     network."""
-    with network(2) as machines, ExitStack() as stack:
-        one, two = (
-            stack.enter_context(
-                running_node(f"m{number}", tmp_path, before=machines.inside(number))
-            )
-            for number in range(2)
-        )
+    with nodes_on_a_switch(2, tmp_path) as (_, (one, two)):
         one.pair(two)
         processes = [psutil.Process(node.process.pid) for node in (one, two)]
         before = [sum(process.cpu_times()[:2]) for process in processes]

@@ -259,7 +259,7 @@ def test_a_machine_is_paired_with_a_code_from_standard_input_and_forgotten(tmp_p
             f"{two.name} is forgotten"
         )
         wait_until(lambda: one.states()[two.name] == "found")
-        # It does not know that it was forgotten, and has to do only what it is told.
+        # The other machine does not know yet. Following the advice of `brigade nodes` is enough.
         assert two.states()[one.name] == "paired"
         assert f"run `brigade nodes --pair {one.name}`" in two.brigade("nodes").stdout
         code = one.brigade("node", "--code").stdout
