@@ -8,8 +8,8 @@ from launcher.hostfile import Host
 
 class HostAccess(Protocol):
     """A way to start agents. folder is the working folder of the ranks. Without one, ranks work in
-    the launcher's current folder, if it exists on their host. `reached` is the finding about a host
-    that was reached, and printed nothing of its own."""
+    the launcher's current folder, if it exists on their host. `reached` is what doctor says of a
+    host that was reached and printed nothing else."""
 
     @property
     def reached(self) -> str: ...

@@ -368,9 +368,9 @@ def while_connected(
     connections: Sequence[AgentConnection],
     work: Callable[[], Result],
 ) -> Result:
-    """Returns the result of work on this machine that may take long, as asking the hub does. Does
-    not wait for it when a connection has ended, which also happens by a signal. Raises HostError,
-    and what work raises."""
+    """Returns the result of work on this machine that may take long, such as asking the hub. Stops
+    waiting when a connection ends, as it does after a signal. Raises HostError, and what work
+    raises."""
     done: Future[Result] = Future()
 
     def run() -> None:
@@ -442,8 +442,8 @@ def hop_speed(
     ip: str,
     seconds: float,
 ) -> HopSpeed:
-    """Measures the hop to an address of a host, by sending for some seconds. Raises HostError, and
-    LostHostError if it says nothing of the hop."""
+    """Measures the hop to an address of a host, by sending for some seconds. Raises HostError.
+    A LostHostError among them says nothing about the hop."""
     port = called.request(StartEcho(ip), EchoStarted).port
     return caller.request(MeasureHop(ip, port, seconds), HopSpeed)
 

@@ -450,8 +450,8 @@ class Supervisor:
         def forward(signum: int, frame: FrameType | None) -> None:
             self._events.put(Asked(signum))
             handler = former.get(signum)
-            # While a host is asked to start its rank, nobody reads the queue. The one who has
-            # connected to the hosts can hang up.
+            # While a host is asked to start its rank, nothing reads the queue. The handler from
+            # before closes the connections to the hosts.
             if not self._have_started and handler not in _DEFAULT_HANDLERS:
                 handler(signum, frame)
 

@@ -107,7 +107,9 @@ def _write(path: Path, data: bytes) -> None:
         new.rename(path)
     except OSError as error:
         what = f"{path} cannot be written ({error.strerror})"
-        raise ClusterError(f"{what}: make room on the disk, or the folder writable.") from error
+        raise ClusterError(
+            f"{what}: make room on the disk, or make the folder writable."
+        ) from error
 
 
 def since_now(known: Iterable[Machine], key: str) -> float:

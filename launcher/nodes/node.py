@@ -271,7 +271,7 @@ class NodeServer:
         """Tells machines that were away what they have missed, such as that one is revoked."""
         while True:
             await asyncio.sleep(RETELL_SECONDS)
-            with suppress(BrigadeError):  # Files that cannot be read are reported when asked for.
+            with suppress(BrigadeError):  # Commands report files that cannot be read.
                 places = [place for place in self.places() if place.key in self._behind]
                 await asyncio.gather(*map(self._tell, places))
 

@@ -35,7 +35,7 @@ async def serving(app: ASGIApp, path: str) -> AsyncIterator[None]:
         lifespan="auto",
         log_config=None,
         access_log=False,
-        date_header=False,  # uvicorn's own loop would keep it right.
+        date_header=False,  # main_loop does not update it.
     )
     server = _Server(config)
     work = asyncio.create_task(server.serve())
@@ -48,6 +48,6 @@ async def serving(app: ASGIApp, path: str) -> AsyncIterator[None]:
         server.should_exit = server.force_exit = True
         server.over.set()
         await asyncio.wait([work], timeout=_END_SECONDS)
-        # uvicorn leaves it out after force_exit, without which it would wait for slow readers.
+        # With force_exit, uvicorn skips this. Without it, uvicorn would wait for slow readers.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(server.lifespan.shutdown(), _END_SECONDS)

@@ -2,7 +2,7 @@
 
 GET /api/models/REPO/revision/REVISION    the files of a commit
 GET /REPO/resolve/REVISION/FILE           a file or a range of it; also HEAD
-GET /REPO/held/REVISION/FILE              which ranges of a file are held or come; not the hub's
+GET /REPO/held/REVISION/FILE              its ranges that are held or being fetched (not the hub's)
 """
 
 import asyncio
