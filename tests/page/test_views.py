@@ -160,8 +160,9 @@ def test_values_of_a_request_are_in_columns_on_phones(engine: ShownEngine, tab: 
     tab.page.set_viewport_size({"width": 390, "height": 844})
     with Running(engine) as server, waiting(server, "f1-57"):
         page = tab.show(server.url, "requests")
-        starts = page.locator("td.num[data-label]").evaluate_all(VALUE_STARTS)
-        assert len(starts) == 5
+        values = page.locator("td.num[data-label]")
+        expect(values).to_have_count(5)
+        starts = values.evaluate_all(VALUE_STARTS)
         assert len({round(start) for start in starts}) == 1, starts
         tab.check()
 
@@ -267,7 +268,7 @@ def test_the_header_and_charts_show_the_same_number_of_requests(server: Running,
         const { take, timeline } = await import("/ui/lib/store.js");
         const sample = [timeline.time, 1, null, null, 9, 8, null, null];
         take({ kind: "change", time: timeline.time, spans: [], sample });
-        await new Promise((resolve) => setTimeout(resolve, 100));
+        for (let frame = 0; frame < 2; frame++) await new Promise(requestAnimationFrame);
         const texts = (selector) =>
             [...document.querySelectorAll(selector)].map((each) => each.innerText);
         return [texts(".vitals dd").slice(1), texts(".chart:nth-child(4) b")];
@@ -354,7 +355,9 @@ def test_each_value_of_a_stage_has_a_label(server: Running, tab: Tab) -> None:
     expect(card).to_contain_text("80 GB")
     title = "9.6 GB active, 1.5 GB cached, 12 GB wired"
     expect(card.get_by_title(title)).to_have_text("memory left")
-    for words in page.locator(".busy p").all_text_contents():
+    shares = page.locator(".busy p")
+    expect(shares).to_have_count(2)
+    for words in shares.all_text_contents():
         assert sum(map(int, re.findall(r"\d+", words))) == 100, words
     tab.check()
 
@@ -423,6 +426,7 @@ def test_views_of_seven_stages_fit_into_narrow_and_wide_windows(
         for view in VIEWS:
             page = tab.show(server.url, view)
             expect(page.locator(f"[data-view={view}]")).to_be_visible()
+            expect(page.locator(".stage")).to_have_count(7 if view == "pipeline" else 0)
             page.wait_for_timeout(100)
             overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
             assert page.evaluate(overflow) <= 0, view
