@@ -58,11 +58,13 @@ WALLS = {
     "serve.cli": ["serve"],
     "launcher": ["launcher", "serve.client", "serve.core"],
     "launcher.nodes.weights": ["launcher", "serve.hub", "serve.core"],
+    "launcher.nodes.gateway": ["launcher", "serve.hub", "serve.core"],
     "launcher.cli": ["launcher", "serve.client", "serve.core", "serve.cli", "serve.selftest"],
     "launcher.program": ["launcher", "serve.core", "serve.cli", "serve.hub.folders"],
 }
 
 OWNERS = {
+    "anyio": ["launcher.nodes.gateway"],
     "asyncssh": ["launcher.nodes.*"],
     "spake2": ["launcher.nodes.pairing"],
     "zeroconf": ["launcher.nodes.discovery"],

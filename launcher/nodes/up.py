@@ -56,7 +56,7 @@ def up(
     with connected(
         hosts_of(nodes), NodeAccess(), write_line, serves=serves, leave_out=leave_out
     ) as connections:
-        environment = {**forwarded(os.environ), **variables, LAUNCHER: here}
+        environment = {**_forwarded(), **variables, LAUNCHER: here}
         facts = [facts for facts, _ in on_each(connections, query_host)]
         check_before(facts, environment)
         if serves:
@@ -76,6 +76,14 @@ def up(
         drain_seconds = program_flags.drain_seconds
         ranks = remote_ranks(connections, routes, words, environment, drain_seconds)
         return supervise(command, [host.ssh for host in hosts], ranks, program_flags, shown)
+
+
+def _forwarded() -> dict[str, str]:
+    """Returns the variables of this terminal that all ranks get. Whether a machine may ask the hub
+    is said by its node."""
+    own = forwarded(os.environ)
+    own.pop("HF_HUB_OFFLINE", None)
+    return own
 
 
 def with_reachable_model(

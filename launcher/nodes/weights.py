@@ -3,6 +3,8 @@
 GET /api/models/REPO/revision/REVISION    the files of a commit
 GET /REPO/resolve/REVISION/FILE           a file or a range of it; also HEAD
 GET /REPO/held/REVISION/FILE              its ranges that are held or being fetched (not the hub's)
+
+Below /.hub is what the hub holds (launcher.nodes.gateway).
 """
 
 import asyncio
@@ -17,9 +19,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from launcher.nodes.gateway import gateway
 from serve.hub.digests import BLOCK_BYTES, content_digest
 from serve.hub.holdings import BusyError, HeldFile, Holdings, NotHeldError
 from serve.hub.listing import FileListing, HeldRanges, to_json
@@ -42,13 +45,16 @@ def app(cache: Path | None = None, hub_cache: Path | None = None) -> Starlette:
         yield
         holdings.close()
 
+    held = [
+        Route("/api/models/{repo:path}/revision/{revision:path}", weights.list_files),
+        Route("/{repo:path}/held/{revision}/{file:path}", weights.list_ranges),
+        Route("/{repo:path}/resolve/{revision}/{file:path}", weights.send),
+    ]
     return Starlette(
         routes=[
-            Route("/api/models/{repo:path}/revision/{revision:path}", weights.list_files),
-            Route("/{repo:path}/held/{revision}/{file:path}", weights.list_ranges),
-            Route("/{repo:path}/resolve/{revision}/{file:path}", weights.send),
+            Mount("/.hub", gateway()),
+            Mount("/", routes=held, middleware=[Middleware(_AtOnce)]),
         ],
-        middleware=[Middleware(_AtOnce)],
         exception_handlers={NotHeldError: _not_held, BusyError: _busy},
         lifespan=lifespan,
     )

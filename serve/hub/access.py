@@ -61,7 +61,8 @@ _REASONS = (
     (
         OfflineModeIsEnabled,
         "hub_offline",
-        "{repo} is only partly in the cache, and HF_HUB_OFFLINE is set: unset it once.",
+        "{repo} is only partly in the cache, and HF_HUB_OFFLINE is set: unset it once, here or "
+        "on a paired machine.",
     ),
     (
         LocalEntryNotFoundError,

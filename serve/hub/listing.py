@@ -56,7 +56,14 @@ class HeldRanges(msgspec.Struct, frozen=True):
     coming: list[Range] = []
 
 
-def to_json(message: FileListing | HeldRanges) -> bytes:
+class HubRefusal(msgspec.Struct, frozen=True):
+    """Why the hub gave nothing to a machine that asked it for another one."""
+
+    reason: str
+    code: str
+
+
+def to_json(message: FileListing | HeldRanges | HubRefusal) -> bytes:
     return msgspec.json.encode(message)
 
 

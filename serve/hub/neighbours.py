@@ -3,7 +3,8 @@
 BRIGADE_NEIGHBOURS names a folder with a unix socket for each of them. Nothing that a neighbour
 sends is used before it was checked: each answer against its own digest, a small file also against
 the digest that the hub gave for it. A neighbour that was wrong once is not asked again; one that
-does not answer is asked again after a while.
+does not answer is asked again after a while. Parts that a neighbour passes on from the hub have no
+digest, as parts from the hub itself.
 """
 
 import json
@@ -13,18 +14,22 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 from urllib.parse import quote
 
 import httpx2
 import msgspec
+from huggingface_hub import constants
+from huggingface_hub.errors import OfflineModeIsEnabled
 
-from serve.hub.access import Retry, wait_seconds
+from serve.core.errors import ModelError
+from serve.hub.access import NoNeighbour, Retry, is_unresolved, wait_seconds
 from serve.hub.digests import BLOCK_BYTES, content_digest, matches_etag
-from serve.hub.listing import FileListing, HeldRanges
+from serve.hub.listing import FileListing, HeldRanges, HubRefusal
 from serve.hub.ranges import Range, subtract, total, union
 from serve.hub.snapshot import RepoFile, Snapshot, is_commit
 
@@ -32,6 +37,7 @@ _TIMEOUT = httpx2.Timeout(20.0, connect=5.0)
 # Less than the five seconds after which uvicorn closes an idle connection.
 _LIMITS = httpx2.Limits(keepalive_expiry=2.0)
 _MAX_LIST_BYTES = 32 << 20
+_MAX_REFUSAL_BYTES = 64 << 10
 _FRESH_SECONDS = 2.0
 _MAX_STILL_SECONDS = 120.0
 _FIRST_REST_SECONDS = 1.0
@@ -47,6 +53,15 @@ class Wanted(NamedTuple):
     repo: str
     commit: str
     file: RepoFile
+
+    @property
+    def place(self) -> str:
+        """Returns where the hub serves it."""
+        return f"/{self.repo}/resolve/{self.commit}/{quote(self.file.name)}"
+
+
+class NoGatewayError(Exception):
+    """No neighbour may ask the hub, or can."""
 
 
 class _NotHeldError(Exception):
@@ -110,6 +125,10 @@ class _Neighbour:
         self.num_active = 0
         self.was_wrong = False
 
+    def load(self) -> tuple[bool, int]:
+        """Sorts neighbours by which of them to ask first."""
+        return self._num_failures > 0, self.num_active
+
     @property
     def is_away(self) -> bool:
         return self._num_failures > 0 and not self.was_wrong
@@ -164,12 +183,36 @@ class _Neighbour:
         self._was_wrong(f"{wanted.file.name} is another file")
         return None
 
-    def _ask(self, call: Callable[[], Result]) -> Result | None:
-        """Calls, and returns None if the neighbour cannot give an answer."""
+    @contextmanager
+    def from_hub(
+        self, place: str, headers: Mapping[str, str] | None
+    ) -> Iterator[httpx2.Response | None]:
+        """The hub's answer, which this neighbour passes on, or None if it may not ask the hub.
+        Raises NoNeighbour."""
+        with self._active():
+            try:
+                with self._client.stream("GET", f"/.hub{place}", headers=headers) as response:
+                    self._num_failures = 0
+                    yield None if response.status_code == 404 else response
+            except httpx2.HTTPError as error:
+                self._failed(error)
+                raise NoNeighbour(f"the one that asked the hub is gone ({error})") from error
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
         with self._lock:
             self.num_active += 1
         try:
-            return call()
+            yield
+        finally:
+            with self._lock:
+                self.num_active -= 1
+
+    def _ask(self, call: Callable[[], Result]) -> Result | None:
+        """Calls, and returns None if the neighbour cannot give an answer."""
+        try:
+            with self._active():
+                return call()
         except _NotHeldError:
             return None
         except (_WrongAnswerError, msgspec.DecodeError) as error:
@@ -178,9 +221,6 @@ class _Neighbour:
         except (Retry, httpx2.HTTPError) as error:
             self._failed(error)
             return None
-        finally:
-            with self._lock:
-                self.num_active -= 1
 
     def _was_wrong(self, reason: str) -> None:
         with self._lock:
@@ -206,12 +246,7 @@ class _Neighbour:
     def _snapshot(self, repo: str, revision: str) -> Snapshot:
         place = f"/api/models/{repo}/revision/{quote(revision, safe='')}"
         _, body = self._get(place, _MAX_LIST_BYTES)
-        listing = msgspec.json.decode(body, type=FileListing)
-        snapshot = listing.snapshot()
-        is_other = snapshot and is_commit(revision) and snapshot.commit != revision
-        if snapshot is None or snapshot.repo != repo or is_other:
-            raise _WrongAnswerError(f"asked for {repo} at {revision}, got {listing.sha}")
-        return snapshot
+        return _decoded(body, repo, revision)
 
     def _held_ranges(self, wanted: Wanted) -> tuple[list[Range], list[Range]]:
         """Returns which ranges it holds and which it is fetching, once it has checked the file."""
@@ -231,10 +266,9 @@ class _Neighbour:
             return union(held.ranges), union(held.coming)
 
     def _range(self, wanted: Wanted, start: int, end: int) -> bytes:
-        repo, commit, file = wanted
-        place = f"/{repo}/resolve/{commit}/{quote(file.name)}"
+        _, commit, file = wanted
         asked = {"Range": f"bytes={start}-{end - 1}"}
-        headers, data = self._get(place, end - start, asked)
+        headers, data = self._get(wanted.place, end - start, asked)
         expected = {
             "content-range": f"bytes {start}-{end - 1}/{file.size}",
             "etag": f'"{file.etag}"',
@@ -261,28 +295,36 @@ class _Neighbour:
                 raise _NotHeldError
             if status not in (200, 206):
                 raise Retry(f"it answered {status}", wait_seconds(response.headers))
-            content = bytearray()
-            for data in response.iter_raw():
-                content += data
-                if len(content) > max_bytes:
-                    raise _WrongAnswerError(f"{place}: more bytes than asked for")
+            body = _content(response, max_bytes)
         self._num_failures = 0
-        body = bytes(content)
         if response.headers.get("content-digest") != content_digest(sha256(body).hexdigest()):
             raise _WrongAnswerError(f"{place}: the content does not match its digest")
         return response.headers, body
 
 
 class NeighbourCaches:
-    """All other machines that a process may ask, during one fetch (None: as the environment says).
-    It is thread-safe."""
+    """All other machines that a process may ask, during one fetch. It is thread-safe."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        named = os.environ.get("BRIGADE_NEIGHBOURS")
-        if folder is None and named:
-            folder = Path(named)
-        sockets = sorted(folder.glob("*.sock")) if folder else []
+    def __init__(self, sockets: Iterable[Path]) -> None:
         self._all = [_Neighbour(socket) for socket in sockets]
+        self._no_name: Exception | None = None
+
+    @classmethod
+    def of_environment(cls) -> "NeighbourCaches":
+        folder = os.environ.get("BRIGADE_NEIGHBOURS")
+        return cls(sorted(Path(folder).glob("*.sock")) if folder else ())
+
+    @property
+    def why_no_hub(self) -> Exception | None:
+        """Why this machine asks the hub only through a neighbour; None if it asks the hub."""
+        return OfflineModeIsEnabled() if constants.HF_HUB_OFFLINE else self._no_name
+
+    def note_failure(self, error: Exception) -> bool:
+        """Whether to ask the hub through a neighbour from now on: its name cannot be resolved, as
+        on a machine whose only cable leads to another one."""
+        if is_unresolved(error) and self._all:
+            self._no_name = error
+        return self.why_no_hub is not None
 
     @property
     def may_return(self) -> bool:
@@ -302,6 +344,51 @@ class NeighbourCaches:
             if found and found.complete:
                 break
         return found
+
+    def snapshot_of_hub(self, repo: str, revision: str | None) -> Snapshot | None:
+        """Returns a commit's files as the hub lists them, or None if no neighbour may ask it.
+        Raises ModelError if the hub refuses, and Retry."""
+        revision = revision or "main"
+        try:
+            with self.hub(f"/api/models/{repo}/revision/{quote(revision, safe='')}") as response:
+                return _decoded(_content(response, _MAX_LIST_BYTES), repo, revision)
+        except NoGatewayError:
+            return None
+        except (_WrongAnswerError, msgspec.DecodeError) as error:
+            raise Retry(f"a neighbour's answer is wrong: {error}") from error
+
+    def whole_of_hub(self, wanted: Wanted) -> bytes | None:
+        """Returns a whole small file of the hub, or None if no neighbour may ask it. Raises as
+        snapshot_of_hub."""
+        try:
+            with self.hub(wanted.place) as response:
+                data = _content(response, wanted.file.size)
+        except NoGatewayError:
+            return None
+        except _WrongAnswerError as error:
+            raise Retry(f"a neighbour's answer is wrong: {error}") from error
+        if not matches_etag(data, wanted.file.etag):
+            raise Retry(f"a neighbour's answer is wrong: {wanted.file.name} is another file")
+        return data
+
+    @contextmanager
+    def hub(
+        self, place: str, headers: Mapping[str, str] | None = None
+    ) -> Iterator[httpx2.Response]:
+        """The hub's answer, through a neighbour. Raises NoGatewayError if none may ask the hub,
+        ModelError if the hub refuses, and Retry."""
+        for neighbour in sorted(self._usable(), key=_Neighbour.load):
+            with neighbour.from_hub(place, headers) as response:
+                if response is None:
+                    continue
+                if response.status_code >= 400:
+                    _raise_refusal(response)
+                yield response
+                return
+        self._no_name = None  # The next try asks the hub itself.
+        if self.may_return:
+            raise NoNeighbour("those that may ask the hub do not answer")
+        raise NoGatewayError
 
     def whole(self, wanted: Wanted) -> bytes | None:
         """Returns a whole small file that has the right digest, or None."""
@@ -348,3 +435,34 @@ class NeighbourCaches:
             return None
         _, _, least_busy, held_end = min(holders, key=lambda holder: holder[:2])
         return least_busy, held_end
+
+
+def _decoded(body: bytes, repo: str, revision: str) -> Snapshot:
+    """Returns the files in a listing of this revision. Raises _WrongAnswerError and DecodeError."""
+    listing = msgspec.json.decode(body, type=FileListing)
+    snapshot = listing.snapshot()
+    is_other = snapshot and is_commit(revision) and snapshot.commit != revision
+    if snapshot is None or snapshot.repo != repo or is_other:
+        raise _WrongAnswerError(f"asked for {repo} at {revision}, got {listing.sha}")
+    return snapshot
+
+
+def _content(response: httpx2.Response, max_bytes: int) -> bytes:
+    """Returns the content of an answer. Raises _WrongAnswerError if it is longer."""
+    content = bytearray()
+    for data in response.iter_raw():
+        content += data
+        if len(content) > max_bytes:
+            raise _WrongAnswerError("more bytes than asked for")
+    return bytes(content)
+
+
+def _raise_refusal(response: httpx2.Response) -> NoReturn:
+    """Raises ModelError with the hub's reason, or Retry if another try may succeed."""
+    try:
+        refusal = msgspec.json.decode(_content(response, _MAX_REFUSAL_BYTES), type=HubRefusal)
+    except (_WrongAnswerError, msgspec.DecodeError):
+        refusal = HubRefusal(f"a neighbour answered {response.status_code}", ModelError.code)
+    if response.status_code >= 500:
+        raise Retry(refusal.reason)
+    raise ModelError(refusal.reason, code=refusal.code)

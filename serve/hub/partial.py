@@ -21,7 +21,7 @@ from huggingface_hub.utils import WeakFileLock
 from serve.core.checkpoint import TensorRange, header_bytes, parse_header, read_header
 from serve.core.errors import ModelError
 from serve.core.folder import full_sync
-from serve.hub.access import NoNeighbour, patiently
+from serve.hub.access import FAILURES, NoNeighbour, patiently
 from serve.hub.digests import DigestStore, FilePiece
 from serve.hub.fetch import STANDARD, STAT_BLOCK_BYTES, Fetch, Progress, Shard, Sizes
 from serve.hub.journal import Journal
@@ -29,7 +29,7 @@ from serve.hub.neighbours import NeighbourCaches, Wanted
 from serve.hub.parts import TensorPart
 from serve.hub.ranges import Range
 from serve.hub.remote import RemoteFile
-from serve.hub.repo import fetch_whole, resolve
+from serve.hub.repo import download, resolve
 from serve.hub.snapshot import (
     INDEX,
     MODEL,
@@ -143,7 +143,7 @@ def pin(
 ) -> PartialModel:
     """Opens the commit to which a revision points now. Only rank 0 calls this, and sends the commit
     to the other ranks. Raises ModelError."""
-    neighbours = NeighbourCaches()
+    neighbours = NeighbourCaches.of_environment()
     snapshot = resolve(repo, revision, cache_folder(cache), kind, neighbours)
     return open_partial(repo, snapshot.commit, cache, snapshot, kind=kind, neighbours=neighbours)
 
@@ -159,7 +159,7 @@ def open_partial(
 ) -> PartialModel:
     """Opens the folder of this commit in the cache (None: under HF_HOME), or makes it. Passing a
     snapshot that was just resolved saves a request. Raises ModelError."""
-    neighbours = neighbours or NeighbourCaches()
+    neighbours = neighbours or NeighbourCaches.of_environment()
     cache = cache_folder(cache)
     folder = cache / folder_name(repo) / commit
     state = folder / STATE_FOLDER
@@ -234,7 +234,29 @@ def _make_small_file(
     elif data := neighbours.whole(wanted):
         write_whole(path, data)
     else:
-        link(path, fetch_whole(snapshot, name))
+        fetch = functools.partial(_fetch_small_file, path, snapshot, name, neighbours)
+        patiently(snapshot.repo, fetch)
+
+
+def _fetch_small_file(
+    path: Path, snapshot: Snapshot, name: str, neighbours: NeighbourCaches
+) -> None:
+    """Fetches a file from the hub, through a neighbour if this machine cannot ask it. Raises
+    FAILURES and ModelError."""
+    failure = neighbours.why_no_hub
+    if not failure:
+        try:
+            link(path, download(snapshot, name))
+        except FAILURES as error:
+            if not neighbours.note_failure(error):
+                raise
+            failure = error
+        else:
+            return
+    data = neighbours.whole_of_hub(Wanted(snapshot.repo, snapshot.commit, snapshot.files[name]))
+    if data is None:
+        raise failure
+    write_whole(path, data)
 
 
 def _check_unchanged(folder: Path, snapshot: Snapshot) -> None:

@@ -1,4 +1,5 @@
-"""Reads a file of the hub by byte ranges, from neighbours that hold them and else from the hub.
+"""Reads a file of the hub by byte ranges, from neighbours that hold them and else from the hub. A
+machine that may not ask the hub, or has no way to it, asks it through a neighbour.
 
 The hub is asked once for the file's address, and again when the address has expired. The address
 may be on another host, which must not get the token. The range, length and etag of every answer
@@ -9,6 +10,7 @@ only neighbours know the digests of parts.
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,8 +20,14 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 
 from serve import __version__
 from serve.core.errors import ModelError
-from serve.hub.access import FAILURES, NoNeighbour, Patience, Retry, wait_seconds
-from serve.hub.neighbours import NeighbourCaches, Wanted
+from serve.hub.access import (
+    FAILURES,
+    NoNeighbour,
+    Patience,
+    Retry,
+    wait_seconds,
+)
+from serve.hub.neighbours import NeighbourCaches, NoGatewayError, Wanted
 from serve.hub.repo import LIBRARY
 from serve.hub.snapshot import RepoFile, is_published
 
@@ -31,6 +39,9 @@ class _Place:
     url: str
     headers: dict[str, str]
     at_hub: bool
+
+
+_AT_NEIGHBOUR = _Place("", {}, at_hub=True)
 
 
 class RemoteFile:
@@ -54,9 +65,11 @@ class RemoteFile:
         start: int,
         end: int,
         sleep: Callable[[float], object] = time.sleep,
+        max_tries: int = 8,
     ) -> Generator[bytes, None, None]:
-        """Yields bytes [start, end), over as many connections as it takes. Raises ModelError."""
-        patience = Patience(self.repo, sleep=sleep)
+        """Yields bytes [start, end), over as many connections as it takes. Raises ModelError after
+        max_tries tries without progress."""
+        patience = Patience(self.repo, max_tries, sleep)
         position = start
         while position < end:
             verified = self._neighbours.read(self._wanted, position, end)
@@ -86,12 +99,7 @@ class RemoteFile:
     def _answer(self, start: int, end: int) -> Iterator[bytes]:
         if is_published(self.repo):
             raise NoNeighbour(f"no neighbour gives byte {start} of {self.file.name}")
-        if constants.HF_HUB_OFFLINE and self._neighbours.may_return:
-            raise NoNeighbour(f"a neighbour does not answer about {self.file.name}")
-        place = self._locate()
-        headers = {**place.headers, "Range": f"bytes={start}-{end - 1}"}
-        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-        with get_session().stream("GET", place.url, headers=headers, timeout=timeout) as response:
+        with self._asked({"Range": f"bytes={start}-{end - 1}"}) as (place, response):
             self._check(place, response, start, end)
             left = end - start
             # No chunk size: a partly collected chunk would be lost with the connection.
@@ -100,6 +108,23 @@ class RemoteFile:
                 left -= len(data)
                 if left < 0:
                     raise self._changed("the server sent more than was requested")
+
+    @contextmanager
+    def _asked(self, headers: dict[str, str]) -> Iterator[tuple[_Place, Any]]:
+        """The answer to a request with these headers, and where it comes from."""
+        place = self._locate()
+        if place is None:
+            reason = self._neighbours.why_no_hub
+            try:
+                with self._neighbours.hub(self._wanted.place, headers) as response:
+                    yield _AT_NEIGHBOUR, response
+            except NoGatewayError as error:
+                raise (reason or NoNeighbour("none may ask the hub")) from error
+            return
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        asked = {**place.headers, **headers}
+        with get_session().stream("GET", place.url, headers=asked, timeout=timeout) as response:
+            yield place, response
 
     def _check(self, place: _Place, response: Any, start: int, end: int) -> None:
         """Raises Retry or ModelError if the response does not match the request."""
@@ -156,10 +181,15 @@ class RemoteFile:
     def _other_size(self, size: object) -> str:
         return f"it has {size} bytes instead of {self.file.size}"
 
-    def _locate(self) -> _Place:
+    def _locate(self) -> _Place | None:
+        """Returns where the hub has the file, or None if it is asked through a neighbour."""
         with self._lock:
-            if self._place is None:
-                self._place = self._resolve()
+            if self._place is None and not self._neighbours.why_no_hub:
+                try:
+                    self._place = self._resolve()
+                except FAILURES as error:
+                    if not self._neighbours.note_failure(error):
+                        raise
             return self._place
 
     def _resolve(self) -> _Place:

@@ -49,7 +49,7 @@ def resolve(
     is not asked about a commit that the cache or a neighbour knows. If it cannot be reached, the
     last answer that they know is used. A host that cannot even resolve the hub's name counts as
     offline, without further tries. Raises ModelError."""
-    neighbours = neighbours or NeighbourCaches()
+    neighbours = neighbours or NeighbourCaches.of_environment()
     if is_commit(revision):
         known = remembered(repo, revision, cache) or neighbours.snapshot(repo, revision)
         if known and known.complete:
@@ -57,17 +57,23 @@ def resolve(
     failure: ModelError | None = None
     if not constants.HF_HUB_OFFLINE and not is_published(repo):
         try:
-            snapshot = patiently(repo, lambda: _list_unless_offline(repo, revision), max_tries=4)
+            snapshot = list_files(repo, revision, max_tries=4)
         except ModelError as error:
             if is_refusal(error.__cause__):
                 raise
             failure = error
+            neighbours.note_failure(error)
         else:
             write_whole(ref_file(cache, repo, revision), snapshot.commit.encode())
             return snapshot
     last = remembered(repo, revision, cache)
     if last is None:
         last = _without_hub(repo, revision, kind, neighbours)
+    if not (last and last.complete) and not is_published(repo):
+        last = _through_neighbours(repo, revision, last, neighbours)
+        if last and last.complete:
+            write_whole(ref_file(cache, repo, revision), last.commit.encode())
+            return last
     if last is None:
         raise failure or _unknown(repo, kind)
     _logger.warning("event=hub_not_asked repo=%s commit=%s", repo, last.commit)
@@ -86,6 +92,27 @@ def _without_hub(
     return here.merged(there) if here else there
 
 
+def _through_neighbours(
+    repo: str,
+    revision: str | None,
+    known: Snapshot | None,
+    neighbours: NeighbourCaches,
+) -> Snapshot | None:
+    """Asks the hub through a neighbour that may ask it. Returns what is known already if none may.
+    Raises ModelError if nothing is known and the hub gives nothing."""
+    commit = known.commit if known else revision
+
+    def ask() -> Snapshot | None:
+        return neighbours.snapshot_of_hub(repo, commit)
+
+    try:
+        return patiently(repo, ask, max_tries=1 if known else 4) or known
+    except ModelError:
+        if known is None:
+            raise
+        return known
+
+
 def _unknown(repo: str, kind: RepoKind) -> ModelError:
     if is_published(repo):
         return HubError(
@@ -93,9 +120,15 @@ def _unknown(repo: str, kind: RepoKind) -> ModelError:
             "`brigade up` on the machine that has the folder."
         )
     return ModelError(
-        f"{repo} is not in the cache and HF_HUB_OFFLINE is set: unset it to fetch {kind.label}.",
+        f"{repo} is not in the cache and HF_HUB_OFFLINE is set: unset it, here or on a paired "
+        f"machine, to fetch {kind.label}.",
         code="hub_offline",
     )
+
+
+def list_files(repo: str, revision: str | None, max_tries: int) -> Snapshot:
+    """Returns the files of a commit, as the hub lists them. Raises ModelError."""
+    return patiently(repo, lambda: _list_unless_offline(repo, revision), max_tries)
 
 
 def _list_unless_offline(repo: str, revision: str | None) -> Snapshot:
@@ -141,16 +174,13 @@ def _describe(repo: str, commit: str, name: str) -> RepoFile:
     return RepoFile(name, metadata.size, metadata.etag)
 
 
-def fetch_whole(snapshot: Snapshot, name: str) -> Path:
-    """Fetches a whole file into the hub's own cache, and returns its path. Raises ModelError."""
-
-    def download() -> str:
-        return hf_hub_download(
-            snapshot.repo,
-            name,
-            revision=snapshot.commit,
-            library_name=LIBRARY,
-            library_version=__version__,
-        )
-
-    return Path(patiently(snapshot.repo, download))
+def download(snapshot: Snapshot, name: str) -> Path:
+    """Fetches a whole file into the hub's own cache, and returns its path. Raises FAILURES."""
+    path = hf_hub_download(
+        snapshot.repo,
+        name,
+        revision=snapshot.commit,
+        library_name=LIBRARY,
+        library_version=__version__,
+    )
+    return Path(path)

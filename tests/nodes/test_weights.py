@@ -543,7 +543,7 @@ def read_once(
     start = source.randrange(file.size)
     end = min(file.size, start + source.randrange(1, 60_000))
     machine.act()
-    remote = RemoteFile(REPO, COMMIT, file, NeighbourCaches())
+    remote = RemoteFile(REPO, COMMIT, file, NeighbourCaches.of_environment())
     return b"".join(remote.read(start, end)), file.name, start, end
 
 
@@ -714,7 +714,7 @@ def test_no_byte_that_changed_on_a_disk_is_accepted(
             second.act()
             original = (repo / path.name).read_bytes()
             wanted = model.snapshot.files[path.name]
-            remote = RemoteFile(REPO, COMMIT, wanted, NeighbourCaches())
+            remote = RemoteFile(REPO, COMMIT, wanted, NeighbourCaches.of_environment())
             num_wrong += b"".join(remote.read(start, end)) != original[start:end]
             file.write_bytes(data)
             os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
