@@ -110,14 +110,14 @@ Events = list[Event | BrigadeError]
 
 
 class FakeGeneration:
-    """Gives out events, each with its sequence's number, `delay` seconds before each; raises
-    an error among them, or one that is put."""
+    """Gives out events, each with its sequence's number, `delay` seconds before each, until it has
+    to hurry; raises an error among them, or one that is put."""
 
     def __init__(self, events: Events, delay: float, prompt: tuple[Score, ...] = ()) -> None:
         self._events = iter(events)
         self._delay = delay
         self._prompt = prompt
-        self._put: asyncio.Queue[BrigadeError] = asyncio.Queue()
+        self._put: asyncio.Queue[BrigadeError | None] = asyncio.Queue()
         self.outputs: dict[int, SequenceOutput] = {}
         self.closed = threading.Event()
         self.closed_numbers: set[int] = set()
@@ -132,11 +132,14 @@ class FakeGeneration:
 
     async def __anext__(self) -> tuple[int, Event]:
         await asyncio.sleep(0)
+        error = None
         if not self._put.empty():
-            raise self._put.get_nowait()
-        if self._delay:
-            with suppress(asyncio.TimeoutError, TimeoutError):
-                raise await asyncio.wait_for(self._put.get(), self._delay)
+            error = self._put.get_nowait()
+        elif self._delay:
+            with suppress(TimeoutError):
+                error = await asyncio.wait_for(self._put.get(), self._delay)
+        if error:
+            raise error
         for event in self._events:
             if isinstance(event, BrigadeError):
                 raise event
@@ -153,6 +156,11 @@ class FakeGeneration:
 
     def put(self, event: BrigadeError) -> None:
         self._put.put_nowait(event)
+
+    def hurry(self) -> None:
+        """Gives out the rest at once."""
+        self._delay = 0.0
+        self._put.put_nowait(None)
 
     def cancel(self, error: BrigadeError) -> None:
         self.put(error)
@@ -396,14 +404,17 @@ class Running:
                 self.ended_with = error
 
     def connect(self) -> socket.socket:
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=10)
-        connection.settimeout(10)
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        connection.settimeout(60)
         return connection
 
     def fail(self, error: BrigadeError) -> None:
         """As if the cluster broke for good; also the way to stop."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._set_failure, error)
+
+    def hurry(self, generation: FakeGeneration) -> None:
+        self._loop.call_soon_threadsafe(generation.hurry)
 
     def after(self, condition: Callable[[], bool], error: BrigadeError) -> None:
         """Fails with error once condition holds."""
@@ -430,4 +441,4 @@ class Running:
 
     def __exit__(self, *_: object) -> None:
         self.fail(BrigadeError("the test is over"))
-        assert self.join(10), "the server did not end"
+        assert self.join(60), "the server did not end"

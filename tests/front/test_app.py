@@ -50,18 +50,18 @@ CHAT = "/v1/chat/completions"
 
 
 def client(server: Running) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=10)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def post(server: Running, **fields: Any) -> httpx2.Response:
-    return httpx2.post(server.url + CHAT, json={**HELLO, **fields}, timeout=10)
+    return httpx2.post(server.url + CHAT, json={**HELLO, **fields})
 
 
 def get(server: Running, path: str, **headers: str) -> httpx2.Response:
-    return httpx2.get(server.url + path, headers=headers, timeout=10)
+    return httpx2.get(server.url + path, headers=headers)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -449,7 +449,7 @@ def test_unknown_fields_are_listed_in_a_header(shared: Running, stream: bool) ->
         (CHAT, HELLO),
         ("/v1/completions", {"model": "tiny", "prompt": "a"}),
     ):
-        reply = httpx2.post(shared.url + path, json={**body, **ODD, "stream": stream}, timeout=10)
+        reply = httpx2.post(shared.url + path, json={**body, **ODD, "stream": stream})
         assert reply.status_code == 200
         assert sorted(reply.headers["x-ignored-fields"].split(", ")) == named
         assert "evil" not in reply.headers
@@ -538,7 +538,7 @@ def test_too_many_answers_are_refused_before_their_prompts_are_encoded(
     with Running(engine, max_queue=4, max_num_seqs=2) as server:
         body = {"model": "tiny", "prompt": ["a b"] * 4, "n": 2}
         replies = [
-            httpx2.post(server.url + "/v1/completions", json=body, timeout=10),
+            httpx2.post(server.url + "/v1/completions", json=body),
             post(server, n=8),
         ]
     for reply in replies:
@@ -559,7 +559,7 @@ def test_an_invalid_grammar_is_reported_in_the_form_of_its_api(shared: Running) 
         CHAT: {**said, "structured_outputs": {"json": schema}},
     }
     for path, body in asked.items():
-        reply = httpx2.post(shared.url + path, json={"model": "tiny", **body}, timeout=20)
+        reply = httpx2.post(shared.url + path, json={"model": "tiny", **body})
         error = reply.json()["error"]
         assert reply.status_code == 400
         assert "nil" in error["message"]
@@ -606,13 +606,13 @@ def test_an_event_that_cannot_be_written_ends_only_its_stream(
 
     with monkeypatch.context() as patch:
         patch.setattr(writers[path], "feed", feed)
-        streamed = httpx2.post(server.url + path, json={**body, "stream": True}, timeout=10)
+        streamed = httpx2.post(server.url + path, json={**body, "stream": True})
         last = json.loads(streamed.text.split("\n\n")[-2].partition("data: ")[2])
         assert last["type"] in ("response.failed", "error")
         assert "internal error of the server" in json.dumps(last)
     counted = f'brigade_requests_total{{endpoint="{path}",status="500"}} 1.0'
     wait_until(lambda: counted in get(server, "/metrics").text)
-    assert httpx2.post(server.url + path, json=body, timeout=10).status_code == 200
+    assert httpx2.post(server.url + path, json=body).status_code == 200
 
 
 # --- threads
@@ -628,7 +628,7 @@ def test_slow_checks_of_grammars_delay_no_other_request(
 
     def slow(question: CheckGrammar) -> GrammarChecked:
         checking.append(question)
-        assert going_on.wait(10)
+        assert going_on.wait(60)
         return GrammarChecked(None)
 
     monkeypatch.setattr(engine.tokenizer.grammars._helpers, "call", slow)
@@ -652,15 +652,17 @@ def test_no_request_starts_after_its_client_has_disconnected(
 
     def slow(request: Any, *given: Any) -> Any:
         prepared.append(request.cache_salt)
-        assert going_on.wait(10)
+        assert going_on.wait(60)
         return prepare(request, *given)
 
     monkeypatch.setattr(chat, "prepare", slow)
     with ThreadPoolExecutor(3) as clients:
         busy = [clients.submit(post, server, cache_salt="busy") for _ in range(2)]
         wait_until(lambda: len(prepared) == 2)
-        with pytest.raises(httpx2.ReadTimeout):
-            httpx2.post(server.url + CHAT, json={**HELLO, "cache_salt": "left"}, timeout=0.2)
+        body = json.dumps({**HELLO, "cache_salt": "left"})
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with server.connect() as left:
+            left.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         counted = f'brigade_requests_total{{endpoint="{CHAT}",status="499"}} 1.0'
         wait_until(lambda: counted in get(server, "/metrics").text)
         last = clients.submit(post, server, cache_salt="last")
@@ -678,7 +680,7 @@ def test_a_slow_parser_of_calls_delays_no_other_request(
 
     def parse(text: str, tools: Any) -> Any:
         parsing.set()
-        assert going_on.wait(10)
+        assert going_on.wait(60)
         return [ParsedCall("f", json.dumps({"x": text}))]
 
     calls = ParsedCalls("<c>", end, parse)
@@ -687,7 +689,7 @@ def test_a_slow_parser_of_calls_delays_no_other_request(
     tools = [{"type": "function", "function": {"name": "f"}}]
     with ThreadPoolExecutor(1) as clients:
         calling = clients.submit(post, server, tools=tools)
-        assert parsing.wait(5)
+        assert parsing.wait(60)
         assert post(server, tool_choice="none").status_code == 200
         assert not calling.done()
         going_on.set()
@@ -704,7 +706,7 @@ def test_long_calls_that_end_at_the_same_time_do_not_delay_a_short_call(
     def parse(text: str, tools: Any) -> Any:
         if len(text) > call_parser.MAX_SHORT_CHARACTERS:
             parsing.release()
-            assert going_on.wait(10)
+            assert going_on.wait(60)
         return [ParsedCall("f", "{}")]
 
     monkeypatch.setattr(call_parser, "MAX_SHORT_CHARACTERS", 20)
@@ -715,7 +717,7 @@ def test_long_calls_that_end_at_the_same_time_do_not_delay_a_short_call(
     with ThreadPoolExecutor(8) as clients:
         long_calls = [clients.submit(post, server, tools=tools) for _ in range(8)]
         for _ in range(2):  # as many as can be parsed at the same time
-            assert parsing.acquire(timeout=5)
+            assert parsing.acquire(timeout=60)
         engine.answer = "<c>hello</c>"
         reply = post(server, tools=tools).json()
         assert reply["choices"][0]["finish_reason"] == "tool_calls"
