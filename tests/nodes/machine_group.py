@@ -121,8 +121,9 @@ class MachineGroup:
         return self.folder / f"hook-{number}"
 
     def _start(self, number: int) -> RunningNode:
-        before = [*self._net.inside(number), "env", f"PYTHONPATH={self._hook(number)}:{ROOT}"]
-        node = running_node(f"m{number}", self.folder, ["--port", "8422"], before)
+        before = ["env", f"PYTHONPATH={self._hook(number)}:{ROOT}"]
+        namespace = self._net.names[number]
+        node = running_node(f"m{number}", self.folder, ["--port", "8422"], before, namespace)
         return self._stack.enter_context(node)
 
     def _wait(self) -> None:

@@ -1,5 +1,6 @@
 """Network namespaces that stand for machines on one switch, over which multicast passes."""
 
+import ctypes
 import itertools
 import os
 import subprocess
@@ -11,6 +12,20 @@ import pytest
 from tests.cluster.recovery.test_namespaces import ip
 
 _numbers = itertools.count()
+_NETWORK = 0x40000000  # CLONE_NEWNET
+
+
+def inside(namespace: str) -> list[str]:
+    """Returns the beginning of a command that runs in a namespace."""
+    return ["ip", "netns", "exec", namespace]
+
+
+def enter(namespace: str) -> None:
+    """Lets only this thread, and those that it starts, use the network of a namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}", "rb") as file:
+        if libc.setns(file.fileno(), _NETWORK):
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 class Network:
@@ -50,7 +65,7 @@ class Network:
 
     def inside(self, number: int) -> list[str]:
         """Returns the beginning of a command that runs on a machine."""
-        return ["ip", "netns", "exec", self.names[number]]
+        return inside(self.names[number])
 
     def delay(self, number: int, words: str) -> None:
         """Shapes what a machine sends, in tc's words, such as `delay 5ms rate 100mbit`."""

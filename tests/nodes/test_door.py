@@ -13,7 +13,7 @@ import asyncssh
 import psutil
 import pytest
 
-from launcher.nodes import door
+from launcher.nodes import client, door
 from launcher.nodes.door import (
     MAX_STRANGER_SESSIONS,
     MEMBER,
@@ -21,7 +21,9 @@ from launcher.nodes.door import (
     STRANGER_WINDOW_BYTES,
     WEIGHTS,
 )
+from serve.core.errors import ClusterError
 from tests.nodes.running import RunningNode
+from tests.test_launcher import wait_until
 
 HOST = "127.0.0.1"
 COMMANDS = [
@@ -134,7 +136,7 @@ def test_the_public_key_of_a_member_is_not_enough(
 ) -> None:
     """The attacker knows the key from an announcement, but signs with a key of its own."""
     one, two = pair_of_nodes
-    member = two.ask("print(client.known_nodes()[0].key)")
+    member = two.ask(lambda: client.known_nodes()[0].key)
 
     class Forged(asyncssh.SSHKeyPair):
         def __init__(self) -> None:
@@ -249,21 +251,18 @@ def test_silent_strangers_do_not_keep_members_out(
     pair_of_nodes: tuple[RunningNode, RunningNode],
 ) -> None:
     one, two = pair_of_nodes
+
+    def is_let_in() -> bool:
+        try:
+            two.ask(lambda: client.stop_launches(client.node_named(one.name)))
+        except ClusterError:
+            return False
+        return True
+
     idle = [socket.create_connection((HOST, one.port), 10) for _ in range(3 * door.MAX_STRANGERS)]
     try:
         # Those above the limit are closed at once, and the others after the time for a login.
-        two.ask(
-            f"""
-import time
-deadline = time.monotonic() + {door.LOGIN_SECONDS} + 20
-while True:
-    try:
-        client.stop_launches(client.node_named({one.name!r}))
-        break
-    except Exception:
-        assert time.monotonic() < deadline
-"""
-        )
+        wait_until(is_let_in, door.LOGIN_SECONDS + 20)
     finally:
         for connection in idle:
             connection.close()

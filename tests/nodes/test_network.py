@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launcher.nodes import client
 from tests.nodes.network import Network, network
 from tests.nodes.running import RunningNode, running_node
 from tests.test_launcher import wait_until
@@ -22,7 +23,7 @@ def nodes_on_a_switch(num_nodes: int, folder: Path) -> Iterator[tuple[Network, l
             machines,
             [
                 stack.enter_context(
-                    running_node(f"m{number}", folder, before=machines.inside(number))
+                    running_node(f"m{number}", folder, namespace=machines.names[number])
                 )
                 for number in range(num_nodes)
             ],
@@ -45,12 +46,9 @@ def test_four_machines_find_each_other_and_again_after_their_addresses_have_chan
             machines.plug(number, f"198.19.0.{100 + number}")
         # A node looks at its addresses every ten seconds.
         wait_until(
-            lambda: (
-                "198.19.0.103"
-                in first.ask(f"print(client.node_named({nodes[3].name!r}).addresses)")
-            )
+            lambda: "198.19.0.103" in first.ask(lambda: client.node_named(nodes[3].name).addresses)
         )
-        first.ask(f"client.stop_launches(client.node_named({nodes[3].name!r}))")
+        first.ask(lambda: client.stop_launches(client.node_named(nodes[3].name)))
 
 
 def test_a_machine_that_is_gone_is_away(tmp_path: Path) -> None:

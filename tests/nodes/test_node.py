@@ -15,8 +15,9 @@ import zeroconf
 from zeroconf.asyncio import AsyncZeroconf
 
 from launcher.cli import main
-from launcher.nodes import discovery
+from launcher.nodes import client, discovery
 from launcher.nodes.messages import SeenNode
+from launcher.nodes.up import members
 from serve.core.errors import ClusterError, UsageError
 from tests.nodes.running import RunningNode, running_node
 from tests.test_launcher import wait_until
@@ -125,8 +126,8 @@ with recorded([{!r}, "a b"], ["h"], 1.0):
             stack.callback(process.kill)
             assert process.stdout is not None
             process.stdout.readline()
-        ended = two.ask(f"print(client.stop_launches(client.node_named({one.name!r})))")
-        assert ended == repr(["up 'a b'"])
+        ended = two.ask(lambda: client.stop_launches(client.node_named(one.name)))
+        assert ended == ["up 'a b'"]
         assert process.poll() is None
 
 
@@ -138,15 +139,12 @@ def test_a_stranger_with_the_name_of_a_member_does_not_replace_it(tmp_path: Path
             running_node("b", tmp_path / "2", joins),
         ):
             a.pair_by_port(b)
-            program = "print([node.state for node in client.known_nodes()])"
-            wait_until(lambda: "'paired'" in a.ask(program) and "'found'" in a.ask(program))
-            found = a.ask(
-                f"""
-from launcher.nodes.up import members
-print([(node.name, node.state) for node in members([{b.name!r}], None)])
-"""
+            wait_until(
+                lambda: {"paired", "found"} <= {node.state for node in a.ask(client.known_nodes)}
             )
-            assert found == repr([(a.name, "here"), (b.name, "paired")])
+            found = a.ask(lambda: members([b.name], None))
+            states = [(node.name, node.state) for node in found]
+            assert states == [(a.name, "here"), (b.name, "paired")]
             reports = json.loads(a.brigade("nodes", "--json").stdout)
             own = [each for each in reports if each["name"] in (a.name, b.name)]
             assert [(each["state"], each["facts"] is None) for each in own] == [
@@ -246,18 +244,11 @@ def test_an_announcement_that_fails_leaves_nothing_open(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("code", ["", "12345", "1234567", "12345x", "１２３４５６"])
 def test_what_cannot_be_a_code_costs_no_try(pair_of_nodes: Pair, code: str) -> None:
     one, two = pair_of_nodes
-    before = one.ask("print(client.own_code())")
+    before = one.ask(client.own_code)
     for _ in range(3):  # After three tries there would be another code.
-        said = two.ask(
-            f"""
-try:
-    client.pair(client.node_named({one.name!r}), {code!r})
-except Exception as error:
-    print(error)
-"""
-        )
-        assert "a code has six digits" in said
-    assert one.ask("print(client.own_code())") == before
+        with pytest.raises(ClusterError, match="a code has six digits"):
+            two.ask(lambda: client.pair(client.node_named(one.name), code))
+    assert one.ask(client.own_code) == before
 
 
 def test_a_code_may_be_typed_in_groups(tmp_path: Path) -> None:
@@ -266,8 +257,8 @@ def test_a_code_may_be_typed_in_groups(tmp_path: Path) -> None:
         running_node("b", tmp_path, ["--join", f"127.0.0.1:{a.port}"]) as b,
     ):
         wait_until(lambda: a.name in b.states())
-        code = a.ask("print(client.own_code())")
-        b.ask(f"client.pair(client.node_named({a.name!r}), '{code[:3]} {code[3:]} ')")
+        code = a.ask(client.own_code)
+        b.ask(lambda: client.pair(client.node_named(a.name), f"{code[:3]} {code[3:]} "))
         assert b.states()[a.name] == "paired"
 
 
@@ -307,7 +298,7 @@ def test_a_group_of_three_learns_of_a_new_machine_and_of_one_that_is_forgotten(
             assert process.stdout is not None
             process.stdout.readline()
             wait_until(lambda: len(agents(c)) == 1)
-            a.ask(f"client.forget(client.node_named({b.name!r}))")
+            a.ask(lambda: client.forget(client.node_named(b.name)))
             # Its connections end, also those to machines that were told by another one.
             process.communicate(timeout=60)
             wait_until(lambda: not agents(c))
@@ -334,19 +325,11 @@ def test_a_name_that_the_group_has_already_is_refused(tmp_path: Path) -> None:
         joins = ["--join", f"127.0.0.1:{a.port}"]
         with running_node("a", tmp_path / "2", joins) as other:
             wait_until(lambda: b.name in other.states())
-            code = a.ask("print(client.own_code())")
+            code = a.ask(client.own_code)
             # The node itself has this name, so nothing can be forgotten.
-            error = other.ask(
-                f"""
-try:
-    client.pair([n for n in client.known_nodes() if n.port == {a.port}][0],
-        {code!r})
-except Exception as error:
-    print(error)
-"""
-            )
-            assert "it has the name" in error
-            assert "another --name" in error
+            (found,) = other.nodes_at(a.port)
+            with pytest.raises(ClusterError, match="it has the name.*another --name"):
+                other.ask(lambda: client.pair(found, code))
         assert b.process.poll() is None
 
 

@@ -15,6 +15,7 @@ import httpx2
 import psutil
 import pytest
 
+from launcher.nodes import client
 from serve.core.errors import ClusterError, ModelError, UsageError
 from tests.cluster.servers import TINY_CHAT
 from tests.nodes.network import Network, network
@@ -319,7 +320,7 @@ def test_the_ring_follows_the_cables_and_avoids_the_slow_switch(tmp_path: Path) 
             slow_down(machines, number)
         nodes = [
             stack.enter_context(
-                running_node(f"m{number}", tmp_path, before=machines.inside(number))
+                running_node(f"m{number}", tmp_path, namespace=machines.names[number])
             )
             for number in range(4)
         ]
@@ -335,8 +336,7 @@ def test_the_ring_follows_the_cables_and_avoids_the_slow_switch(tmp_path: Path) 
         assert len(slow) == 1, "m3 and m0 have no cable"
         for number in range(4):
             machines.plug(number, f"198.19.0.{100 + number}")  # as after a reboot
-        last = f"print(client.node_named({m3!r}).addresses)"
-        wait_until(lambda: "198.19.0.103" in nodes[0].ask(last))
+        wait_until(lambda: "198.19.0.103" in nodes[0].ask(lambda: client.node_named(m3).addresses))
         with up(nodes[0], tmp_path) as running:
             running.ready()
             assert len(running.table()) == 4
