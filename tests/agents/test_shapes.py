@@ -30,7 +30,7 @@ def test_a_request_recorded_from_an_agent_is_answered(
 ) -> None:
     content = json.dumps(shape["body"]).replace('"MODEL"', f'"{CONFIG.model_name}"')
     headers = {"content-type": "application/json", **shape["headers"]}
-    reply = httpx2.post(front.url + shape["path"], content=content, headers=headers, timeout=30)
+    reply = httpx2.post(front.url + shape["path"], content=content, headers=headers)
     assert reply.status_code == 200, reply.text
     assert "event=tools_unchecked" not in caplog.text  # A grammar holds for all of its tools.
     if shape["body"].get("stream"):

@@ -129,11 +129,11 @@ def streaming(**options: Any) -> Iterator[tuple[str, StreamingServer]]:
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not server.started:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         yield f"http://127.0.0.1:{port}", state
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)

@@ -130,7 +130,7 @@ def test_a_request_whose_connection_is_reset_is_tried_again_and_recorded(
     """mlx_lm.server resets some of 16 connections that come at once."""
     server = Resetting(resets)
     record = asyncio.run(server.ask())
-    server.thread.join(10)
+    server.thread.join(60)
     server.listening.close()
     assert record.reconnected
     assert record.error == error

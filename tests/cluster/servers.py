@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class Server:
         return made
 
     def get(self, path: str) -> Any:
-        return httpx2.get(self.url + path, timeout=10).raise_for_status().json()
+        return httpx2.get(self.url + path).raise_for_status().json()
 
     def family(self) -> list[psutil.Process]:
         """The launcher, the ranks' parents and their engines."""
@@ -77,13 +77,13 @@ class Server:
     def engines(self) -> dict[int, psutil.Process]:
         """The engine child of each rank. A spare one is younger than the one that works."""
         parents = {stage["pid"]: stage["rank"] for stage in self.get("/admin/pipeline")["stages"]}
-        children = [
-            process
-            for process in self.family()
-            if "serve.rank.worker" in process.cmdline() and process.ppid() in parents
-        ]
-        children.sort(key=lambda process: process.create_time(), reverse=True)
-        return {parents[process.ppid()]: process for process in children}
+        found: list[tuple[float, int, psutil.Process]] = []
+        for process in self.family():
+            with suppress(psutil.NoSuchProcess):  # It ends just now.
+                if "serve.rank.worker" in process.cmdline() and process.ppid() in parents:
+                    found.append((process.create_time(), parents[process.ppid()], process))
+        found.sort(key=lambda each: each[0], reverse=True)
+        return {rank: process for _, rank, process in found}
 
     def wait_until_ready(self, seconds: float = READY_SECONDS) -> None:
         deadline = time.monotonic() + seconds

@@ -191,7 +191,7 @@ def running_and_waiting(server: Server) -> int:
 
 
 def wait_until_idle(server: Server) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while running_and_waiting(server):
         assert time.monotonic() < deadline, "a sequence nobody waits for still runs"
         time.sleep(0.02)
@@ -201,7 +201,7 @@ def test_the_request_of_a_client_that_disconnects_is_dropped_on_all_ranks(server
     wait_until_idle(server)
     long = {**CHAT, "temperature": 2, "messages": user("Tell me a story."), "stream": True}
     with httpx2.stream(
-        "POST", f"{server.url}/v1/chat/completions", json={**long, "seed": 5}, timeout=10
+        "POST", f"{server.url}/v1/chat/completions", json={**long, "seed": 5}
     ) as stream:
         next(stream.iter_lines())
     wait_until_idle(server)

@@ -172,7 +172,7 @@ def test_replies_with_and_without_a_draft_model_are_the_same(
         with ThreadPoolExecutor(4) as threads:
             together = list(threads.map(lambda body: ask(server, body), bodies()))
         drafts = server.get("/admin/pipeline")["drafts"]
-        metrics = httpx2.get(f"{server.url}/metrics", timeout=10).text
+        metrics = httpx2.get(f"{server.url}/metrics").text
     assert [comparable(reply) for reply in together] == expected
     assert drafts["model"]["drafted"] > 0, drafts
     assert 'brigade_draft_tokens_total{drafter="model"}' in metrics

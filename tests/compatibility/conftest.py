@@ -18,6 +18,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with (
         Running(engine, max_context=MAX_CONTEXT) as running,
         # Making a client takes longer than a request, so all requests share one.
-        httpx2.Client(base_url=running.url, timeout=20) as client,
+        httpx2.Client(base_url=running.url) as client,
     ):
         yield Server(engine, client)

@@ -144,7 +144,7 @@ def test_a_forced_tool_is_called_even_if_a_format_is_asked_for(
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
     url = f"{server.client.base_url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 

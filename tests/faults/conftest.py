@@ -24,7 +24,7 @@ def http(cluster: Server) -> Iterator[httpx2.Client]:
     """A connection for each request: the server soon closes one that is kept. Made once,
     because to load certificates takes longer than to answer."""
     no_keeping = httpx2.Limits(max_keepalive_connections=0)
-    with httpx2.Client(base_url=cluster.url, limits=no_keeping, timeout=20) as client:
+    with httpx2.Client(base_url=cluster.url, limits=no_keeping) as client:
         yield client
 
 

@@ -194,7 +194,7 @@ def run(server: Server, num_bodies: int) -> None:
     sizes = []
     no_keeping = httpx2.Limits(max_keepalive_connections=0)
     with (
-        httpx2.Client(base_url=server.url, timeout=20, limits=no_keeping) as client,
+        httpx2.Client(base_url=server.url, limits=no_keeping) as client,
         ThreadPoolExecutor(BODIES_AT_ONCE) as threads,
     ):
 

@@ -63,7 +63,7 @@ def text_with_held_shard(server: Server, kind: str, prompt: str) -> str:
     engine = server.engines()[1].pid
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(text_of, server, prompt)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not any(step["name"].startswith(kind) for step in steps(server, 0.5)):
             assert time.monotonic() < deadline, f"no {kind} step"
         os.kill(engine, signal.SIGSTOP)

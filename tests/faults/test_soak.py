@@ -94,7 +94,7 @@ class Soak:
 
 def idle(server: Server) -> list[tuple[int, int]]:
     """Descriptors and bytes of the launcher and each rank's parent, when nothing runs."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(server.get("/admin/pipeline")[name] for name in ("num_running", "num_waiting")):
         assert time.monotonic() < deadline, "something runs without a client"
         time.sleep(0.1)
@@ -120,5 +120,5 @@ def test_long_use_loses_no_answer_and_leaks_no_memory() -> None:
             assert num_bytes <= bytes_before + MAX_GROWTH_BYTES
         family = server.family()
         server.process.terminate()
-        assert server.process.wait(15) == 0
-        assert gone(family, 5), "processes were left behind"
+        assert server.process.wait(60) == 0
+        assert gone(family, 60), "processes were left behind"

@@ -523,7 +523,7 @@ def test_the_server_ends_with_the_error_of_a_failed_cluster(
         server.after(lambda: bool(engine.generations), ClusterError("a rank is lost"))
         with pytest.raises(openai.InternalServerError):
             ai.chat.completions.create(**HELLO)
-    assert server.join(5)
+    assert server.join(60)
     assert isinstance(server.ended_with, ClusterError)
     assert engine.generations[0].closed.is_set()
 

@@ -10,7 +10,7 @@ from tests.front.test_app import post
 
 
 def call(server: Running, path: str, **body: Any) -> httpx2.Response:
-    return httpx2.post(server.url + path, json=body, timeout=10)
+    return httpx2.post(server.url + path, json=body)
 
 
 def load(server: Running, name: str, **more: Any) -> httpx2.Response:

@@ -17,7 +17,7 @@ DURATIONS = ("total_duration", "load_duration", "prompt_eval_duration", "eval_du
 
 
 def post(server: Running, path: str, **body: Any) -> httpx2.Response:
-    return httpx2.post(server.url + path, json=body, timeout=10)
+    return httpx2.post(server.url + path, json=body)
 
 
 def lines(reply: httpx2.Response) -> list[Any]:

@@ -108,6 +108,6 @@ def test_a_plan_fetches_only_headers(tiny_hub: FakeHub) -> None:
 def test_a_model_that_may_not_be_fetched_ends_all_ranks(tiny_hub: FakeHub) -> None:
     tiny_hub.faults.gated = 403
     with started(command(free_ports(1)[0], 2)) as server:
-        assert server.process.wait(30) == 3
+        assert server.process.wait(60) == 3
     assert "accept its licence" in server.text
     assert "Traceback" not in server.text

@@ -109,7 +109,7 @@ def running_sshd(folder: Path) -> Iterator[Sshd]:
 
 
 def wait_for(port: int, process: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     for address in ADDRESSES:
         while True:
             assert process.poll() is None, "sshd ended; its words are above"

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -365,7 +364,9 @@ def test_a_signal_ends_doctor(
     hostfile.write_text(json.dumps(hosts))
     program = f"""
 import os, sys, threading
-from launcher import cli, doctor
+from launcher import cli, doctor, remote
+# So long may an agent take to answer that this test would not end.
+remote.AgentConnection.request.__defaults__ = (1000.0,)
 name = {"examine_hops" if what == "measuring" else "examine_ring"!r}
 original = getattr(doctor, name)
 def late(*given):
@@ -375,20 +376,16 @@ setattr(doctor, name, late)
 doctor.RING_CHECK = "tests.launch.sleeper"
 sys.exit(cli.main(["doctor", "--json", "--hostfile", {str(hostfile)!r}]))
 """
-    began = time.monotonic()
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 128 + number, run.stderr
     assert "Traceback" not in run.stderr
-    assert time.monotonic() - began < 12
 
 
 def test_a_request_to_an_agent_that_has_ended_fails_at_once() -> None:
     connection = AgentConnection(Host(0, "127.0.0.1", ()), SshAccess(python="/bin/true"))
-    began = time.monotonic()
     for _ in range(2):
         with pytest.raises(ClusterError):
-            connection.request(DescribeHost(None, []), HostFacts)
-    assert time.monotonic() - began < 5
+            connection.request(DescribeHost(None, []), HostFacts, 1000.0)
     connection.close()
 
 

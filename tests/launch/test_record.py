@@ -26,7 +26,7 @@ from launcher.record import recorded
 from launcher.supervisor import Supervisor
 with recorded(["serve", "--model", sys.argv[1]], ["127.0.0.1", "studio"], 0.0) as record:
     ranks = local_ranks([sys.executable, "-c", sys.argv[2]], 2)
-    sys.exit(Supervisor(ranks, drain_seconds=2.0, observer=record, serves=True).run())
+    sys.exit(Supervisor(ranks, drain_seconds=100.0, observer=record, serves=True).run())
 """
 RANK = "import os, sys, time\nrank = int(os.environ['MLX_RANK'])\n"
 LEASHED_SLEEP = (
@@ -40,6 +40,7 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(record, "STOP_SECONDS", 100.0)
     host = "this-mac" if sys.platform == "darwin" else socket.gethostname()
     return tmp_path / "brigade" / host
 
@@ -71,14 +72,15 @@ def test_no_launch_is_listed_if_none_is_running() -> None:
 
 
 def test_a_launch_is_listed_while_it_runs(launcher: Start, folder: Path) -> None:
+    before = time.time()
     process = launcher()
     wait_until(lambda: len(the_only().ranks) == 2)
     launch = the_only()
     assert (launch.pid, launch.words[0], launch.hosts[1]) == (process.pid, "serve", "studio")
-    assert time.time() - launch.since < 20
+    assert before <= launch.since <= time.time()
     assert re.fullmatch(r"runs as \d+", launch.ranks["1"])
     process.send_signal(signal.SIGTERM)
-    process.wait(10)
+    process.wait(60)
     assert launches() == []
     assert list(folder.iterdir()) == []
 
@@ -156,7 +158,7 @@ def test_a_rank_that_has_ended_is_listed_with_its_code(launcher: Start) -> None:
 def test_the_only_launch_is_stopped_without_its_pid(launcher: Start) -> None:
     process = launcher()
     assert stop(None).pid == process.pid
-    assert process.wait(5) == 0
+    assert process.wait(60) == 0
 
 
 def test_a_pid_is_required_to_stop_one_of_two_launches(launcher: Start) -> None:
@@ -164,7 +166,7 @@ def test_a_pid_is_required_to_stop_one_of_two_launches(launcher: Start) -> None:
     with fails(UsageError, "several_launches", match=f"{first.pid}, {second.pid}"):
         stop(None)
     stop(second.pid)
-    assert second.wait(5) == 0
+    assert second.wait(60) == 0
     assert [launch.words[-1] for launch in launches()] == ["a"]
     assert first.poll() is None
 
@@ -195,9 +197,9 @@ def test_stopping_gives_up_after_a_while(launcher: Start, monkeypatch: pytest.Mo
     monkeypatch.setattr(record, "STOP_SECONDS", 0.3)
     with fails(ClusterError, "cluster", match=str(process.pid)):
         stop(None)
-    monkeypatch.setattr(record, "STOP_SECONDS", 5.0)
+    monkeypatch.setattr(record, "STOP_SECONDS", 100.0)
     stop(process.pid)  # The second signal kills its ranks.
-    assert process.wait(5) == 137
+    assert process.wait(60) == 137
 
 
 # --- the file

@@ -77,7 +77,7 @@ def test_a_cluster_on_two_hosts_answers_and_is_listed_and_stopped(
         assert f"launch {server.process.pid}: ready, started 0 min ago, {server.url}" in shown
         assert f"rank 1 on 127.0.0.3: runs as {stages[1]['pid']}" in shown
         assert brigade("--stop", str(server.process.pid)).returncode == 0
-        assert server.process.wait(1) == 0, server.text
+        assert server.process.wait(60) == 0, server.text
         assert gone(processes, 1)
 
 
@@ -96,8 +96,8 @@ def test_a_stream_is_finished_before_its_hosts_end(over_ssh: Launch) -> None:
         next(iter(stream))
         server.process.send_signal(signal.SIGTERM)
         assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
-        assert server.process.wait(15) == 0, server.text
-        assert gone(processes, 2)
+        assert server.process.wait(60) == 0, server.text
+        assert gone(processes, 60)
 
 
 def test_a_wrong_flag_is_reported_once_before_any_host_is_called(over_ssh: Launch) -> None:

@@ -171,7 +171,7 @@ def proxy(target: Path, place: Path, wire: Wire) -> Iterator[None]:
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
-        thread.join(30)
+        thread.join(60)
 
 
 def pump(source: socket.socket, target: socket.socket, wire: Wire | None) -> None:

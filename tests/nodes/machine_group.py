@@ -178,7 +178,7 @@ class MachineGroup:
 
     def _shape(self, number: int, words: str) -> None:
         command = [*self._net.inside(number), "tc", "qdisc", *words.split()]
-        subprocess.run(command, check=True, timeout=10)
+        subprocess.run(command, check=True, timeout=60)
 
     # --- what is left
 

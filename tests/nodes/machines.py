@@ -35,7 +35,7 @@ def listening(inner: ASGIApp, listener: socket.socket) -> Iterator[None]:
         yield
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(60)
         listener.close()
 
 

@@ -70,7 +70,7 @@ class Network:
     def delay(self, number: int, words: str) -> None:
         """Shapes what a machine sends, in tc's words, such as `delay 5ms rate 100mbit`."""
         tc = ["tc", "qdisc", "replace", "dev", "lan", "root", "netem", *words.split()]
-        subprocess.run([*self.inside(number), *tc], check=True, capture_output=True, timeout=10)
+        subprocess.run([*self.inside(number), *tc], check=True, capture_output=True, timeout=60)
 
 
 @contextmanager

@@ -62,7 +62,11 @@ async def stranger(node: RunningNode) -> AsyncIterator[asyncssh.SSHClientConnect
 
 
 def children(node: RunningNode) -> list[list[str]]:
-    return [each.cmdline() for each in psutil.Process(node.process.pid).children(recursive=True)]
+    found = []
+    for child in psutil.Process(node.process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # It ends just now.
+            found.append(child.cmdline())
+    return found
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -235,7 +239,7 @@ def test_a_stranger_learns_name_and_version_only(node: RunningNode) -> None:
 def test_random_bytes_end_the_connection_and_not_the_node(node: RunningNode) -> None:
     chance = random.Random(1)
     for number in range(200):
-        with socket.create_connection((HOST, node.port), 10) as connection:
+        with socket.create_connection((HOST, node.port), 60) as connection:
             if number % 2:
                 connection.sendall(b"SSH-2.0-Guest\r\n")
             try:
@@ -259,10 +263,10 @@ def test_silent_strangers_do_not_keep_members_out(
             return False
         return True
 
-    idle = [socket.create_connection((HOST, one.port), 10) for _ in range(3 * door.MAX_STRANGERS)]
+    idle = [socket.create_connection((HOST, one.port), 60) for _ in range(3 * door.MAX_STRANGERS)]
     try:
         # Those above the limit are closed at once, and the others after the time for a login.
-        wait_until(is_let_in, door.LOGIN_SECONDS + 20)
+        wait_until(is_let_in, 100.0)
     finally:
         for connection in idle:
             connection.close()
@@ -284,16 +288,17 @@ def test_a_stranger_is_sent_away_after_a_while(
         files = NodeFiles(tmp_path)
         visitors: set[Any] = set()
         server = await listen(files, Services({}, {}, none), 0, visitors)
-        connection = await asyncssh.connect(
-            HOST,
-            server.get_port(),
-            username=STRANGER,
-            client_keys=[asyncssh.generate_private_key("ssh-ed25519")],
-            known_hosts=None,
-            config=None,
-            agent_path=None,
-        )
-        await asyncio.wait_for(connection.wait_closed(), 30)
+        with suppress(asyncssh.ConnectionLost):  # A busy machine takes as long for the login.
+            connection = await asyncssh.connect(
+                HOST,
+                server.get_port(),
+                username=STRANGER,
+                client_keys=[asyncssh.generate_private_key("ssh-ed25519")],
+                known_hosts=None,
+                config=None,
+                agent_path=None,
+            )
+            await asyncio.wait_for(connection.wait_closed(), 60)
         server.close()
         await server.wait_closed()
         assert not visitors

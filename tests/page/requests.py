@@ -44,4 +44,4 @@ def waiting(server: Running, *ids: str) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        thread.join(30)
+        thread.join(60)

@@ -126,10 +126,10 @@ class Played:
             yield
         finally:
             self.control.messages.put_nowait(Stop())
-            assert await asyncio.wait_for(serving, 10)
+            assert await asyncio.wait_for(serving, 60)
 
     async def until(self, is_so: Any) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not is_so():
                 await asyncio.sleep(0)
 

@@ -206,6 +206,6 @@ def test_cutting_drafts_does_not_wait_for_grammars_of_rows_without_drafts() -> N
     step = Step(1, 0, (Row(0, 5, 1), Row(1, 7, 3)), (LAST_TOKEN, 2, 3, 4), True)
     with ThreadPoolExecutor(1) as threads:
         try:
-            assert threads.submit(chooser.cut_drafts, step).result(timeout=10) == step
+            assert threads.submit(chooser.cut_drafts, step).result(timeout=60) == step
         finally:
             constraint._mask.set_result(mask.result())

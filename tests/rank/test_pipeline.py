@@ -183,7 +183,7 @@ def running(local: LocalPipelineT) -> Iterator[LocalPipelineT]:
         for transport in local.ring:
             transport.close()
         for thread in local.threads:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 

@@ -101,7 +101,7 @@ def one_ahead() -> None:
     mx.eval(large)
     received = Path(os.environ["MLX_HOSTFILE"]).with_name("received")
     if RANK == 0:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not received.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         print(received.exists(), flush=True)

@@ -175,7 +175,7 @@ def test_an_engine_whose_parent_was_killed_ends_even_while_it_joins_a_ring(
         meet(Grid(1, 2, (own, other), order.nonce, 60.0)).close()
         wait_until_listening(psutil.Process(engine.pid))
     try:
-        _, said = engine.communicate(timeout=30)
+        _, said = engine.communicate(timeout=60)
     finally:
         engine.kill()
     assert b"in form_group" in said, "it had not begun, or was through"

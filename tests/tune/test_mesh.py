@@ -47,7 +47,7 @@ def links_with_sums(
         yield links, other
         other.close()
         links.close()
-        receiving.join(30)  # Otherwise it would end this process after the test.
+        receiving.join(60)  # Otherwise it would end this process after the test.
         assert not receiving.is_alive()
 
 

@@ -84,7 +84,7 @@ class Hosts:
             ip(f"-n {name} link set {device} up")
 
     def wait_until_up(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         for name in self.names:
             while "DOWN" in ip(f"-n {name} -brief link"):
                 assert time.monotonic() < deadline, "the cables have no carrier"

@@ -158,10 +158,10 @@ def test_a_whole_rank_that_is_killed_and_started_again_changes_no_token(tmp_path
             time.sleep(0.7)
             family = other.family()
             psutil.Process(other.process.pid).kill()
-            assert gone(family[1:], 3), "the engine outlives its parent"
+            assert gone(family[1:], 60), "the engine outlives its parent"
             server.wait_for_log("event=rank_gone rank=1")
             impostor = stack.enter_context(started(ranks.command(1, secret="x")))
-            assert impostor.process.wait(20) == 6
+            assert impostor.process.wait(60) == 6
             assert "it belongs to another launch" in impostor.text
             stack.enter_context(started(ranks.command(1)))
 
@@ -174,7 +174,7 @@ def test_a_rank_that_does_not_return_ends_the_cluster_with_the_reason(tmp_path: 
     with two_ranks(tmp_path, quick(return_timeout=3)) as (_, server, other):
         other.process.kill()
         server.wait_for_log("event=rank_gone rank=1")
-        assert server.process.wait(10) == 6
+        assert server.process.wait(60) == 6
         assert r"Ranks [1] did not join within 3 s" in server.text
 
 

@@ -70,7 +70,7 @@ def in_space(space: str) -> list[str]:
 
 
 def _ip(words: str) -> None:
-    subprocess.run(["ip", *words.split()], check=True, capture_output=True, timeout=10)
+    subprocess.run(["ip", *words.split()], check=True, capture_output=True, timeout=60)
 
 
 def _open_tun(name: str) -> int:

@@ -13,7 +13,7 @@ from tests.front.fakes import FakeEngine, Running
 
 def post(server: Running, **fields: Any) -> httpx2.Response:
     body = {"model": "tiny", **fields}
-    return httpx2.post(f"{server.url}/v1/embeddings", json=body, timeout=10)
+    return httpx2.post(f"{server.url}/v1/embeddings", json=body)
 
 
 @pytest.mark.parametrize(

@@ -254,12 +254,11 @@ def test_grammars_that_no_answer_can_follow_are_refused_quickly(body: Any) -> No
         grammar = StructuredOutputs.model_validate(body).grammar()
         GrammarChecker(MODEL).check(grammar, "structured_outputs")
 
-    started = time.monotonic()
     with pytest.raises(RequestError) as caught:
         check()
     assert caught.value.param == "structured_outputs"
     assert "site-packages" not in str(caught.value)
-    assert time.monotonic() - started < 20, "hopeless grammars are found by limits, not by waiting"
+    assert "s to prepare" not in str(caught.value), "found by waiting, not by limits"
 
 
 @pytest.mark.parametrize(
@@ -319,12 +318,11 @@ SLOW: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize("body", [body for _, body in SLOW], ids=[name for name, _ in SLOW])
 def test_grammars_that_take_too_long_to_prepare_are_refused(body: Any) -> None:
-    """No limit of llguidance's bounds these: each takes it many seconds, and megabytes."""
+    """No limit of llguidance's bounds these: each takes it many seconds, and megabytes. The clock
+    is that of the processor: others may need it as well."""
     grammars = GrammarChecker(MODEL)
-    started = time.monotonic()
-    with fails(RequestError, "grammar"):
+    with fails(RequestError, "grammar", match="it takes more than 1 s to prepare"):
         grammars.check(StructuredOutputs.model_validate(body).grammar(), "structured_outputs")
-    assert time.monotonic() - started < 10, "a second of a core, which others may need as well"
     grammars.check(of_schema(PERSON), "response_format")
     grammars.check(of_schema(multiple_of(101)), "response_format")
 
@@ -518,5 +516,5 @@ def test_a_slow_check_of_a_grammar_does_not_delay_another_check() -> None:
             grammars.check(of_schema({"type": "nil"}), "response_format")
         assert not held.done()
         os.kill(checker, signal.SIGCONT)
-        held.result(20)
+        held.result(60)
     assert len(checkers() - before) == 2

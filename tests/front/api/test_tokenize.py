@@ -11,7 +11,7 @@ from tests.front.fakes import MAX_CONTEXT, Running
 
 
 def post(server: Running, path: str, **body: Any) -> httpx2.Response:
-    return httpx2.post(server.url + path, json=body, timeout=10)
+    return httpx2.post(server.url + path, json=body)
 
 
 def test_a_prompt_can_be_encoded_and_decoded(shared: Running) -> None:

@@ -108,7 +108,7 @@ def test_replies_match_the_types_of_the_official_clients(
     server: Running, path: str, body: Any, kind: Any
 ) -> None:
     method = "GET" if body is None else "POST"
-    reply = httpx2.request(method, server.url + path, json=body, timeout=10)
+    reply = httpx2.request(method, server.url + path, json=body)
     kind.model_validate_json(reply.content, strict=True)
 
 
@@ -117,7 +117,7 @@ def test_replies_match_the_types_of_the_official_clients(
 )
 def test_errors_match_the_type_of_openai(server: Running, path: str, body: Any) -> None:
     method = "GET" if body is None else "POST"
-    reply = httpx2.request(method, server.url + path, json=body, timeout=10)
+    reply = httpx2.request(method, server.url + path, json=body)
     ErrorObject.model_validate(reply.json()["error"], strict=True)
 
 
@@ -135,7 +135,7 @@ def test_chunks_match_the_types_of_openai(
     options = {"stream": True, "stream_options": {"include_usage": usage}, "logprobs": 1}
     if path.endswith("chat/completions"):
         options |= {"logprobs": True, "return_token_ids": True}
-    reply = httpx2.post(server.url + path, json={**body, **options}, timeout=10)
+    reply = httpx2.post(server.url + path, json={**body, **options})
     *chunks, done = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
     assert done == "[DONE]"
     assert len(chunks) > 3

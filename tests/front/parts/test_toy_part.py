@@ -84,7 +84,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]
 
 def test_a_toy_part_reports_repeated_tokens_in_usage(server: Running) -> None:
     for _ in range(2):
-        reply = httpx2.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=10)
+        reply = httpx2.post(f"{server.url}/v1/chat/completions", json=CHAT)
         assert reply.status_code == 200, reply.text
         usage = reply.json()["usage"]
         assert usage["completion_tokens"] == 7
@@ -92,7 +92,7 @@ def test_a_toy_part_reports_repeated_tokens_in_usage(server: Running) -> None:
 
 
 def test_a_toy_part_forgets_sequences_that_have_ended(server: Running) -> None:
-    httpx2.post(f"{server.url}/v1/chat/completions", json=CHAT, timeout=10)
+    httpx2.post(f"{server.url}/v1/chat/completions", json=CHAT)
     parts = server.engine.requests.scheduler.parts  # type: ignore[attr-defined]
     (toy,) = [part for part in parts if isinstance(part, RepeatedTokens)]
     assert not toy.latest
@@ -102,6 +102,6 @@ def test_a_prompt_that_no_part_takes_is_refused(server: Running) -> None:
     parts = server.engine.requests.scheduler.parts  # type: ignore[attr-defined]
     parts[:] = [part for part in parts if isinstance(part, RepeatedTokens)]
     asked = {"model": "tiny", "input": "hello"}
-    reply = httpx2.post(f"{server.url}/v1/embeddings", json=asked, timeout=10)
+    reply = httpx2.post(f"{server.url}/v1/embeddings", json=asked)
     assert reply.status_code == 400
     assert reply.json()["error"]["code"] == "missing_part"

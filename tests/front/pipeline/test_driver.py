@@ -103,10 +103,10 @@ async def ranks(**flags: Any) -> AsyncIterator[tuple[Engine, Members, Callable[[
         try:
             await engine.close()
         finally:
-            await asyncio.wait_for(asyncio.gather(*members.values(), return_exceptions=True), 10)
+            await asyncio.wait_for(asyncio.gather(*members.values(), return_exceptions=True), 60)
 
 
-async def ready(engine: Engine, seconds: float = 15.0) -> None:
+async def ready(engine: Engine, seconds: float = 60.0) -> None:
     async def wait() -> None:
         while engine.ready_reason():
             await asyncio.sleep(0.01)
@@ -218,7 +218,7 @@ async def test_a_lost_engine_is_replaced_by_the_spare_engine_of_its_rank(
     async with cluster_with_spares(monkeypatch) as (engine, working, spares):
         for victim in working:
             victim.kill()
-        await asyncio.wait_for(collect(engine, prompt(10, 20)), 15)
+        await asyncio.wait_for(collect(engine, prompt(10, 20)), 60)
         assert {process.pid for process in spares} <= {process.pid for process in engines()}
 
 
@@ -265,12 +265,13 @@ async def test_all_processes_and_connections_are_closed_even_if_an_engine_does_n
 async def test_requests_that_arrive_during_a_recovery_wait_for_its_end() -> None:
     async with cluster() as engine:
         await ready(engine)
+        began = time.monotonic()
         engines()[0].kill()
         while not engine.ready_reason():
             await asyncio.sleep(0.001)
-        await asyncio.wait_for(collect(engine, prompt(10, 20)), 15)
+        await asyncio.wait_for(collect(engine, prompt(10, 20)), 60)
         assert engine.pipeline()["num_restarts"] == 1
-        assert 0 < engine.pipeline()["recovery_seconds"] < 10
+        assert 0 < engine.pipeline()["recovery_seconds"] < time.monotonic() - began
 
 
 @pytest.mark.long
@@ -306,7 +307,7 @@ async def test_requests_that_crash_engines_are_found_even_if_their_clients_have_
             await until(lambda n=number: engine.pipeline()["num_restarts"] == 3 * n + 3)
             await ready(engine)
         assert not engine.pipeline()["num_waiting"]
-        await asyncio.wait_for(collect(engine, prompt(10, 30)), 15)
+        await asyncio.wait_for(collect(engine, prompt(10, 30)), 60)
 
 
 @pytest.mark.long
@@ -341,7 +342,7 @@ async def test_engines_stay_if_a_connection_between_parents_breaks() -> None:
         await until(lambda: engine._lifecycle.state is State.GATHERING)
         await until(lambda: engine._membership.ranks[2].has_stayed)
         control.disconnect(2)
-        await asyncio.wait_for(answer, 15)
+        await asyncio.wait_for(answer, 60)
         await ready(engine)
         assert engine.pipeline()["num_restarts"] == 1
         assert {process.pid for process in engines()} == before
@@ -386,7 +387,7 @@ def layers(engine: Engine) -> list[tuple[int, list[int]]]:
     return [(stage["rank"], stage["layers"]) for stage in engine.pipeline()["stages"]]
 
 
-async def until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     async def wait() -> None:
         while not condition():
             await asyncio.sleep(0.01)
@@ -434,7 +435,7 @@ async def ring_after(
             await lose(members[rank])
         await until(lambda: "event=waiting" in caplog.text)
         start(returns)
-        await asyncio.wait_for(answer, 15)
+        await asyncio.wait_for(answer, 60)
         return [rank for rank, _ in layers(engine)]
 
 
@@ -510,7 +511,7 @@ async def test_a_returning_rank_that_cannot_load_is_left_out(
         await lose(members[1])
         start(1)
         await until(lambda: layers(engine) == whole)
-        await asyncio.wait_for(answer, 30)
+        await asyncio.wait_for(answer, 60)
 
 
 @pytest.mark.long
@@ -580,7 +581,7 @@ async def test_a_suspended_parent_is_a_fault_even_if_its_engine_works(
             deaf.setattr(engine._lifecycle, "_on_status", lambda *_: None)
             await until(lambda: engine.pipeline()["num_restarts"] == 1)
         await until(lambda: {1, 2} <= control.joined)
-        await asyncio.wait_for(answer, 30)
+        await asyncio.wait_for(answer, 60)
 
 
 @pytest.mark.long
@@ -629,7 +630,7 @@ async def test_sequences_that_the_remaining_ranks_cannot_hold_are_ended_or_short
         await generation.__anext__()
         await lose(members[2])
         with fails(UnavailableError, "unavailable", match="300 tokens"):
-            await asyncio.wait_for(long, 15)
+            await asyncio.wait_for(long, 60)
         num_tokens = 1
         async for _, event in generation:
             assert isinstance(event, Event)
@@ -660,7 +661,7 @@ async def test_an_error_in_the_scheduler_ends_the_cluster_as_an_internal_error(
         await ready(engine)
         monkeypatch.setattr(engine._requests.scheduler, "update", broken)
         with fails(BrigadeError, "internal_error", match="KeyError"):
-            await asyncio.wait_for(collect(engine, prompt(10, 300)), 10)
+            await asyncio.wait_for(collect(engine, prompt(10, 300)), 60)
         assert (await engine.failed()).exit_code == 1
 
 
@@ -675,7 +676,7 @@ async def test_an_error_in_a_task_of_the_driver_ends_the_cluster(
         monkeypatch.setattr(engine._driver._engines._own.spare, "take", broken)
         for process in engines():
             process.kill()
-        error = await asyncio.wait_for(engine.failed(), 10)
+        error = await asyncio.wait_for(engine.failed(), 60)
         assert "KeyError: 'a bug'" in str(error)
 
 
@@ -693,7 +694,7 @@ async def test_a_request_that_crashes_engines_is_ended_and_other_requests_contin
         with fails(BrigadeError, "request_given_up", match="4 times") as caught:
             await collect(engine, poison)
         assert caught.value.http_status == 500
-        await asyncio.wait_for(asyncio.gather(*others), 15)
+        await asyncio.wait_for(asyncio.gather(*others), 60)
         assert engine.pipeline()["num_restarts"] == 4
 
 
@@ -710,8 +711,8 @@ async def test_requests_that_crash_engines_do_not_end_the_cluster(
         poison = replace(prompt(10, 5, num=2), ids=[1500] * 20)
         for _ in range(3):
             with fails(BrigadeError, "request_given_up", match="3 times"):
-                await asyncio.wait_for(collect(engine, poison), 20)
-        await asyncio.wait_for(stream, 30)
+                await asyncio.wait_for(collect(engine, poison), 60)
+        await asyncio.wait_for(stream, 60)
         assert engine.pipeline()["num_restarts"] == 9
         assert engine.pipeline()["num_waiting"] == 0
 
@@ -744,24 +745,26 @@ async def test_the_cluster_gives_up_engines_that_never_start_after_a_few_tries(
 async def test_a_suspended_engine_is_a_fault_only_after_the_stall_timeout(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with cluster(stall_timeout=2.0) as engine:
+    async with cluster(stall_timeout=1000.0) as engine:
         await ready(engine)
         assert engine._driver._engines._own.process
         victim = engine._driver._engines._own.process.pid
         answer = asyncio.create_task(collect(engine, prompt(10, 400)))
-        await asyncio.sleep(0.1)
+        await until(lambda: engine.pipeline()["num_running"] == 1)
         os.kill(victim, signal.SIGSTOP)
         await asyncio.sleep(1.0)
         os.kill(victim, signal.SIGCONT)
-        await asyncio.sleep(0.3)
+        await asyncio.wait_for(answer, 60)
         assert engine.pipeline()["num_restarts"] == 0
+        engine._lifecycle._config = changed(engine._lifecycle._config, stall_timeout=2.0)
+        answer = asyncio.create_task(collect(engine, prompt(10, 400)))
+        await until(lambda: engine.pipeline()["num_running"] == 1)
         os.kill(victim, signal.SIGSTOP)
         began = time.monotonic()
-        while not engine.pipeline()["num_restarts"]:
-            await asyncio.sleep(0.02)
-        assert 1.5 < time.monotonic() - began < 20
+        await until(lambda: engine.pipeline()["num_restarts"] > 0)
+        assert time.monotonic() - began > 1.5
         assert "rank 0 on 127.0.0.1 has been silent for" in caplog.text
-        await asyncio.wait_for(answer, 15)
+        await asyncio.wait_for(answer, 60)
 
 
 @pytest.mark.long
@@ -772,7 +775,7 @@ async def test_a_rank_is_not_replaced_for_a_suspended_engine_if_its_parent_answe
     async with cluster(stall_timeout=1.0) as engine:
         await ready(engine)
         engines()[1].suspend()
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while not engine.pipeline()["num_restarts"]:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
@@ -813,7 +816,7 @@ async def test_a_fault_while_adapters_are_restored_counts_as_another_restart(
         monkeypatch.setenv("READ_SECONDS", "0.5")
         for _ in range(2):
             engines()[0].kill()
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while engine.ready_reason() != "loading adapters":
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.001)
@@ -870,6 +873,6 @@ async def test_a_request_ends_the_warm_up_of_new_engines(
             await asyncio.sleep(0.01)
         num_steps = engine._requests._warm_up._num_steps if engine._requests._warm_up else 0
         warm_up = engine._requests._warm_up
-        await asyncio.wait_for(collect(engine, prompt(3, 1)), 10)
+        await asyncio.wait_for(collect(engine, prompt(3, 1)), 60)
         assert warm_up is not None
         assert warm_up._num_steps <= num_steps + 12

@@ -52,10 +52,10 @@ def test_a_request_without_a_model_name_goes_to_the_served_model(
     shared: Running, named: Any
 ) -> None:
     plain = {name: value for name, value in HELLO.items() if name != "model"}
-    reply = httpx2.post(shared.url + MESSAGES, json={**plain, **named}, timeout=10)
+    reply = httpx2.post(shared.url + MESSAGES, json={**plain, **named})
     assert (reply.status_code, reply.json()["model"]) == (200, "tiny")
     counted = {"messages": HELLO["messages"], **named}
-    reply = httpx2.post(f"{shared.url}{MESSAGES}/count_tokens", json=counted, timeout=10)
+    reply = httpx2.post(f"{shared.url}{MESSAGES}/count_tokens", json=counted)
     assert reply.status_code == 200
 
 
@@ -70,7 +70,7 @@ def test_the_stop_sequence_that_ended_a_message_is_reported(server: Running) -> 
 def test_a_client_that_disconnects_frees_its_rows(
     server: Running, engine: FakeEngine, stream: bool
 ) -> None:
-    engine.delay = 1.0
+    engine.delay = 600
     with pytest.raises(httpx2.ReadTimeout):
         httpx2.post(server.url + MESSAGES, json={**HELLO, "stream": stream}, timeout=0.5)
     wait_until(lambda: bool(engine.generations) and engine.generations[0].closed.is_set())
@@ -82,7 +82,7 @@ def test_pings_are_sent_during_a_long_prefill(
     monkeypatch.setattr(streaming, "KEEP_ALIVE_SECONDS", 0.05)
     engine.delay = 0.2
     body = {**HELLO, "max_tokens": 1, "stream": True}
-    reply = httpx2.post(server.url + MESSAGES, json=body, timeout=10).text
+    reply = httpx2.post(server.url + MESSAGES, json=body).text
     assert reply.startswith('event: ping\ndata: {"type":"ping"}\n\n')
     assert "event: message_start\n" in reply
     with client(server) as ai, ai.messages.stream(**HELLO) as stream:
@@ -144,7 +144,7 @@ def test_bad_requests_are_refused(
     shared: Running, method: str, path: str, body: bytes, headers: Any, status: int, type: str
 ) -> None:
     headers = {"content-type": "application/json", **headers}
-    reply = httpx2.request(method, shared.url + path, content=body, headers=headers, timeout=10)
+    reply = httpx2.request(method, shared.url + path, content=body, headers=headers)
     assert reply.status_code == status
     assert reply.json()["error"]["type"] == type
     with client(shared) as ai:
@@ -248,14 +248,14 @@ def test_tools_that_anthropic_hosts_are_left_out_and_reported(
 ) -> None:
     body = {**HELLO, "tools": [TOOL, SEARCH, {"type": "mcp_toolset", "mcp_server_name": "a b"}]}
     with caplog.at_level("WARNING"):
-        reply = httpx2.post(played.url + MESSAGES, json=body, timeout=10)
+        reply = httpx2.post(played.url + MESSAGES, json=body)
     assert reply.status_code == 200, reply.text
     assert reply.headers["x-tools-not-offered"] == "web_search, a%20b"
     assert '"add"' in prompt_of(played_engine)
     assert "web_search" not in prompt_of(played_engine)
     (line,) = [r.getMessage() for r in caplog.records if "tools_not_offered" in r.getMessage()]
     assert line == f"request={reply.headers['x-request-id']} event=tools_not_offered num=2"
-    plain = httpx2.post(played.url + MESSAGES, json={**HELLO, "tools": [TOOL]}, timeout=10)
+    plain = httpx2.post(played.url + MESSAGES, json={**HELLO, "tools": [TOOL]})
     assert "x-tools-not-offered" not in plain.headers
 
 
@@ -330,7 +330,7 @@ def test_the_format_is_ignored_if_a_tool_is_forced(
     for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
         fields = {**body, "messages": asked, "tool_choice": choice}
         fields["thinking"] = {"type": "disabled"}
-        reply = httpx2.post(played.url + MESSAGES, json=fields, timeout=10)
+        reply = httpx2.post(played.url + MESSAGES, json=fields)
         assert reply.status_code == 200, reply.text
         assert reply.json()["content"][-1]["input"] == {"x": 3}
         assert reply.headers["x-ignored-fields"] == "output_config.format"
@@ -373,7 +373,7 @@ def test_the_error_about_a_wrong_field_names_it_in_the_form_of_anthropic(
         body = {**HELLO, **fields}
         if path != MESSAGES:
             del body["max_tokens"]
-        reply = httpx2.post(played.url + path, json=body, timeout=10)
+        reply = httpx2.post(played.url + path, json=body)
         assert reply.status_code == 400
         error = ErrorResponse.model_validate_json(reply.content).error
         assert error.type == "invalid_request_error"

@@ -181,7 +181,7 @@ class Api:
 
     def ask(self, url: str, **fields: Any) -> httpx2.Response:
         body = {"model": "tiny", **self.body, **fields}
-        return httpx2.post(url + self.path, json=body, timeout=20).raise_for_status()
+        return httpx2.post(url + self.path, json=body).raise_for_status()
 
     def streamed(self, url: str, **fields: Any) -> list[Any]:
         lines = self.ask(url, stream=True, **fields).text.splitlines()
@@ -378,9 +378,7 @@ def test_a_custom_tool_in_a_chat_is_called_with_text(engine: Playing, url: str) 
     assert "Runs commands." in prompt
     history = [*ASKED, choice.message.to_dict()]
     history.append({"role": "tool", "tool_call_id": call.id, "content": "ok"})
-    reply = httpx2.post(
-        f"{url}/v1/chat/completions", json={"messages": history, "tools": [SH]}, timeout=20
-    )
+    reply = httpx2.post(f"{url}/v1/chat/completions", json={"messages": history, "tools": [SH]})
     assert reply.status_code == 200
     assert json.dumps({"input": text}, ensure_ascii=False) in engine.tokenizer.decode(
         engine.prompts[-1]
@@ -433,11 +431,11 @@ def test_a_grammar_of_a_custom_tool_that_is_not_enforced_is_reported(
 ) -> None:
     play(engine, "sh", {"input": "put 5"})
     body = {"messages": ASKED, "tools": [with_grammar("lark", 'start: "get"')]}
-    reply = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=20)
+    reply = httpx2.post(f"{url}/v1/chat/completions", json=body)
     assert reply.headers["x-not-enforced"] == "lark"
     named = {"tool_choice": {"type": "custom", "custom": {"name": "sh"}}}
     engine.answers = ["get"]
-    reply = httpx2.post(f"{url}/v1/chat/completions", json={**body, **named}, timeout=20)
+    reply = httpx2.post(f"{url}/v1/chat/completions", json={**body, **named})
     assert "x-not-enforced" not in reply.headers
 
 
@@ -470,6 +468,6 @@ def test_errors_about_custom_tools_in_chats_name_the_field(
     url: str, fields: Any, param: str
 ) -> None:
     body = {"messages": ASKED, **fields}
-    reply = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=20)
+    reply = httpx2.post(f"{url}/v1/chat/completions", json=body)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param

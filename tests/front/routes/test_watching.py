@@ -48,7 +48,7 @@ def observed(monkeypatch: pytest.MonkeyPatch) -> Observed:
 def run(observed: Observed, test: Callable[[Watchers], Coroutine[Any, Any, None]]) -> None:
     async def around() -> None:
         watchers = Watchers(observed.observe, observed.spans_after, lambda: observed.samples)
-        await asyncio.wait_for(test(watchers), 10)
+        await asyncio.wait_for(test(watchers), 60)
 
     asyncio.run(around())
 

@@ -309,7 +309,7 @@ def test_a_run_that_a_signal_ends_exits_with_128_plus_its_number(
     assert process.stdout
     assert any("iteration=3 " in line for line in process.stdout)
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=30)
+    said, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, said
     assert "Traceback" not in said
 
@@ -358,7 +358,7 @@ def test_a_signal_ends_the_run_even_if_its_exception_is_lost_or_late(
         assert process.stdout
         assert process.stdout.readline() == "up\n"
         process.send_signal(number)
-        process.communicate(timeout=15)
+        process.communicate(timeout=60)
     finally:
         process.kill()
         process.communicate()
