@@ -1,6 +1,7 @@
 """A real browser for the page, which fails a test that finds an error in its console."""
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_play
 
 CHROMIUM = shutil.which("chromium")
 NO_BROWSER = "chromium is not installed (Debian: apt-get install chromium)"
-TIMEOUT_MILLISECONDS = 20_000
+TIMEOUT_MILLISECONDS = 60_000
 REFUSED = "Failed to load resource"  # how the browser reports a status such as 401
 # A page that hears of its own violations of the policy.
 WATCH_POLICY = """
@@ -18,6 +19,15 @@ window.violations = [];
 addEventListener("securitypolicyviolation", (event) =>
     window.violations.push(`${event.violatedDirective} ${event.blockedURI} ${event.sample}`));
 """
+
+
+def wait_until_true(page: Page, expression: str) -> None:
+    """Asks again and again. Playwright's wait_for_function can ask only once here: later, it evals
+    the expression within the page, whose policy forbids that."""
+    deadline = time.monotonic() + TIMEOUT_MILLISECONDS / 1000
+    while not page.evaluate(expression):
+        assert time.monotonic() < deadline, f"it did not come true: {expression}"
+        page.wait_for_timeout(20)
 
 
 @contextmanager

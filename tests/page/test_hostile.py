@@ -15,7 +15,7 @@ from playwright.sync_api import Page, expect
 from serve.front.routes.events import MAX_SHOWN_REQUESTS
 from serve.front.routes.watching import MAX_WATCHERS
 from tests.front.fakes import Running
-from tests.page.browser import REFUSED, Tab
+from tests.page.browser import REFUSED, Tab, wait_until_true
 from tests.page.requests import waiting
 from tests.page.shown import ShownEngine
 
@@ -167,7 +167,7 @@ def test_the_check_of_a_tab_finds_violations_and_errors(server: Running, tab: Ta
         "document.body.append(Object.assign(document.createElement('script'),"
         " { textContent: 'window.hurt = 1' }))"
     )
-    page.wait_for_function("window.violations.length")
+    wait_until_true(page, "window.violations.length")
     tab.complaints.clear()
     with pytest.raises(AssertionError, match="script-src"):
         tab.check()

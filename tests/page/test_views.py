@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from serve.front.routes import history
 from tests.front.fakes import Running
-from tests.page.browser import REFUSED, Tab, opened
+from tests.page.browser import REFUSED, Tab, opened, wait_until_true
 from tests.page.overlap import measured
 from tests.page.requests import waiting
 from tests.page.shown import ShownEngine
@@ -129,11 +129,18 @@ def test_drawn_steps_overlap_as_much_as_the_steps_of_the_engine(
     engine.num_clients = num_clients
     page = tab.show(server.url)
     expect(page.locator("[data-state=ready]")).to_be_visible()
-    found = measured(page)
-    assert found is not None
-    by_data, by_pixels = found
-    assert min_overlap < by_data <= max_overlap
-    assert min_overlap - 1.1 <= by_pixels <= max_overlap - 1
+
+    def is_as_it_should_be(found: tuple[float, float] | None) -> bool:
+        """Not while a busy machine has drawn nothing yet, or only a part."""
+        if found is None:
+            return False
+        by_data, by_pixels = found
+        is_right = min_overlap < by_data <= max_overlap
+        return is_right and min_overlap - 1.1 <= by_pixels <= max_overlap - 1
+
+    deadline = time.monotonic() + 60
+    while not is_as_it_should_be(found := measured(page)):
+        assert time.monotonic() < deadline, found
     tab.check()
 
 
@@ -189,8 +196,7 @@ def test_the_trace_is_saved_in_the_format_of_perfetto(server: Running, tab: Tab)
 def test_the_step_under_the_pointer_is_described(server: Running, tab: Tab) -> None:
     page = tab.show(server.url)
     expect(page.locator(".legend")).to_contain_text("One colour for each request.")
-    wait_for_steps = "document.querySelector('[data-overlap]')?.dataset.overlap > 0"
-    page.wait_for_function(wait_for_steps)
+    wait_until_true(page, "document.querySelector('[data-overlap]')?.dataset.overlap > 0")
     page.locator("canvas").hover(position={"x": 300, "y": 20})
     expect(page.locator(".legend")).to_contain_text(re.compile(r"(decode|prefill) step \d+, "))
     page.get_by_role("heading", name="Steps").hover()
@@ -308,6 +314,7 @@ def test_steps_are_drawn_above_the_lines_of_their_axis(server: Running, tab: Tab
 
 def test_tabs_keep_their_places_in_every_view(server: Running, tab: Tab) -> None:
     page = tab.show(server.url)
+    expect(page.locator("[data-state=ready]")).to_be_visible()
     places = []
     for view in VIEWS:
         page.locator(f"nav a[href='#{view}']").click()
@@ -369,6 +376,7 @@ def test_the_chat_fills_the_window_without_scrolling_it(
     tab.page.set_viewport_size({"width": width, "height": height})
     page = tab.show(server.url, "chat")
     expect(page.get_by_label("Question")).to_be_visible()
+    expect(page.get_by_role("status")).to_have_text("ready")
     root = "document.documentElement"
     assert page.evaluate(f"{root}.scrollHeight - {root}.clientHeight") == 0
     tab.check()
