@@ -42,6 +42,8 @@ class Faults:
     delay_seconds: float = 0.0  # before each chunk
     no_sizes: bool = False  # the listing has neither sizes nor etags
     is_silent: bool = False  # sends nothing more, and keeps its connections open
+    silent_after: int | None = None  # is_silent from this number of bytes of the storage on
+    busy_data: bool = False  # answers busy_status for tensors, but not for headers
 
 
 @dataclass
@@ -75,7 +77,14 @@ class FakeHub:
             if s.file in headers and file in (None, s.file)
         )
 
+    def num_sent(self) -> int:
+        """The bytes that went out of the storage, or just go."""
+        return sum(served.end - served.start for served in list(self.served))
+
     def wait_while_silent(self) -> None:
+        faults = self.faults
+        if faults.silent_after is not None and self.num_sent() >= faults.silent_after:
+            faults.is_silent = True
         while self.faults.is_silent:
             time.sleep(0.01)
 
@@ -203,6 +212,8 @@ class _StorageAnswer(_Answer):
             return self.stream(200, name, data, 0, len(data), {"ETag": f'"{etag}"'})
         first, _, last = asked.removeprefix("bytes=").partition("-")
         start, end = int(first), min(int(last) + 1, len(data))
+        if faults.busy_data and start >= 8 + int.from_bytes(data[:8], "little"):
+            return self.say(faults.busy_status, Retry_After=faults.retry_after)
         if hub.take("wrong_place"):
             start += 1
         if start >= len(data):
@@ -228,10 +239,11 @@ class _StorageAnswer(_Answer):
             if self.hub.faults.delay_seconds:
                 time.sleep(self.hub.faults.delay_seconds)
             self.hub.wait_while_silent()
-            self.wfile.write(data[offset : min(offset + CHUNK_BYTES, stop)])
+            # Before they go: a client may have them, and be done, before this thread goes on.
+            sent.end = min(offset + CHUNK_BYTES, stop)
             with self.hub.lock:
                 self.hub.num_bytes += min(CHUNK_BYTES, stop - offset)
-            sent.end = min(offset + CHUNK_BYTES, stop)
+            self.wfile.write(data[offset : sent.end])
         if cut:
             self.close_connection = True
 

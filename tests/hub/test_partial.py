@@ -608,12 +608,15 @@ def finish(process: "subprocess.Popen[str]") -> int:
 
 
 def kill_when(hub: FakeHub, process: "subprocess.Popen[str]", num_bytes: int) -> bool:
-    """Whether it was killed before it was done."""
+    """Whether it was killed before it was done. The hub waits if the kill comes late."""
+    hub.faults.silent_after = num_bytes + 100_000
     while process.poll() is None:
-        if sum(served.end - served.start for served in list(hub.served)) >= num_bytes:
+        if hub.num_sent() >= num_bytes:
             process.kill()
         time.sleep(0.001)
     process.communicate(timeout=60)
+    hub.faults.silent_after = None
+    hub.faults.is_silent = False
     return process.returncode != 0
 
 

@@ -88,11 +88,10 @@ def test_other_ranks_fetch_the_layers_of_a_lost_rank(tiny_hub: FakeHub, tmp_path
 def test_a_temporary_failure_of_the_hub_does_not_end_the_cluster(tiny_hub: FakeHub) -> None:
     """It was taken for a broken model, with which nobody starts again."""
     port = free_ports(1)[0]
+    tiny_hub.faults.busy_data = True
     with started(command(port, 2), port) as server:
-        server.wait_for_log("event=stage_starting rank=0")  # The headers are read by then.
-        tiny_hub.faults.busy = 10**6
         server.wait_for_log("event=recovering life=1 .*cannot be fetched")
-        tiny_hub.faults.busy = 0
+        tiny_hub.faults.busy_data = False
         server.wait_until_ready()
         assert answer(server, REPO)
 
