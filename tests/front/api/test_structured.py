@@ -258,7 +258,7 @@ def test_grammars_that_no_answer_can_follow_are_refused_quickly(body: Any) -> No
         check()
     assert caught.value.param == "structured_outputs"
     assert "site-packages" not in str(caught.value)
-    assert "s to prepare" not in str(caught.value), "found by waiting, not by limits"
+    assert "to prepare" not in str(caught.value), "found by waiting, not by limits"
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,9 @@ def test_grammars_that_take_too_long_to_prepare_are_refused(body: Any) -> None:
     """No limit of llguidance's bounds these: each takes it many seconds, and megabytes. The clock
     is that of the processor: others may need it as well."""
     grammars = GrammarChecker(MODEL)
-    with fails(RequestError, "grammar", match="it takes more than 1 s to prepare"):
+    with fails(
+        RequestError, "grammar", match="it takes (more than 1 s|too much memory) to prepare"
+    ):
         grammars.check(StructuredOutputs.model_validate(body).grammar(), "structured_outputs")
     grammars.check(of_schema(PERSON), "response_format")
     grammars.check(of_schema(multiple_of(101)), "response_format")

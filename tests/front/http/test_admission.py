@@ -475,11 +475,10 @@ def test_connections_above_twice_the_limit_are_closed(engine: FakeEngine) -> Non
 # --- draining
 
 
-@pytest.mark.long
 def test_draining_finishes_running_requests_and_then_ends(
     server: Running, engine: FakeEngine
 ) -> None:
-    engine.delay, engine.answer = 0.4, "hello world how are you"
+    engine.delay, engine.answer = 0.5, "hello world " * 200
     stream = httpx2.stream("POST", server.url + CHAT, json={**HELLO, "stream": True})
     with stream as reply:
         lines = reply.iter_lines()
@@ -492,6 +491,7 @@ def test_draining_finishes_running_requests_and_then_ends(
             assert "draining" in refused.json()["error"]["message"]
         assert get(server, "/health").status_code == 200
         assert get(server, "/admin/pipeline").status_code == 200
+        server.hurry(engine.generations[0])
         assert "data: [DONE]" in list(lines)
     assert server.join(60)
     assert server.ended_with is None
