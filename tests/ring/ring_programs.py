@@ -28,7 +28,7 @@ ADDRESSES = Addresses.known_to_all(RANK, json.loads(HOSTFILE.read_text()))
 
 def join(nonce: int = 1, streams: Streams | None = None, late_seconds: float = 0) -> RingTransport:
     """Joins a ring. Rank 0 begins to listen late_seconds after the ranks have met."""
-    grid = grid_of(range(NUM_RANKS), ADDRESSES, NUM_RANKS, 1, 10.0)
+    grid = grid_of(range(NUM_RANKS), ADDRESSES, NUM_RANKS, 1, 60.0)
     neighbours = meet(grid)
     if RANK == 0:
         time.sleep(late_seconds)
