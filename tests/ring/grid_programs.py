@@ -28,7 +28,7 @@ NUM_SMALL_SUMS = 10**6
 
 
 def place(nonce: int = 1) -> Grid:
-    return grid_of(range(len(LISTED)), ADDRESSES, 2, nonce, 10.0)
+    return grid_of(range(len(LISTED)), ADDRESSES, 2, nonce, 60.0)
 
 
 def join() -> GridTransport:
