@@ -26,6 +26,7 @@ SERVICE = "_brigade._tcp.local."
 LOOK_SECONDS = 10.0  # how often the addresses of this machine are compared with the announced ones
 HELLO_SECONDS = 150.0  # how long a node counts as there after its last NodeHello
 _ANSWER_MS = 3000
+_NUM_QUESTIONS = 20  # to a node that was announced, while it does not answer
 _MAX_SEEN = 256
 _MAX_LABEL_BYTES = 54  # of a name, so that there is room for what follows it
 _logger = logging.getLogger(__name__)
@@ -126,6 +127,8 @@ class _Announcement:
 
     async def __aexit__(self, *error: object) -> None:
         await self._browser.async_cancel()
+        for task in self._tasks:
+            task.cancel()
         with suppress(OSError, zeroconf.Error):
             await (await self._zeroconf.async_unregister_service(self._info))
         await self._zeroconf.async_close()
@@ -140,7 +143,11 @@ class _Announcement:
 
     async def _look(self, service: str) -> None:
         info = AsyncServiceInfo(SERVICE, service)
-        if not await info.async_request(self._zeroconf.zeroconf, _ANSWER_MS):
+        # It is announced once: if it were busy just then, it would not be seen for an hour.
+        for _ in range(_NUM_QUESTIONS):
+            if await info.async_request(self._zeroconf.zeroconf, _ANSWER_MS):
+                break
+        else:
             return
         node = _read(info.decoded_properties, info.parsed_addresses(), info.port or 0)
         if node and node.key != self._key:
