@@ -29,7 +29,7 @@ Question = Callable[[ChatClient], Awaitable[RequestRecord]]
 
 def ask(url: str, max_tokens: int = 5) -> RequestRecord:
     async def run() -> RequestRecord:
-        async with connected(url, None, None, 10.0) as server:
+        async with connected(url, None, None, 60.0) as server:
             return await server.chat(CHAT, max_tokens)
 
     return asyncio.run(run())
@@ -141,7 +141,7 @@ def run_level(url: str, level: Level, **flags: object) -> list[RequestRecord]:
 
     async def run() -> list[RequestRecord]:
         records: list[RequestRecord] = []
-        async with connected(url, None, None, 10.0) as server:
+        async with connected(url, None, None, 60.0) as server:
             target = await LoadGenerator.calibrated(config, server)
             await target.run(level, 0, records.append)
         return records
