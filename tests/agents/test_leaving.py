@@ -1,8 +1,9 @@
 """An agent that is ended in the middle of a call leaves nothing behind."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import Any
 
 import httpx2
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from serve.front.text.tokens import Tokenizer
 from tests.agents import shapes
 from tests.agents.played import MAX_CONTEXT, Call, PlayedEngine
-from tests.front.fakes import CONFIG, Running
+from tests.front.fakes import CONFIG, Events, FakeGeneration, Running
 
 TEXT = "word " * 200
 CALLS = {
@@ -20,6 +21,21 @@ CALLS = {
 }
 
 
+class HeldEngine(PlayedEngine):
+    """Its answers have all tokens but the last two at once, and these never."""
+
+    def submit(self, *given: Any, **named: Any) -> FakeGeneration:
+        generation = super().submit(*given, **named)
+        generation._events = self._held(generation, list(generation._events))
+        return generation
+
+    def _held(self, generation: FakeGeneration, events: Events) -> Iterator[Any]:
+        for number, event in enumerate(events):
+            if number == len(events) - 2:
+                generation._delay = 600.0
+            yield event
+
+
 @pytest.mark.parametrize("agent", CALLS)
 def test_an_agent_that_disconnects_during_a_call_frees_its_rows(
     played_tokenizer: Tokenizer, agent: str
@@ -27,8 +43,7 @@ def test_an_agent_that_disconnects_during_a_call_frees_its_rows(
     def play(prompt: str, is_allowed: Callable[[str], bool]) -> str:
         return next(filter(is_allowed, CALLS[agent].forms()))
 
-    engine = PlayedEngine(played_tokenizer, play)
-    engine.delay = 0.01
+    engine = HeldEngine(played_tokenizer, play)
     shape = shapes.read(agent)[0]
     content = json.dumps(shape["body"]).replace('"MODEL"', f'"{CONFIG.model_name}"')
     with Running(engine, max_context=MAX_CONTEXT) as server:

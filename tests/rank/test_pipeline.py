@@ -131,12 +131,12 @@ class LocalPipeline:
         self._add([sequence])
         self._pump()
         while len(sequence.output) < num_tokens:
-            self._take(self.results.get(timeout=30))
+            self._take(self.results.get(timeout=60))
             self._pump()
         self.scheduler.drop(sequence.id, may_keep=True)
         self._pump()
         while self.scheduler.num_in_flight:
-            self._take(self.results.get(timeout=30))
+            self._take(self.results.get(timeout=60))
             self._pump()
 
     def answer(self, sequences: list[Sequence]) -> dict[int, list[int]]:
@@ -144,7 +144,7 @@ class LocalPipeline:
         self._add(sequences)
         self._pump()
         while self.scheduler.num_running or self.scheduler.num_waiting:
-            self._take(self.results.get(timeout=30))
+            self._take(self.results.get(timeout=60))
             self._pump()
         return {sequence.id: sequence.output for sequence in sequences}
 

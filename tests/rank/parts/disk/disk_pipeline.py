@@ -64,7 +64,7 @@ class DiskPipeline(LocalPipeline):
         """Waits until no step and no read or write of a file is under way."""
         self._pump()
         while is_busy(self.disk) or self.scheduler.num_in_flight:
-            self._take(self.results.get(timeout=30))
+            self._take(self.results.get(timeout=60))
             self._pump()
 
     def interrupt(self, sequences: list[Sequence], num_tokens: int) -> None:
@@ -76,7 +76,7 @@ class DiskPipeline(LocalPipeline):
         while (
             is_busy(self.disk) or min(len(sequence.output) for sequence in sequences) < num_tokens
         ):
-            result = self.results.get(timeout=30)
+            result = self.results.get(timeout=60)
             # On a slow disk, the answers would otherwise end before their files are written.
             if is_writing(self.disk) and isinstance(result, Result):
                 held.append(result)
