@@ -7,7 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    ConsoleMessage,
+    Page,
+    expect,
+    sync_playwright,
+)
 
 CHROMIUM = shutil.which("chromium")
 NO_BROWSER = "chromium is not installed (Debian: apt-get install chromium)"
@@ -48,12 +55,14 @@ class Tab:
 
     page: Page
     complaints: list[str] = field(default_factory=list)
+    shown: set[str] = field(default_factory=set)  # the servers
 
     def hear(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
             self.complaints.append(message.text)
 
     def show(self, url: str, view: str = "") -> Page:
+        self.shown.add(url)
         self.page.goto(f"{url}/#{view}" if view else url)
         return self.page
 
@@ -72,15 +81,35 @@ class Tab:
 
 
 @contextmanager
-def opened(browser: Browser, **options: Any) -> Iterator[Tab]:
-    """A tab of a context of its own."""
+def window(browser: Browser, **options: Any) -> Iterator[BrowserContext]:
+    """A window whose tabs share what they store. To open one takes longer than most tests."""
     context = browser.new_context(**options)
     try:
         context.set_default_timeout(TIMEOUT_MILLISECONDS)
         context.add_init_script(WATCH_POLICY)
-        tab = Tab(context.new_page())
-        tab.page.on("pageerror", lambda error: tab.complaints.append(f"error: {error}"))
-        tab.page.on("console", tab.hear)
-        yield tab
+        yield context
     finally:
         context.close()
+
+
+@contextmanager
+def opened_in(context: BrowserContext) -> Iterator[Tab]:
+    """A tab of a window. When it is closed, what it has stored is deleted."""
+    tab = Tab(context.new_page())
+    tab.page.on("pageerror", lambda error: tab.complaints.append(f"error: {error}"))
+    tab.page.on("console", tab.hear)
+    try:
+        yield tab
+    finally:
+        context.clear_permissions()
+        session = context.new_cdp_session(tab.page)
+        for url in tab.shown:
+            session.send("Storage.clearDataForOrigin", {"origin": url, "storageTypes": "all"})
+        tab.page.close()
+
+
+@contextmanager
+def opened(browser: Browser, **options: Any) -> Iterator[Tab]:
+    """A tab of a window of its own."""
+    with window(browser, **options) as context, opened_in(context) as tab:
+        yield tab

@@ -1,5 +1,5 @@
-"""One browser and one cluster for the tests of the page. Both end with the module, because
-Playwright's loop must not be there when other tests start loops of their own."""
+"""One browser, one window and one cluster for the tests of the page. All end with the module,
+because Playwright's loop must not be there when other tests start loops of their own."""
 
 import shutil
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tests.front.fakes import Running, byte_level, save
 from tests.page.shown import ShownEngine
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, BrowserContext
 
     from tests.page.browser import Tab
 
@@ -42,11 +42,20 @@ def cluster(browser: "Browser", tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield server
 
 
-@pytest.fixture
-def tab(browser: "Browser") -> "Iterator[Tab]":
-    from tests.page.browser import opened
+@pytest.fixture(scope="module")
+def context(browser: "Browser") -> "Iterator[BrowserContext]":
+    from tests.page.browser import window
 
-    with opened(browser) as made:
+    with window(browser) as made:
+        made.new_page()  # The window stays open between tests.
+        yield made
+
+
+@pytest.fixture
+def tab(context: "BrowserContext") -> "Iterator[Tab]":
+    from tests.page.browser import opened_in
+
+    with opened_in(context) as made:
         yield made
 
 

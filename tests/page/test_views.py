@@ -12,11 +12,11 @@ import pytest
 pytest.importorskip("playwright", reason="Playwright is not installed")
 
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from serve.front.routes import history
 from tests.front.fakes import Running
-from tests.page.browser import REFUSED, Tab, opened, wait_until_true
+from tests.page.browser import REFUSED, Tab, opened, opened_in, wait_until_true
 from tests.page.overlap import measured
 from tests.page.requests import waiting
 from tests.page.shown import ShownEngine
@@ -394,11 +394,11 @@ def test_hints_about_keys_are_hidden_on_phones(server: Running, browser: Browser
 
 
 def test_the_form_to_load_adapters_is_shown_only_if_loading_is_allowed(
-    engine: ShownEngine, browser: Browser
+    engine: ShownEngine, context: BrowserContext
 ) -> None:
     allowed: dict[str, Any] = {"adapter_root": Path()}
     for flags, words in (({}, "--adapter-root FOLDER"), (allowed, "below --adapter-root")):
-        with Running(engine, **flags) as server, opened(browser) as tab:
+        with Running(engine, **flags) as server, opened_in(context) as tab:
             page = tab.show(server.url, "adapters")
             expect(page.locator("main")).to_contain_text(words)
             expect(page.locator("form.load")).to_have_count(1 if flags else 0)
@@ -406,41 +406,39 @@ def test_the_form_to_load_adapters_is_shown_only_if_loading_is_allowed(
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_views_pass_the_check_of_accessibility(
-    server: Running, browser: Browser, scheme: Any
-) -> None:
+def test_views_pass_the_check_of_accessibility(server: Running, tab: Tab, scheme: Any) -> None:
     found = []
-    with opened(browser, color_scheme=scheme) as tab:
-        page = tab.show(server.url)
-        for view in VIEWS:
-            page.locator(f"nav a[href='#{view}']").click()
-            expect(page.locator(f"[data-view={view}]")).to_be_visible()
-            page.wait_for_timeout(200)
-            tab.check()  # Before axe, which fetches and styles things itself.
-            for violation in Axe().run(page).response["violations"]:
-                if violation["impact"] in ("serious", "critical"):
-                    place = violation["nodes"][0]["html"]
-                    found.append(f"{view}: {violation['id']} {place}")
-            tab.forget()
+    tab.page.emulate_media(color_scheme=scheme)
+    page = tab.show(server.url)
+    for view in VIEWS:
+        page.locator(f"nav a[href='#{view}']").click()
+        expect(page.locator(f"[data-view={view}]")).to_be_visible()
+        page.wait_for_timeout(200)
+        tab.check()  # Before axe, which fetches and styles things itself.
+        for violation in Axe().run(page).response["violations"]:
+            if violation["impact"] in ("serious", "critical"):
+                place = violation["nodes"][0]["html"]
+                found.append(f"{view}: {violation['id']} {place}")
+        tab.forget()
     assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("width", [360, 1280, 2560])
 def test_views_of_seven_stages_fit_into_narrow_and_wide_windows(
-    engine: ShownEngine, server: Running, browser: Browser, width: int
+    engine: ShownEngine, server: Running, tab: Tab, width: int
 ) -> None:
     engine.num_ranks = 7
-    with opened(browser, viewport={"width": width, "height": 800}) as tab:
-        for view in VIEWS:
-            page = tab.show(server.url, view)
-            expect(page.locator(f"[data-view={view}]")).to_be_visible()
-            expect(page.locator(".stage")).to_have_count(7 if view == "pipeline" else 0)
-            page.wait_for_timeout(100)
-            overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-            assert page.evaluate(overflow) <= 0, view
-            cut = "(all) => all.filter((each) => each.scrollWidth > each.clientWidth).length"
-            assert page.locator(".stage dd").evaluate_all(cut) == 0, view
-        tab.check()
+    tab.page.set_viewport_size({"width": width, "height": 800})
+    for view in VIEWS:
+        page = tab.show(server.url, view)
+        expect(page.locator(f"[data-view={view}]")).to_be_visible()
+        expect(page.locator(".stage")).to_have_count(7 if view == "pipeline" else 0)
+        page.wait_for_timeout(100)
+        overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert page.evaluate(overflow) <= 0, view
+        cut = "(all) => all.filter((each) => each.scrollWidth > each.clientWidth).length"
+        assert page.locator(".stage dd").evaluate_all(cut) == 0, view
+    tab.check()
 
 
 def test_charts_remain_when_the_server_stops_and_the_view_is_opened_again(
