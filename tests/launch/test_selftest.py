@@ -24,9 +24,12 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(autouse=True)
 def _few_sections(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    few = ("machine", "system", "links")
-    monkeypatch.setattr(run, "SECTIONS", {name: SECTIONS[name] for name in few})
+    choose(monkeypatch, "machine", "system", "links")
     monkeypatch.chdir(tmp_path)
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, *sections: str) -> None:
+    monkeypatch.setattr(run, "SECTIONS", {name: SECTIONS[name] for name in sections})
 
 
 def measured(folder: Path) -> list[Line]:
@@ -54,8 +57,9 @@ def test_the_self_test_measures_each_host_and_names_no_host(
 
 
 def test_the_self_test_measures_a_host_with_several_ranks_once(
-    sshd: Sshd, hostfile: Path, tmp_path: Path
+    sshd: Sshd, hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    choose(monkeypatch, "system")
     host = {"ssh": "127.0.0.2", "ips": ["127.0.0.2"]}
     hostfile.write_text(json.dumps([host, host]))
     cli.main(["selftest", "--hostfile", str(hostfile), "--ssh", sshd.ssh, "--minutes", "4"])
@@ -78,6 +82,8 @@ def test_the_self_test_reports_a_host_that_cannot_be_reached(
 
 JACCL = "serve.selftest.jaccl"
 STAND_IN = f"{JACCL} | jaccl_stand_in:FAULT = "
+# The products between the sums would take seconds on a CPU.
+NARROW = f"{JACCL} | serve.ring.sum_speeds:_WIDTH = 8\n"
 LIMIT_SECONDS = 15
 OverRdma = Callable[..., Line]
 
@@ -93,7 +99,7 @@ def over_rdma(
         make_tool(tmp_path, "ibv_devinfo", ports)
         there = f"export PYTHONPATH={INSIDE}:{ROOT} PATH={tmp_path}:$PATH\n"
         if fault is not None:
-            there += f"export SELFTEST_FAULT={shlex.quote(STAND_IN + repr(fault))}\n"
+            there += f"export SELFTEST_FAULT={shlex.quote(NARROW + STAND_IN + repr(fault))}\n"
         sshd.profile.write_text(there)
         links = "serve.selftest.links"
         faults = [

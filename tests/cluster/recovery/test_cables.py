@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(300)
 HERE, THERE = (f"198.19.{os.getpid() % 256}.{end}" for end in (1, 2))
 CLIENTS = f"bg{os.getpid()}c"
 PORT = 8080  # in the namespace of rank 0
-NUM_STREAMS, NUM_TOKENS = 4, 120
+NUM_STREAMS, NUM_TOKENS = 4, 80
 
 # In place of ssh: it enters the namespace of that name.
 SSH = """#!/bin/sh
