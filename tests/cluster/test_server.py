@@ -131,12 +131,14 @@ def test_the_same_seed_gives_the_same_text_beside_any_other_requests(server: Ser
 def spans(server: Server, since: float) -> dict[int, list[tuple[float, float]]]:
     """When each stage was decoding, from the step timeline. (The chunks of a prompt and
     the first token after them follow each other through the stages even if it is alone.)"""
-    time.sleep(0.6)  # Until the engines have reported.
-    trace = server.get(f"/admin/trace?seconds={time.time() - since}")
     by_stage: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
-    for event in trace["traceEvents"]:
-        if event["name"].startswith("decode") and event["ts"] / 1e6 >= since:
-            by_stage[event["pid"]].append((event["ts"], event["ts"] + event["dur"]))
+    while not all(by_stage.values()):  # Until the engines have reported.
+        time.sleep(0.6)
+        trace = server.get(f"/admin/trace?seconds={time.time() - since}")
+        by_stage = {0: [], 1: []}
+        for event in trace["traceEvents"]:
+            if event["name"].startswith("decode") and event["ts"] / 1e6 >= since:
+                by_stage[event["pid"]].append((event["ts"], event["ts"] + event["dur"]))
     return by_stage
 
 

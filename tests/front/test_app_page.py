@@ -189,13 +189,14 @@ def test_events_contain_the_allowed_sources_of_adapters(engine: FakeEngine) -> N
 
 
 def test_events_contain_requests_while_they_run(server: Running, engine: FakeEngine) -> None:
-    engine.delay = 0.2
+    engine.delay = 600
     with httpx2.stream("GET", server.url + "/admin/events") as stream:
         states = frames(stream)
         next(states)
         asking = threading.Thread(target=ask, args=(server, "0a-1d"))
         asking.start()
         shown = next(state["requests"] for state in states if state.get("requests"))
+        server.hurry(engine.generations[0])
         asking.join(60)
         assert next(s for s in states if "requests" in s and not s["requests"])
     (request,) = shown
@@ -286,7 +287,7 @@ def test_a_signal_while_the_server_of_the_start_ends_ends_the_process_in_order()
 def test_a_cancelled_request_ends_with_an_error(
     server: Running, engine: FakeEngine, is_stream: bool
 ) -> None:
-    engine.delay = 5.0
+    engine.delay = 600
     replies: list[httpx2.Response] = []
     asking = threading.Thread(
         target=lambda: replies.append(ask(server, "70-e9d", stream=is_stream))
@@ -298,7 +299,7 @@ def test_a_cancelled_request_ends_with_an_error(
     asking.join(60)
     assert "request_cancelled" in replies[0].text
     assert replies[0].status_code == (200 if is_stream else 410)
-    assert get(server, "/admin/requests").json()["data"] == []
+    wait_until(lambda: get(server, "/admin/requests").json()["data"] == [])
 
 
 def test_cancelling_an_unknown_request_is_refused(shared: Running) -> None:
