@@ -80,11 +80,19 @@ def test_pings_are_sent_during_a_long_prefill(
     monkeypatch: pytest.MonkeyPatch, server: Running, engine: FakeEngine
 ) -> None:
     monkeypatch.setattr(streaming, "KEEP_ALIVE_SECONDS", 0.05)
-    engine.delay = 0.2
+    engine.delay = 600
     body = {**HELLO, "max_tokens": 1, "stream": True}
-    reply = httpx2.post(server.url + MESSAGES, json=body).text
-    assert reply.startswith('event: ping\ndata: {"type":"ping"}\n\n')
-    assert "event: message_start\n" in reply
+    ping = 'event: ping\ndata: {"type":"ping"}\n\n'
+    with httpx2.stream("POST", server.url + MESSAGES, json=body) as reply:
+        pieces = reply.iter_text()
+        text = ""
+        while len(text) < len(ping):
+            text += next(pieces)
+        server.hurry(engine.generations[0])
+        text += "".join(pieces)
+    assert text.startswith(ping)
+    assert "event: message_start\n" in text
+    engine.delay = 0.2
     with client(server) as ai, ai.messages.stream(**HELLO) as stream:
         assert stream.get_final_text() == engine.answer
 
@@ -165,11 +173,13 @@ def test_a_key_is_accepted_in_either_of_two_headers(engine: FakeEngine) -> None:
 def test_a_server_that_drains_refuses_messages_with_the_reason(
     server: Running, engine: FakeEngine
 ) -> None:
-    engine.delay = 0.2  # The server ends as soon as nothing runs any more.
+    engine.delay = 600  # The server ends as soon as nothing runs any more.
     body = {**HELLO, "max_tokens": 5, "stream": True}
     with httpx2.stream("POST", server.url + MESSAGES, json=body) as running:
-        assert httpx2.post(server.url + "/admin/drain?seconds=5").status_code == 202
+        wait_until(lambda: bool(engine.generations))
+        assert httpx2.post(server.url + "/admin/drain?seconds=100").status_code == 202
         reply = httpx2.post(server.url + MESSAGES, json=HELLO)
+        server.hurry(engine.generations[0])
         running.read()
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "2")
     assert reply.json()["error"]["type"] == "overloaded_error"
