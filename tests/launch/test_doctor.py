@@ -78,14 +78,17 @@ def test_doctor_measures_two_hosts_in_both_directions_and_in_a_ring(
     assert {"127.0.0.2 on lo", "127.0.0.3 on lo"} <= set(whats)
     assert "the sum over 2 ranks is correct" in findings[-1]["what"]
     assert sum(name == "all hosts" for name in where) == 2
-    agents = [
-        process
-        for process in psutil.process_iter(["cmdline", "environ"])
-        if "launcher.agent" in (process.info["cmdline"] or ())
-        # Other tests have agents, too.
-        and (process.info["environ"] or {}).get("TMPDIR") == str(sshd.temporary)
-    ]
-    assert not agents
+
+    def agents() -> list[psutil.Process]:
+        """Other tests have agents, too."""
+        return [
+            process
+            for process in psutil.process_iter(["cmdline", "environ"])
+            if "launcher.agent" in (process.info["cmdline"] or ())
+            and (process.info["environ"] or {}).get("TMPDIR") == str(sshd.temporary)
+        ]
+
+    wait_until(lambda: not agents())  # They end with their connections.
 
 
 def test_doctor_measures_every_address_of_a_host(
