@@ -129,16 +129,17 @@ class Killer:
             time.sleep(self.chance.uniform(0.05, 0.6))
             self.server.wait_until_ready()
             engines = self.server.engines()
+            num_recoveries = self.server.text.count("event=recovered")
             self.times.append(time.monotonic())
             engine = engines.pop(self.chance.choice(sorted(engines)[self.whole :]))
             for process in [engine.parent(), engine] if self.whole else [engine]:
                 assert process is not None
                 process.kill()
-            self.wait_for_recovery()
+            self.wait_for_recovery(num_recoveries)
             self.count_others(engines)
 
-    def wait_for_recovery(self) -> None:
-        num_recoveries = self.server.text.count("event=recovered")
+    def wait_for_recovery(self, num_recoveries: int) -> None:
+        """Waits until the log has one more than so many."""
         deadline = time.monotonic() + LOG_SECONDS
         while self.server.text.count("event=recovered") == num_recoveries:
             assert time.monotonic() < deadline, self.server.text[-3000:]
