@@ -125,8 +125,14 @@ def test_a_prompt_that_is_too_long_is_refused_with_both_lengths_before_any_rank_
 
 
 def num_hops(server: Server) -> list[int]:
-    time.sleep(0.6)  # until the ranks have reported
-    return [stage["num_hops"] for stage in server.get("/admin/pipeline")["stages"]]
+    """Returns the numbers once the ranks have reported them, which they do four times a second."""
+    before: list[int] = []
+    while True:
+        time.sleep(0.6)
+        now = [stage["num_hops"] for stage in server.get("/admin/pipeline")["stages"]]
+        if now == before:
+            return now
+        before = now
 
 
 @pytest.mark.parametrize("case", REQUESTS, ids=names(REQUESTS))

@@ -18,6 +18,7 @@ import pytest
 from tests.cluster.conftest import mlx_lm_answer  # noqa: F401
 from tests.cluster.servers import Server, quick, running
 from tests.faults.cases import CHAT, GOOD, JSON, good_body, post, said
+from tests.test_launcher import wait_until
 
 pytestmark = pytest.mark.long
 
@@ -137,8 +138,9 @@ def request(**changes: Any) -> bytes:
 
 
 def begun(server: Server, since: float, kind: str = "") -> dict[int, int]:
-    """Steps of a kind that began on each rank since then."""
-    time.sleep(0.6)  # until the ranks have reported
+    """Steps of a kind that began on each rank since then, once the ranks have reported, which they
+    do four times a second."""
+    time.sleep(0.6)
     trace = server.get("/admin/trace?seconds=60")["traceEvents"]
     steps = [event for event in trace if event["ph"] == "X" and event["args"]["rows"]]
     steps = [step for step in steps if step["name"].startswith(kind)]
@@ -151,10 +153,7 @@ def kv_bytes(server: Server) -> list[int]:
 
 def wait_until_nothing_is_held(server: Server) -> None:
     """Ranks report their memory once in a while."""
-    deadline = time.monotonic() + 60
-    while any(kv_bytes(server)):
-        assert time.monotonic() < deadline, kv_bytes(server)
-        time.sleep(0.01)
+    wait_until(lambda: not any(kv_bytes(server)))
 
 
 @pytest.mark.parametrize(
@@ -181,23 +180,22 @@ def test_rows_of_a_client_that_disconnects_are_freed_within_two_steps(
 def num_steps_after_a_client_left(slow: Server, sent: bytes) -> int:
     with socket.create_connection(("127.0.0.1", slow.port)) as connection:
         connection.sendall(sent)
-        time.sleep(0.8)
-        assert slow.get("/admin/pipeline")["num_running"] == 1
-        assert min(kv_bytes(slow)) > 0
+        wait_for(slow, num_running=1)
+        wait_until(lambda: min(kv_bytes(slow)) > 0)
     left = time.time()
+    wait_for(slow, num_running=0, kv_tokens=0)
     steps = begun(slow, left)
-    pipeline = slow.get("/admin/pipeline")
-    assert (pipeline["num_running"], pipeline["kv_tokens"]) == (0, 0)
     wait_until_nothing_is_held(slow)
     return max(steps.values())
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_disconnects_while_it_waits_never_runs(slow: Server, stream: bool) -> None:
-    first = threading.Thread(target=ask, args=(slow,), kwargs={"max_tokens": 12})
+    fields = {"max_tokens": 60, "ignore_eos": True}
+    first = threading.Thread(target=ask, args=(slow,), kwargs=fields)
+    asked = time.time()
     first.start()
-    wait_for(slow, num_running=1)
-    time.sleep(5 * STEP_SECONDS)  # until its prompt is on its way no more
+    wait_until(lambda: min(begun(slow, asked, "decode").values()) > 0)
     sent = time.time()
     with socket.create_connection(("127.0.0.1", slow.port)) as connection:
         connection.sendall(request(stream=stream, messages=said("Tell me a story.")))
@@ -205,8 +203,8 @@ def test_a_client_that_disconnects_while_it_waits_never_runs(slow: Server, strea
     wait_for(slow, num_waiting=0, num_running=1)
     first.join()
     wait_for(slow, num_running=0)
+    wait_until(lambda: max(begun(slow, sent, "decode").values()) > 1)
     assert begun(slow, sent, "prefill") == {0: 0, 1: 0}
-    assert max(begun(slow, sent, "decode").values()) > 1
     wait_until_nothing_is_held(slow)
 
 
