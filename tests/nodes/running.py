@@ -15,10 +15,17 @@ from unittest.mock import patch
 
 from launcher.nodes import client
 from tests.nodes.network import enter, inside
-from tests.test_launcher import ROOT, wait_until
+from tests.test_launcher import ROOT
+from tests.test_launcher import wait_until as wait_for_a_minute
 
 Answer = TypeVar("Answer")
 _PORT = re.compile(r"listens on port (\d+)")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Waits for longer than a minute: so often a node repeats what another one, which was too busy,
+    has not heard."""
+    wait_for_a_minute(condition, 150.0)
 
 
 @dataclass

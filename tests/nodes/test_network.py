@@ -10,8 +10,7 @@ import pytest
 
 from launcher.nodes import client
 from tests.nodes.network import Network, network
-from tests.nodes.running import RunningNode, running_node
-from tests.test_launcher import wait_until
+from tests.nodes.running import RunningNode, running_node, wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 

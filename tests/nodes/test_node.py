@@ -19,8 +19,9 @@ from launcher.nodes import client, discovery
 from launcher.nodes.messages import SeenNode
 from launcher.nodes.up import members
 from serve.core.errors import ClusterError, UsageError
-from tests.nodes.running import RunningNode, running_node
-from tests.test_launcher import wait_until
+from tests.nodes.running import RunningNode, running_node, wait_until
+
+pytestmark = pytest.mark.timeout(300)
 
 Pair = tuple[RunningNode, RunningNode]
 
