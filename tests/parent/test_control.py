@@ -348,7 +348,7 @@ async def test_joining_is_tried_again_if_a_forwarder_closes_the_connection_at_on
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
     """As of a rank 0 that is stopped: the system takes connections, and nobody answers."""
     monkeypatch.setattr(control, "_HELLO_SECONDS", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    with socket.create_server(("127.0.0.1", free_ports(1)[0])) as listening:
         yield listening
 
 
