@@ -357,12 +357,13 @@ def selftest(words: Sequence[str]) -> int:
 def node(words: Sequence[str]) -> int:
     flags = parse(NodeFlags, words, "brigade node", PURPOSES["node"])
     # Imported here, because other commands do not need them.
-    from launcher.nodes import client
-    from launcher.nodes import node as running
-
     if flags.code:
+        from launcher.nodes import client
+
         print(client.own_code())
         return 0
+    from launcher.nodes import node as running
+
     name = running.default_name() if flags.name is None else flags.name
     running.run(name, flags.port, flags.join, once=flags.once)
     return 0

@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -129,6 +130,13 @@ def stop(pid: int | None) -> Launch:
             )
         time.sleep(_POLL_SECONDS)
     return launch
+
+
+def stop_up() -> list[str]:
+    """Ends what `brigade up` has started on this machine, and returns the commands. Raises
+    BrigadeError."""
+    own = [launch for launch in launches() if launch.words[:1] == ["up"]]
+    return [shlex.join(stop(launch.pid).words) for launch in own]
 
 
 def _chosen(pid: int | None) -> Launch:

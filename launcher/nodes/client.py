@@ -33,8 +33,8 @@ from launcher.nodes.messages import (
     StopLaunch,
     Stopped,
 )
-from launcher.nodes.node import own_node
 from launcher.nodes.pairing import pair as prove
+from launcher.nodes.running import own_node
 from serve import __version__
 from serve.core.errors import ClusterError
 

@@ -2,24 +2,19 @@
 group: agents for launches, and the weights in its cache."""
 
 import asyncio
-import fcntl
 import json
 import logging
 import os
 import re
-import shlex
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from launcher import record
 from launcher.nodes import weights
 from launcher.nodes.discovery import Seen, announce
 from launcher.nodes.door import (
@@ -61,7 +56,9 @@ from launcher.nodes.messages import (
 )
 from launcher.nodes.neighbours import NeighbourSockets
 from launcher.nodes.pairing import EXCHANGE_SECONDS, Codes, answer_pairing
+from launcher.nodes.running import Running, only_node
 from launcher.nodes.serving import serving
+from launcher.record import stop_up
 from launcher.supervisor import write_line
 from serve import __version__
 from serve.core.errors import BrigadeError, ClusterError, UsageError
@@ -213,7 +210,7 @@ class NodeServer:
             case ShowCode() if is_own:
                 return Code(self.codes.code)
             case StopLaunch():
-                return Stopped(await asyncio.to_thread(stop_launches))
+                return Stopped(await asyncio.to_thread(stop_up))
             case _:
                 return Refusal(f"this node does not answer {type(message).__name__} to you")
 
@@ -350,59 +347,6 @@ class NodeServer:
 
     def _own_seen(self) -> SeenNode:
         return SeenNode(self.key, self.name, __version__, [], self.port)
-
-
-def stop_launches() -> list[str]:
-    """Ends what `brigade up` has started on this machine, and returns the commands. Raises
-    BrigadeError."""
-    own = [launch for launch in record.launches() if launch.words[:1] == ["up"]]
-    return [shlex.join(record.stop(launch.pid).words) for launch in own]
-
-
-class Running(msgspec.Struct, frozen=True):
-    """Where commands of this machine reach the node, and its folder of sockets to neighbours."""
-
-    port: int
-    neighbours: str
-
-
-@contextmanager
-def only_node(folder: Path) -> Iterator[Callable[[Running], None]]:
-    """Holds the lock of this user's node. Yields a function that tells commands where the node can
-    be reached. Raises ClusterError."""
-    path = folder / "node"
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise ClusterError(f"{path} cannot be written ({error.strerror}): delete it.") from error
-
-    def tell(running: Running) -> None:
-        os.pwrite(descriptor, msgspec.json.encode(running), 0)
-
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ClusterError(
-                "your node runs on this machine already: `brigade nodes` shows what it sees."
-            ) from None
-        os.ftruncate(descriptor, 0)
-        yield tell
-    finally:
-        os.close(descriptor)
-
-
-def own_node(folder: Path) -> Running:
-    """Returns this user's node on this machine. Raises ClusterError if none runs."""
-    with suppress(OSError), (folder / "node").open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            try:
-                return msgspec.json.decode(file.read(), type=Running)
-            except msgspec.DecodeError:
-                raise ClusterError("the node of this machine is starting: try again.") from None
-    raise ClusterError("no node runs on this machine: run `brigade node` in another terminal.")
 
 
 def run(name: str, port: int, joined: str | None, *, once: bool) -> None:

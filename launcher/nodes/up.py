@@ -16,8 +16,8 @@ from launcher.links import Measured, measure, place
 from launcher.nodes import client
 from launcher.nodes.access import NodeAccess
 from launcher.nodes.client import Node
-from launcher.nodes.node import stop_launches
 from launcher.program import check_words, model_folder, supervise, with_published_model
+from launcher.record import stop_up
 from launcher.remote import (
     AgentConnection,
     HostError,
@@ -219,7 +219,7 @@ def show_choice(facts: Sequence[HostFacts], measured: Measured, order: Sequence[
 def down() -> str:
     """Ends what `brigade up` has started on this machine, or else on another one of the group, and
     returns what has ended. Raises BrigadeError."""
-    if ended := stop_launches():
+    if ended := stop_up():
         return f"ended here: {'; '.join(ended)}"
     problems = []
     for node in client.known_nodes():
