@@ -286,8 +286,11 @@ GARBAGE = {
 
 
 def inner_ports(server: Server) -> set[int]:
-    listening = (c for process in server.family() for c in process.net_connections("tcp"))
-    ports = {c.laddr.port for c in listening if c.status == psutil.CONN_LISTEN}
+    ports: set[int] = set()
+    for process in server.family():
+        with suppress(psutil.NoSuchProcess):  # A helper has just ended.
+            found = process.net_connections("tcp")
+            ports |= {c.laddr.port for c in found if c.status == psutil.CONN_LISTEN}
     return ports - {server.port}
 
 

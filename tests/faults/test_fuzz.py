@@ -6,9 +6,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -186,7 +188,11 @@ def fuzzed() -> Iterator[Server]:
 
 def resident_bytes(server: Server) -> int:
     """Of all its processes."""
-    return sum(process.memory_info().rss for process in server.family())
+    sizes = []
+    for process in server.family():
+        with suppress(psutil.NoSuchProcess):  # A helper has just ended.
+            sizes.append(process.memory_info().rss)
+    return sum(sizes)
 
 
 def run(server: Server, num_bodies: int) -> None:
