@@ -21,6 +21,7 @@ from serve.tune.run import run
 from tests.cluster.servers import BIN, ROOT, TINY_CHAT
 from tests.models import save
 
+WITHOUT_CHARTS = str(Path(__file__).parent / "without_charts")
 QUESTIONS = [(a, b) for a in range(2, 20) for b in (1, 3, 8)]
 
 
@@ -78,10 +79,12 @@ def launch(num_ranks: int, words: Sequence[str]) -> list[str]:
 def finish(command: Sequence[str], code: int = 0, seconds: float = 90) -> str:
     """What it said. Nobody may be left."""
     mark = str(uuid.uuid4())
+    environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "COLUMNS": "200"}
+    paths = [WITHOUT_CHARTS, *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "COLUMNS": "200", "MARK": mark},
+        env={**environment, "PYTHONPATH": ":".join(paths), "MARK": mark},
         capture_output=True,
         text=True,
         timeout=seconds,

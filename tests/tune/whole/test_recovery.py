@@ -16,7 +16,14 @@ from serve.tune.results import checkpoint, run_folder
 from tests.cluster.servers import BIN
 from tests.kernels import share_kernels
 from tests.test_launcher import Launch, wait_until
-from tests.tune.runs import finish, flags, launch, losses_of, valid_losses_of
+from tests.tune.runs import (
+    WITHOUT_CHARTS,
+    finish,
+    flags,
+    launch,
+    losses_of,
+    valid_losses_of,
+)
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -33,6 +40,8 @@ def train(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     """Starts a run that writes to `out`."""
     monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
     monkeypatch.setenv("COLUMNS", "200")
+    if "PYTHONPATH" not in os.environ:  # as with `hold`
+        monkeypatch.setenv("PYTHONPATH", WITHOUT_CHARTS)
     share_kernels(tmp_path)
     made: list[Launch] = []
 
