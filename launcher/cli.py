@@ -32,6 +32,7 @@ from launcher.supervisor import event_line, write_line
 from serve import __version__
 from serve.cli.flags import did_you_mean, parse
 from serve.cli.old_flags import current
+from serve.core.blas import with_openblas
 from serve.core.config import ServeConfig, check_ranges, flag
 from serve.core.errors import BrigadeError, UsageError
 
@@ -253,6 +254,8 @@ def launch(words: Sequence[str]) -> int:
         program_flags = check_words(command, flags.num_ranks)
         environment = {**os.environ, **environment}
         check_before([host_facts(None, [])], environment)
+        if command[0] == "fine-tune":  # Otherwise each rank would have to start itself again.
+            environment = with_openblas(environment)
         python = flags.python or sys.executable
         ranks = local_ranks([python, *program], flags.num_ranks, environment)
         return supervise(command, [HOST] * flags.num_ranks, ranks, program_flags)
