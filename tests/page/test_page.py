@@ -97,7 +97,7 @@ def settings(page: Page, **texts: str) -> None:
 # --- the pipeline
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_view_of_the_pipeline_shows_overlapping_steps_only_for_several_clients(
     cluster: Server, tab: Tab
 ) -> None:
