@@ -54,7 +54,7 @@ FIELDS: list[dict[str, Any]] = [
     {"temperature": 0.6, "logprobs": True, "prompt_logprobs": 1},
     {"temperature": 0.5, "bad_words": ["red", "the"]},
     {"temperature": 0.5, "logit_bias": {"40": 3, "50": -10}},
-    {"temperature": 0.9, "min_tokens": 30},
+    {"temperature": 0.9, "min_tokens": 18},
     {"temperature": 0.3, "stop": ["blue", "three o", "a"]},
     {"temperature": 0.3, "stop": ["e r"], "include_stop_str_in_output": True},
     {"temperature": 0, "response_format": {"type": "json_object"}},
@@ -65,7 +65,7 @@ FIELDS: list[dict[str, Any]] = [
     {"temperature": 0.7, "model": "pirate", "prediction": {"type": "content", "content": TEXT}},
     {"temperature": 0, "prediction": {"type": "content", "content": TEXT}},
     {"temperature": 0.2, "max_tokens": 5},
-    {"temperature": 0.2, "ignore_eos": True, "max_tokens": 60},
+    {"temperature": 0.2, "ignore_eos": True, "max_tokens": 40},
 ]
 
 
@@ -73,7 +73,7 @@ def bodies() -> Iterator[dict[str, Any]]:
     questions = itertools.cycle([*QUESTIONS, f"Say this twice: {TEXT}", f"Repeat: {TEXT}"])
     for seed, fields in enumerate(FIELDS):
         message = {"role": "user", "content": next(questions)}
-        body = {"model": "tiny-chat", "messages": [message], "max_tokens": 32, "seed": seed}
+        body = {"model": "tiny-chat", "messages": [message], "max_tokens": 20, "seed": seed}
         yield body | fields
 
 
