@@ -64,7 +64,6 @@ WALLS = {
 }
 
 OWNERS = {
-    "anyio": ["launcher.nodes.gateway"],
     "asyncssh": ["launcher.nodes.*"],
     "spake2": ["launcher.nodes.pairing"],
     "zeroconf": ["launcher.nodes.discovery"],

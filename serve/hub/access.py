@@ -46,6 +46,10 @@ class NoNeighbour(Retry):
     """No neighbour gives what only a neighbour can give."""
 
 
+class GatewayRefusal(Retry):
+    """A neighbour got nothing from the hub. It has explained why, for the user."""
+
+
 FAILURES: tuple[type[Exception], ...] = (
     Retry,
     *HfHubHTTPError.__bases__,
@@ -120,7 +124,7 @@ class Patience:
         self._sleep(seconds)
 
     def _seconds_before_retry(self, error: Exception) -> float:
-        requested = _requested_wait(error)
+        requested = wait_before_retry(error)
         if requested is not None:
             return min(requested, _MAX_REQUESTED_WAIT_SECONDS)
         backoff: float = _FIRST_WAIT_SECONDS * 2 ** (self._num_tries - 1)
@@ -153,6 +157,8 @@ def explain(error: Exception, repo: str) -> ModelError:
     known = _by_type(error, repo)
     if known is not None:
         return known
+    if isinstance(error, GatewayRefusal):
+        return HubError(f"A paired machine asked the hub: {error}")
     if isinstance(error, NoNeighbour):
         return HubError(f"{repo} cannot be fetched from other machines: {error}.")
     page = f"{constants.ENDPOINT}/{repo}"
@@ -205,7 +211,8 @@ def _may_pass(error: Exception) -> bool:
     return isinstance(error, FAILURES) and not isinstance(error, permanent)
 
 
-def _requested_wait(error: Exception) -> float | None:
+def wait_before_retry(error: Exception) -> float | None:
+    """Returns the wait that a server asked for, or None."""
     if isinstance(error, Retry):
         return error.wait_seconds
     response = getattr(error, "response", None)

@@ -3,18 +3,20 @@
 The machine that asks is the patient one: here a failure is told soon.
 """
 
+import time
 from functools import lru_cache
 
 from huggingface_hub import constants
 
 from serve.core.errors import ModelError
-from serve.hub.access import is_unresolved, patiently
+from serve.hub.access import HubError, is_unresolved, patiently, wait_before_retry
 from serve.hub.neighbours import NeighbourCaches
 from serve.hub.remote import RemoteFile
 from serve.hub.repo import download, list_files
 from serve.hub.snapshot import Snapshot, is_commit, is_offered
 
-MAX_TRIES = 2  # The second one is for an address that has expired.
+MAX_TRIES = 2  # The second one is for an address that has expired, or a connection that was cut.
+_MAX_SLEEP_SECONDS = 1.0
 _NUM_COMMITS = 16
 _NUM_FILES = 1024
 _WEIGHTS = ".safetensors"
@@ -22,6 +24,20 @@ _WEIGHTS = ".safetensors"
 
 class NoHubError(Exception):
     """This machine may not ask the hub, or has no way to it."""
+
+
+def sleep_briefly(seconds: float) -> None:
+    """Sleeps before another try. Raises HubError if that takes long: the machine that asks is to
+    wait."""
+    if seconds > _MAX_SLEEP_SECONDS:
+        raise HubError(f"{constants.ENDPOINT} asks to wait for {seconds:.0f} seconds")
+    time.sleep(seconds)
+
+
+def requested_wait(error: ModelError) -> float | None:
+    """Returns the wait that the hub asked for, in the answer that this error explains."""
+    reason = error.__cause__ or error.__context__
+    return wait_before_retry(reason) if isinstance(reason, Exception) else None
 
 
 class HubGateway:
@@ -44,7 +60,7 @@ class HubGateway:
         snapshot = self._snapshot_with(repo, commit, name)
         if name.endswith(_WEIGHTS):
             raise ModelError(f"{name} is fetched in parts.", code="malformed")
-        return patiently(repo, lambda: download(snapshot, name), MAX_TRIES).read_bytes()
+        return patiently(repo, lambda: download(snapshot, name), max_tries=1).read_bytes()
 
     def weight_file(self, repo: str, commit: str, name: str) -> RemoteFile:
         """Returns a file to read parts of. Raises ModelError and NoHubError."""
@@ -65,7 +81,7 @@ class HubGateway:
         if not self._may_ask:
             raise NoHubError
         try:
-            return list_files(repo, revision, MAX_TRIES)
+            return list_files(repo, revision, max_tries=1)
         except ModelError as error:
             if is_unresolved(error):
                 raise NoHubError from error

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import quote
 
 import httpx2
@@ -27,7 +27,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from serve.core.errors import ModelError
-from serve.hub.access import NoNeighbour, Retry, is_unresolved, wait_seconds
+from serve.hub.access import GatewayRefusal, NoNeighbour, Retry, is_unresolved, wait_seconds
 from serve.hub.digests import BLOCK_BYTES, content_digest, matches_etag
 from serve.hub.listing import FileListing, HeldRanges, HubRefusal
 from serve.hub.ranges import Range, subtract, total, union
@@ -375,16 +375,22 @@ class NeighbourCaches:
     def hub(
         self, place: str, headers: Mapping[str, str] | None = None
     ) -> Iterator[httpx2.Response]:
-        """The hub's answer, through a neighbour. Raises NoGatewayError if none may ask the hub,
-        ModelError if the hub refuses, and Retry."""
+        """The hub's answer, through a neighbour. If one gets nothing, the next is asked: its token
+        or its network may be better. Raises NoGatewayError if none may ask the hub, ModelError if
+        the hub refuses all of them, and Retry."""
+        refusals: list[Exception] = []
         for neighbour in sorted(self._usable(), key=_Neighbour.load):
             with neighbour.from_hub(place, headers) as response:
                 if response is None:
                     continue
                 if response.status_code >= 400:
-                    _raise_refusal(response)
+                    refusals.append(_refusal(response))
+                    continue
                 yield response
                 return
+        if refusals:
+            # One after which another try may succeed counts most.
+            raise min(refusals, key=lambda refusal: not isinstance(refusal, Retry))
         self._no_name = None  # The next try asks the hub itself.
         if self.may_return:
             raise NoNeighbour("those that may ask the hub do not answer")
@@ -457,12 +463,12 @@ def _content(response: httpx2.Response, max_bytes: int) -> bytes:
     return bytes(content)
 
 
-def _raise_refusal(response: httpx2.Response) -> NoReturn:
-    """Raises ModelError with the hub's reason, or Retry if another try may succeed."""
+def _refusal(response: httpx2.Response) -> Exception:
+    """Returns a ModelError with the hub's reason, or a Retry if another try may succeed."""
     try:
         refusal = msgspec.json.decode(_content(response, _MAX_REFUSAL_BYTES), type=HubRefusal)
     except (_WrongAnswerError, msgspec.DecodeError):
         refusal = HubRefusal(f"a neighbour answered {response.status_code}", ModelError.code)
     if response.status_code >= 500:
-        raise Retry(refusal.reason)
-    raise ModelError(refusal.reason, code=refusal.code)
+        return GatewayRefusal(refusal.reason, wait_seconds(response.headers))
+    return ModelError(refusal.reason, code=refusal.code)

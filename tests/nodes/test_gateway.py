@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from huggingface_hub import constants, hf_hub_download
 
 from serve.core.errors import ModelError
 from serve.hub import access, neighbours
-from serve.hub.access import HubError
+from serve.hub.access import HubError, Retry
 from serve.hub.partial import PartialModel
+from serve.hub.remote import RemoteFile
 from serve.hub.snapshot import ADAPTER
 from tests.errors import fails
 from tests.hub import checkpoints
@@ -27,12 +29,21 @@ from tests.test_launcher import ROOT, wait_until
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 
 SERVER = """
+import asyncio
+import signal
 import sys
 from pathlib import Path
-import uvicorn
+from launcher.nodes.serving import serving
 from launcher.nodes.weights import app
 cache, hub_cache, socket = map(Path, sys.argv[1:])
-uvicorn.run(app(cache, hub_cache), uds=str(socket), log_level="error")
+
+async def serve():
+    over = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)
+    async with serving(app(cache, hub_cache), str(socket)):
+        await over.wait()
+
+asyncio.run(serve())
 """
 
 
@@ -209,6 +220,58 @@ def caches() -> neighbours.NeighbourCaches:
     return neighbours.NeighbourCaches.of_environment()
 
 
+def test_a_wait_that_the_hub_asks_for_is_told(
+    hub: FakeHub,
+    machines: Machines,
+    serving: Callable[..., object],
+    offline: Callable[[], None],
+) -> None:
+    """The machine that asks waits itself. It would give up long before the gateway's answer."""
+    first, second = machines.make("first", "second")
+    serving(first)
+    offline()
+    file = second.pin().snapshot.files["model-00001-of-00003.safetensors"]
+    remote = RemoteFile(REPO, COMMIT, file, caches())
+    hub.faults.busy = 1
+    hub.faults.retry_after = "250"
+    waits: list[float] = []
+    assert b"".join(remote.read(0, 100, waits.append))
+    assert waits == [250]
+
+
+def test_the_reason_why_the_hub_gives_nothing_now_is_told_once(
+    hub: FakeHub,
+    machines: Machines,
+    serving: Callable[..., object],
+    offline: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(access, "_FIRST_WAIT_SECONDS", 0.0)
+    first, second = machines.make("first", "second")
+    serving(first)
+    offline()
+    hub.faults.busy_api = 100
+    with pytest.raises(HubError, match="A paired machine asked the hub") as caught:
+        second.pin()
+    assert str(caught.value).count("check the path and the network") == 1
+
+
+@pytest.mark.parametrize("status", [403, 503])
+def test_a_neighbour_that_the_hub_refuses_is_replaced(
+    hub: FakeHub,
+    machines: Machines,
+    serving: Callable[..., object],
+    offline: Callable[[], None],
+    status: int,
+) -> None:
+    first, second, third = machines.make("first", "second", "third")
+    hub.faults.gated = status
+    serving(first)
+    serving(third, HF_TOKEN=TOKEN)
+    offline()
+    assert fetch_all(second.pin()) == num_bytes()
+
+
 def test_a_neighbour_uses_its_own_token(
     hub: FakeHub,
     machines: Machines,
@@ -256,6 +319,59 @@ def test_a_model_that_the_cache_of_hugging_face_lacks_in_part_is_completed(
     size = (repo / "model-00001-of-00003.safetensors").stat().st_size
     held = size - checkpoints.header_sizes(repo)["model-00001-of-00003.safetensors"]
     assert fetch_all(second.pin()) == num_bytes() - held
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        f"/api/models/{REPO}/revision/main",
+        f"/{REPO}/resolve/{COMMIT}/config.json",
+        f"/{REPO}/resolve/{COMMIT}/model-00001-of-00003.safetensors",
+    ],
+)
+def test_a_node_ends_while_the_hub_is_silent(
+    hub: FakeHub,
+    machines: Machines,
+    serving: Callable[..., "subprocess.Popen[bytes]"],
+    place: str,
+) -> None:
+    (only,) = machines.make("only")
+    very_long = "100000"
+    process = serving(
+        only, HF_HUB_ETAG_TIMEOUT=very_long, HF_HUB_DOWNLOAD_TIMEOUT=very_long, HF_HUB_OFFLINE="0"
+    )
+    assert asked(machines, f"/api/models/{REPO}/revision/{COMMIT}") == 200
+    before = hub.requests.total()
+    hub.faults.silent_after = 0
+    hub.faults.is_silent = not place.endswith("safetensors")
+    with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(machines.socket("only")))) as client:
+        request = client.build_request(
+            "GET", f"http://x/.hub{place}", headers={"Range": "bytes=0-9"}
+        )
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(client.send, request)
+            wait_until(lambda: hub.requests.total() > before)
+            process.terminate()
+            process.wait(60)
+            assert answer.exception() or answer.result().status_code >= 500
+
+
+@pytest.mark.slow
+def test_a_silent_hub_is_told_before_the_machine_that_asks_gives_up(
+    hub: FakeHub,
+    machines: Machines,
+    serving: Callable[..., object],
+    offline: Callable[[], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second = machines.make("first", "second")
+    serving(first, HF_HUB_ETAG_TIMEOUT="100000")
+    offline()
+    second.act()
+    hub.faults.is_silent = True
+    with pytest.raises(Retry, match="hub"):
+        caches().snapshot_of_hub(REPO, "main")
+    assert "neighbour_away" not in caplog.text
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
