@@ -20,13 +20,7 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 
 from serve import __version__
 from serve.core.errors import ModelError
-from serve.hub.access import (
-    FAILURES,
-    NoNeighbour,
-    Patience,
-    Retry,
-    wait_seconds,
-)
+from serve.hub.access import FAILURES, NoNeighbour, Patience, Retry, wait_seconds
 from serve.hub.neighbours import NeighbourCaches, NoGatewayError, Wanted
 from serve.hub.repo import LIBRARY
 from serve.hub.snapshot import RepoFile, is_published
@@ -123,8 +117,13 @@ class RemoteFile:
             return
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
         asked = {**place.headers, **headers}
-        with get_session().stream("GET", place.url, headers=asked, timeout=timeout) as response:
-            yield place, response
+        try:
+            with get_session().stream("GET", place.url, headers=asked, timeout=timeout) as response:
+                yield place, response
+        except FAILURES as error:
+            if self._neighbours.note_failure(error):
+                self._place = None  # The next try asks a neighbour.
+            raise
 
     def _check(self, place: _Place, response: Any, start: int, end: int) -> None:
         """Raises Retry or ModelError if the response does not match the request."""

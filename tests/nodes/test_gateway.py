@@ -4,6 +4,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from huggingface_hub import constants, hf_hub_download
+from huggingface_hub import close_session, constants, hf_hub_download
 
 from serve.core.errors import ModelError
 from serve.hub import access, neighbours
@@ -149,6 +151,48 @@ def test_a_machine_without_a_way_to_the_hub_needs_no_variable(
         assert fetch_all(second.pin()) == num_bytes()
 
 
+def test_a_machine_that_loses_its_way_to_the_hub_meanwhile_asks_a_neighbour(
+    hub: FakeHub,
+    machines: Machines,
+    serving: Callable[..., object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(access, "_FIRST_WAIT_SECONDS", 0.0)
+    first, second = machines.make("first", "second")
+    serving(first)
+    second.act()
+    model = second.pin()
+    with without_names(monkeypatch):
+        close_session()
+        assert fetch_all(model) == num_bytes()
+
+
+def test_threads_share_the_failure_of_the_one_that_asks_for_the_address(
+    hub: FakeHub, machines: Machines
+) -> None:
+    (only,) = machines.make("only")
+    file = only.pin().snapshot.files["model-00001-of-00003.safetensors"]
+    remote = RemoteFile(REPO, COMMIT, file, caches())
+    num_threads = 8
+    together = threading.Barrier(num_threads)
+    hub.requests.clear()
+    hub.faults.gated = 403
+    hub.faults.is_silent = True
+
+    def read(_: int) -> None:
+        together.wait()
+        with fails(ModelError, "licence", "licence"):
+            list(remote.read(0, 10, max_tries=1))
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        work = pool.map(read, range(num_threads))
+        wait_until(lambda: hub.requests.total() > 0)
+        time.sleep(0.5)  # for the others to come
+        hub.faults.is_silent = False
+        list(work)
+    assert hub.requests.total() < num_threads
+
+
 def test_an_adapter_comes_through_a_neighbour(
     hub: FakeHub,
     machines: Machines,
@@ -256,16 +300,14 @@ def test_the_reason_why_the_hub_gives_nothing_now_is_told_once(
     assert str(caught.value).count("check the path and the network") == 1
 
 
-@pytest.mark.parametrize("status", [403, 503])
 def test_a_neighbour_that_the_hub_refuses_is_replaced(
     hub: FakeHub,
     machines: Machines,
     serving: Callable[..., object],
     offline: Callable[[], None],
-    status: int,
 ) -> None:
     first, second, third = machines.make("first", "second", "third")
-    hub.faults.gated = status
+    hub.faults.gated = 403
     serving(first)
     serving(third, HF_TOKEN=TOKEN)
     offline()
