@@ -138,6 +138,10 @@ class _Answers:
         try:
             async with asyncio.timeout(_MAX_SECONDS), self._places:
                 yield
+        except ModelError as error:
+            if error.code == "changed_file":
+                self._hub.forget_files()  # The next fetch starts anew.
+            raise
         except TimeoutError as error:
             raise HubError(f"the hub has not answered for {_MAX_SECONDS:.0f} seconds") from error
 

@@ -66,6 +66,10 @@ class HubGateway:
         """Returns a file to read parts of. Raises ModelError and NoHubError."""
         return self._part_of(repo, commit, name)
 
+    def forget_files(self) -> None:
+        """Forgets the addresses of files, and what the answers from there were like."""
+        self._part_of.cache_clear()
+
     def _find(self, repo: str, commit: str, name: str) -> RemoteFile:
         file = self._snapshot_with(repo, commit, name).files[name]
         return RemoteFile(repo, commit, file, NeighbourCaches(()))

@@ -264,6 +264,24 @@ def caches() -> neighbours.NeighbourCaches:
     return neighbours.NeighbourCaches.of_environment()
 
 
+def test_a_file_that_changed_can_be_fetched_by_starting_again(
+    hub: FakeHub,
+    machines: Machines,
+    serving: Callable[..., object],
+    offline: Callable[[], None],
+) -> None:
+    """The error says so. The node runs on, and must forget the file as it was."""
+    first, second = machines.make("first", "second")
+    serving(first)
+    offline()
+    model = second.pin()
+    hub.faults.change_after = 0
+    with fails(ModelError, "changed_file", "start again"):
+        model.fetch(checkpoints.tensors(), nobody)
+    model = second.pin()
+    assert model.fetch(checkpoints.tensors(), nobody) == num_bytes()
+
+
 def test_a_wait_that_the_hub_asks_for_is_told(
     hub: FakeHub,
     machines: Machines,
