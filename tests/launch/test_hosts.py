@@ -277,9 +277,9 @@ def relaunch(launch: Start, monkeypatch: pytest.MonkeyPatch) -> Start:
 
 
 def test_a_killed_rank_is_started_again_on_its_host_in_the_same_ring(relaunch: Start) -> None:
-    launched = relaunch(TELL + SLEEP).see("up", 2)
+    launched = relaunch(TELL + SLEEP).see("] up", 2)
     os.kill(launched.pids[1], signal.SIGKILL)
-    launched.see("up", 3)
+    launched.see("] up", 3)
     first, second = (rank for rank in environments(launched) if rank["MLX_RANK"] == "1")
     assert first["BRIGADE_SECRET"] == second["BRIGADE_SECRET"]
     launched.process.send_signal(signal.SIGTERM)
@@ -447,7 +447,7 @@ def test_a_rank_gets_only_given_and_allowed_variables(
 
 def test_no_secret_is_on_a_command_line(launch: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_do_not_show")
-    launched = launch(TELL + SLEEP).see("up", 2)
+    launched = launch(TELL + SLEEP).see("] up", 2)
     secrets = {environments(launched)[0]["BRIGADE_SECRET"], "hf_do_not_show"}
     lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
     assert not [line for line in lines if any(s in word for s in secrets for word in line)]
