@@ -1,11 +1,11 @@
 """A machine that may not ask the hub reads it through a paired one that may."""
 
+import gc
 import os
 import socket
 import subprocess
 import sys
-import threading
-import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -68,6 +68,11 @@ def serving(machines: Machines, hub: FakeHub) -> Iterator[Callable[..., "subproc
             return process
 
         yield serve
+    with warnings.catch_warnings():
+        # httpcore2 leaves a unix socket to the collector if nobody listens there. It must not be
+        # found during another test.
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 def answers(path: Path) -> bool:
@@ -165,32 +170,6 @@ def test_a_machine_that_loses_its_way_to_the_hub_meanwhile_asks_a_neighbour(
     with without_names(monkeypatch):
         close_session()
         assert fetch_all(model) == num_bytes()
-
-
-def test_threads_share_the_failure_of_the_one_that_asks_for_the_address(
-    hub: FakeHub, machines: Machines
-) -> None:
-    (only,) = machines.make("only")
-    file = only.pin().snapshot.files["model-00001-of-00003.safetensors"]
-    remote = RemoteFile(REPO, COMMIT, file, caches())
-    num_threads = 8
-    together = threading.Barrier(num_threads)
-    hub.requests.clear()
-    hub.faults.gated = 403
-    hub.faults.is_silent = True
-
-    def read(_: int) -> None:
-        together.wait()
-        with fails(ModelError, "licence", "licence"):
-            list(remote.read(0, 10, max_tries=1))
-
-    with ThreadPoolExecutor(num_threads) as pool:
-        work = pool.map(read, range(num_threads))
-        wait_until(lambda: hub.requests.total() > 0)
-        time.sleep(0.5)  # for the others to come
-        hub.faults.is_silent = False
-        list(work)
-    assert hub.requests.total() < num_threads
 
 
 def test_an_adapter_comes_through_a_neighbour(
