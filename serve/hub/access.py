@@ -158,7 +158,7 @@ def explain(error: Exception, repo: str) -> ModelError:
     if known is not None:
         return known
     if isinstance(error, GatewayRefusal):
-        return HubError(f"A paired machine asked the hub: {error}")
+        return HubError(str(error))
     if isinstance(error, NoNeighbour):
         return HubError(f"{repo} cannot be fetched from other machines: {error}.")
     page = f"{constants.ENDPOINT}/{repo}"

@@ -469,6 +469,7 @@ def _refusal(response: httpx2.Response) -> Exception:
         refusal = msgspec.json.decode(_content(response, _MAX_REFUSAL_BYTES), type=HubRefusal)
     except (_WrongAnswerError, msgspec.DecodeError):
         refusal = HubRefusal(f"a neighbour answered {response.status_code}", ModelError.code)
+    reason = f"A paired machine asked the hub: {refusal.reason}"
     if response.status_code >= 500:
-        return GatewayRefusal(refusal.reason, wait_seconds(response.headers))
-    return ModelError(refusal.reason, code=refusal.code)
+        return GatewayRefusal(reason, wait_seconds(response.headers))
+    return ModelError(reason, code=refusal.code)

@@ -231,7 +231,7 @@ def test_the_refusal_of_the_hub_is_told(
     hub.faults.gated = 403
     serving(first)
     offline()
-    with fails(ModelError, "licence", "licence"):
+    with fails(ModelError, "licence", "A paired machine asked the hub: .*accept its licence"):
         second.pin()
     hub.faults.gated = None
     with fails(ModelError, "not_on_hub", "no/such"):
