@@ -232,11 +232,15 @@ def test_an_announcement_that_fails_leaves_nothing_open(monkeypatch: pytest.Monk
         raise zeroconf.Error("no")
 
     async def test() -> None:
+        num_before = psutil.Process().num_fds()
         own = SeenNode("key", "n", "1", [], 1)
         announcing = asyncio.create_task(discovery.announce(own, discovery.Seen()))
         while len(num_open) < 10:
             assert not announcing.done()
             await asyncio.sleep(0.01)
+        # Not in the middle of a try, which would leave sockets to the collector.
+        while psutil.Process().num_fds() > num_before:
+            await asyncio.sleep(0.001)
         announcing.cancel()
 
     monkeypatch.setattr(AsyncZeroconf, "async_register_service", fail)
