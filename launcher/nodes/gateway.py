@@ -3,18 +3,15 @@
 GET /api/models/REPO/revision/REVISION    the files of a commit
 GET /REPO/resolve/COMMIT/FILE             a range of a weight file, or another file whole
 
-A machine that cannot ask the hub answers 404. Why the hub or this machine refuses is told as a
-HubRefusal.
+If this machine cannot ask the hub, the answer is 404. Any other error has a HubRefusal as its body.
 """
 
 import asyncio
 import re
 import threading
-import weakref
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -27,8 +24,8 @@ from serve.hub.access import HubError
 from serve.hub.gateway import MAX_TRIES, HubGateway, NoHubError, requested_wait, sleep_briefly
 from serve.hub.listing import FileListing, HubRefusal, to_json
 
-_NUM_AT_ONCE = 64  # Threads that ask the hub: eight ranks have eight connections each.
-# The machine that asks gives up after 20 seconds, and then believes that this one is away.
+_NUM_AT_ONCE = 64  # threads that ask the hub: eight ranks have eight connections each
+# The other machine gives up after 20 seconds, and then takes this one for lost.
 _MAX_SECONDS = 15.0
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})", re.ASCII)
 
@@ -36,7 +33,7 @@ Result = TypeVar("Result")
 
 
 def gateway() -> Starlette:
-    """Returns an ASGI app."""
+    """Returns the ASGI app that asks the hub with this machine's token."""
     answers = _Answers()
     return Starlette(
         routes=[
@@ -47,26 +44,14 @@ def gateway() -> Starlette:
     )
 
 
-class _Worker:
-    """A thread that makes one call after another, and ends when nobody holds this object any more.
-    The end of the process does not wait for it, because the hub may be silent."""
+async def _in_thread(function: Callable[[], Result]) -> Result:
+    """Returns what the function returns. If this is cancelled, the function goes on.
 
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=_work, args=(self._calls,), name="gateway", daemon=True).start()
-        weakref.finalize(self, self._calls.put, None)
-
-    async def call(self, function: Callable[[], Result]) -> Result:
-        """Returns what the function returns. If this is cancelled, the function goes on."""
-        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._calls.put(partial(_call, function, future))
-        return await future
-
-
-def _work(calls: "SimpleQueue[Callable[[], None] | None]") -> None:
-    while call := calls.get():
-        call()
-        del call  # It holds the connection to the hub.
+    Its thread is a daemon, unlike those of asyncio and anyio: a node that ends must not wait for a
+    silent hub."""
+    future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+    threading.Thread(target=_call, args=(function, future), name="gateway", daemon=True).start()
+    return await future
 
 
 def _call(function: Callable[[], Result], future: "asyncio.Future[Result]") -> None:
@@ -95,42 +80,43 @@ class _Answers:
         asked = request.path_params
         find = partial(self._hub.snapshot, asked["repo"], asked["revision"])
         async with self._place():
-            snapshot = await _Worker().call(find)
+            snapshot = await _in_thread(find)
         return Response(to_json(FileListing.of(snapshot)), media_type="application/json")
 
     async def send(self, request: Request) -> Response:
         async with self._place():
-            return await self._send(_Worker(), request)
+            return await self._send(request)
 
-    async def _send(self, worker: _Worker, request: Request) -> Response:
+    async def _send(self, request: Request) -> Response:
         file = [request.path_params[key] for key in ("repo", "revision", "file")]
         asked = _RANGE.fullmatch(request.headers.get("range", ""))
         if not asked:
-            return Response(await worker.call(partial(self._hub.small_file, *file)))
-        remote = await worker.call(partial(self._hub.weight_file, *file))
+            return Response(await _in_thread(partial(self._hub.small_file, *file)))
+        remote = await _in_thread(partial(self._hub.weight_file, *file))
         start = int(asked[1])
         end = int(asked[2]) + 1
         size = remote.file.size
         if not start < end <= size:
             return Response(status_code=416, headers={"Content-Range": f"bytes */{size}"})
         pieces = remote.read(start, end, sleep_briefly, MAX_TRIES)
-        first = await worker.call(partial(next, pieces, b""))
+        first = await _in_thread(partial(next, pieces, b""))
         headers = {
             "ETag": f'"{remote.file.etag}"',
             "X-Repo-Commit": remote.commit,
             "Content-Range": f"bytes {start}-{end - 1}/{size}",
             "Content-Length": f"{end - start}",
         }
-        return StreamingResponse(self._all(worker, first, pieces), 206, headers)
+        return StreamingResponse(self._all(first, pieces), 206, headers)
 
     async def _all(
-        self, worker: _Worker, first: bytes, pieces: Generator[bytes, None, None]
+        self, first: bytes, pieces: Generator[bytes, None, None]
     ) -> AsyncIterator[bytes]:
-        # Nobody closes the pieces: the thread may still wait for one. The last to drop them does.
+        # The pieces are not closed here, because a thread may still be waiting for one. They are
+        # closed when the last reference to them is gone.
         while first:
             yield first
             async with self._place():
-                first = await worker.call(partial(next, pieces, b""))
+                first = await _in_thread(partial(next, pieces, b""))
 
     @asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
@@ -140,7 +126,7 @@ class _Answers:
                 yield
         except ModelError as error:
             if error.code == "changed_file":
-                self._hub.forget_files()  # The next fetch starts anew.
+                self._hub.forget_files()  # So that the next fetch succeeds.
             raise
         except TimeoutError as error:
             raise HubError(f"the hub has not answered for {_MAX_SECONDS:.0f} seconds") from error

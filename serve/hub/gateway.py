@@ -1,6 +1,6 @@
 """Asks the hub for paired machines that may not (HF_HUB_OFFLINE), or have no way to it.
 
-The machine that asks is the patient one: here a failure is told soon.
+Failures are reported at once: the other machine decides whether to try again.
 """
 
 import time
@@ -27,8 +27,8 @@ class NoHubError(Exception):
 
 
 def sleep_briefly(seconds: float) -> None:
-    """Sleeps before another try. Raises HubError if that takes long: the machine that asks is to
-    wait."""
+    """Sleeps before another try. Raises HubError instead of a long sleep: the other machine has to
+    wait then."""
     if seconds > _MAX_SLEEP_SECONDS:
         raise HubError(f"{constants.ENDPOINT} asks to wait for {seconds:.0f} seconds")
     time.sleep(seconds)

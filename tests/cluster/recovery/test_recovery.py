@@ -139,7 +139,7 @@ class Killer:
             self.count_others(engines)
 
     def wait_for_recovery(self, num_recoveries: int) -> None:
-        """Waits until the log has one more than so many."""
+        """Waits until the log holds one more of these lines than before."""
         deadline = time.monotonic() + LOG_SECONDS
         while self.server.text.count("event=recovered") == num_recoveries:
             assert time.monotonic() < deadline, self.server.text[-3000:]
