@@ -61,7 +61,7 @@ class Wanted(NamedTuple):
 
 
 class NoGatewayError(Exception):
-    """No neighbour may ask the hub, or can."""
+    """No neighbour can ask the hub, or none is allowed to."""
 
 
 class _NotHeldError(Exception):
@@ -126,7 +126,7 @@ class _Neighbour:
         self.was_wrong = False
 
     def load(self) -> tuple[bool, int]:
-        """Sorts neighbours by which of them to ask first."""
+        """Returns the key by which neighbours are sorted: the first one is asked first."""
         return self._num_failures > 0, self.num_active
 
     @property
@@ -320,8 +320,9 @@ class NeighbourCaches:
         return OfflineModeIsEnabled() if constants.HF_HUB_OFFLINE else self._no_name
 
     def note_failure(self, error: Exception) -> bool:
-        """Whether to ask the hub through a neighbour from now on: its name cannot be resolved, as
-        on a machine whose only cable leads to another one."""
+        """Notes if an error means that the hub's name cannot be resolved, as on a machine whose
+        only cable leads to another one. Returns whether to ask the hub through a neighbour from
+        now on."""
         if is_unresolved(error) and self._all:
             self._no_name = error
         return self.why_no_hub is not None
@@ -389,7 +390,7 @@ class NeighbourCaches:
                 yield response
                 return
         if refusals:
-            # One after which another try may succeed counts most.
+            # An error that may pass goes first: then the hub is asked again.
             raise min(refusals, key=lambda refusal: not isinstance(refusal, Retry))
         self._no_name = None  # The next try asks the hub itself.
         if self.may_return:
