@@ -487,6 +487,7 @@ def test_a_client_of_http_1_0_that_closes_its_sending_side_is_awaited_for_a_whil
     with hasty.connect() as connection, contextlib.suppress(ConnectionResetError):
         connection.sendall(request_bytes().replace(b"HTTP/1.1", b"HTTP/1.0"))
         connection.shutdown(socket.SHUT_WR)
+        wait_until(lambda: bool(engine.generations))
         times.pass_(times.LINGER)
         assert read_all(connection) == b""
     assert engine.generations[0].closed.wait(60)
