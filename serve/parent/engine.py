@@ -23,6 +23,10 @@ _DUMP_SECONDS = 0.3
 _END_SECONDS = 15.0 if sys.platform == "darwin" else 5.0
 _UNUSED_END_SECONDS = 1.0
 _KILLED_SECONDS = 10.0
+_WHY_KILLED = (
+    '"it did not end when it was asked to; '
+    'on a Mac, the memory that it had wired may stay taken until the next boot"'
+)
 _LEAVE_SECONDS = 5.0
 # How long an engine may compute after its ring is lost: it can leave only when its step ends. As
 # for the stall time-out, a long prefill of a large model may take all of this time.
@@ -168,7 +172,7 @@ class EngineProcess:
             seconds = _END_SECONDS if self._heard_at else _UNUSED_END_SECONDS
             await self._wait_for_end(seconds)
         if self.is_alive:
-            _logger.warning("event=engine_killed pid=%d", self.pid)
+            _logger.warning("event=engine_killed pid=%d reason=%s", self.pid, _WHY_KILLED)
             self._process.kill()
         await self.link.close()
         try:

@@ -121,3 +121,4 @@ async def test_an_engine_that_cannot_end_is_killed_if_it_is_late_or_silent(
     assert await engine.wait() == -signal.SIGKILL
     assert time.monotonic() - started < 60, "its parent waited although it was silent"
     assert "event=engine_killed" in caplog.text
+    assert "memory that it had wired" in caplog.text
