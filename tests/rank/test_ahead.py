@@ -21,6 +21,7 @@ from tests.rank.test_pipeline import (
     GREEDY,
     LLAMA,
     PROMPTS,
+    FromPart,
     LocalPipeline,
     pipeline,
     running,
@@ -119,15 +120,35 @@ def test_a_step_whose_sampling_needs_earlier_tokens_waits_for_them(log: list[str
 
 @contextmanager
 def counting(local: LocalPipeline) -> Iterator[list[str]]:
-    """Runs a pipeline, and lists its steps that begin behind another."""
+    """Runs a pipeline, and lists its steps that begin behind another. A step loop looks for one
+    when the scheduler has seen all results and sent what it can: else it depends on the machine
+    whether a step comes in time."""
     ahead: list[str] = []
-    built = local._built
+    num_put, num_wanted = 0, 0
+    all_seen = threading.Condition()
+    is_over = False
+    built, put, get = local._built, local.results.put, local.results.get
+
+    def counted_put(result: Result | FromPart) -> None:
+        nonlocal num_put
+        with all_seen:
+            num_put += 1
+        put(result)
+
+    def counted_get(timeout: float) -> Result | FromPart:
+        nonlocal num_wanted
+        with all_seen:
+            num_wanted += 1
+            all_seen.notify()
+        return get(timeout=timeout)
 
     def counted(loop: object) -> None:
         built(loop)  # type: ignore[arg-type]
         following = loop._following  # type: ignore[attr-defined]
 
         def count(step: Step, seconds: float) -> Step | None:
+            with all_seen:
+                assert all_seen.wait_for(lambda: is_over or num_wanted > num_put, 60)
             found: Step | None = following(step, seconds)
             if found:
                 ahead.append("step")
@@ -136,8 +157,15 @@ def counting(local: LocalPipeline) -> Iterator[list[str]]:
         loop._following = count  # type: ignore[attr-defined]
 
     local._built = counted  # type: ignore[method-assign]
+    local.results.put = counted_put  # type: ignore[method-assign,assignment]
+    local.results.get = counted_get  # type: ignore[method-assign,assignment]
     with running(local):
-        yield ahead
+        try:
+            yield ahead
+        finally:
+            with all_seen:
+                is_over = True
+                all_seen.notify()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma4_text", "recurrent_gemma"])

@@ -377,7 +377,7 @@ def test_ranks_with_different_models_are_refused_with_the_digest_of_each(tmp_pat
     def command(rank: int, model: Path) -> list[str]:
         control = f"BRIGADE_CONTROL=127.0.0.1:{ports[2]}"
         variables = [f"MLX_RANK={rank}", f"MLX_HOSTFILE={hostfile}", control]
-        flags = serve_flags(ports[3], model, "--join-timeout", "6")
+        flags = serve_flags(ports[3], model, "--join-timeout", "60")
         return ["env", *variables, *alone(flags)]
 
     with started(command(1, other)) as rank_1:
