@@ -51,6 +51,7 @@ class Server:
     log: list[str] = field(default_factory=list)
     host: str = "127.0.0.1"
     clients: list[openai.OpenAI] = field(default_factory=list)
+    reader: threading.Thread | None = None
 
     @property
     def url(self) -> str:
@@ -58,6 +59,9 @@ class Server:
 
     @property
     def text(self) -> str:
+        """What it has printed; all of it, if it has ended."""
+        if self.reader and self.process.poll() is not None:
+            self.reader.join(LOG_SECONDS)
         return "".join(self.log)
 
     def client(self, **options: Any) -> openai.OpenAI:
@@ -132,7 +136,7 @@ def started(command: Sequence[str], port: int = 0) -> Iterator[Server]:
         text=True,
     )
     server = Server(process, port)
-    reader = threading.Thread(target=_read, args=(server,))
+    reader = server.reader = threading.Thread(target=_read, args=(server,))
     reader.start()
     family: list[psutil.Process] = []
     try:
@@ -157,8 +161,9 @@ def _end(process: subprocess.Popen[str], family: list[psutil.Process]) -> None:
         process.kill()
         process.wait()
     for left in psutil.wait_procs(family, timeout=0.1)[1]:
-        # mlx.launch leaves its ranks running.
-        left.kill()
+        # mlx.launch leaves its ranks running. An engine ends when its parent is killed.
+        with suppress(psutil.NoSuchProcess):
+            left.kill()
     psutil.wait_procs(family, timeout=5)
 
 
