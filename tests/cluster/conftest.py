@@ -11,7 +11,8 @@ from tests.cluster.servers import TINY_CHAT, Server, quick, running
 
 @pytest.fixture(scope="package")
 def server() -> Iterator[Server]:
-    with running(2) as running_server:
+    # A thousand clients that come at once may take long to send their headers.
+    with running(2, quick(header_timeout=60)) as running_server:
         yield running_server
 
 

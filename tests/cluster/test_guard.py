@@ -3,9 +3,7 @@
 import asyncio
 import collections
 import json
-import os
 import resource
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +45,19 @@ def test_keys_are_read_from_a_file_and_from_a_variable(
 def test_a_drained_cluster_finishes_its_stream_and_ends_with_code_0() -> None:
     with running(2) as server:
         family = server.family()
+        engine = server.engines()[1]
         body = {**CHAT, "messages": user("Say the alphabet."), "max_tokens": 100, "stream": True}
+        body["ignore_eos"] = True
         url = f"{server.url}/v1/chat/completions"
         with httpx2.stream("POST", url, json=body) as reply:
             lines = reply.iter_lines()
             next(lines)
+            engine.suspend()  # So that the stream has not ended by the time of the next request.
             assert httpx2.post(server.url + "/admin/drain").status_code == 202
             refused = httpx2.post(url, json=body)
             assert refused.status_code == 503
             assert int(refused.headers["retry-after"]) > 0
+            engine.resume()
             assert "data: [DONE]" in list(lines)
         assert server.process.wait(60) == 0, server.text
         assert gone(family, 60)
@@ -64,15 +66,16 @@ def test_a_drained_cluster_finishes_its_stream_and_ends_with_code_0() -> None:
 
 def test_after_a_signal_answers_get_no_more_time_than_the_drain_timeout() -> None:
     with running(2, "--drain-timeout", "0.3") as server:
-        body = {**CHAT, "messages": user("Say the alphabet."), "stream": True}
+        engine = server.engines()[1]
+        body = {**CHAT, "messages": user("Say the alphabet."), "stream": True, "ignore_eos": True}
         url = f"{server.url}/v1/chat/completions"
         with httpx2.stream("POST", url, json=body) as reply:
             lines = reply.iter_lines()
             next(lines)
-            os.kill(server.engines()[1].pid, signal.SIGSTOP)
+            engine.suspend()
             server.process.terminate()
             rest = list(filter(None, lines))
-        assert "event=draining seconds=0.3 answers=1" in server.text
+        server.wait_for_log("event=draining seconds=0.3 answers=1")
         assert "The server is stopping." in rest[-2]
         assert rest[-1] == "data: [DONE]"
         assert server.process.wait(60) == 0, server.text
@@ -132,7 +135,8 @@ def at_once_again(server: Server) -> bool:
 
 
 def test_a_thousand_clients_above_the_limits_all_get_an_http_status() -> None:
-    with running(1, quick(max_connections=600), "--max-queue", "50", launch=alone) as server:
+    limits = quick(max_connections=600, header_timeout=60)
+    with running(1, limits, "--max-queue", "50", launch=alone) as server:
         found = at_once(server)
         assert found["HTTP/1.1 503 Service Unavailable"] > 0, found
         assert sum(found.values()) == NUM_CLIENTS

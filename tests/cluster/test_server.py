@@ -103,8 +103,7 @@ def test_an_answer_ended_by_a_stop_string_is_kept_for_the_next_turn(server: Serv
     messages = [system, *user("Say the alphabet.")]
     first = create(**CHAT, messages=messages, stop=[" c"], max_tokens=40)
     assert first.choices[0].finish_reason == "stop"
-    wait_until_idle(server)
-    time.sleep(0.3)  # The steps under way end after the answer.
+    wait_until_idle(server)  # The steps under way end after the answer.
     messages += [first.choices[0].message.to_dict(), *user("What is the capital of Spain?")]
     second = create(**CHAT, messages=messages)
     assert first.usage
@@ -166,7 +165,6 @@ def test_four_requests_keep_both_stages_busy_and_one_request_does_not(server: Se
         )
 
     wait_until_idle(server)
-    time.sleep(0.3)  # A step after a sequence's last token may be under way.
     since = time.time()
     count(clients[0])
     both, either = overlap(spans(server, since))
@@ -187,14 +185,17 @@ def test_four_requests_keep_both_stages_busy_and_one_request_does_not(server: Se
 # --- what goes wrong
 
 
-def running_and_waiting(server: Server) -> int:
+def is_idle(server: Server) -> bool:
+    """Whether no sequence runs or waits, and no step of one that has ended is under way."""
     pipeline = server.get("/admin/pipeline")
-    return int(pipeline["num_running"] + pipeline["num_waiting"])
+    num_kept = pipeline["prefix_cache"]["num_tokens"]
+    is_busy = pipeline["num_running"] or pipeline["num_waiting"]
+    return not is_busy and pipeline["kv_tokens"] == num_kept
 
 
 def wait_until_idle(server: Server) -> None:
     deadline = time.monotonic() + 60
-    while running_and_waiting(server):
+    while not is_idle(server):
         assert time.monotonic() < deadline, "a sequence nobody waits for still runs"
         time.sleep(0.02)
 

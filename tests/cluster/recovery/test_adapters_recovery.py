@@ -47,10 +47,12 @@ def test_answers_and_versions_of_adapters_survive_killed_engines(
     expected = {job: answer(models[job[0]], job[1]) for job in jobs}
 
     def kill() -> None:
-        for _ in range(2):
+        for number in range(2):
             time.sleep(0.2)
             cluster.wait_until_ready()
             cluster.engines()[0].kill()
+            # Until the kill is noticed, the cluster says that it is ready.
+            wait_until(lambda n=number: cluster.text.count("event=recovered") > n)
 
     killing = threading.Thread(target=kill)
     killing.start()

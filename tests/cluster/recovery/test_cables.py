@@ -16,6 +16,7 @@ import pytest
 
 from serve.selftest.report import Line, Verdict
 from serve.selftest.section import Context, SectionRun
+from tests.cluster.recovery.crowd import is_engine
 from tests.cluster.recovery.test_namespaces import ip
 from tests.cluster.recovery.test_recovery import Stream, check_same, run_streams
 from tests.cluster.servers import (
@@ -141,11 +142,8 @@ def serving(hosts: Hosts, *flags: str, written: Sequence[str] = ()) -> Iterator[
 
 def engine(server: Server, rank: int) -> psutil.Process:
     """Returns a rank's engine. Only clients on rank 0's host may ask the server for it."""
-    (found,) = [
-        process
-        for process in server.family()
-        if "serve.rank.worker" in process.cmdline() and process.environ()["MLX_RANK"] == str(rank)
-    ]
+    workers = filter(is_engine, server.family())
+    (found,) = [worker for worker in workers if worker.environ()["MLX_RANK"] == str(rank)]
     return found
 
 
