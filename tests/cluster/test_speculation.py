@@ -43,6 +43,7 @@ LIST = {"type": "array", "items": {"type": "string", "maxLength": 8}, "minItems"
 OBJECT = {"type": "object", "properties": {"words": LIST}, "required": ["words"]}
 NUM_DRAFT_LAYERS = 2
 LAYOUTS = [(2, ()), (2, ("--tensor-parallel-size", "2")), (4, ("--tensor-parallel-size", "2"))]
+INSIDE = str(Path(__file__).parent / "shards" / "inside")
 TEXT = "red green blue red green blue one two three one two three"
 FIELDS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -67,6 +68,12 @@ FIELDS: list[dict[str, Any]] = [
     {"temperature": 0.2, "max_tokens": 5},
     {"temperature": 0.2, "ignore_eos": True, "max_tokens": 40},
 ]
+
+
+@pytest.fixture(autouse=True)
+def _cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, a few steps with drafts may be so slow that drafts seem not to pay."""
+    monkeypatch.setenv("PYTHONPATH", INSIDE)
 
 
 def bodies() -> Iterator[dict[str, Any]]:

@@ -1,6 +1,6 @@
-"""Python runs this first where PYTHONPATH has its folder: it lets a test say which steps share the
-head, whatever rank 0 has measured, and notes the steps that did. Drafts cost little, so that their
-number does not depend on what was measured either.
+"""Python runs this first where PYTHONPATH has its folder: drafts cost little, so that their number
+does not depend on what was measured. With SHARED_HEAD, it also lets a test say which steps share
+the head, whatever rank 0 has measured, and notes the steps that did.
 
 SHARED_HEAD has the folder of both. Its file max_tokens is the largest number of tokens of a step
 that shares the head. Each engine of the last stage writes a file of its own with a line for each
@@ -11,13 +11,13 @@ import os
 import sys
 from pathlib import Path
 
-if "serve.rank.worker" in sys.orig_argv:
+if "serve.rank.worker" in sys.orig_argv and "SHARED_HEAD" in os.environ:
     from serve.core.ops import ShareHead
     from serve.model.head import SharedHead
     from serve.rank.step_loop import StepLoop
 
     _folder = Path(os.environ["SHARED_HEAD"])
-    _forward = StepLoop.forward
+    _forward = StepLoop._forward
 
     def _noting_forward(self, step, received):
         if step.ops(ShareHead) and self.stage.is_last:
@@ -25,7 +25,7 @@ if "serve.rank.worker" in sys.orig_argv:
                 file.write(f"{len(step.rows)} {step.num_drafts}\n")
         return _forward(self, step, received)
 
-    StepLoop.forward = _noting_forward
+    StepLoop._forward = _noting_forward
     SharedHead.max_tokens = property(
         lambda self: int((_folder / "max_tokens").read_text()),
         lambda self, measured: None,
