@@ -36,7 +36,7 @@ LEFT, RIGHT = (RANK - 1) % NUM_RANKS, (RANK + 1) % NUM_RANKS
 
 def join(stall_seconds: float = 60.0) -> Links:
     cluster = read_cluster(os.environ)
-    return mesh.join(cluster, Layout(NUM_RANKS), stall_seconds, 10.0).everybody
+    return mesh.join(cluster, Layout(NUM_RANKS), stall_seconds, 60.0).everybody
 
 
 def tensors(rank: int, number: int) -> list[mx.array]:

@@ -31,6 +31,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> Exits:
     exits = Exits()
     monkeypatch.setattr("serve.tune.transport.os._exit", exits.exit)
     monkeypatch.setattr(transport, "_TICK_SECONDS", 0.05)
+    monkeypatch.setattr(transport, "_STUCK_SECONDS", 600.0)
     return exits
 
 

@@ -3,23 +3,27 @@ function forever, as MLX does in a sum.
 
 HOLD_AT names the function, such as serve.tune.results.card:write. HOLD_FILE is a file with the
 number of a rank, which removes the file when it calls the function, and stays there. Nothing
-happens while the file is missing.
+happens while the file is missing, or in the first HOLD_AFTER calls. There are no charts, as in
+tests/tune/without_charts.
 """
 
 import functools
 import importlib
+import itertools
 import os
 import sys
 import threading
 from pathlib import Path
 
 _file = Path(os.environ["HOLD_FILE"])
+_calls = itertools.count(-int(os.environ["HOLD_AFTER"]))
+sys.modules["matplotlib"] = None
 
 
 def _held(function):
     @functools.wraps(function)
     def call(*arguments, **named):
-        if _file.exists() and _file.read_text() == os.environ["MLX_RANK"]:
+        if next(_calls) >= 0 and _file.exists() and _file.read_text() == os.environ["MLX_RANK"]:
             _file.unlink()
             _stay()
         return function(*arguments, **named)

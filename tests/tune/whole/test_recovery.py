@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from serve.tune.results import checkpoint, run_folder
-from tests.cluster.servers import BIN
+from tests.cluster.servers import BIN, READY_SECONDS
 from tests.kernels import share_kernels
 from tests.test_launcher import Launch, wait_until
 from tests.tune.runs import (
@@ -33,6 +33,7 @@ WORDS = [*WITHOUT_DROPOUT, "--lora-dropout", "0.1"]
 
 Train = Callable[..., Launch]
 Whole = Callable[..., Path]
+Hold = Callable[..., Path]
 
 
 @pytest.fixture
@@ -71,14 +72,16 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 @pytest.fixture
-def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Makes a rank stay in a function once its number is in the returned file."""
+def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hold:
+    """Makes a rank stay in a function once its number is in the returned file, but not in the first
+    `after` calls."""
 
-    def at(function: str) -> Path:
+    def at(function: str, after: int = 0) -> Path:
         paths = [str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])]
         monkeypatch.setenv("PYTHONPATH", ":".join(paths))
         monkeypatch.setenv("HOLD_FILE", str(tmp_path / "hold"))
         monkeypatch.setenv("HOLD_AT", function)
+        monkeypatch.setenv("HOLD_AFTER", str(after))
         return tmp_path / "hold"
 
     return at
@@ -105,14 +108,19 @@ def check_same(out: Path, whole: Path) -> None:
 
 
 def test_a_lost_rank_costs_only_the_updates_since_the_last_checkpoint(
-    train: Train, whole: Whole, tmp_path: Path
+    train: Train, whole: Whole, hold: Hold, tmp_path: Path
 ) -> None:
-    launched = train(2, *WORDS).see("iteration=6 ")
+    """It is killed before the second checkpoint, of batch 8, is written."""
+    expected = whole(2, *WORDS)
+    file = hold("serve.tune.saving:save", after=1)
+    file.write_text("1")
+    launched = train(2, *WORDS)
+    wait_until(lambda: not file.exists(), READY_SECONDS)
     kill(launched, 1)
     assert launched.end(120)[0] == 0, launched.text
     assert len(starts(launched)) == 4
     assert "Continues after 4 batches." in launched.text
-    check_same(tmp_path / "out", whole(2, *WORDS))
+    check_same(tmp_path / "out", expected)
 
 
 # --- ranks that are killed at random
@@ -153,7 +161,7 @@ def test_kills_of_random_ranks_do_not_change_the_result(
 
 @pytest.mark.slow
 def test_a_shard_that_hangs_in_a_sum_with_a_lost_rank_is_ended(
-    train: Train, whole: Whole, hold: Callable[[str], Path], tmp_path: Path
+    train: Train, whole: Whole, hold: Hold, tmp_path: Path
 ) -> None:
     words = [*WORDS, "--tensor-parallel-size", "2"]
     expected = whole(2, *words)
@@ -185,7 +193,7 @@ ENDS = [
 @pytest.mark.parametrize(("function", "killed", "words"), ENDS)
 def test_a_run_is_finished_after_kills_that_follow_its_last_checkpoint(
     train: Train,
-    hold: Callable[[str], Path],
+    hold: Hold,
     tmp_path: Path,
     function: str,
     killed: list[int],
@@ -196,7 +204,7 @@ def test_a_run_is_finished_after_kills_that_follow_its_last_checkpoint(
     file.write_text("0")
     out = tmp_path / "out"
     launched = train(2, "--iters", "4", "--train", "--test", *words)
-    wait_until(lambda: not file.exists() or launched.process.poll() is not None)
+    wait_until(lambda: not file.exists() or launched.process.poll() is not None, READY_SECONDS)
     assert not file.exists(), launched.text
     if "Reports" in function:
         launched.see("event=rank_ended rank=1 code=0")
