@@ -36,6 +36,12 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.fixture(autouse=True)
+def _no_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sign is due before an engine has left its ring. One test sets another time."""
+    monkeypatch.setattr(own_engine_module, "_SIGN_SECONDS", 60.0)
+
+
 class PlayedEngine:
     """An engine process. It leaves its ring when a test says so. One that ends is alive until it is
     stopped, as a process is for some milliseconds."""
