@@ -12,7 +12,7 @@ from serve.core.config import Address
 from serve.core.errors import ClusterError
 from serve.core.messages import Greeting
 from serve.core.wire import frame
-from serve.ring.peers import Grid, PeerConnection, meet_all
+from serve.ring.peers import Grid, PeerConnection, Reception, meet_all
 from tests.errors import fails
 from tests.ports import free_ports
 
@@ -83,10 +83,9 @@ def test_a_neighbour_is_answered_although_foreign_programs_connect() -> None:
 
 
 def test_foreign_programs_that_connect_do_not_count_as_neighbours() -> None:
-    own = grid(1.0)
-    with ThreadPoolExecutor(1) as pool:
-        met = pool.submit(meet_all, own, {1})
-        with call(own.addresses[0]) as foreign:
-            foreign.sendall(frame(Greeting(NONCE, 1))[:5])
-            with fails(ClusterError, "missing_rank"):
-                met.result(timeout=60)
+    own = grid()
+    # The time begins once the caller is there.
+    with Reception(own) as reception, call(own.addresses[0]) as foreign:
+        foreign.sendall(frame(Greeting(NONCE, 1))[:5])
+        with fails(ClusterError, "missing_rank"):
+            reception.answer({1}, time.monotonic() + 1.0)

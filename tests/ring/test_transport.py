@@ -87,7 +87,7 @@ def test_a_transport_that_leaves_its_ring_can_join_another_ring(
     """A message of an earlier ring, which was on its way when the ring was left, never comes."""
     for sizes in run_ring(tmp_path, "again 4", num_ranks):
         threads, _, threads_at_the_end, _, num_descriptors = map(int, sizes.split())
-        assert threads == threads_at_the_end
+        assert threads_at_the_end <= threads
         assert num_descriptors < 50
 
 
@@ -102,7 +102,7 @@ def test_joining_a_thousand_rings_uses_no_more_threads_or_memory(
         print(sizes)
         threads, megabytes, descriptors, *at_the_end = map(int, sizes.split())
         threads_at_the_end, megabytes_at_the_end, descriptors_at_the_end = at_the_end
-        assert threads_at_the_end == threads
+        assert threads_at_the_end <= threads
         assert descriptors_at_the_end == descriptors
         assert megabytes_at_the_end <= megabytes + 4
 
@@ -184,7 +184,7 @@ def test_an_engine_whose_parent_was_killed_ends_even_while_it_joins_a_ring(
 def test_connections_to_neighbours_have_keep_alive_and_a_timeout() -> None:
     """A ring of one rank, which is its own neighbour on both sides."""
     (port,) = free_ports(1)
-    neighbours = meet(Grid(0, 1, (Address("127.0.0.1", port),), 5, 5.0))
+    neighbours = meet(Grid(0, 1, (Address("127.0.0.1", port),), 5, 60.0))
     for neighbour in (neighbours.row_left, neighbours.row_right):
         connection = neighbour.tcp_socket
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
