@@ -28,8 +28,9 @@ QUICK = ["--concurrency", "1,2", "--requests", "2", "--max-tokens", "4"]
 
 @pytest.mark.long
 def test_one_server_is_measured_at_each_number_of_clients(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("serve.cli.bench._PROGRESS_SECONDS", 1000.0)  # also on a slow machine
     output, plot = tmp_path / "results.json", tmp_path / "results.svg"
     with streaming() as (url, _):
         files = ["--output", str(output), "--plot", str(plot)]

@@ -150,7 +150,7 @@ def run_level(url: str, level: Level, **flags: object) -> list[RequestRecord]:
 
 
 def test_a_closed_loop_keeps_the_given_number_of_requests_running() -> None:
-    with streaming() as (url, state):
+    with streaming(num_held=3) as (url, state):
         records = run_level(url, Level(3, False), requests=9, max_tokens=12)
     assert len(records) == 9
     assert state.most_running == 3
