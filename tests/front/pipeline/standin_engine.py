@@ -3,8 +3,8 @@
 Speaks as serve.rank.worker does. What its model says at a position is tests' next_token. Run as
 a program; argv[1] is the descriptor of the socket to the parent. BREAK_AT_ORDER makes a rank
 end with an exit code when it gets its order, POISON is a token that ends rank 0's, READ_SECONDS
-is how long it reads an adapter, MIN_RANKS are what the model needs, LEAVE_SECONDS is how long it
-computes before it can leave its ring.
+is how long it reads an adapter, MIN_RANKS are what the model needs, LEAVE_AFTER is a folder:
+until a file there has its pid as its name, it computes and cannot leave its ring.
 """
 
 import os
@@ -111,7 +111,9 @@ class Standin:
         self.todo.clear()
         with self.lock:
             self.status = Status(StageState.READY, activity=COMPUTING)
-        time.sleep(float(os.environ.get("LEAVE_SECONDS", "0")))
+        folder = os.environ.get("LEAVE_AFTER")
+        while folder and not os.path.exists(os.path.join(folder, str(os.getpid()))):
+            time.sleep(0.01)
         positions = {id: len(tokens) for id, tokens in self.model.held.items()}
         with self.lock:
             self.status = None

@@ -31,6 +31,7 @@ from serve.front.pipeline.engine import Engine
 from serve.front.pipeline.interface import Prompt
 from serve.front.pipeline.states import State
 from serve.parent import engine as engine_module
+from serve.parent import member as member_module
 from serve.parent import own_engine as own_engine_module
 from serve.parent import pings, spare
 from serve.parent.engine import EngineProcess
@@ -81,7 +82,7 @@ async def cluster(**flags: Any) -> AsyncIterator[Engine]:
 async def ranks(**flags: Any) -> AsyncIterator[tuple[Engine, Members, Callable[[int], None]]]:
     """Three ranks' parents in this process, each with an engine process of its own; and what
     starts one of them again."""
-    settings: dict[str, Any] = {"max_restarts": 1000, "join_timeout": 10.0, "warms_up": False}
+    settings: dict[str, Any] = {"max_restarts": 1000, "join_timeout": 60.0, "warms_up": False}
     settings |= {"keeps_spare_engine": False, **flags}
     config = serve_config(**settings)
     address = Address("127.0.0.1", free_ports(1)[0])
@@ -163,7 +164,7 @@ def kill_one(chance: random.Random) -> None:
         return  # It has just ended by itself.
 
 
-@pytest.mark.parametrize("max_seconds", [10.0, 0.0])
+@pytest.mark.parametrize("max_seconds", [100.0, 0.0])
 async def test_auto_layout_is_chosen_after_measuring_the_links_of_all_ranks(
     max_seconds: float,
     monkeypatch: pytest.MonkeyPatch,
@@ -330,8 +331,19 @@ async def test_too_many_restarts_end_the_cluster_with_the_reason() -> None:
             engine.submit([prompt(10, 5)])
 
 
-async def test_engines_stay_if_a_connection_between_parents_breaks() -> None:
+async def test_engines_stay_if_a_connection_between_parents_breaks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Also one that breaks when the engines have left their ring and have no order yet."""
+    may_return, join_again = asyncio.Event(), member_module._join_again
+
+    async def held(*given: Any) -> Any:
+        await may_return.wait()
+        return await join_again(*given)
+
+    monkeypatch.setattr(member_module, "_join_again", held)
+    monkeypatch.setattr(engine_module, "_LEAVE_SECONDS", 60.0)
+    monkeypatch.setattr(engine_module, "_SILENT_SECONDS", 60.0)
     async with cluster() as engine:
         await ready(engine)
         before = {process.pid for process in engines()}
@@ -342,6 +354,7 @@ async def test_engines_stay_if_a_connection_between_parents_breaks() -> None:
         await until(lambda: engine._lifecycle.state is State.GATHERING)
         await until(lambda: engine._membership.ranks[2].has_stayed)
         control.disconnect(2)
+        may_return.set()
         await asyncio.wait_for(answer, 60)
         await ready(engine)
         assert engine.pipeline()["num_restarts"] == 1
@@ -350,17 +363,46 @@ async def test_engines_stay_if_a_connection_between_parents_breaks() -> None:
 
 
 async def test_engines_that_must_finish_a_long_step_before_they_leave_the_ring_are_kept(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """They can leave their ring only when the step is done."""
-    monkeypatch.setattr(engine_module, "_LEAVE_SECONDS", 0.4)
-    monkeypatch.setattr(own_engine_module, "_SIGN_SECONDS", 0.2)
-    monkeypatch.setattr(watch_module, "RENEW_SECONDS", 0.6)
-    monkeypatch.setenv("LEAVE_SECONDS", "1.5")
+    """They can leave their ring only when the step is done. Meanwhile their parents give signs,
+    each of which gives them more time."""
+    computing: set[int] = set()
+    receive = EngineProcess.receive
+
+    async def noted(process: EngineProcess) -> Any:
+        message = await receive(process)
+        if process._computes:
+            computing.add(process.pid)
+        return message
+
+    deadlines: set[float | None] = set()
+
+    def has_more_time(engine: Engine) -> bool:
+        deadlines.add(engine._lifecycle.deadline)
+        return len(deadlines) > 5
+
+    monkeypatch.setattr(EngineProcess, "receive", noted)
+    monkeypatch.setattr(engine_module, "_LEAVE_SECONDS", 60.0)
+    monkeypatch.setattr(engine_module, "_SILENT_SECONDS", 60.0)
+    monkeypatch.setattr(own_engine_module, "_SIGN_SECONDS", 0.1)
+    monkeypatch.setattr(watch_module, "RENEW_SECONDS", 60.0)
+    monkeypatch.setenv("LEAVE_AFTER", str(tmp_path))
     async with cluster() as engine:
         await ready(engine)
         before = {process.pid for process in engines()}
         engine._driver._engines._control.disconnect(1)
+        await until(lambda: computing == before)
+        # From now on, an engine that does not compute would be given up at once.
+        monkeypatch.setattr(engine_module, "_LEAVE_SECONDS", 0.0)
+        assert engine._driver._engines._own.process
+        own = engine._driver._engines._own.process.pid
+        (tmp_path / str(own)).touch()
+        await until(lambda: engine._lifecycle.state is State.STARTING)
+        await until(lambda: has_more_time(engine))
+        assert engine._lifecycle.state is State.STARTING
+        for pid in before - {own}:
+            (tmp_path / str(pid)).touch()
         await until(lambda: engine.pipeline()["num_restarts"] == 1)
         await ready(engine)
         assert {process.pid for process in engines()} == before
