@@ -483,7 +483,7 @@ def test_draining_finishes_running_requests_and_then_ends(
     with stream as reply:
         lines = reply.iter_lines()
         assert next(lines).startswith("data: ")
-        drain = httpx2.post(server.url + "/admin/drain")
+        drain = httpx2.post(server.url + "/admin/drain?seconds=600")
         assert (drain.status_code, drain.json()) == (202, {"status": "draining"})
         for refused in (post(server), get(server, "/ready"), get(server, "/v1/models")):
             assert refused.status_code == 503

@@ -10,6 +10,7 @@ import pytest
 from anthropic.types import ErrorResponse
 
 from serve.core.errors import BrigadeError, EngineError, OverloadedError, RequestError
+from serve.front.http import server as http_server
 from serve.front.routes import stream as streaming
 from serve.front.text.tokens import Tokenizer
 from tests.agents.played import MAX_CONTEXT, Call, PlayedEngine, save_model
@@ -25,7 +26,7 @@ HELLO: dict[str, Any] = {
 
 
 def client(server: Running, **options: Any) -> anthropic.Anthropic:
-    options = {"api_key": "none", "max_retries": 0, "timeout": 10, **options}
+    options = {"api_key": "none", "max_retries": 0, "timeout": 60, **options}
     return anthropic.Anthropic(base_url=server.url, **options)
 
 
@@ -71,9 +72,13 @@ def test_a_client_that_disconnects_frees_its_rows(
     server: Running, engine: FakeEngine, stream: bool
 ) -> None:
     engine.delay = 600
-    with pytest.raises(httpx2.ReadTimeout):
-        httpx2.post(server.url + MESSAGES, json={**HELLO, "stream": stream}, timeout=0.5)
-    wait_until(lambda: bool(engine.generations) and engine.generations[0].closed.is_set())
+    body = json.dumps({**HELLO, "stream": stream})
+    head = f"POST {MESSAGES} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with server.connect() as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        wait_until(lambda: bool(engine.generations))
+        assert not engine.generations[0].closed.is_set()
+    assert engine.generations[0].closed.wait(60)
 
 
 def test_pings_are_sent_during_a_long_prefill(
@@ -149,8 +154,16 @@ def test_errors_in_a_stream_have_the_types_of_anthropic(
     ],
 )
 def test_bad_requests_are_refused(
-    shared: Running, method: str, path: str, body: bytes, headers: Any, status: int, type: str
+    shared: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    path: str,
+    body: bytes,
+    headers: Any,
+    status: int,
+    type: str,
 ) -> None:
+    monkeypatch.setattr(http_server, "LINGER_SECONDS", 600.0)  # for the rest of the long body
     headers = {"content-type": "application/json", **headers}
     reply = httpx2.request(method, shared.url + path, content=body, headers=headers)
     assert reply.status_code == status
