@@ -718,6 +718,7 @@ def test_long_calls_that_end_at_the_same_time_do_not_delay_a_short_call(
         long_calls = [clients.submit(post, server, tools=tools) for _ in range(8)]
         for _ in range(2):  # as many as can be parsed at the same time
             assert parsing.acquire(timeout=60)
+        wait_until(lambda: len(engine.generations) == 8)  # The next request gets another answer.
         engine.answer = "<c>hello</c>"
         reply = post(server, tools=tools).json()
         assert reply["choices"][0]["finish_reason"] == "tool_calls"
