@@ -266,13 +266,18 @@ def test_estimated_minimum_of_tokens_is_0_for_unknown_kinds_of_tokenizers(tmp_pa
 async def test_encoding_in_a_thread_does_not_block_the_event_loop(tokenizer: Tokenizer) -> None:
     """Encoding one text by itself keeps Python's lock: every stream would stop."""
     text = "hello world the quick brown fox " * 30_000
-    encoding = asyncio.get_running_loop().run_in_executor(None, tokenizer.encode, text)
-    num_turns = 0
-    while not encoding.done():
-        await asyncio.sleep(0.001)
-        num_turns += 1
-    assert num_turns > 4
-    assert len(await encoding) > 100_000
+    max_turns = 0
+    for _ in range(10):  # A busy machine may leave this thread little time in any one of them.
+        encoding = asyncio.get_running_loop().run_in_executor(None, tokenizer.encode, text)
+        num_turns = 0
+        while not encoding.done():
+            await asyncio.sleep(0.001)
+            num_turns += 1
+        assert len(await encoding) > 100_000
+        max_turns = max(max_turns, num_turns)
+        if max_turns > 4:
+            break
+    assert max_turns > 4
 
 
 # --- single tokens
