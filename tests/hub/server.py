@@ -14,7 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import httpx2
+from huggingface_hub import close_session
 
 REPO = "org/tiny"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -68,6 +72,7 @@ class FakeHub:
     lock: threading.Lock = field(default_factory=threading.Lock)
     num_answers: int = 0
     num_bytes: int = 0  # of all contents, lists of files included
+    num_connections: int = 0  # to hub and storage that are open
 
     def data_bytes(self, headers: dict[str, int], file: str | None = None) -> int:
         """Bytes of tensors that went out: of safetensors files, what is behind the header."""
@@ -83,10 +88,27 @@ class FakeHub:
 
     def wait_while_silent(self) -> None:
         faults = self.faults
-        if faults.silent_after is not None and self.num_sent() >= faults.silent_after:
-            faults.is_silent = True
+        with self.lock:
+            if faults.silent_after is not None and self.num_sent() >= faults.silent_after:
+                faults.is_silent = True
         while self.faults.is_silent:
             time.sleep(0.01)
+
+    def speak(self) -> None:
+        """Ends silence, also one that was to come."""
+        with self.lock:
+            self.faults.silent_after = None
+            self.faults.is_silent = False
+
+    def wait_until_left(self) -> None:
+        """Waits until what clients that have ended had asked for is counted in `served`."""
+        close_session()  # This process is no client, either.
+        # Connections are accepted in turn, so that those before this one are known.
+        httpx2.get(f"{self.storage_url}/blobs/none")
+        deadline = time.monotonic() + 60
+        while self.num_connections:
+            assert time.monotonic() < deadline, "a client is still there"
+            time.sleep(0.002)
 
     def take(self, fault: str) -> bool:
         with self.lock:
@@ -250,6 +272,17 @@ class _StorageAnswer(_Answer):
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    hub: FakeHub
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self.hub.lock:
+            self.hub.num_connections += 1
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        super().process_request_thread(request, client_address)
+        with self.hub.lock:
+            self.hub.num_connections -= 1
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that has been killed is no error of the server."""
@@ -257,6 +290,7 @@ class _Server(ThreadingHTTPServer):
 
 def _serve(answer: type[_Answer], hub: FakeHub, host: str) -> _Server:
     server = _Server((host, 0), type(answer.__name__, (answer,), {"hub": hub}))
+    server.hub = hub
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     return server
 
@@ -271,7 +305,7 @@ def running(folder: Path, change: Callable[[Faults], None] | None = None) -> Ite
     try:
         yield hub
     finally:
-        hub.faults.is_silent = False
+        hub.speak()
         for server in servers:
             server.shutdown()
             server.server_close()

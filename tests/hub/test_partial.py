@@ -615,8 +615,8 @@ def kill_when(hub: FakeHub, process: "subprocess.Popen[str]", num_bytes: int) ->
             process.kill()
         time.sleep(0.001)
     process.communicate(timeout=60)
-    hub.faults.silent_after = None
-    hub.faults.is_silent = False
+    hub.speak()
+    hub.wait_until_left()
     return process.returncode != 0
 
 
