@@ -86,6 +86,8 @@ class _Weights:
         snapshot = await self._snapshot(request)
         held = await self._file(request, snapshot, _POLL_SECONDS)
         coming = await run_in_threadpool(held.coming)
+        # What ranks have fetched meanwhile is no longer coming.
+        held = await self._file(request, snapshot, _POLL_SECONDS)
         return _json(to_json(HeldRanges(held.file.etag, held.ranges, coming)))
 
     async def send(self, request: Request) -> Response:

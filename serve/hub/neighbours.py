@@ -130,10 +130,6 @@ class _Neighbour:
         return self._num_failures > 0, self.num_active
 
     @property
-    def is_away(self) -> bool:
-        return self._num_failures > 0 and not self.was_wrong
-
-    @property
     def may_be_asked(self) -> bool:
         """Whether it works, as far as is known. If it failed, one thread at a time may try it."""
         if self.was_wrong or time.monotonic() < self._rests_until:
@@ -327,11 +323,6 @@ class NeighbourCaches:
             self._no_name = error
         return self.why_no_hub is not None
 
-    @property
-    def may_return(self) -> bool:
-        """Whether a neighbour does not answer, but may do so later."""
-        return any(each.is_away for each in self._all)
-
     def snapshot(self, repo: str, revision: str | None) -> Snapshot | None:
         """Returns a complete list of the commit's files, or all files that the neighbours' copies
         of the hub's cache contain."""
@@ -380,7 +371,8 @@ class NeighbourCaches:
         or its network may be better. Raises NoGatewayError if none may ask the hub, ModelError if
         the hub refuses all of them, and Retry."""
         refusals: list[Exception] = []
-        for neighbour in sorted(self._usable(), key=_Neighbour.load):
+        usable = self._usable()
+        for neighbour in sorted(usable, key=_Neighbour.load):
             with neighbour.from_hub(place, headers) as response:
                 if response is None:
                     continue
@@ -393,7 +385,8 @@ class NeighbourCaches:
             # An error that may pass goes first: then the hub is asked again.
             raise min(refusals, key=lambda refusal: not isinstance(refusal, Retry))
         self._no_name = None  # The next try asks the hub itself.
-        if self.may_return:
+        # One that has failed was not asked. It may return, or have answered another thread by now.
+        if any(each not in usable and not each.was_wrong for each in self._all):
             raise NoNeighbour("those that may ask the hub do not answer")
         raise NoGatewayError
 

@@ -1,6 +1,8 @@
 """Bytes that a neighbour is fetching from the hub: the hub need not send them twice."""
 
+import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from starlette.types import ASGIApp
 
 from serve.hub import neighbours
 from serve.hub.claims import Claims, claimed_by_others
@@ -15,6 +18,7 @@ from serve.hub.digests import BLOCK_BYTES
 from serve.hub.partial import FetchOrder, PartialModel
 from tests.hub import checkpoints
 from tests.hub.server import COMMIT, REPO, FakeHub
+from tests.nodes.damage import Answer, spoiling
 from tests.nodes.machines import Machine, Machines
 from tests.test_launcher import ROOT, wait_until
 
@@ -36,8 +40,9 @@ print(model.fetch([name], lambda done, total: None), flush=True)
 
 @contextmanager
 def rank_that_fetches(hub: FakeHub, machine: Machine) -> "Iterator[subprocess.Popen[str]]":
-    """Runs a rank of a machine, and waits until the hub has begun to send it the embedding."""
-    hub.faults.delay_seconds = 0.2  # for each 16 KiB
+    """Runs a rank of a machine, and waits until the hub has begun to send it the embedding, of
+    which it sends only a part before it is to speak."""
+    hub.faults.silent_after = NUM_BYTES // 2
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(machine.cache.parent)}
     environment["PYTHONPATH"] = str(ROOT)
     environment.pop("BRIGADE_NEIGHBOURS", None)
@@ -53,6 +58,7 @@ def rank_that_fetches(hub: FakeHub, machine: Machine) -> "Iterator[subprocess.Po
     finally:
         process.kill()
         process.communicate()
+        hub.speak()
 
 
 def num_times_asked(hub: FakeHub) -> int:
@@ -73,7 +79,15 @@ def fetch(model: PartialModel) -> int:
 
 def test_a_rank_waits_for_what_a_neighbour_is_fetching(hub: FakeHub, machines: Machines) -> None:
     first, second = machines.make("first", "second")
-    with machines.serving(first), rank_that_fetches(hub, first) as process:
+
+    def go_on(answer: Answer, source: random.Random) -> None:
+        if json.loads(answer.body)["coming"]:
+            hub.speak()
+
+    def noting(inner: ASGIApp) -> ASGIApp:
+        return spoiling(inner, go_on, random.Random(), "/held/")
+
+    with machines.serving(first, wrapped=noting), rank_that_fetches(hub, first) as process:
         assert fetch(second.open()) == NUM_BYTES
         assert process.wait(60) == 0
     assert num_times_asked(hub) == 1
@@ -87,6 +101,7 @@ def test_a_rank_asks_the_hub_if_its_neighbour_gets_no_further(
     first, second = machines.make("first", "second")
     with machines.serving(first), rank_that_fetches(hub, first) as process:
         process.send_signal(number)
+        hub.speak()
         assert fetch(second.open()) < NUM_BYTES
     assert num_times_asked(hub) == 2
 
