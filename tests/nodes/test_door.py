@@ -25,6 +25,9 @@ from serve.core.errors import ClusterError
 from tests.nodes.running import RunningNode
 from tests.test_launcher import wait_until
 
+# The first test also waits until the nodes that they share are paired.
+pytestmark = pytest.mark.timeout(300)
+
 HOST = "127.0.0.1"
 COMMANDS = [
     "agent token",
