@@ -43,6 +43,7 @@ import sys
 from launcher import supervisor
 from launcher.process import local_ranks
 supervisor.FOLLOW_SECONDS = supervisor.OUTPUT_SECONDS = 100.0
+supervisor.GONE_SECONDS = supervisor.LEFT_SECONDS = 100.0
 ranks = local_ranks([sys.executable, "-c", sys.argv[2]], int(sys.argv[1]))
 sys.exit(supervisor.Supervisor(ranks, drain_seconds=100.0, serves=True).run())
 """
@@ -535,9 +536,12 @@ def test_a_rank_that_decides_to_end_long_after_it_came_back_ends_the_launch(
 if rank == 1:
     with open({str(tmp_path / "mark")!r}, "a+") as file:
         if not file.tell(): file.write("x"); file.close(); os.kill(os.getpid(), 9)
-    time.sleep(0.5); sys.exit(3)
+    {until_there(tmp_path / "end")}
+    sys.exit(3)
 """
-    launched = relaunch(2, program + SLEEP)
+    launched = relaunch(2, program + SLEEP).see("event=rank_started rank=1", 2)
+    time.sleep(0.2)  # So long has it been there when the launcher sees its end.
+    (tmp_path / "end").touch()
     assert launched.end()[0] == 3
     assert launched.text.count("event=rank_started rank=1") == 2
 
@@ -1019,6 +1023,7 @@ def test_the_ready_line_is_highlighted_on_a_terminal(
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(supervisor_module, "OUTPUT_SECONDS", 100.0)
     lines: list[str] = []
     command = [sys.executable, "-c", "print('Loaded'); print('Ready on http://h:1, model m')"]
     Supervisor(local_ranks(command, 1), lines.append, serves=True).run()

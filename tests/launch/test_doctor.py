@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher import cli, doctor
+from launcher import cli, doctor, supervisor
 from launcher.checks import Finding
 from launcher.command import RING_CHECK
 from launcher.facts import host_facts, interface, listener, model_facts, strays
@@ -38,6 +38,13 @@ from tests.ports import free_ports
 from tests.test_launcher import wait_until
 
 pytestmark = pytest.mark.long
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a ring that has formed may end one long after the other."""
+    for name in ("FOLLOW_SECONDS", "OUTPUT_SECONDS"):
+        monkeypatch.setattr(supervisor, name, 100.0)
 
 
 def examined(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[dict[str, str]]]:
@@ -283,7 +290,7 @@ def orphan() -> Iterator[psutil.Process]:
     """A process that looks like an engine and has lost its parent."""
     program = (
         "import subprocess, sys\n"
-        "words = [sys.executable, '-c', 'import time; time.sleep(30)', 'serve.rank.worker']\n"
+        "words = [sys.executable, '-c', 'import time; time.sleep(600)', 'serve.rank.worker']\n"
         "print(subprocess.Popen(words, start_new_session=True, stdout=subprocess.DEVNULL).pid)"
     )
     run = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True)

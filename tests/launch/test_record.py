@@ -21,9 +21,11 @@ from tests.test_launcher import ROOT, SLEEP, alive, wait_until
 
 LAUNCHER = """
 import sys
+from launcher import supervisor
 from launcher.process import local_ranks
 from launcher.record import recorded
 from launcher.supervisor import Supervisor
+supervisor.FOLLOW_SECONDS = supervisor.GONE_SECONDS = 100.0
 with recorded(["serve", "--model", sys.argv[1]], ["127.0.0.1", "studio"], 0.0) as record:
     ranks = local_ranks([sys.executable, "-c", sys.argv[2]], 2)
     sys.exit(Supervisor(ranks, drain_seconds=100.0, observer=record, serves=True).run())
@@ -191,12 +193,15 @@ def test_a_launch_that_ends_by_itself_counts_as_stopped(
 
 
 def test_stopping_gives_up_after_a_while(launcher: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    deaf = "import signal\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\n"
-    process = launcher(f"{deaf}print('event=listening url=x', flush=True)\n{RANK}{SLEEP}")
+    says = "print('event=listening url={}', flush=True)"
+    deaf = f"import signal\nsignal.signal(15, lambda *_: {says.format('asked')})\n"
+    process = launcher(f"{deaf}{says.format('x')}\n{RANK}{SLEEP}")
     wait_until(lambda: the_only().url == "x")
     monkeypatch.setattr(record, "STOP_SECONDS", 0.3)
     with fails(ClusterError, "cluster", match=str(process.pid)):
         stop(None)
+    # Otherwise both signals may be one for the launcher.
+    wait_until(lambda: the_only().url == "asked")
     monkeypatch.setattr(record, "STOP_SECONDS", 100.0)
     stop(process.pid)  # The second signal kills its ranks.
     assert process.wait(60) == 137
