@@ -25,11 +25,11 @@ pytestmark = pytest.mark.long
 INSIDE = str(Path(__file__).parent / "inside")
 BROKEN_SEED = 666
 FATAL_SEED = 667
-STEP_SECONDS = 0.05
+STEP_SECONDS = 0.2  # far more than the news of a client's end takes
 MAX_STEPS = 2  # of a sequence, after its client has gone
 # Whether a client that waits for a whole reply has gone or only closed its sending side takes two
-# writes to find out, 0.1 s apart: that is two steps more.
-MAX_STEPS_OF_A_REPLY = 4
+# writes to find out, 0.1 s apart: that is a step more.
+MAX_STEPS_OF_A_REPLY = 3
 
 
 def ask(server: Server, **changes: Any) -> httpx2.Response:
@@ -75,7 +75,7 @@ def test_only_the_request_whose_sampling_fails_ends(
     assert "FORGED" in line, "it is one line"
     assert not [line for line in broken.log if line.startswith("FORGED")]
     assert broken.get("/ready") == {"status": "ready"}
-    assert broken.get("/admin/pipeline")["num_running"] == 0
+    wait_for(broken, num_running=0)
 
 
 def test_other_seeds_and_greedy_requests_work_beside_a_seed_that_fails(broken: Server) -> None:
@@ -113,8 +113,8 @@ def test_requests_that_crash_engines_are_given_up_and_other_requests_go_on(
         expected = mlx_lm_answer(GOOD["messages"][0]["content"], max_tokens=30)
         assert beside.result().json()["choices"][0]["message"]["content"] == expected
     assert fragile.text.count("event=request_given_up") == 2
-    pipeline = fragile.get("/admin/pipeline")
-    assert (pipeline["num_restarts"], pipeline["num_running"]) == (6, 0)
+    wait_for(fragile, num_running=0)
+    assert fragile.get("/admin/pipeline")["num_restarts"] == 6
     assert fragile.process.poll() is None
 
 
@@ -191,7 +191,7 @@ def num_steps_after_a_client_left(slow: Server, sent: bytes) -> int:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_disconnects_while_it_waits_never_runs(slow: Server, stream: bool) -> None:
-    fields = {"max_tokens": 60, "ignore_eos": True}
+    fields = {"max_tokens": 30, "ignore_eos": True}
     first = threading.Thread(target=ask, args=(slow,), kwargs=fields)
     asked = time.time()
     first.start()
