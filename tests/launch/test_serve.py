@@ -46,8 +46,9 @@ def over_ssh(sshd: Sshd, hostfile: Path) -> Launch:
 
 @contextmanager
 def on_two_hosts(launch: Launch) -> Iterator[tuple[Server, list[psutil.Process]]]:
-    """With all processes of the hosts, which are no children of the launcher."""
-    with running(2, launch=launch) as server:
+    """With all processes of the hosts, which are no children of the launcher. A busy machine may
+    take long over an answer, also over one that has to be finished before the end."""
+    with running(2, "--drain-timeout", "100", launch=launch) as server:
         parents = [psutil.Process(s["pid"]) for s in server.get("/admin/pipeline")["stages"]]
         engines = [child for parent in parents for child in parent.children(recursive=True)]
         agents = [parent.parent() for parent in parents]
