@@ -25,6 +25,7 @@ BIN = Path(sys.executable).parent
 # Limits for servers that hang. A machine with other work takes long over everything.
 READY_SECONDS = 100.0
 LOG_SECONDS = 60.0
+END_SECONDS = 60.0
 
 
 def alone(flags: Sequence[str]) -> list[str]:
@@ -148,7 +149,7 @@ def started(command: Sequence[str], port: int = 0) -> Iterator[Server]:
             family = server.family()
             process.send_signal(signal.SIGTERM)
         _end(process, family)
-        reader.join(10)
+        reader.join(END_SECONDS)
         for stream in (process.stdin, process.stdout):
             if stream:
                 stream.close()
@@ -156,7 +157,7 @@ def started(command: Sequence[str], port: int = 0) -> Iterator[Server]:
 
 def _end(process: subprocess.Popen[str], family: list[psutil.Process]) -> None:
     try:
-        process.wait(15)
+        process.wait(END_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

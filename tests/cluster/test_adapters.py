@@ -288,6 +288,8 @@ def check_swaps_under_load(server: Server, answer: Whole, num_swaps: int, second
                 (version,) = (a["version"] for a in listed if a["name"] == "a")
                 folder_of[version] = folder
                 time.sleep(seconds)
+                # On a busy machine, an answer may take longer than several swaps.
+                wait_until(lambda v=version: v in {seen_version for *_, seen_version in seen})
         finally:
             done.set()
         for one in asking:
