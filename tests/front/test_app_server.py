@@ -316,18 +316,26 @@ def test_a_chunked_body_is_read(shared: Running, num_blanks: int, size: int) -> 
         assert read_all(connection).startswith(b"HTTP/1.1 200 ")
 
 
+def sizes_read(server: Running, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of all that the server reads from now on. Another server of this process may still
+    drop the rest of an earlier test's body."""
+    sizes: list[int] = []
+    received = http_server.Protocol.data_received
+
+    def noted(self: http_server.Protocol, data: bytes) -> None:
+        if self.server and self.server[1] == server.port:
+            sizes.append(len(data))
+        received(self, data)
+
+    monkeypatch.setattr(http_server.Protocol, "data_received", noted)
+    return sizes
+
+
 def test_a_connection_parses_only_a_limited_amount_at_once(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others are served between the parts."""
-    sizes = []
-    received = http_server.Protocol.data_received
-
-    def noted(self: http_server.Protocol, data: bytes) -> None:
-        sizes.append(len(data))
-        received(self, data)
-
-    monkeypatch.setattr(http_server.Protocol, "data_received", noted)
+    sizes = sizes_read(server, monkeypatch)
     body = json.dumps(HELLO).encode() + b" " * 500_000
     with server.connect() as connection:
         connection.sendall(head(len(body)) + body)
@@ -340,14 +348,7 @@ def test_the_rest_of_a_refused_body_is_read_with_pauses(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that sends many of them would otherwise take the event loop half a core."""
-    sizes = []
-    received = http_server.Protocol.data_received
-
-    def noted(self: http_server.Protocol, data: bytes) -> None:
-        sizes.append(len(data))
-        received(self, data)
-
-    monkeypatch.setattr(http_server.Protocol, "data_received", noted)
+    sizes = sizes_read(server, monkeypatch)
     monkeypatch.setattr(http_server, "DISCARD_PAUSE_SECONDS", 60)
     with server.connect() as connection:
         connection.sendall(head(CONFIG.constants.max_body_bytes + 1) + b" " * 500_000)
@@ -541,6 +542,15 @@ class Deadline:
         check, num_before = self._call
         return 1 - check.__self__.transport.get_write_buffer_size() / num_before
 
+    def read(self, connection: socket.socket, share: float) -> int:
+        """Reads until the client has taken this share, with pauses: without them, a single `send`
+        of the server could go on until everything is read. Returns the number of bytes."""
+        num_bytes = 0
+        while self.share_read() < share:
+            num_bytes += len(connection.recv(1 << 18))
+            time.sleep(0.005)
+        return num_bytes
+
     def pass_(self) -> None:
         """Returns when the server has seen that the time is over."""
         seen = threading.Event()
@@ -590,8 +600,7 @@ def test_a_client_that_reads_slowly_gets_the_whole_answer(
         received = 0
         wait_until(lambda: deadline.is_running)
         for _ in range(3):
-            while deadline.share_read() < http_server.MIN_SENT_SHARE:
-                received += len(connection.recv(1 << 18))
+            received += deadline.read(connection, http_server.MIN_SENT_SHARE)
             deadline.pass_()
             assert deadline.is_running
         while chunk := connection.recv(1 << 20):
@@ -610,8 +619,7 @@ def test_a_client_that_reads_too_little_is_disconnected(
     with Running(engine) as server, server.connect() as connection:
         connection.sendall(request_bytes(stream=True))
         wait_until(lambda: deadline.is_running)
-        while deadline.share_read() == 0:
-            assert connection.recv(1 << 18)
+        assert deadline.read(connection, 0.001)
         assert deadline.share_read() < http_server.MIN_SENT_SHARE
         deadline.pass_()
         wait_until(lambda: num_connections(server) == 0)
