@@ -29,8 +29,10 @@ httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
 for phase in ("connect", "read", "write", "pool"):
     setattr(httpx2._config.DEFAULT_TIMEOUT_CONFIG, phase, 60.0)
 
-# An example takes as long as a busy machine needs for it.
-hypothesis.settings.register_profile("brigade", deadline=None)
+# An example takes as long as a busy machine needs for it, and so does making one.
+hypothesis.settings.register_profile(
+    "brigade", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("brigade")
 
 # Until all tests are collected (see pytest_collection_finish): there is no garbage before.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import hypothesis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis.strategies import SearchStrategy
 
 from serve.core.messages import Result, ToPrefixCache
@@ -215,6 +215,4 @@ def check_examples(
     test = given(lives)(lambda life: check(*life))
     if seed is not None:
         test = hypothesis.seed(seed)(test)
-    # A busy machine is no reason to fail.
-    slow_is_fine = [HealthCheck.too_slow]
-    settings(max_examples=num_examples, suppress_health_check=slow_is_fine)(test)()
+    settings(max_examples=num_examples)(test)()
