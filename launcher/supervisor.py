@@ -325,13 +325,17 @@ class Supervisor:
             self._first_failed = rank, code
         self._code = self._code or code
         self._write_reason(rank)
-        if not self._alive:
+        if not self._alive and not self._is_rank_0_to_follow(code):
             self._give_up_waiting()
             return
         if code and self._state in ("running", "waiting"):
             self._end_all(signal.SIGTERM, f"rank {rank} failed")
         elif self._state == "running" and not (self._trains and rank):
             self._enter("waiting", FOLLOW_SECONDS)
+
+    def _is_rank_0_to_follow(self, code: int) -> bool:
+        """Whether a rank of a training run has ended well before rank 0 was started again."""
+        return self._trains and code == 0 and 0 in self._returning
 
     def _ends_to_restart(self, event: Ended) -> bool:
         """Whether all ranks of a training run are started again, because this one or another one
