@@ -33,7 +33,7 @@ NUM_DISTURBED = 10  # A fault comes only while this many streams run.
 MAX_READ_BYTES = 1 << 20  # of all engines: hostfiles and the like. The weights have 5.3 MB.
 KINDS = ("reset", "hold")
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("patient_parents")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,7 @@ def test_a_slow_link_changes_no_token_and_a_broken_link_is_replaced(tmp_path: Pa
         assert num_restarts(server) == 2
 
 
+@pytest.mark.usefixtures("patient_parents")
 @pytest.mark.slow
 def test_a_reset_link_makes_no_engine_reload_and_loses_no_token(tmp_path: Path) -> None:
     """Every engine stays, with the keys and values of every sequence that runs. A link also carries

@@ -204,6 +204,7 @@ def check_kills(
         assert gone(family, 30), "processes were left behind"
 
 
+@pytest.mark.usefixtures("patient_parents")
 @pytest.mark.parametrize(
     ("num_ranks", "num_kills", "num_tokens", "launch"),
     [
@@ -232,6 +233,7 @@ def test_steps_of_one_rank_that_run_ahead_are_lost_with_their_engine() -> None:
     assert server.text.count("event=recovered") == 3
 
 
+@pytest.mark.usefixtures("patient_parents")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("first_seed", [100, 200, 300, 400])
@@ -239,6 +241,7 @@ def test_a_hundred_kills_change_no_token(first_seed: int) -> None:
     check_kills(2, 9, 3, brigade_launch, first_seed)
 
 
+@pytest.mark.usefixtures("patient_parents")
 @pytest.mark.slow
 @pytest.mark.timeout(300 + 30 * NUM_SPARE_KILLS)
 def test_spare_engines_that_replace_killed_engines_change_no_token() -> None:
@@ -276,6 +279,7 @@ def wait_for_spares(server: Server) -> set[int]:
         time.sleep(0.1)
 
 
+@pytest.mark.usefixtures("patient_parents")
 @pytest.mark.slow
 def test_killing_whole_ranks_changes_no_token() -> None:
     """The launcher starts each again, five times in five minutes at most."""
@@ -330,6 +334,7 @@ def check_others_stayed(server: Server, before: dict[int, psutil.Process], lost:
         assert f"event=engine_stayed rank={rank} life=" in server.text
 
 
+@pytest.mark.usefixtures("patient_parents")
 @pytest.mark.slow
 def test_engines_of_three_ranks_go_on_after_any_of_them_is_killed() -> None:
     with running(3, WITHOUT_LIMIT) as server:

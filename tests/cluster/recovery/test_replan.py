@@ -95,6 +95,7 @@ def check_kept(before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any
             assert missing <= stage["bytes_read"] < missing + SMALL
 
 
+@pytest.mark.usefixtures("patient_parents")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("victim", [1, 2])
@@ -136,6 +137,7 @@ def test_replanning_reads_only_layers_that_change_owner(tmp_path: Path, victim: 
         assert cluster.server.get("/admin/pipeline")["num_restarts"] == 2
 
 
+@pytest.mark.usefixtures("patient_parents")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_an_engine_stays_when_all_other_ranks_leave_and_when_they_return(tmp_path: Path) -> None:
