@@ -31,6 +31,9 @@ from serve.front.pipeline.watch import (
 from serve.parent.control import Gone, Joined
 from serve.parent.restarts import may_pass
 
+# How long a cluster that has no restart left waits for all engines to say how they ended.
+_LAST_WORD_SECONDS = 5.0
+
 
 class Lifecycle:
     """The life cycle of the engines of all ranks. life is the number of lives before this one."""
@@ -132,6 +135,7 @@ class Lifecycle:
             self._form(self.membership.gather())  # The other ranks lose nothing.
         else:
             self._on_fault(ClusterError(reason))
+            self._on_last_word(rank)
 
     def _on_reported_fault(self, rank: int, life: int, error: BrigadeError) -> None:
         """Takes a fault. Faults of engines that were ended count only if no restart helps."""
@@ -143,8 +147,11 @@ class Lifecycle:
         if rank and self._config.replan and self.has_worked and not may_pass(error):
             self.membership.unfit.add(rank)  # The other ranks have a model that works.
             error = ClusterError(str(error))
-        if (life == self.life and rank in self.membership.ring) or not may_pass(error):
+        is_of_ring = life == self.life and rank in self.membership.ring
+        if is_of_ring or not may_pass(error):
             self._on_fault(error)
+        if is_of_ring:
+            self._on_last_word(rank)
         if is_planner and self.state in (State.REPLANNING, State.TOO_FEW_RANKS):
             self._end_life()  # Without this engine there is no plan to wait for.
 
@@ -320,16 +327,25 @@ class Lifecycle:
             self._do(actions.Probe(ranks))
 
     def _on_ring_lost(self, rank: int, error: ClusterError) -> None:
-        """Takes the report of an engine whose ring broke. Once all engines have reported this, all
-        of them live, so no better reason will come."""
+        """Takes the report of an engine whose ring broke."""
         self._do(warning(f"event=fault rank={rank}", error))
+        was_working = self.is_working
         self._on_fault(error)
-        if self.state is State.HANDLING_FAULT:
-            without_ring = self.recovery.judgement.without_ring
-            without_ring.add(rank)
-            if without_ring.issuperset(self.membership.ring):
-                self.deadline = self._now
-                self._judge()
+        if was_working and not self.recovery.num_restarts_left(self._now):
+            # The cluster ends and is to say why. On a busy host, an engine's end may be known late.
+            self.deadline = self._now + _LAST_WORD_SECONDS
+        self._on_last_word(rank)
+
+    def _on_last_word(self, rank: int) -> None:
+        """Takes note that an engine has reported its end or the loss of its ring, or that its rank
+        is gone. Once this holds for all engines, no better reason will come."""
+        if self.state is not State.HANDLING_FAULT:
+            return
+        have_spoken = self.recovery.judgement.have_spoken
+        have_spoken.add(rank)
+        if have_spoken.issuperset(self.membership.ring):
+            self.deadline = self._now
+            self._judge()
 
     # --- from one life to the next
 

@@ -35,15 +35,15 @@ class Interruption:
 class Judgement:
     """Facts that have to be known before a fault is judged. After a stall, `stuck` holds the ranks
     whose engines are stuck; after other faults it is None. interruption is None until the requests
-    wait. let_go are ranks whose connection ends even if they answer a probe, and without_ring those
-    whose engine has reported that its ring broke."""
+    wait. let_go are ranks whose connection ends even if they answer a probe, and have_spoken those
+    whose engine has reported its end or the loss of its ring, or that are gone."""
 
     was_working: bool
     stuck: frozenset[int] | None = None
     interruption: Interruption | None = None
     is_probing: bool = False
     let_go: frozenset[int] = frozenset()
-    without_ring: set[int] = field(default_factory=set)
+    have_spoken: set[int] = field(default_factory=set)
 
     @property
     def is_complete(self) -> bool:

@@ -368,6 +368,21 @@ def test_a_better_reason_is_not_awaited_once_all_engines_have_lost_their_ring() 
     assert cluster.run(HEALING_SECONDS, lambda: cluster.is_quiet)
 
 
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_cluster_without_restarts_waits_for_the_last_word_of_each_engine(has_ended: bool) -> None:
+    """On a busy host, the end of an engine may be known long after its neighbours lost the ring."""
+    cluster = begun(max_restarts=0)
+    life = cluster.lifecycle.life
+    for rank in (1, 2):
+        cluster.say(rank, life, RingLost("A link broke."))
+    cluster.run(3)
+    assert not cluster.failure
+    if has_ended:
+        cluster.say(0, life, Fault(EngineError.exit_code, "The engine ran out of memory."))
+    cluster.run(3)
+    assert isinstance(cluster.failure, EngineError if has_ended else ClusterError)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_engines_and_sequences_are_kept_if_only_a_link_is_lost(seed: int) -> None:
     """Also when ranks disagree about how far the sequences are."""
