@@ -1,13 +1,17 @@
 """What the ranks of a real ring do in test_transport: python -m … NAME."""
 
+import math
 import os
+import select
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+import psutil
 
 from serve.core.config import read_cluster
 from serve.core.errors import BrigadeError, ClusterError, PlanError
@@ -125,29 +129,83 @@ def sender_fails() -> None:
     os._exit(0)
 
 
+class Patience:
+    """Takes the place of `select` where a rank waits for its peers. Its seconds pass quickly, but
+    the one after which a silent peer is given up passes only for `given_up`. So a peer that is late
+    on a busy machine is not given up, and one that gives no sign of life is waited for forever."""
+
+    def __init__(self, stall_seconds: float) -> None:
+        self.given_up: socket.socket | None = None
+        self._stall_seconds = stall_seconds
+        self._silent: dict[socket.socket, int] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a time in which peers send nothing but signs of life."""
+        self.seconds = 0  # in which a peer was silent
+        self.has_come_in_time = False  # whether a sign has come soon after the one before
+        self._heard_at: dict[socket.socket, float] = {}
+
+    def select(self, peers: list[socket.socket], *_: object) -> tuple[list[socket.socket], ...]:
+        (peer,) = peers
+        silent = self._silent.pop(peer, 0)
+        while not select.select(peers, [], [], 0.05)[0]:
+            if silent + 1 < self._stall_seconds or peer is self.given_up:
+                self._silent[peer] = silent + 1
+                self.seconds += 1
+                return [], [], []
+        if silent:  # Otherwise this is the rest of a sign.
+            now = time.monotonic()
+            seconds = now - self._heard_at.get(peer, -math.inf)
+            self.has_come_in_time |= seconds < self._stall_seconds
+            self._heard_at[peer] = now
+        return peers, [], []
+
+
+def wait_for_files(pattern: str, num_files: int) -> None:
+    folder = Path(os.environ["MLX_HOSTFILE"]).parent
+    while len(list(folder.glob(pattern))) < num_files:
+        time.sleep(0.05)
+
+
+def touch(name: str) -> None:
+    Path(os.environ["MLX_HOSTFILE"]).with_name(f"{name}-{RANK}").touch()
+
+
 def silent() -> None:
     """The last rank computes for longer than a silent one is waited for, and is then stopped."""
-    links = join(stall_seconds=2.0)
+    stall_seconds = 2.0
+    patience = Patience(stall_seconds)
+    transport.select = patience  # type: ignore[assignment]
+    links = join(stall_seconds)
     pids = exchange(links, NumTrained(os.getpid()))
-    if RANK == NUM_RANKS - 1:
-        time.sleep(4.0)
+    touch("met")
+    wait_for_files("met-*", NUM_RANKS)
+    patience.begin()
+    if RANK < NUM_RANKS - 1:
+        while patience.seconds < 3 * stall_seconds or not patience.has_come_in_time:
+            time.sleep(0.05)
+        touch("waited")
+    wait_for_files("waited-*", NUM_RANKS - 1)
     exchange(links, Reached("still there"))
     # The last rank must not stop before its message has reached all others.
-    folder = Path(os.environ["MLX_HOSTFILE"]).parent
-    (folder / f"reached-{RANK}").touch()
+    touch("reached")
     if RANK == NUM_RANKS - 1:
-        while len(list(folder.glob("reached-*"))) < NUM_RANKS:
-            time.sleep(0.05)
+        wait_for_files("reached-*", NUM_RANKS)
         os.kill(os.getpid(), signal.SIGSTOP)
+    last = psutil.Process(pids[-1].count)
+    while last.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.05)
+    assert isinstance(links, transport.TcpLinks)
+    patience.given_up = links._connections.get(NUM_RANKS - 1)
     try:
         links.receive("never")
     except ClusterError as error:
         print(error, flush=True)
-    (folder / f"said-{RANK}").touch()
+    touch("said")  # A rank that ends sooner would be the one that others name.
+    wait_for_files("said-*", NUM_RANKS - 1)
     if RANK == 0:
-        while len(list(folder.glob("said-*"))) < NUM_RANKS - 1:
-            time.sleep(0.05)
-        os.kill(pids[-1].count, signal.SIGKILL)
+        last.kill()
     os._exit(0)
 
 
