@@ -84,6 +84,7 @@ def test_each_request_ends_once_after_random_faults(num_examples: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(10))
 def test_each_request_ends_once_after_faults_in_ten_thousand_random_runs(part: int) -> None:
     """In parts, each of which visits every state of a cluster that goes on."""
