@@ -334,7 +334,8 @@ class Supervisor:
             self._enter("waiting", FOLLOW_SECONDS)
 
     def _is_rank_0_to_follow(self, code: int) -> bool:
-        """Whether a rank of a training run has ended well before rank 0 was started again."""
+        """Whether a rank of a training run has ended with code 0, and rank 0 is still to be started
+        again."""
         return self._trains and code == 0 and 0 in self._returning
 
     def _ends_to_restart(self, event: Ended) -> bool:

@@ -1216,7 +1216,7 @@ def test_no_word_is_suggested_if_none_is_similar(
 def test_the_help_begins_with_the_command_as_it_was_typed(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Else a thread would stay that ends this process after a later test's signal.
+    # It would leave a thread that ends this process when a later test sends it a signal.
     monkeypatch.setattr("serve.cli.fine_tune._heed_signals", lambda: None)
     with suppress(SystemExit):
         cli.main([*words, "--help"])

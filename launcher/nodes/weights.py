@@ -86,7 +86,7 @@ class _Weights:
         snapshot = await self._snapshot(request)
         held = await self._file(request, snapshot, _POLL_SECONDS)
         coming = await run_in_threadpool(held.coming)
-        # What ranks have fetched meanwhile is no longer coming.
+        # A range that was fetched meanwhile is neither coming nor in the first list.
         held = await self._file(request, snapshot, _POLL_SECONDS)
         return _json(to_json(HeldRanges(held.file.etag, held.ranges, coming)))
 

@@ -1,6 +1,7 @@
 """Starts the engine process, talks to it and ends it. Unlike the engine, it needs no MLX."""
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -24,8 +25,8 @@ _END_SECONDS = 15.0 if sys.platform == "darwin" else 5.0
 _UNUSED_END_SECONDS = 1.0
 _KILLED_SECONDS = 10.0
 _WHY_KILLED = (
-    '"it did not end when it was asked to; '
-    'on a Mac, the memory that it had wired may stay taken until the next boot"'
+    "it did not end when it was asked to; "
+    "on a Mac, the memory that it had wired may stay taken until the next boot"
 )
 _LEAVE_SECONDS = 5.0
 # How long an engine may compute after its ring is lost: it can leave only when its step ends. As
@@ -172,7 +173,8 @@ class EngineProcess:
             seconds = _END_SECONDS if self._heard_at else _UNUSED_END_SECONDS
             await self._wait_for_end(seconds)
         if self.is_alive:
-            _logger.warning("event=engine_killed pid=%d reason=%s", self.pid, _WHY_KILLED)
+            reason = json.dumps(_WHY_KILLED)
+            _logger.warning("event=engine_killed pid=%d reason=%s", self.pid, reason)
             self._process.kill()
         await self.link.close()
         try:

@@ -60,7 +60,7 @@ class Server:
 
     @property
     def text(self) -> str:
-        """What it has printed; all of it, if it has ended."""
+        """What it has printed so far, and everything once it has ended."""
         if self.reader and self.process.poll() is not None:
             self.reader.join(LOG_SECONDS)
         return "".join(self.log)

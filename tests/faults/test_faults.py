@@ -171,7 +171,7 @@ def exchange(server: Server, pieces: list[bytes]) -> bytes:
 
 
 def answer_in_time(server: Server) -> str:
-    """Asks until the request is sent as quickly as an impatient server wants it."""
+    """Asks again until a request is sent as fast as an impatient server wants it."""
     while (reply := httpx2.post(server.url + CHAT, json=GOOD)).status_code == 408:
         continue
     content: str = reply.raise_for_status().json()["choices"][0]["message"]["content"]

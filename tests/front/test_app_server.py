@@ -64,8 +64,8 @@ class Times:
         return any(not timer.cancelled() for _, _, timer in self._timers)
 
     def pass_(self, seconds: float, after: bytes = b"") -> None:
-        """Waits until the server counts this time, and the latest that it has read ends with
-        `after`. Then the time is over."""
+        """Waits until the server counts this time and has read bytes that end with `after`. Then
+        lets the time be over."""
 
         def counting() -> list[tuple[asyncio.AbstractEventLoop, asyncio.TimerHandle]]:
             timers = list(self._timers)
@@ -230,7 +230,7 @@ def test_a_client_that_still_sends_a_large_body_gets_the_refusal(hasty: Running)
 def test_httpx_gets_413_for_a_body_that_is_too_large(
     shared: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "LINGER_SECONDS", 600.0)  # It takes as long as it takes.
+    monkeypatch.setattr(http_server, "LINGER_SECONDS", 600.0)  # to read the body on a busy machine
     body = b" " * (CONFIG.constants.max_body_bytes + 1)
     headers = {"Content-Type": "application/json"}
     reply = httpx2.post(shared.url + CHAT, content=body, headers=headers)

@@ -95,13 +95,13 @@ class FakeHub:
             time.sleep(0.01)
 
     def speak(self) -> None:
-        """Ends silence, also one that was to come."""
+        """Ends the silence, or cancels one that has not begun."""
         with self.lock:
             self.faults.silent_after = None
             self.faults.is_silent = False
 
     def wait_until_left(self) -> None:
-        """Waits until what clients that have ended had asked for is counted in `served`."""
+        """Waits until `served` counts all requests of clients that have ended."""
         close_session()  # This process is no client, either.
         # Connections are accepted in turn, so that those before this one are known.
         httpx2.get(f"{self.storage_url}/blobs/none")

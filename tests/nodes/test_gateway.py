@@ -267,7 +267,7 @@ def test_a_wait_that_the_hub_asks_for_is_told(
     serving: Callable[..., object],
     offline: Callable[[], None],
 ) -> None:
-    """The machine that asks waits itself. It would give up long before the gateway's answer."""
+    """The machine that asks does the waiting: it would give up on a gateway that waits so long."""
     first, second = machines.make("first", "second")
     serving(first)
     offline()

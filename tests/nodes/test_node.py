@@ -146,7 +146,7 @@ def test_a_stranger_with_the_name_of_a_member_does_not_replace_it(tmp_path: Path
             a.pair_by_port(b)
 
             def states_of_b() -> set[str]:
-                """Other tests' nodes are found, too."""
+                """Nodes of other tests are found, too."""
                 return {node.state for node in a.ask(client.known_nodes) if node.name == b.name}
 
             wait_until(lambda: states_of_b() == {"paired", "found"})
@@ -315,8 +315,8 @@ def test_a_group_of_three_learns_of_a_new_machine_and_of_one_that_is_forgotten(
             process.stdout.readline()
             wait_until(lambda: len(agents(c)) == 1)
             a.ask(lambda: client.forget(client.node_named(b.name)))
-            # Its connections end, also those to machines that were told by another one. A machine
-            # that was too busy is told again after a minute.
+            # All members close their connections to it once they know. A member that was too busy
+            # to listen is told again after a minute.
             process.communicate(timeout=150)
             wait_until(lambda: not agents(c))
             wait_until(lambda: c.states().get(b.name, "found") == "found")

@@ -121,7 +121,7 @@ def test_several_neighbours_give_their_parts(
 def test_all_neighbours_that_hold_a_range_are_asked(
     hub: FakeHub, machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Of neighbours that are idle one is asked by chance. So many blocks are not all of one.
+    # Among idle neighbours, chance decides which is asked. With many blocks, both are asked.
     monkeypatch.setattr(neighbours, "BLOCK_BYTES", 20_000)
     *others, last = machines.make("a", "b", "last")
     for machine in others:

@@ -38,7 +38,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(autouse=True)
 def _no_signs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No sign is due before an engine has left its ring. One test sets another time."""
+    """Parents give no sign of life while an engine leaves its ring. One test sets another time."""
     monkeypatch.setattr(own_engine_module, "_SIGN_SECONDS", 60.0)
 
 
